@@ -1,0 +1,26 @@
+"""One graph rewrite a file, named as the pass is named in logs, options and tests. `LINE` is their order.
+
+`UNDERSTAND` is the part that one process needs too: attention with its mask in the cheapest form.
+"""
+
+from ringopt.passes.choose_strategy import ChooseStrategy
+from ringopt.passes.classify_mask import ClassifyMask
+from ringopt.passes.find_attention import FindAttention
+from ringopt.passes.lower import Lower
+from ringopt.passes.normalize import Normalize
+from ringopt.passes.shard_sequence import ShardSequence
+from ringopt.passes.strip_repeat_kv import StripRepeatKv
+
+UNDERSTAND = (
+    Normalize(),  # functional: values may be read anywhere
+    FindAttention(),  # every attention is one canonical node
+    StripRepeatKv(),  # K and V have only their own heads
+    ClassifyMask(),  # no [n, n] mask is left: a pattern, and a term evaluated block by block
+)
+
+LINE = (
+    *UNDERSTAND,
+    ChooseStrategy(),  # every site has a strategy and a kernel, or a refusal
+    ShardSequence(),  # every value is replicated or sharded
+    Lower(),  # local sizes are known and right; outputs have their strides
+)

@@ -1,0 +1,76 @@
+"""For every attention site: how its rows travel, which layout, which kernel; or why it stays replicated.
+
+One layout serves all sites, because values flow between them: zigzag when a causal site is there to gain from it (contiguous
+shards give the last rank about twice the mean work), contiguous otherwise. Zigzag needs 2p rows on every axis.
+
+Before: mask classified. After: `strategy`, `layout`, `kernel`, `bytes_sent` of each site that can be sharded.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from ringopt.attention.exchange import Cargo, exchange_of
+from ringopt.errors import OptionError
+from ringopt.graph.nodes import shape_of, value_of
+from ringopt.kernels.choose import choose
+from ringopt.pipeline import Context, Pass, SiteInfo
+
+
+class ChooseStrategy(Pass):
+    name = "choose_strategy"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        for node, info in context.sites.items():
+            if info.refusal is None:
+                info.refusal = refusal_of(node, info, context)
+        sites = {node: info for node, info in context.sites.items() if info.refusal is None}
+        context.layout = layout_for(sites, context)
+        for node, info in sites.items():
+            choose_for(node, info, context)
+
+
+def lengths(node: fx.Node) -> tuple[int, int]:
+    return shape_of(node.args[0])[2], shape_of(node.args[1])[2]
+
+
+def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
+    options, ranks = context.options, context.mesh.size
+    if node.args[3] is not None:
+        return next(iter(info.notes), "its mask could not be expressed block by block")
+    shortest = min(lengths(node))
+    if shortest >= ranks:
+        return None
+    said = f"{shortest} rows for {ranks} ranks"
+    if options.strategy != "auto":
+        raise OptionError(
+            f"option strategy={options.strategy!r}: site {info.module or node.name} has {said}; every rank needs a row. "
+            'Use fewer ranks, longer inputs, or strategy="auto", which leaves such a site replicated'
+        )
+    return f"{said}: every rank needs a row"
+
+
+def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> str:
+    ranks, asked = context.mesh.size, context.options.layout
+    shortest = min((min(lengths(node)) for node in sites), default=0)
+    enough = shortest >= 2 * ranks
+    if asked == "zigzag" and sites and not enough:
+        raise OptionError(
+            f'option layout="zigzag": the shortest sequence has {shortest} rows, and zigzag over {ranks} ranks needs '
+            f'{2 * ranks}. Use layout="contiguous" or "auto"'
+        )
+    if asked != "auto":
+        return asked
+    return "zigzag" if enough and any(node.args[5] == "causal" for node in sites) else "contiguous"
+
+
+def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
+    q, k, v = (value_of(operand) for operand in node.args[:3])
+    info.strategy = "ring" if context.options.strategy == "auto" else context.options.strategy
+    info.layout = context.layout
+    kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    info.kernel = kernel.name
+    info.notes.append(reason)
+    plan = exchange_of(node.args[5], *lengths(node), context.mesh.size, context.layout, context.layout, info.strategy)
+    row = k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1]) * k.element_size()
+    info.bytes_sent = plan.sent_rows(context.mesh.rank, Cargo.OUT) * row

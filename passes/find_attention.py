@@ -1,0 +1,134 @@
+"""Every spelling of attention becomes one node.
+
+    scaled_dot_product_attention(q, k, v, mask, is_causal=..., scale=..., enable_gqa=...)
+        ->  ringopt::attention(q, k, v, mask, [], "full" | "causal", "", dropout_p, scale)
+
+q, k, v become [B, H, S, D]: operands of other ranks are viewed so. nn.MultiheadAttention (need_weights=False) reaches
+this pass as scaled_dot_product_attention already, its projection and head split beside it.
+After: same numbers; every attention that is left alone has a refusal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+import ringopt.ops.attention  # noqa: F401  (registers the operator)
+from ringopt.graph.nodes import module_path, shape_of, value_of
+from ringopt.graph.refusal import Refusal
+from ringopt.pipeline import Context, Pass, SiteInfo
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """The arguments of scaled_dot_product_attention, however they were given."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    attn_mask: fx.Node | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Sdpa:
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        return cls(**dict(zip(names, node.args)), **node.kwargs)  # type: ignore[arg-type]  # noqa: B905
+
+
+class FindAttention(Pass):
+    name = "find_attention"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        for node in list(gm.graph.nodes):
+            if node.target is not aten.scaled_dot_product_attention.default:
+                continue
+            site = Sdpa.of(node)
+            pattern = "causal" if site.is_causal else "full"
+            info = SiteInfo(module_path(node), form_of(node), pattern, site.attn_mask is not None)
+            refusal = check(node, site)
+            if refusal is None:
+                context.sites[rewrite(gm.graph, node, site)] = info
+            else:
+                info.refusal = refusal.sentence
+                context.sites[node] = info
+
+
+def form_of(node: fx.Node) -> str:
+    callers = [str(name) for name, _ in node.meta.get("source_fn_stack", [])]
+    return "multihead_attention" if any("multi_head_attention" in name for name in callers) else "sdpa"
+
+
+def check(node: fx.Node, site: Sdpa) -> Refusal | None:
+    query, key, value = (shape_of(operand) for operand in (site.query, site.key, site.value))
+    if site.dropout_p:
+        return Refusal(f"dropout_p is {site.dropout_p}; attention dropout is not sharded yet", node)
+    if len({len(query), len(key), len(value)}) > 1 or len(query) < 2:
+        return Refusal(f"query {list(query)}, key {list(key)}, value {list(value)} have different numbers of dims", node)
+    batch = {shape[:-3] for shape in (query, key, value)}
+    if len(batch) > 1 or key[:-1] != value[:-1]:
+        return Refusal(f"query {list(query)}, key {list(key)}, value {list(value)} are broadcast over batch dims", node)
+    heads, kv_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
+    if heads != kv_heads and not site.enable_gqa:
+        return Refusal(f"{heads} query heads and {kv_heads} KV heads without enable_gqa", node)
+    if site.attn_mask is not None and len(shape_of(site.attn_mask)) > len(query):
+        return Refusal(f"the mask {list(shape_of(site.attn_mask))} has more dims than the query {list(query)}", node)
+    if site.attn_mask is not None and len(query) > 4:
+        mask = (1,) * (len(query) - len(shape_of(site.attn_mask))) + shape_of(site.attn_mask)
+        if mask[:-3] != query[:-3] and set(mask[:-3]) != {1}:
+            return Refusal(f"the mask {list(mask)} is broadcast over some batch dims of the query {list(query)}", node)
+    if site.attn_mask is not None and site.is_causal:
+        return Refusal("attn_mask and is_causal are both given", node)
+    return None
+
+
+def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
+    out, rank = shape_of(node), len(shape_of(node))
+    with graph.inserting_before(node):
+        q, k, v = (four_dims(graph, operand) for operand in (site.query, site.key, site.value))
+        mask = four_dims(graph, site.attn_mask, rank) if site.attn_mask is not None else None
+        scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
+        pattern = "causal" if site.is_causal else "full"
+        new = graph.call_function(
+            torch.ops.ringopt.attention.default, (q, k, v, mask, [], pattern, "", site.dropout_p, scale)
+        )
+        new.meta = {**node.meta, "val": value_of(node)}
+        result = new
+        if rank != 4:
+            new.meta["val"] = value_of(node).reshape(four_sizes(out))
+            result = view(graph, new, list(out))
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return new
+
+
+def four_sizes(shape: tuple[int, ...]) -> list[int]:
+    """[..., H, S, D] as [B, H, S, D]; [B, S, D] has no head dim: its batch is as good as heads."""
+    return [math.prod(shape[:-3]), *((1,) * (3 - len(shape)) + shape[-3:])]
+
+
+def four_dims(graph: fx.Graph, operand: fx.Node, rank: int | None = None) -> fx.Node:
+    """`operand` viewed with four dims. A mask (`rank` is the query's) keeps its places from the right."""
+    shape = shape_of(operand)
+    if rank is None or rank > 4:
+        if rank is not None:
+            shape = (1,) * (rank - len(shape)) + shape
+        sizes = four_sizes(shape)
+    else:
+        sizes = [*((1,) * (4 - len(shape))), *shape]
+    return operand if list(shape_of(operand)) == sizes else view(graph, operand, sizes)
+
+
+def view(graph: fx.Graph, operand: fx.Node, sizes: list[Any]) -> fx.Node:
+    new = graph.call_function(aten.reshape.default, (operand, sizes))
+    new.meta = {key: operand.meta[key] for key in ("stack_trace", "nn_module_stack") if key in operand.meta}
+    new.meta["val"] = value_of(operand).reshape(sizes)
+    return new

@@ -1,0 +1,82 @@
+"""Local sizes everywhere, original strides at the outputs.
+
+    gather(linear(scatter(x)))      ->   the same, each node with the fake value it has on this rank,
+    output [B, S, D] strided         ->   outputs laid out in memory as the original program returned them
+
+Every node is run once on fake local tensors and its size held against its placement, so that a wrong rule is an error
+when the graph is compiled and not a wrong number when it runs. Dynamo compiled the code after this graph for the
+original strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.nodes import is_tensor, value_of
+from ringopt.pipeline import Context, Pass
+
+aten = torch.ops.aten
+
+
+class Lower(Pass):
+    name = "lower"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        if not any(info.refusal is None for info in context.sites.values()):
+            return
+        gm.recompile()
+        inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        modes = [value.fake_mode for value in inputs if isinstance(value, torch._subclasses.FakeTensor)]
+        with modes[0], torch.no_grad():
+            LocalValues(gm).run(*inputs)
+        check_sizes(gm.graph)
+        restore_strides(gm.graph)
+
+
+class LocalValues(fx.Interpreter):
+    """Gives each node the fake value it has on this rank."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if node.op == "call_function":
+            node.meta["val"] = value
+        return value
+
+
+def check_sizes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        whole, placement = node.meta.get("whole"), node.meta.get("placement")
+        if not isinstance(whole, torch.Tensor) or not is_tensor(node):
+            continue
+        here, expected = list(value_of(node).shape), list(whole.shape)
+        if placement is not None:
+            expected[placement.dim] = here[placement.dim]
+            even = here[placement.dim] % (placement.outer * placement.inner) == 0
+        if here != expected or (placement is not None and not even) or value_of(node).dtype != whole.dtype:
+            raise AssertionError(
+                f"{node.format_node()}: {here} {value_of(node).dtype} on this rank, but {list(whole.shape)} {whole.dtype} "
+                f"placed {placement or 'on every rank'}"
+            )
+
+
+def restore_strides(graph: fx.Graph) -> None:
+    output = graph.output_node()
+
+    def restored(node: fx.Node) -> fx.Node:
+        whole = node.meta.get("whole")
+        if not isinstance(whole, torch.Tensor) or not is_tensor(node) or value_of(node).stride() == whole.stride():
+            return node
+        order = sorted(range(whole.dim()), key=lambda dim: -whole.stride(dim))
+        if len(set(order)) < 2:
+            return node
+        with graph.inserting_before(output):
+            new = graph.call_function(aten.permute.default, (node, order))
+            new = graph.call_function(aten.contiguous.default, (new,))
+            new = graph.call_function(aten.permute.default, (new, [order.index(dim) for dim in range(len(order))]))
+        new.meta = {**node.meta, "val": whole}
+        return new
+
+    output.args = (fx.map_arg(output.args[0], restored),)

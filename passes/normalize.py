@@ -1,0 +1,87 @@
+"""A functional graph: no writes, no grad or autocast regions, no assertions about metadata.
+
+    y.add_(1)                             ->   y1 = add(y, 1), later uses of y read y1
+    y[:, 0].fill_(0)                      ->   y1 = select_scatter(y, full_like(select(y, 1, 0), 0), 1, 0)
+    with no_grad: f(x)                    ->   f(detach(x))
+    with autocast(bf16): linear(x, w)     ->   linear(to(x, bf16), to(w, bf16))
+    dropout(x, 0.1, False)                ->   x
+
+After: no mutable op but the final copy_ into inputs the program changes, so a value may be read anywhere. Moving a read
+past a write, or a producer out of its no_grad region, is what makes hoisting lose or leak gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.autocast import Uncastable, explicit_casts
+from ringopt.graph.functional import Functional, Unwritable
+from ringopt.graph.nodes import argument, op_name, requires_grad
+from ringopt.graph.refusal import Refusal
+from ringopt.pipeline import Context, GraphRefused, Pass
+
+aten = torch.ops.aten
+
+DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size")
+
+
+class Normalize(Pass):
+    name = "normalize"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        refuse_unknown_calls(gm.graph)
+        explicit_detach(gm.graph)
+        try:
+            explicit_casts(gm)
+            Functional(gm.graph).rewrite()
+        except (Uncastable, Unwritable) as problem:
+            raise GraphRefused(problem.refusal) from problem
+        drop_assertions(gm.graph)
+        drop_identities(gm.graph)
+
+
+PYTHON_CALLS = ("getitem", "_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+
+
+def refuse_unknown_calls(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        plain = isinstance(node.target, torch._ops.OpOverload) or op_name(node) in PYTHON_CALLS
+        if node.op in ("call_module", "call_method") or (node.op == "call_function" and not plain):
+            raise GraphRefused(Refusal(f"{node.target} is no ATen operator: what it does to rows is not known", node))
+
+
+def explicit_detach(graph: fx.Graph) -> None:
+    """Values enter a no_grad region through detach; the switches go."""
+    carries, detached = requires_grad(graph), {}
+    enabled = torch.is_grad_enabled()
+    for node in list(graph.nodes):
+        if op_name(node) == "_set_grad_enabled":
+            enabled = node.args[0]
+            graph.erase_node(node)
+        elif not enabled and node.op == "call_function":
+            for arg in list(node.all_input_nodes):
+                if not carries.get(arg):
+                    continue
+                if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                    raise GraphRefused(Refusal(f"{node.target} writes under no_grad to a value with a gradient", node))
+                if arg not in detached:
+                    with graph.inserting_after(arg):
+                        detached[arg] = graph.call_function(aten.detach.default, (arg,))
+                    detached[arg].meta = dict(arg.meta)
+                node.replace_input_with(arg, detached[arg])
+            carries[node] = False
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if op_name(node) in DROPPED and not node.users:
+            graph.erase_node(node)
+
+
+def drop_identities(graph: fx.Graph) -> None:
+    """Dropout that drops nothing."""
+    for node in list(graph.nodes):
+        if op_name(node) == "dropout" and (not argument(node, 2, "train") or argument(node, 1, "p") == 0.0):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

@@ -1,0 +1,71 @@
+"""Repeated KV heads are un-repeated: only Hkv heads need to travel.
+
+    k = x[:, :, None].expand(B, Hkv, g, S, D).reshape(B, Hkv * g, S, D)
+    v = repeat_interleave(w, g, 1)                                               # [B, Hkv * g, S, D]
+    y = attention(q, k, v, ...)
+        ->
+    y = attention(q, x, w, ...)                                                  # [B, Hkv, S, D]
+
+`ringopt::attention` lets query head h attend with KV head h // g, so a repetition that tiles the heads (h % Hkv) stays.
+Found by following one element of k up through views, whatever they are. The operator sums the gradient of x over the
+query heads, as the repetition did.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.cone import Cone, coordinates
+from ringopt.graph.constants import LARGEST, Constants
+from ringopt.graph.nodes import shape_of
+from ringopt.graph.term_readers import evaluate
+from ringopt.graph.terms import Term
+from ringopt.pipeline import Context, Pass
+
+
+class StripRepeatKv(Pass):
+    name = "strip_repeat_kv"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        constants = Constants(gm.graph, context.values)
+        for node, info in context.sites.items():
+            if node.target is not torch.ops.ringopt.attention.default:
+                continue
+            k, v = (unrepeated(operand, constants) for operand in node.args[1:3])
+            if k is None or v is None or shape_of(k)[1] != shape_of(v)[1]:
+                continue
+            before = shape_of(node.args[1])[1]
+            node.args = (node.args[0], k, v, *node.args[3:])
+            info.notes.append(f"{before} KV heads repeat {shape_of(k)[1]}, which travel")
+
+
+def unrepeated(operand: fx.Node, constants: Constants) -> fx.Node | None:
+    """The [B, Hkv, S, D] node whose heads `operand` [B, H, S, D] repeats, each H / Hkv times in a row; None without."""
+    shape = shape_of(operand)
+    cone = Cone(constants, dict(zip("bhsd", shape, strict=True)))
+    node, index = operand, cone.index(shape, "bhsd")
+    while (found := cone.view(node, index)) is not None:
+        node, index = found
+        if repeats(node, index, shape, cone):
+            return node
+    return None
+
+
+def repeats(node: fx.Node, index: tuple[Term, ...], shape: tuple[int, ...], cone: Cone) -> bool:
+    """Whether element (b, h, s, d) is read at [b, h // groups, s, d] of fewer heads."""
+    heads = shape_of(node)[1] if len(index) == 4 else 0
+    if not heads or heads >= shape[1] or shape[1] % heads or shape_of(node) != (shape[0], heads, *shape[2:]):
+        return False
+    here = cone.index(shape, "bhsd")
+    if any(index[dim] is not here[dim] for dim in (0, 2, 3)):
+        return False
+    return is_head_group(index[1], shape[1] // heads, cone)
+
+
+def is_head_group(term: Term, groups: int, cone: Cone) -> bool:
+    """Whether `term` is h // groups at every head."""
+    if term.axes - {"h"} or not cone.is_known(term) or cone.sizes["h"] > LARGEST:
+        return False
+    place = coordinates(["h"], cone.sizes)
+    return bool((evaluate(term, place, cone.known) == place["h"] // groups).all())

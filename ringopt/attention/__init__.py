@@ -1,0 +1,1 @@
+"""Patterns, layouts, exchange plans, their proof, and the executor that runs them."""

@@ -1,0 +1,292 @@
+"""The plan of one attention: who sends which rows to whom, what is computed meanwhile, what may be dropped.
+
+    forward    hop h of a route is posted in step h-1 and used in step h; home blocks are in step 0, under the first hop
+    backward   the same mirrored in time; gradients walk the routes home and meet the home blocks in the last step
+
+A plan is data. It computes nothing and sends nothing; executor, cost, report and proof read the same steps. It knows no
+rank either: it is the same object on all ranks, and each rank unrolls its own steps from it.
+
+A step is run as: post all its receives, then its sends; compute its blocks; wait for its messages; put what came; drop.
+What comes in step i is therefore used from step i+1 on, and both ends of a message post it in the same step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+
+from ringopt.attention.layouts import Layout, layout_of
+from ringopt.attention.patterns import Kind, Pattern, pattern_of
+from ringopt.attention.routes import Route, Strategy, strategy_of
+from ringopt.attention.rows import Rows, count, join, meet, text
+from ringopt.errors import PlanError
+
+
+class Cargo(Enum):
+    """What a message carries for its rows."""
+
+    OUT = "out"  # keys and values, away from home
+    BACK = "back"  # their gradients, summed on the way home
+
+
+@dataclass(frozen=True)
+class Message:
+    """One buffer from rank `source` to rank `target`: its pieces of global rows in ascending order."""
+
+    source: int
+    target: int
+    cargo: Cargo
+    rows: Rows
+
+    def __str__(self) -> str:
+        return f"{self.cargo.value} {text(self.rows)} {self.source}->{self.target}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A tile to compute: query rows of this rank x key rows that are here, both global."""
+
+    queries: range
+    keys: range
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {text([self.queries])} x {text([self.keys])}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank posts, computes meanwhile, and has no more use for when the step ends."""
+
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    drops: Rows = ()  # pieces of remote keys, as they came
+
+    def __str__(self) -> str:
+        mail = [f"receive {m}" for m in self.receives] + [f"send {m}" for m in self.sends]
+        drops = [f"drop {text(self.drops)}"] if self.drops else []
+        return "; ".join([*mail, *map(str, self.blocks), *drops]) or "idle"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The plan of `pattern` with queries and keys laid out over the same ranks.
+
+    Hashable, and cheap to make: steps are unrolled per rank when asked for, and kept. Raises PlanError where lengths or
+    numbers of ranks do not fit.
+    """
+
+    pattern: Pattern
+    q_layout: Layout
+    kv_layout: Layout
+    strategy: Strategy
+
+    def __post_init__(self) -> None:
+        lengths = (self.q_layout.length, self.kv_layout.length)
+        if lengths != (self.pattern.q_length, self.pattern.kv_length) or self.q_layout.ranks != self.kv_layout.ranks:
+            raise PlanError(
+                f"attention of {self.pattern.q_length} queries over {self.pattern.kv_length} keys was given layouts of "
+                f"{lengths[0]} rows over {self.q_layout.ranks} ranks and {lengths[1]} rows over {self.kv_layout.ranks} "
+                "ranks; lengths must agree and the ranks be the same"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.q_layout.ranks
+
+    # What follows from pattern and layouts
+
+    def q_pieces(self, rank: int) -> Rows:
+        """The query rows of `rank` that take part, in the order of its local tensor."""
+        return self._q_pieces[rank]
+
+    def kv_pieces(self, rank: int) -> Rows:
+        """The key rows of `rank` that take part, in the order of its local tensor."""
+        return self._kv_pieces[rank]
+
+    def needs(self, rank: int) -> Rows:
+        """The keys that queries of `rank` see, its own included."""
+        return self._needs[rank]
+
+    def blocks(self, rank: int, keys: range) -> tuple[Block, ...]:
+        """The tiles of the queries of `rank` with `keys`."""
+        tiles = (self.pattern.tiles(own, keys) for own in self.q_pieces(rank))
+        return tuple(Block(*tile) for some in tiles for tile in some)
+
+    def home_blocks(self, rank: int) -> tuple[Block, ...]:
+        """The tiles of the queries of `rank` with its own keys."""
+        return tuple(block for keys in self.kv_pieces(rank) for block in self.blocks(rank, keys))
+
+    @cached_property
+    def shard(self) -> int:
+        """Rows of keys of the rank that has most."""
+        return max(map(count, self._kv_pieces))
+
+    @cached_property
+    def _q_pieces(self) -> tuple[Rows, ...]:
+        return _pieces(self.pattern, self.q_layout)
+
+    @cached_property
+    def _kv_pieces(self) -> tuple[Rows, ...]:
+        return _pieces(self.pattern, self.kv_layout)
+
+    @cached_property
+    def _needs(self) -> tuple[Rows, ...]:
+        return tuple(join(map(self.pattern.needs, pieces)) for pieces in self._q_pieces)
+
+    # What follows from the strategy
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        """Of the whole world."""
+        return tuple(route for home in range(self.ranks) for route in self._routes_from(home))
+
+    def routes_at(self, rank: int) -> tuple[Route, ...]:
+        """Routes enough to write the steps of `rank`: where routes are direct, its own, so that the world's p(p-1) are
+        never listed."""
+        if not self.strategy.direct:
+            return self.routes
+        owners = set().union(*map(self.kv_layout.owners, self.needs(rank))) - {rank}
+        coming = (route for owner in sorted(owners) for route in self._routes_from(owner, rank))
+        return (*self._routes_from(rank), *coming)
+
+    def _routes_from(self, home: int, only: int | None = None) -> Iterator[Route]:
+        """The routes of the pieces of `home`, to all users or `only` to one."""
+        for piece in self.kv_pieces(home):
+            users = [only] if only is not None else sorted(self.q_layout.owners(self.pattern.users(piece)) - {home})
+            needed = {user: tuple(filter(len, (meet(piece, rows) for rows in self.needs(user)))) for user in users}
+            yield from self.strategy.routes(home, needed, self.ranks)
+
+    @cached_property
+    def length(self) -> int:
+        """Hops of the longest route."""
+        return 1 if self.strategy.direct else max((route.hops for route in self.routes), default=0)
+
+    def forward(self, rank: int) -> tuple[Step, ...]:
+        """The steps of `rank`; none where it neither computes nor passes anything on."""
+        return _forward(self, rank)
+
+    def backward(self, rank: int) -> tuple[Step, ...]:
+        """The steps of `rank`. Keys travel again, in the order that lets gradients meet the home blocks last: dK and dV
+        then make as many hops as keys made, where a ring that computes home first carries them once more round."""
+        return _backward(self, rank)
+
+    def steps(self, rank: int, backward: bool) -> tuple[Step, ...]:
+        """`backward(rank)` or `forward(rank)`."""
+        return _backward(self, rank) if backward else _forward(self, rank)
+
+    @property
+    def volume(self) -> int:
+        """Rows of keys sent by all ranks together in the forward; the backward sends as many rows of gradients, and no
+        more rows of keys."""
+        return sum(len(route.rows) * route.hops for route in self.routes)
+
+    def sent_rows(self, rank: int, cargo: Cargo, backward: bool = False) -> int:
+        """Rows that `rank` sends as `cargo` in the forward, or in the backward."""
+        return sum(count(m.rows) for step in self.steps(rank, backward) for m in step.sends if m.cargo is cargo)
+
+
+@lru_cache(maxsize=1024)
+def exchange_of(
+    pattern: str, q_length: int, kv_length: int, ranks: int, q_layout: str, kv_layout: str, strategy: str
+) -> Exchange:
+    """The plan of what is named: see `pattern_of`, `layout_of` and `strategy_of` for the names and the errors."""
+    return Exchange(
+        pattern_of(pattern, q_length, kv_length),
+        layout_of(q_layout, q_length, ranks),
+        layout_of(kv_layout, kv_length, ranks),
+        strategy_of(strategy),
+    )
+
+
+def _pieces(pattern: Pattern, layout: Layout) -> tuple[Rows, ...]:
+    ranges = map(layout.ranges, range(layout.ranks))
+    return tuple(tuple(piece for rows in own for piece in pattern.keep(rows)) for own in ranges)
+
+
+@lru_cache(maxsize=1024)
+def _forward(exchange: Exchange, rank: int) -> tuple[Step, ...]:
+    draft, ranks = Draft(rank), exchange.ranks
+    draft.compute(0, exchange.home_blocks(rank))
+    for route in exchange.routes_at(rank):
+        hop = route.hop_of(rank, ranks)
+        if hop is None:
+            continue
+        if hop > 0:
+            draft.receive(hop - 1, route.stop(hop - 1, ranks), Cargo.OUT, route.rows)
+            draft.compute(hop, exchange.blocks(rank, route.rows))
+            draft.drop(hop, route.rows)
+        if hop < route.hops:
+            draft.send(hop, route.stop(hop + 1, ranks), Cargo.OUT, route.rows)
+    return draft.steps()
+
+
+@lru_cache(maxsize=1024)
+def _backward(exchange: Exchange, rank: int) -> tuple[Step, ...]:
+    """Hop h computes in step last - h. The far stop has its rows straight from home, each other stop from the one
+    beyond it; gradients go the same way on to home, but rows need come no nearer home than their first user."""
+    draft, ranks, last = Draft(rank), exchange.ranks, exchange.length + 1
+    draft.compute(last, exchange.home_blocks(rank))
+    for route in exchange.routes_at(rank):
+        hop = route.hop_of(rank, ranks)
+        if hop is None:
+            continue
+        now, inward, outward = last - hop, route.stop(hop - 1, ranks), route.stop(hop + 1, ranks)
+        if hop == 0:
+            draft.send(last - route.hops - 1, route.stop(route.hops, ranks), Cargo.OUT, route.rows)
+        else:
+            draft.send(now + 1, inward, Cargo.BACK, route.rows)
+        if hop < route.hops:
+            draft.receive(now, outward, Cargo.BACK, route.rows)
+        if hop > route.first:
+            draft.send(now, inward, Cargo.OUT, route.rows)
+        if hop >= route.first:
+            draft.receive(now - 1, route.home if hop == route.hops else outward, Cargo.OUT, route.rows)
+            draft.compute(now, exchange.blocks(rank, route.rows))
+            draft.drop(now, route.rows)
+    return draft.steps()
+
+
+class Draft:
+    """The steps of one rank while they are written. All rows of one cargo for one peer in one step are one message, and
+    order within a step is sorted, so that both ends of a channel name its messages in the same order."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self._mail: dict[tuple[int, int, int, Cargo], list[range]] = defaultdict(list)  # by step, source, target, cargo
+        self._blocks: dict[int, list[Block]] = defaultdict(list)
+        self._drops: dict[int, list[range]] = defaultdict(list)
+
+    def send(self, step: int, target: int, cargo: Cargo, rows: range) -> None:
+        self._mail[step, self.rank, target, cargo].append(rows)
+
+    def receive(self, step: int, source: int, cargo: Cargo, rows: range) -> None:
+        self._mail[step, source, self.rank, cargo].append(rows)
+
+    def compute(self, step: int, blocks: tuple[Block, ...]) -> None:
+        if blocks:
+            self._blocks[step].extend(blocks)
+
+    def drop(self, step: int, rows: range) -> None:
+        self._drops[step].append(rows)
+
+    def steps(self) -> tuple[Step, ...]:
+        sends: dict[int, list[Message]] = defaultdict(list)
+        receives: dict[int, list[Message]] = defaultdict(list)
+        for (step, source, target, cargo), rows in sorted(self._mail.items(), key=_order):
+            ascending = tuple(sorted(rows, key=lambda piece: piece.start))
+            side = sends if source == self.rank else receives
+            side[step].append(Message(source, target, cargo, ascending))
+        end = 1 + max((*sends, *receives, *self._blocks, *self._drops), default=-1)
+        return tuple(
+            Step(tuple(sends[i]), tuple(receives[i]), tuple(self._blocks[i]), tuple(self._drops[i])) for i in range(end)
+        )
+
+
+def _order(entry: tuple[tuple[int, int, int, Cargo], list[range]]) -> tuple[int, int, int, str]:
+    step, source, target, cargo = entry[0]
+    return step, source, target, cargo.value

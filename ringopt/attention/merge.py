@@ -1,0 +1,50 @@
+"""Partial softmaxes of the same rows, merged by their log-sum-exp (as in FlashAttention and Ring Attention)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringopt.kernels.base import HIDDEN, accumulator
+
+
+def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Adds a partial softmax [B, H, S, Dv], [B, H, S] into `out` and `lse`, in place.
+
+    A row hidden on both sides stays 0 and -inf; the usual sigmoid(more_lse - lse) would be NaN there.
+    """
+    total = torch.logaddexp(lse, more_lse)
+    weight = (more_lse - total).exp_().masked_fill_(more_lse == HIDDEN, 0.0)
+    out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(total)
+
+
+class Merged:
+    """out and lse of `rows` queries, gathered tile by tile in accumulator(q.dtype)."""
+
+    def __init__(self, q: Tensor, value_dim: int):
+        self._q, self._value_dim = q, value_dim
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """The softmax of local query rows over some more keys."""
+        if self._sums is None and rows == slice(0, self._q.shape[2]):
+            # The first tile, of all rows: its tensors become the sums, so that none are held beside them.
+            self._sums = out.to(accumulator(self._q.dtype)), lse.contiguous()
+            return
+        whole_out, whole_lse = self._started()
+        merge_(whole_out[:, :, rows], whole_lse[:, :, rows], out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """out in q's dtype and lse, both contiguous."""
+        out, lse = self._started()
+        return out.to(self._q.dtype).contiguous(), lse
+
+    def _started(self) -> tuple[Tensor, Tensor]:
+        if self._sums is None:
+            dtype, sizes = accumulator(self._q.dtype), self._q.shape[:3]
+            self._sums = (
+                self._q.new_zeros(*sizes, self._value_dim, dtype=dtype),
+                self._q.new_full(sizes, HIDDEN, dtype=dtype),
+            )
+        return self._sums

@@ -1,0 +1,137 @@
+"""Which way keys and values travel: all that a strategy says.
+
+A route takes one piece of rows from its home past a number of ranks, an equal stride apart. Steps, messages, buffers
+and the whole backward follow from the routes (exchange.py), so a new strategy is a new way to yield routes and nothing
+else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import ClassVar
+
+from ringopt.attention.rows import Rows
+from ringopt.errors import OptionError
+
+Needed = Mapping[int, Rows]  # user -> the rows of one piece that its queries see, for every rank but the piece's home
+
+
+@dataclass(frozen=True)
+class Route:
+    """`rows` of `home` stop at home + stride, home + 2 stride, ... (mod p): at `hops` ranks in all.
+
+    Stops before hop `first` need no rows; they only pass them on. A stride other than 1 or -1 makes one hop.
+    """
+
+    rows: range
+    home: int
+    stride: int
+    hops: int
+    first: int = 1
+
+    def stop(self, hop: int, ranks: int) -> int:
+        """The rank that is reached with `hop`; hop 0 is home."""
+        return (self.home + hop * self.stride) % ranks
+
+    def hop_of(self, rank: int, ranks: int) -> int | None:
+        """The hop with which `rank` is reached, None where it is not."""
+        if self.hops == 1:
+            return {self.home: 0, self.stop(1, ranks): 1}.get(rank)
+        hop = (rank - self.home) * self.stride % ranks
+        return hop if hop <= self.hops else None
+
+
+class Strategy(ABC):
+    """A frozen dataclass whose fields are its options."""
+
+    name: ClassVar[str]
+    direct: ClassVar[bool]  # every route has one hop, so that it concerns its two ends only
+
+    @abstractmethod
+    def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
+        """The routes of one piece: to each user of `needed` at least the rows that it needs."""
+
+    @abstractmethod
+    def most_rows(self, shard: int, backward: bool) -> int | None:
+        """The most rows that a rank buffers beside its own at any time, `shard` being the largest share of a rank; None
+        where no fixed number of shards bounds it. Holds for keys and for gradients: remote rows held, rows on their
+        way in, and a rank's own rows on their way out."""
+
+
+@dataclass(frozen=True)
+class Gather(Strategy):
+    """Straight from home to every user, all in one step, and only the rows that this user needs.
+
+    With a window over contiguous shards this is the halo exchange.
+    """
+
+    name = "gather"
+    direct = True
+
+    def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
+        for user, pieces in needed.items():
+            for rows in pieces:
+                yield Route(rows, home, user - home, 1)
+
+    def most_rows(self, shard: int, backward: bool) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Ring(Strategy):
+    """From neighbour to neighbour, each row as far as the last rank that needs it (Liu et al., Ring Attention, 2023).
+
+    One-way, which is the default: a rank buffers two shards at a time whatever p is (the one it computes with and sends
+    on, and the one that comes in; in the first step its own going out instead), so memory falls as 1/p from p = 2 on.
+    Rows that no other rank sees stay at home. Backward three shards: its own may leave while others pass.
+
+    Two-way sends both ways round and never across the widest gap between a row's users. Under a causal zigzag heads go
+    forward and tails back, 3/4 of the one-way traffic; but then both directions are buffered at once, twice the bound,
+    and work is less even over the steps. It is therefore not the default.
+    """
+
+    two_way: bool = False
+
+    name = "ring"
+    direct = False
+
+    def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
+        by_way = groupby(stretches(home, needed, ranks), lambda stretch: self.ways(stretch[1], ranks))
+        for ways, neighbours in by_way:
+            pieces = [rows for rows, _ in neighbours]
+            for way in ways:
+                yield Route(range(pieces[0].start, pieces[-1].stop), home, *way)
+
+    def ways(self, distances: tuple[int, ...], ranks: int) -> tuple[tuple[int, int, int], ...]:
+        """(stride, hops, first) of each way to users at these distances."""
+        gaps = [after - before for before, after in pairwise((0, *distances, ranks))]
+        # Never to cross the last gap, which leads back home, is to go round one way; of equal gaps the last is avoided.
+        avoided = max(range(len(gaps)), key=lambda i: (gaps[i], i)) if self.two_way else len(distances)
+        forth, back = distances[:avoided], distances[avoided:]
+        ahead = ((1, forth[-1], forth[0]),) if forth else ()
+        behind = ((-1, ranks - back[0], ranks - back[-1]),) if back else ()
+        return ahead + behind
+
+    def most_rows(self, shard: int, backward: bool) -> int | None:
+        return (2 if self.two_way else 1) * (3 if backward else 2) * shard
+
+
+def stretches(home: int, needed: Needed, ranks: int) -> Iterator[tuple[range, tuple[int, ...]]]:
+    """Cuts a piece where its users change: each stretch with the distances, forward round the ring, of its users."""
+    edges = sorted({edge for pieces in needed.values() for rows in pieces for edge in (rows.start, rows.stop)})
+    for start, stop in pairwise(edges):
+        users = (user for user, pieces in needed.items() if any(start in rows for rows in pieces))
+        yield range(start, stop), tuple(sorted((user - home) % ranks for user in users))
+
+
+STRATEGIES: dict[str, Strategy] = {"ring": Ring(), "ring2": Ring(two_way=True), "gather": Gather()}
+
+
+def strategy_of(name: str) -> Strategy:
+    """The strategy called `name`: "ring" is the one-way ring, for the least memory (see Ring). Raises OptionError."""
+    if name not in STRATEGIES:
+        raise OptionError(f"strategy {name!r} is unknown; the strategies are {', '.join(map(repr, STRATEGIES))}")
+    return STRATEGIES[name]

@@ -1,0 +1,37 @@
+"""Sets of sequence rows as tuples of ranges: exact, hashable, and of constant size however long the sequence.
+
+Every range has step 1 and counts rows of the whole sequence, never of a rank's local tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Rows = tuple[range, ...]
+
+
+def meet(a: range, b: range) -> range:
+    """The rows that both ranges hold; empty where they hold none."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+def join(ranges: Iterable[range]) -> Rows:
+    """The union, ascending: ranges that overlap or touch become one, empty ones vanish."""
+    joined: list[range] = []
+    for rows in sorted(filter(len, ranges), key=lambda rows: rows.start):
+        if joined and rows.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, rows.stop))
+        else:
+            joined.append(rows)
+    return tuple(joined)
+
+
+def count(rows: Iterable[range]) -> int:
+    """How many rows there are, a row in two ranges counted twice."""
+    return sum(map(len, rows))
+
+
+def text(rows: Iterable[range]) -> str:
+    """`0:4,12:16`, as one writes slices."""
+    return ",".join(f"{piece.start}:{piece.stop}" for piece in rows)

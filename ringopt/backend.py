@@ -1,0 +1,156 @@
+"""`torch.compile(model, backend="ring")`: found through the entry point group `torch_dynamo_backends`.
+
+The object under the entry point is a plain function, and nothing here registers it: torch refuses a name that comes twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+
+from ringopt.capture import capture
+from ringopt.check import CheckedInputs
+from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.process import process_mesh
+from ringopt.errors import OptionError, RefusedError
+from ringopt.graph.nodes import shape_of
+from ringopt.measure import report_of
+from ringopt.options import Options
+from ringopt.passes import LINE, UNDERSTAND
+from ringopt.pipeline import Context, GraphRefused, Pipeline
+from ringopt.report import Report
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]
+
+_reports: list[Report] = []
+
+
+def reports() -> list[Report]:
+    """The reports of the graphs compiled so far in this process, oldest first."""
+    return list(_reports)
+
+
+def ring(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Compiled:
+    """The backend. `options` are those of `ringopt.Options`, `mode` is Inductor's.
+
+    Raises OptionError, RefusedError (with on_refusal="error"), and at the first call RingMismatchError.
+    """
+    chosen = Options.of(options)
+    mesh = mesh_for(chosen)
+    program = gm.print_readable(print_output=False)
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    flat, report, random = transform(gm, example_inputs, chosen, mesh)
+    _reports.append(report)
+    tell(report, chosen)
+    run = inner(flat if flat is not None else gm, example_inputs, chosen, mode)
+    if flat is None or mesh.size == 1:
+        return run
+    return CheckedInputs(run, mesh, program, names, chosen.check_inputs, random)
+
+
+def mesh_for(options: Options) -> Mesh:
+    if options.mesh is None and not (dist.is_available() and dist.is_initialized()):
+        return mesh_of("pretend:0/1")
+    return process_mesh(options.mesh, options.timeout)
+
+
+def transform(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh
+) -> tuple[fx.GraphModule | None, Report, bool]:
+    """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph draws
+    random numbers that must be the same on every rank."""
+    context = Context(options, mesh)
+    try:
+        flat = capture(gm, example_inputs)
+        context.values = {
+            node: getattr(flat, node.target) for node in flat.graph.find_nodes(op="get_attr")
+            if isinstance(getattr(flat, node.target, None), torch.Tensor)
+        }  # fmt: skip
+        Pipeline(LINE if mesh.size > 1 else UNDERSTAND).run(flat, context)
+    except GraphRefused as refused:
+        return None, report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence), False
+    report = report_of(flat.graph, context)
+    sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
+    if mesh.size == 1:
+        sites = [(node, info) for node, info in sites if info.masked and mask_is_gone(node)]
+    return (flat if sites else None), report, bool(context.replicated_random)
+
+
+def mask_is_gone(node: fx.Node) -> bool:
+    """The program gave a mask, and SDPA needs none: a causal flag does, or nothing."""
+    given, pattern, mask = node.args[3], node.args[5], node.args[6]
+    square = shape_of(node.args[0])[2] == shape_of(node.args[1])[2]
+    return given is None and mask == "" and (pattern == "full" or (pattern == "causal" and square))
+
+
+def tell(report: Report, options: Options) -> None:
+    """Refusals, as the user asked to hear of them. Without ranks to shard over there is nothing to refuse."""
+    reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]
+    reasons += [report.refusal] if report.refusal else []
+    if not reasons or report.world_size == 1 or options.on_refusal == "ignore":
+        return
+    message = "not sharded: " + "; ".join(reasons)
+    if options.on_refusal == "error":
+        raise RefusedError(message + '. With on_refusal="warn" it runs replicated on every rank')
+    log.warning(message)
+
+
+def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:
+    if options.inner_backend == "eager":
+        return gm
+    if options.inner_backend == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(gm, list(example_inputs))
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), config_patches=list_mode_options(mode) if mode else None)
+
+
+def explain(
+    model: Any, *args: Any, world_size: int = 8, options: Mapping[str, Any] | Options | None = None, **kwargs: Any
+) -> Report:
+    """The report of `torch.compile(model, backend="ring")(*args, **kwargs)` on `world_size` ranks, seen from rank 0.
+
+    No process group is needed and no graph is executed: each graph Dynamo captures is transformed, and answered with
+    zeros that take no memory. Python between graphs does run. Build the model on the meta device to explain one that
+    does not fit this machine. Raises OptionError, and what the model raises.
+    """
+    if world_size < 1:
+        raise OptionError(f"world_size={world_size}: expected at least 1 rank")
+    chosen, mesh = Options.of(options), mesh_of(f"pretend:0/{world_size}")
+    found: list[Report] = []
+
+    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
+        _flat, report, _random = transform(gm, example_inputs, chosen, mesh)
+        found.append(report)
+        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
+        return lambda *_inputs: tuple(hollow(value) for value in outputs)
+
+    torch.compile(model, backend=dry)(*args, **kwargs)
+    if not found:
+        nothing = "Dynamo captured no graph of this model, so nothing would be sharded; TORCH_LOGS=graph_breaks says why"
+        return Report(world_size, notes=(nothing,))
+    return Report.merged(found, world_size)
+
+
+def value_of_output(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def hollow(value: Any) -> Any:
+    """A tensor of zeros in the place of a fake one: one element, expanded."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    zeros = torch.zeros((), dtype=value.dtype, device=value.device).expand([int(size) for size in value.shape])
+    return zeros.requires_grad_(value.requires_grad)

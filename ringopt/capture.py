@@ -1,0 +1,98 @@
+"""From Dynamo's graph to one flat pre-dispatch ATen graph.
+
+There scaled_dot_product_attention, linear, layer_norm and cross_entropy_loss are still whole and autograd is still above:
+AOTAutograd derives the backward from what the passes leave. Running the captured graph equals eager bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.fx.traceback
+from torch._guards import tracing
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ringopt.graph.decompose import DECOMPOSED, is_whole_layer
+from ringopt.graph.refusal import Refusal
+from ringopt.pipeline import GraphRefused
+
+HIGHER_ORDER = {
+    "tag_activation_checkpoint": "activation checkpointing is not sharded yet: its recomputation would repeat exchanges",
+    "autograd_function_apply": "a custom autograd.Function is not sharded yet: flattening it would lose its backward",
+    "flex_attention": "flex_attention is not sharded yet",
+}
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """The flat ATen graph of Dynamo's `gm`, with the same placeholders in the same order.
+
+    Sizes are those of `example_inputs`: see `specialize`. Raises GraphRefused for what cannot be flattened without
+    losing a gradient.
+    """
+    refuse_higher_order(gm)
+    specialize(gm)
+    # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = [fake(value, mode) for value in example_inputs]
+    with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
+        flat = make_fx(
+            lambda *args: Flatten(gm).run(*args),
+            tracing_mode="real",
+            pre_dispatch=True,
+            _allow_non_fake_inputs=True,
+        )(*inputs)
+    originals = gm.graph.find_nodes(op="placeholder")
+    for node, original, value in zip(flat.graph.find_nodes(op="placeholder"), originals, inputs, strict=True):
+        node.meta["input"] = original.name
+        node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
+    return flat
+
+
+class Flatten(fx.Interpreter):
+    """Runs Dynamo's graph for the tracer; operators that hold a whole layer are run as their parts."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if is_whole_layer(target, kwargs, args):
+            return DECOMPOSED[target](*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def fake(value: Any, mode: FakeTensorMode) -> Any:
+    """A fake of a tensor; a symbolic size becomes the number it stands for."""
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, FakeTensor):  # a dry run on fake or symbolic inputs
+        sizes, strides = [int(size) for size in value.shape], [int(stride) for stride in value.stride()]
+        with mode:
+            copy = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return copy.requires_grad_(value.requires_grad)
+    return mode.from_tensor(value, static_shapes=True)
+
+
+def specialize(gm: fx.GraphModule) -> None:
+    """Make Dynamo guard on every size the graph was given: another length compiles another graph.
+
+    `int()` of a symbolic size records the guard. Without it a size that only our own ops read would go unguarded.
+    """
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        for size in [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ()):
+            int(size)
+
+
+def refuse_higher_order(gm: fx.GraphModule) -> None:
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if isinstance(node.target, HigherOrderOperator):
+                name = node.target.name()
+                why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
+                raise GraphRefused(Refusal(why, node))

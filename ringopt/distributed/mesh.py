@@ -1,0 +1,230 @@
+"""The ranks that share one sequence, and the few ways they talk.
+
+A mesh is looked up by name when an operator runs, so that the graph that calls it is the same on every rank. Two
+kinds are at home here: what a mesh is (`Mesh`), and one that is only pretended, for dry runs (`PretendedMesh`). The one
+over a process group is in process.py.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringopt.distributed.traffic import log_event
+from ringopt.errors import RingCommError
+
+ADVICE = (
+    "A peer died, hung, or did not make the same call; look at the output of the other ranks. The process group cannot "
+    "be used any more: restart the ranks"
+)
+
+
+class Work(Protocol):
+    """What a transport returns for a message under way. The return value of `wait` means nothing here."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message under way (several, where the transport waits for them together)."""
+
+    what: str
+    work: Work
+
+
+class Pending:
+    """Messages under way. Their buffers must not be freed, written (send) or read (receive) before `wait` has
+    returned."""
+
+    def __init__(self, mesh: Mesh, buffers: Sequence[Tensor], label: str):
+        self.label = label
+        self._mesh, self._buffers = mesh, list(buffers)
+        self._transfers: list[Transfer] = []
+        self._begin = time.monotonic()
+
+    def under_way(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers.extend(transfers)
+
+    def wait(self) -> None:
+        """Blocks until every message has arrived or left. Raises RingCommError, with the transport's error as cause.
+
+        A second call waits for nothing: a work of gloo that is waited for twice blocks until the timeout.
+        """
+        while self._transfers:
+            transfer = self._transfers.pop(0)
+            try:
+                transfer.work.wait()
+            except RuntimeError as error:
+                raise comm_error(self._mesh, self.label, transfer.what, self._begin, error) from error
+        if self._buffers:
+            self._buffers.clear()
+            self._mesh.in_flight.discard(self)
+            log_event("waited", self.label, self._mesh.rank)
+
+
+def comm_error(mesh: Mesh, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
+    """What this rank did, for how long since `begin`, and what the transport said of it."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return RingCommError(
+        f"rank {mesh.rank} of {mesh.size} ({mesh.name}), {label or 'exchange'}: {what} failed after "
+        f"{time.monotonic() - begin:.1f} s: {said}. {ADVICE}"
+    )
+
+
+class Mesh(ABC):
+    """`size` ranks, of which this is `rank`. `device` is where small control messages live."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        # After an error nobody waits for these any more, and yet the transport may still write into their buffers.
+        self.in_flight: set[Pending] = set()
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def rank(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str = ""
+    ) -> Pending:
+        """Starts messages to and from other ranks; (peer, 1-D contiguous buffer) each.
+
+        Both ends of a message must have the same number of bytes, and two messages between the same two ranks the same
+        order. All receives are posted before any send: gloo writes a send at once, and until its peer has posted the
+        receive the two directions of a link run one after the other, at half the rate.
+        """
+        for peer, buffer in (*sends, *receives):
+            if not 0 <= peer < self.size or peer == self.rank:
+                raise ValueError(f"rank {self.rank} of {self.size} cannot exchange messages with rank {peer}")
+            if buffer.dim() != 1 or not buffer.is_contiguous():
+                raise ValueError(
+                    f"a message is one 1-D contiguous buffer; found {list(buffer.shape)} with strides {buffer.stride()}"
+                )
+        # Empty on both ends alike, so nobody waits for them.
+        sends = [(peer, buffer) for peer, buffer in sends if buffer.numel()]
+        receives = [(peer, buffer) for peer, buffer in receives if buffer.numel()]
+        sent, received = (sum(buffer.nbytes for _, buffer in way) for way in (sends, receives))
+        pending = Pending(self, [buffer for _, buffer in (*sends, *receives)], label)
+        if sends or receives:
+            log_event("posted", label, self.rank, sent, received, len(sends))
+            self.in_flight.add(pending)
+            pending.under_way(self._post(sends, receives, label))
+        return pending
+
+    def all_gather(self, x: Tensor, label: str = "") -> list[Tensor]:
+        """`x` of every rank, in rank order: new tensors, of one shape and dtype on all ranks."""
+        if self.size == 1:
+            return [x.clone()]
+        moved = x.nbytes * (self.size - 1)
+        log_event("all_gather", label, self.rank, moved, moved, self.size - 1)
+        return self._all_gather(x)
+
+    def all_reduce(self, x: Tensor, label: str = "") -> Tensor:
+        """The sum of `x` over the ranks: a new contiguous tensor, the same bits on all of them."""
+        if self.size == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        moved = 2 * x.nbytes * (self.size - 1) // self.size
+        log_event("all_reduce", label, self.rank, moved, moved, 2 * (self.size - 1))
+        return self._all_reduce(x)
+
+    @abstractmethod
+    def _post(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
+    ) -> list[Transfer]: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor) -> Tensor: ...
+
+
+class PretendedMesh(Mesh):
+    """Knows its rank and size and nothing else: for plans, reports and graphs made without processes."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__()
+        self._rank, self._size = rank, size
+
+    @property
+    def name(self) -> str:
+        return f"pretend:{self._rank}/{self._size}"
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def _refuse(self) -> RingCommError:
+        return RingCommError(
+            f"rank {self._rank} of {self._size} is pretended, and a message was to be sent: what is made for a "
+            "pretended rank can be looked at, not run. Start the ranks with torchrun"
+        )
+
+    def _post(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
+    ) -> list[Transfer]:
+        raise self._refuse()
+
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
+        raise self._refuse()
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        raise self._refuse()
+
+
+_meshes: dict[str, Mesh] = {}
+
+
+def register(mesh: Mesh) -> None:
+    """Makes `mesh` the one that `mesh_of(mesh.name)` returns from now on."""
+    _meshes[mesh.name] = mesh
+
+
+def registered(name: str) -> Mesh | None:
+    return _meshes.get(name)
+
+
+def forget_all() -> None:
+    """Drops every mesh, and the buffers of messages nobody waited for. For when process groups are destroyed."""
+    _meshes.clear()
+
+
+def mesh_of(name: str) -> Mesh:
+    """The mesh registered as `name`; "pretend:RANK/SIZE" needs no registration. Raises RingCommError."""
+    if name.startswith("pretend:"):
+        return _pretended(name)
+    mesh = registered(name)
+    if mesh is None:
+        raise RingCommError(
+            f"no mesh {name!r} in this process; known are {sorted(_meshes) or 'none'}. Start the process group "
+            "(torch.distributed.init_process_group) and make the mesh (ringopt.distributed.process.process_mesh) first"
+        )
+    return mesh
+
+
+def _pretended(name: str) -> PretendedMesh:
+    place = name.removeprefix("pretend:").split("/")
+    if len(place) == 2 and all(number.isdecimal() for number in place):
+        rank, size = map(int, place)
+        if rank < size:
+            return PretendedMesh(rank, size)
+    raise ValueError(f"mesh name {name!r}: expected pretend:RANK/SIZE with RANK below SIZE, such as pretend:0/8")

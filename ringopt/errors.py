@@ -1,0 +1,27 @@
+"""Every error ringopt raises on purpose. Each says what was asked, what was found and what to do."""
+
+from __future__ import annotations
+
+
+class RingError(Exception):
+    """Base of all errors of ringopt."""
+
+
+class OptionError(RingError, ValueError):
+    """An option is unknown or has a value that cannot be used."""
+
+
+class PlanError(RingError):
+    """An exchange plan does something wrong; it is refused before it moves a tensor."""
+
+
+class RingMismatchError(RingError, RuntimeError):
+    """The ranks do not run the same program on the same shapes. Raised on every rank alike."""
+
+
+class RingCommError(RingError, RuntimeError):
+    """A message could not be sent or received: a peer died, hung or left."""
+
+
+class RefusedError(RingError):
+    """`on_refusal="error"`: an attention site or a graph was left unsharded."""

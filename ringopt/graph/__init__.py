@@ -1,0 +1,1 @@
+"""FX graph helpers: terms of masks, axes of tensors, placements, printing. Knows no process, kernel or exchange."""

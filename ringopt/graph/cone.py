@@ -1,0 +1,165 @@
+"""From a node of a flat ATen graph to the term of one element of it.
+
+`Cone.at(node, index)` climbs the graph: views change the index, pointwise ops become terms, indexing by a tensor puts
+one term into the index of another (one rule an op in ringopt/graph/cone_views.py, cone_rules.py). What mixes elements
+(cumsum, linear) ends the climb with a Load: allowed as long as no tensor over both queries and keys must be computed.
+
+Nothing is expanded on the way: [1, 1, q, 1] stays a vector over q, whatever it is broadcast against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ringopt.graph.cone_rules import POINTWISE, RULES, pointwise
+from ringopt.graph.cone_views import VIEWS, Index
+from ringopt.graph.constants import LARGEST, Constants
+from ringopt.graph.nodes import is_aten, op_name, shape_of, value_of
+from ringopt.graph.refusal import Refusal
+from ringopt.graph.term_bounds import Interval, bounds
+from ringopt.graph.term_readers import evaluate
+from ringopt.graph.terms import INTEGERS, Affine, Term, affine, axes_of, axis, constant, load, loads, number
+
+# Nested ops that are followed; a mask that is deeper is no mask but the model.
+DEEPEST = 100
+
+
+class Unreadable(Exception):
+    """No term can stand for the node."""
+
+    def __init__(self, sentence: str, node: fx.Node):
+        self.refusal = Refusal(sentence, node)
+        super().__init__(sentence)
+
+
+class Cone:
+    """Reads one graph; `sizes` gives the length of each axis."""
+
+    def __init__(self, constants: Constants, sizes: Mapping[str, int]):
+        self.constants = constants
+        self.sizes = sizes
+        self.spans = {name: range(size) for name, size in sizes.items()}
+        self.known: dict[fx.Node, Tensor] = {}  # loaded values that no input reaches
+        self.found: dict[tuple[fx.Node, Index], Term] = {}
+        self.depth = 0
+
+    def element(self, node: fx.Node, names: str = "bhqk") -> Term:
+        """The element of `node`, whose dims are broadcast from the right to the axes `names`. Raises Unreadable."""
+        return self.at(node, self.index(shape_of(node), names))
+
+    def index(self, shape: Sequence[int], names: str) -> Index:
+        """The place of an element in a tensor of `shape`; a dim of size 1 is broadcast."""
+        own = names[len(names) - len(shape) :]
+        return tuple(affine({}, 0) if size == 1 else axis(name) for name, size in zip(own, shape, strict=True))
+
+    def at(self, node: fx.Node, index: Sequence[Term]) -> Term:
+        """The element of `node` at coordinates `index`, one term a dim. Raises Unreadable."""
+        key = (node, tuple(index))
+        if key not in self.found:
+            self.depth += 1
+            try:
+                self.found[key] = self.fold(self.pull(*key))
+            finally:
+                self.depth -= 1
+        return self.found[key]
+
+    def pull(self, node: fx.Node, index: Index) -> Term:
+        if node.op in ("placeholder", "get_attr") or not is_aten(node) or self.depth > DEEPEST:
+            return self.stored(node, index)
+        moved = self.view(node, index)
+        if moved is not None:
+            return self.at(*moved)
+        name = op_name(node)
+        rule = RULES.get(name)
+        if rule is None and (torch.Tag.pointwise in node.target.tags or name in POINTWISE):
+            rule = pointwise
+        term = rule(self, node, index) if rule is not None else None
+        return self.stored(node, index) if term is None or self.reads_more(term, node, index) else term
+
+    def view(self, node: fx.Node, index: Index) -> tuple[fx.Node, Index] | None:
+        """Where the element of a view, or of a selection, stands in its source; None for every other op."""
+        rule = VIEWS.get(op_name(node)) if is_aten(node) else None
+        return rule(self, node, index) if rule is not None else None
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+    def stored(self, node: fx.Node, index: Sequence[Term]) -> Term:
+        """End of the climb: the element is read from the value of `node` at run time. An input, a parameter or a buffer
+        over queries and keys exists anyhow; what the program would have to compute is refused."""
+        if node.op not in ("placeholder", "get_attr") and pairs(index) and node not in self.constants:
+            raise Unreadable(
+                f"{op_name(node) or node.name} makes a tensor {list(shape_of(node))} over queries and keys from data, "
+                "and its elements cannot be followed further",
+                node,
+            )
+        value = self.constants.get(node)
+        if value is not None:
+            self.known[node] = value
+        return load(node, index, value_of(node).dtype)
+
+    def reads_more(self, term: Term, node: fx.Node, index: Index) -> bool:
+        """Whether the sources of `term` are larger than `node`, so that `node` is the better thing to read."""
+        sources = {each.source for each in loads(term) if each.source not in self.known}
+        if pairs(index) or not sources:
+            return False
+        return sum(math.prod(shape_of(source)) for source in sources) > math.prod(shape_of(node))
+
+    # ---- what is known while compiling -------------------------------------------------------------------------------
+    def bounds(self, term: Term) -> Interval:
+        return bounds(term, self.spans, self.known)
+
+    def is_known(self, term: Term) -> bool:
+        """Whether no input reaches the term."""
+        return all(each.source in self.known for each in loads(term))
+
+    def fold(self, term: Term) -> Term:
+        """A condition that always or never holds becomes a constant; a known term not over pairs is computed at every
+        place and becomes affine, if it is. So transformers' search for packed documents, cumsum(diff(arange) != 1),
+        becomes 0 and vanishes: that proves "causal"."""
+        if constant(term) is not None or isinstance(term, Affine):
+            return term
+        if term.dtype == torch.bool:
+            low, high = self.bounds(term)
+            if low == high:
+                return number(low, torch.bool)
+        places = math.prod(self.sizes[name] for name in term.axes)
+        if {"q", "k"} <= term.axes or places > LARGEST or not self.is_known(term):
+            return term
+        return self.affine_from_values(term) or term
+
+    def affine_from_values(self, term: Term) -> Term | None:
+        names = sorted(term.axes)
+        with unset_fake_temporarily(), torch.no_grad():
+            places = coordinates(names, self.sizes)
+            values = evaluate(term, places, self.known)
+            first = values.flatten()[0]
+            if bool((values == first).all()):
+                return number(first.item(), term.dtype)
+            if term.dtype not in INTEGERS:
+                return None
+            start = int(first)
+            steps = {
+                name: int(values.select(dim, 1).flatten()[0]) - start if values.shape[dim] > 1 else 0
+                for dim, name in enumerate(names)
+            }
+            line = sum((places[name] * step for name, step in steps.items()), torch.tensor(start))
+            return affine(steps, start, term.dtype) if bool((values == line).all()) else None
+
+
+def pairs(index: Sequence[Term]) -> bool:
+    """Whether queries and keys stand in different dims; table[k - q] is a vector over one."""
+    dims = [each for each in index if each.axes & {"q", "k"}]
+    return len(dims) > 1 and {"q", "k"} <= axes_of(dims)
+
+
+def coordinates(names: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """All places of each axis, one dim an axis."""
+    return {
+        name: torch.arange(sizes[name]).view([-1 if other == dim else 1 for other in range(len(names))])
+        for dim, name in enumerate(names)
+    }

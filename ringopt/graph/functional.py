@@ -1,0 +1,196 @@
+"""Writes become values: afterwards every name stands for one value, wherever it is read.
+
+Which nodes share memory is read off the storages of the captured fake values, so a reshape or `to` that happens to return
+a view counts as one. A write makes a new value; views of what was written are made again, from the new value, when they
+are next read; a write through a view is pasted into its base. What a write does to its target is asked of the op's own
+functional form, and an op without one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.nodes import op_name, shape_of, value_of
+from ringopt.graph.refusal import Refusal
+
+aten = torch.ops.aten
+
+
+class Unwritable(Exception):
+    """A write that has no functional form here."""
+
+    def __init__(self, sentence: str, node: fx.Node):
+        self.refusal = Refusal(sentence, node)
+        super().__init__(sentence)
+
+
+class Functional:
+    """Rewrites one graph. `now[root]` counts the writes to a root; `made[node]` is the latest value of a node and the
+    count at which it was made."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.now: dict[fx.Node, int] = {}
+        self.made: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self.parents: dict[fx.Node, fx.Node] = {}
+        self.owner: dict[int, fx.Node] = {}  # storage -> the root that owns it
+        self.tangled: set[int] = set()  # storages with more than one root: whose views are not understood
+
+    def rewrite(self) -> None:
+        """Raises Unwritable."""
+        nodes = list(self.graph.nodes)
+        if not any(is_write(node) for node in nodes):
+            return
+        for node in nodes:
+            with self.graph.inserting_before(node):
+                args = fx.map_arg((node.args, node.kwargs), self.latest)
+                if node.op == "output":
+                    self.copy_back()
+                if is_write(node):
+                    self.write(node, *args)
+                    continue
+                node.args, node.kwargs = args
+            self.enter(node)
+        for node in reversed(nodes):
+            if is_write(node):
+                self.graph.erase_node(node)
+
+    def enter(self, node: fx.Node) -> None:
+        """Notes which earlier node the memory of `node` belongs to."""
+        memory = storage(node)
+        first = next(iter(node.all_input_nodes), None)
+        original = first.meta.get("stands_for", first) if first is not None else None
+        if memory is not None and original is not None and memory == storage(original):
+            self.parents[node] = original
+        elif memory is not None and self.owner.setdefault(memory, node) is not node:
+            self.tangled.add(memory)
+        self.made[node] = (node, self.now.get(self.root(node), 0))
+
+    def root(self, node: fx.Node) -> fx.Node:
+        while node in self.parents:
+            node = self.parents[node]
+        return node
+
+    def latest(self, node: fx.Node) -> fx.Node:
+        """The value of `node` after all writes so far."""
+        if node not in self.made:
+            return node
+        value, count = self.made[node]
+        if count == self.now.get(self.root(node), 0):
+            return value
+        parent = self.latest(self.parents[node])
+        original_args = (parent, *node.args[1:])
+        value = self.emit(node.target, original_args, node.kwargs, node)
+        value.meta["stands_for"] = node
+        self.made[node] = (value, self.now[self.root(node)])
+        return value
+
+    def write(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        """The functional form of one mutable op, pasted into the base of its target."""
+        target = self.written(node.args[0])
+        root = self.root(target)
+        if storage(target) in self.tangled:
+            raise Unwritable(f"{node.target} writes to memory that several views share", node)
+        new = self.functional(node, args, kwargs)
+        if root.op == "placeholder" and value_of(root).requires_grad:
+            raise Unwritable(f"{node.target} writes into an input that requires a gradient", node)
+        value, place = new, target
+        while place in self.parents:
+            value = self.paste(place, value, node)
+            place = self.parents[place]
+        value.meta["stands_for"], new.meta["stands_for"] = root, target
+        self.now[root] = self.now.get(root, 0) + 1
+        self.made[root] = (value, self.now[root])
+        self.made[target] = (value if target is root else new, self.now[root])
+        self.parents[node] = target
+        self.made[node] = (new, self.now[root])
+        node.meta["written"] = target
+
+    def written(self, node: fx.Node) -> fx.Node:
+        """The result of a write is its target."""
+        while "written" in node.meta:
+            node = node.meta["written"]
+        return node
+
+    def functional(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        target, name = node.target, op_name(node)
+        schema = target._schema  # type: ignore[union-attr]
+        writes = [i for i, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]
+        if writes != [0] or not name.endswith("_"):
+            raise Unwritable(f"{target} writes to something other than its first argument", node)
+        like, value = args[0], (args[1] if len(args) > 1 else None)
+        if name == "zero_":
+            return self.emit(aten.zeros_like.default, (like,), {}, node)
+        if name == "fill_" and not isinstance(value, fx.Node):
+            return self.emit(aten.full_like.default, (like, value), {}, node)
+        if name in ("fill_", "copy_"):
+            cast = self.emit(aten.to.dtype, (value, value_of(node).dtype), {}, node)
+            cast.meta["val"] = value_of(value).to(value_of(node).dtype)
+            return self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node)
+        packet = getattr(aten, name[:-1], None)
+        overload = getattr(packet, target._overloadname, None)  # type: ignore[union-attr]
+        if overload is None or overload._schema.is_mutable:
+            raise Unwritable(f"{target} has no form that returns its result", node)
+        result = self.emit(overload, args, kwargs, node)
+        values = fx.map_arg((args, kwargs), lambda arg: value_of(arg))
+        with value_of(node).fake_mode, torch.no_grad():
+            dtype = overload(*values[0], **values[1]).dtype
+        if dtype == value_of(node).dtype:
+            return result
+        result.meta["val"] = value_of(node).to(dtype)
+        return self.emit(aten.to.dtype, (result, value_of(node).dtype), {}, node)
+
+    def paste(self, view: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
+        """The parent of `view` with `value` where the view looks."""
+        parent, name = self.parents[view], op_name(view)
+        if view.op == "call_function" and name in PASTE:
+            return self.emit(*PASTE[name](self.latest(parent), value, view, shape_of(parent)), {}, parent)
+        raise Unwritable(f"{why.target} writes through {view.target}, which is no view that can be undone", why)
+
+    def copy_back(self) -> None:
+        """Inputs that the program changes get their last value."""
+        for root in [node for node in self.now if node.op == "placeholder"]:
+            self.emit(aten.copy_.default, (root, self.latest(root)), {}, root)
+
+    def emit(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        new = self.graph.call_function(target, tuple(args), dict(kwargs))
+        new.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+        new.meta["val"] = torch.empty_like(value_of(like))
+        return new
+
+
+def is_write(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def storage(node: fx.Node) -> int | None:
+    value = value_of(node)
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def reshaped(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    return aten.reshape.default, (value, list(shape))
+
+
+def unpermuted(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    order = [dim % len(shape) for dim in view.args[1]]
+    return aten.permute.default, (value, [order.index(dim) for dim in range(len(shape))])
+
+
+Paste = Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], tuple[Any, Any]]
+
+PASTE: dict[str, Paste] = {
+    "slice": lambda parent, value, view, shape: (aten.slice_scatter.default, (parent, value, *view.args[1:])),
+    "select": lambda parent, value, view, shape: (aten.select_scatter.default, (parent, value, *view.args[1:])),
+    "transpose": lambda parent, value, view, shape: (aten.transpose.int, (value, *view.args[1:])),
+    "t": lambda parent, value, view, shape: (aten.t.default, (value,)),
+    "permute": unpermuted,
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), reshaped),
+    **dict.fromkeys(
+        ("alias", "detach", "contiguous", "to"), lambda parent, value, view, shape: (aten.alias.default, (value,))
+    ),
+}

@@ -1,0 +1,128 @@
+"""What a mask says beyond the structural pattern of its site, as two terms over b, h, q, k (ringopt/graph/terms.py).
+
+    visible   a condition: where it does not hold, the query does not see the key (its score is -inf)
+    bias      what is added to the scaled score
+
+The text of a mask is an argument of the attention operators, so it is part of every cache key and of an exported
+program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ringopt.graph.term_bounds import bounds
+from ringopt.graph.term_readers import evaluate
+from ringopt.graph.terms import Apply, Load, Term, axes_of, children, dumps, loads, loads_terms
+
+Kind = Literal["empty", "full", "partial"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Sources are numbered: `Load.source` is a place in the list of tensors that is given along."""
+
+    visible: Term | None = None
+    bias: Term | None = None
+
+    @staticmethod
+    def parse(text: str) -> Mask:
+        """From `text`; "" is the mask that says nothing. Runs no tensor operation."""
+        return _parse(text)
+
+    @cached_property
+    def text(self) -> str:
+        """Deterministic JSON; "" where nothing is hidden and nothing added."""
+        parts = {name: term for name, term in (("visible", self.visible), ("bias", self.bias)) if term is not None}
+        if not parts:
+            return ""
+        return json.dumps({"parts": list(parts), "terms": dumps(*parts.values())}, separators=(",", ":"))
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the tensors that are read."""
+        return tuple(sorted({load.source for load in loads(self.visible, self.bias)}))
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """Numbers of the floating tensors that a gradient of the bias reaches."""
+        return tuple(sorted({load.source for load in _reached(self.bias)}))
+
+    def kind(self, spans: Mapping[str, range], sources: Sequence[Tensor]) -> Kind:
+        """What is known of the block `spans` ("b", "h", "q", "k" -> nonempty range) without computing it.
+
+        "empty": no query of it sees a key of it. "full": every query sees every key and nothing is added. Sound: from
+        intervals of the loaded values, never from a sample. Reads at most a block of each source.
+        """
+        low, high = bounds(self.visible, spans, sources) if self.visible is not None else (True, True)
+        if not high:
+            return "empty"
+        return "full" if low and self.bias is None else "partial"
+
+    def block(
+        self,
+        b: int,
+        h: int,
+        q_rows: range | Tensor,
+        kv_rows: range | Tensor,
+        sources: Sequence[Tensor],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """The additive mask [1 or b, 1 or h, queries, keys] in `dtype`: -inf where hidden, else the bias.
+
+        `b` and `h` count all batch rows and all query heads; `q_rows` and `kv_rows` are global rows, in any order. The
+        bits are those of the same rows and columns of the program's own mask; gradients reach `differentiable` sources.
+        A dim that the mask does not depend on is a view of stride 0.
+        """
+        given = [x for x in (q_rows, kv_rows, *sources) if isinstance(x, Tensor)]
+        device = device or (given[0].device if given else torch.device("cpu"))
+        place = places(b, h, q_rows, kv_rows, device)
+        total = torch.zeros((), dtype=dtype, device=device)
+        if self.bias is not None:
+            total = evaluate(self.bias, place, sources, device).to(dtype)
+        if self.visible is not None:
+            seen = evaluate(self.visible, place, sources, device)
+            total = torch.where(seen, total, torch.full((), -math.inf, dtype=dtype, device=device))
+        axes = axes_of([self.visible, self.bias])
+        return total.expand([place[name].numel() if name in axes or name in "qk" else 1 for name in "bhqk"])
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Mask:
+    if not text:
+        return Mask()
+    data = json.loads(text)
+    return Mask(**dict(zip(data["parts"], loads_terms(data["terms"]), strict=True)))
+
+
+def places(
+    b: int, h: int, q_rows: range | Tensor, kv_rows: range | Tensor, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Coordinates of a block of [B, H, queries, keys], shaped to broadcast."""
+    found = {}
+    for dim, (name, rows) in enumerate(zip("bhqk", (range(b), range(h), q_rows, kv_rows), strict=True)):
+        if isinstance(rows, range):
+            rows = torch.arange(rows.start, rows.stop, rows.step, device=device)
+        found[name] = rows.to(device=device, dtype=torch.int64).view([-1 if other == dim else 1 for other in range(4)])
+    return found
+
+
+def _reached(bias: Term | None) -> set[Load]:
+    """Floating loads with only differentiable ops above them."""
+    stack, seen = [bias] if bias is not None else [], set[Term]()
+    while stack:
+        term = stack.pop()
+        if term in seen or not term.dtype.is_floating_point or (isinstance(term, Apply) and term.op == "detach"):
+            continue
+        seen.add(term)
+        stack.extend(children(term) if not isinstance(term, Load) else ())
+    return {term for term in seen if isinstance(term, Load)}

@@ -1,0 +1,100 @@
+"""Words for a mask, for the report: "causal & padding(attention_mask) & bias(learned: relative_attention_bias.weight)".
+
+A name may be coarse; the numbers come from the terms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch.fx as fx
+
+from ringopt.graph.bands import band_of, pattern_around
+from ringopt.graph.cone import pairs
+from ringopt.graph.peel import conjuncts
+from ringopt.graph.term_folding import COMPARISONS, substitute
+from ringopt.graph.term_readers import show
+from ringopt.graph.terms import Apply, Term, axis, loads
+
+
+def name_of_mask(
+    pattern: str, conditions: Sequence[Term], bias: Term | None, learned: Callable[[fx.Node], bool]
+) -> str:
+    names = [] if pattern == "full" else [pattern]
+    names += dict.fromkeys(name_of_condition(condition) for condition in conditions)
+    if bias is not None:
+        names.append(name_of_bias(bias, learned))
+    return " & ".join(names) or "full"
+
+
+def name_of_condition(condition: Term) -> str:
+    band = band_of(condition)
+    if band is not None:
+        pattern, exact = pattern_around(*band)
+        return pattern if exact else show(condition)
+    sources = sources_of(condition)
+    if not condition.axes & {"q", "k"}:
+        return f"switch({sources})" if sources else show(condition)
+    if not condition.axes & {"q"}:
+        return f"padding({sources})" if sources else show(condition)
+    if is_stored(condition):
+        return "stored"
+    if isinstance(condition, Apply):
+        if condition.op == "logical_or":
+            return f"({' | '.join(name_of_condition(arg) for arg in condition.args if isinstance(arg, Term))})"
+        if condition.op == "logical_and":
+            return " & ".join(map(name_of_condition, conjuncts(condition)))
+        if condition.op in COMPARISONS and isinstance(condition.args[1], Term):
+            return name_of_comparison(condition, sources)
+    return f"mask({sources})" if sources else "mask"
+
+
+def name_of_comparison(condition: Apply, sources: str) -> str:
+    """The same vector read at the query and at the key: terms are interned, so sameness is identity."""
+    left, right = (arg for arg in condition.args if isinstance(arg, Term))
+    if left.axes & {"q", "k"} == {"k"}:
+        left, right = right, left
+    same = left.axes & {"q", "k"} == {"q"} and substitute(left, {"q": axis("k")}) is right
+    if not same:
+        return f"mask({sources})" if sources else "mask"
+    if condition.op != "eq":
+        return f"order({sources or show(left)})"
+    return f"documents({sources})" if sources else f"chunks({show(left)})"
+
+
+def name_of_bias(bias: Term, learned: Callable[[fx.Node], bool]) -> str:
+    sources = sources_of(bias)
+    if any(learned(load.source) for load in loads(bias)):
+        return f"bias(learned: {sources})"
+    if is_stored(bias):
+        return "stored"
+    return f"bias({sources})" if sources else "bias"
+
+
+def is_stored(term: Term) -> bool:
+    """Whether the program holds the values of all pairs."""
+    return any(pairs(load.index) for load in loads(term))
+
+
+def sources_of(term: Term) -> str:
+    return ", ".join(sorted({label(load.source) for load in loads(term)}))
+
+
+def label(node: fx.Node) -> str:
+    """The input that a source comes from, as the program calls it; the node's own name where there are several."""
+    inputs: set[fx.Node] = set()
+    stack, seen = [node], set[fx.Node]()
+    while stack:
+        each = stack.pop()
+        if each not in seen:
+            seen.add(each)
+            inputs |= {each} if each.op == "placeholder" else set()
+            stack.extend(each.all_input_nodes)
+    return tidy(str(next(iter(inputs)).meta.get("input", node.name))) if len(inputs) == 1 else node.name
+
+
+def tidy(name: str) -> str:
+    """L_self_modules_encoder_modules_bias_parameters_weight_ -> encoder.bias.weight."""
+    name = re.sub(r"^[Ll]_(self_)?(kwargs_)?", "", name).strip("_")
+    return re.sub(r"_*(modules|parameters|buffers)_+", ".", name).strip("._")

@@ -1,0 +1,80 @@
+"""Small questions about FX nodes of a flat pre-dispatch ATen graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for what is no operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return getattr(target, "__name__", "") if node.op == "call_function" else ""
+
+
+def is_aten(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+
+
+def value_of(node: Any) -> Any:
+    """The fake value recorded when the graph was captured, None for what is no node."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Sizes of a tensor node; of a node with several outputs, those of the first."""
+    value = value_of(node)
+    if isinstance(value, (tuple, list)):
+        value = value[0]
+    return tuple(int(size) for size in value.shape)
+
+
+def tensor_args(node: fx.Node) -> Iterator[fx.Node]:
+    """Every place where a tensor (or a tuple of tensors) is an argument, in order; a node used twice comes twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda arg: found.append(arg) or arg)
+    return iter([arg for arg in found if isinstance(value_of(arg), (torch.Tensor, tuple, list))])
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by keyword."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def module_path(node: fx.Node) -> str:
+    """`model.layers.0.self_attn`: the innermost module the node was traced in; "" outside any."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return ""
+    path = re.sub(r"^(L\['\w+'\]|L__\w+?__)", "", stack[-1][0])
+    return re.sub(r"\[?'?(?:_modules)?'?\]?[\[\].']+", ".", path).strip(".")
+
+
+def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Which values carry a gradient, from the placeholders' `requires_grad` forward. True when in doubt."""
+    found: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        value = value_of(node)
+        if node.op in ("placeholder", "get_attr"):
+            found[node] = isinstance(value, torch.Tensor) and value.requires_grad
+        elif node.op == "call_function" and op_name(node) != "detach":
+            outputs = value if isinstance(value, (tuple, list)) else [value]
+            differentiable = any(
+                not isinstance(out, torch.Tensor) or out.is_floating_point() or out.is_complex() for out in outputs
+            )
+            found[node] = differentiable and any(found.get(arg, True) for arg in node.all_input_nodes)
+        else:
+            found[node] = False
+    return found

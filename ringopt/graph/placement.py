@@ -1,0 +1,44 @@
+"""Where the rows of a value are: on every rank (None), or sharded along one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Dim `dim` has outer * length * inner places; the factor `length`, a sequence, is spread over the ranks.
+
+    The factors make flatten(batch, sequence) and back free: [b, n, d] sharded on n is Sharded(1, 1, n, 1), and its view
+    [b * n, d] is Sharded(0, b, n, 1). A value without a placement is replicated: identical on every rank.
+    """
+
+    dim: int
+    outer: int
+    length: int
+    inner: int
+
+    @property
+    def size(self) -> int:
+        return self.outer * self.length * self.inner
+
+    def at(self, dim: int) -> Sharded:
+        return replace(self, dim=dim)
+
+    def __str__(self) -> str:
+        factors = "" if self.outer == self.inner == 1 else f" of {self.outer}x{self.length}x{self.inner}"
+        return f"S({self.dim}{factors})"
+
+
+def through_view(placement: Sharded, old: tuple[int, ...], new: tuple[int, ...]) -> Sharded | None:
+    """The placement after a reshape from sizes `old` to `new`; None where the sequence is cut or merged unevenly."""
+    before = prod(old[: placement.dim]) * placement.outer
+    after = prod(old[placement.dim + 1 :]) * placement.inner
+    for dim, size in enumerate(new):
+        left, right = prod(new[:dim]), prod(new[dim + 1 :])
+        if size == 1 or not left or not right or before % left or after % right:
+            continue
+        if size == (before // left) * placement.length * (after // right):
+            return Sharded(dim, before // left, placement.length, after // right)
+    return None

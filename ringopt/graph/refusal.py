@@ -1,0 +1,15 @@
+"""Why something was left as it is: a value, so that it can be counted, printed and tested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`sentence` tells a user why; `node` is the graph value to blame, where there is one."""
+
+    sentence: str
+    node: fx.Node | None = None

@@ -1,0 +1,200 @@
+"""Builds the sharded graph beside the original one, node by node.
+
+Every value of the original graph is replicated, or sharded by one `Sharded` placement. Conversions sit on edges and are
+made once: the same value may be wanted replicated by one reader and sharded by another.
+
+A replicated value that is wanted sharded is not computed whole and then cut: the demand climbs through token-wise
+producers, by the same table that pushes placements forward, to inputs, `arange` and whatever mixes rows. So position ids,
+rope tables and shifted labels need no code of their own; the replicated originals die as dead code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.axes import Rule, ViewRule, rule_of
+from ringopt.graph.nodes import is_aten, is_tensor, module_path, op_name, requires_grad, shape_of, tensor_args, value_of
+from ringopt.graph.placement import Sharded
+
+aten = torch.ops.aten
+
+KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+@dataclass(frozen=True)
+class GatherNote:
+    """The rows of `value` were needed whole by `reader`."""
+
+    value: fx.Node
+    reader: fx.Node
+    bytes: int
+
+
+class Sharder:
+    """`group` and `layout` name the ranks and their rows; `rows_here(length)` counts the rows of this rank."""
+
+    def __init__(self, graph: fx.Graph, group: str, layout: str, rows_here: Callable[[int], int]):
+        self.group, self.layout, self.rows_here = group, layout, rows_here
+        self.graph = fx.Graph()
+        self.carries = requires_grad(graph)
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.placements: dict[fx.Node, Sharded | None] = {}
+        self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
+        self.gathers: list[GatherNote] = []
+        self.reader: fx.Node | None = None
+
+    # ---- what the walk calls ------------------------------------------------------------------------------------------
+    def keep(self, node: fx.Node) -> None:
+        """An input, a constant: replicated as it is."""
+        self.set(node, self.graph.node_copy(node, lambda arg: self.values[arg]), None)
+
+    def whole(self, node: fx.Node) -> None:
+        """The op as it was, on whole operands: always right."""
+        self.reader = node
+        self.set(node, self.graph.node_copy(node, self.replicated), None)
+
+    def along(self, node: fx.Node) -> bool:
+        """By the table of rules, when some operand is sharded; False where the table has no answer."""
+        operands = list(tensor_args(node))
+        at = [(i, place) for i, arg in enumerate(operands) if (place := self.placements.get(arg)) is not None]
+        rule = rule_of(node) if at else None
+        if rule is None or len(rule.operands) != len(operands):
+            return False
+        self.reader = node
+        for i, place in sorted(at, key=lambda found: -len(shape_of(operands[found[0]]))):
+            out = rule.push(i, place)
+            wanted = rule.pull(out) if out is not None else None
+            if out is not None and wanted is not None and self.consistent(rule, wanted, out):
+                self.set(node, self.emit(node, rule, wanted, out), out)
+                return True
+        return False
+
+    def set(self, node: fx.Node, value: fx.Node, placement: Sharded | None) -> None:
+        if placement is not None and value_of(node) is not None:
+            assert shape_of(node)[placement.dim] == placement.size, (node, shape_of(node), placement)
+        self.values[node], self.placements[node] = value, placement
+        value.meta["placement"] = placement
+        value.meta["whole"] = value_of(node)
+
+    # ---- conversions --------------------------------------------------------------------------------------------------
+    def replicated(self, node: fx.Node) -> fx.Node:
+        """The whole value on every rank."""
+        placement = self.placements[node]
+        if placement is None:
+            return self.values[node]
+        return self.once(node, "whole", lambda: self.gather(node, placement))
+
+    def gather(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        value = value_of(node)
+        assert self.reader is not None
+        self.gathers.append(GatherNote(node, self.reader, value.numel() * value.element_size()))
+        target = torch.ops.ringopt.gather.default
+        return self.call(target, (self.values[node], *self.factors(placement), self.layout, self.group), node, None)
+
+    def beside(self, node: fx.Node) -> fx.Node:
+        """The whole value, used beside sharded ones: each rank's gradient of it is a part, so they are summed."""
+        whole = self.replicated(node)
+        if not self.carries[node]:
+            return whole
+        target = torch.ops.ringopt.copy_to_group.default
+        return self.once(node, "beside", lambda: self.call(target, (whole, self.group), node, None))
+
+    def sharded(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        """This rank's rows of the value."""
+        if self.placements[node] == placement:
+            return self.values[node]
+        return self.once(node, placement, lambda: self.climb(node, placement) or self.scatter(node, placement))
+
+    def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        local = self.rows_here(placement.length)
+        args = (self.replicated(node), *self.factors(placement), local, self.layout, self.group)
+        return self.call(torch.ops.ringopt.scatter.default, args, node, placement)
+
+    def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
+        """Computes only this rank's rows, from rows of the operands."""
+        reached = self.reach(node, placement)
+        return self.emit(node, *reached, placement) if reached is not None else None
+
+    def reach(self, node: fx.Node, placement: Sharded) -> tuple[Rule, list[Sharded | None]] | None:
+        """How a demand for rows of a replicated value climbs over its producer; None where the producer mixes rows or moving
+        the demand up would cost a gather."""
+        rule = rule_of(node) if self.placements[node] is None else None
+        operands = list(tensor_args(node))
+        wanted = rule.pull(placement) if rule is not None and len(rule.operands) == len(operands) else None
+        if rule is None or wanted is None or not self.consistent(rule, wanted, placement):
+            return None
+        for operand, place in zip(operands, wanted, strict=True):
+            if self.placements[operand] is not None and self.placements[operand] != place:
+                return None
+            if place is not None and not is_tensor(operand) and self.placements[operand] != place:
+                if self.reach(operand, place) is None:
+                    return None  # the several outputs of a split cannot be scattered
+        return rule, wanted
+
+    def operand(self, node: fx.Node, wanted: Sharded | None) -> fx.Node:
+        return self.beside(node) if wanted is None else self.sharded(node, wanted)
+
+    def once(self, node: fx.Node, form: object, make: Callable[[], fx.Node]) -> fx.Node:
+        key = (node, form)
+        if key not in self.converted:
+            self.converted[key] = make()
+        return self.converted[key]
+
+    # ---- emission -----------------------------------------------------------------------------------------------------
+    def consistent(self, rule: Rule, wanted: Sequence[Sharded | None], out: Sharded) -> bool:
+        return all(place is None or rule.push(i, place) == out for i, place in enumerate(wanted))
+
+    def emit(self, node: fx.Node, rule: Rule, wanted: Sequence[Sharded | None], out: Sharded) -> fx.Node:
+        """`node` on local operands. Sizes given as arguments lose the sharded one: it is whatever is here."""
+        args, kwargs = self.operands(node, wanted)
+        target: Any = node.target
+        if isinstance(rule, ViewRule):
+            target, args, kwargs = aten.reshape.default, (args[0], self.local_sizes(node, out)), {}
+        elif is_aten(node) and op_name(node) in ("expand", "broadcast_to"):
+            args = (args[0], self.local_sizes(node, out))
+        return self.call(target, args, node, out, kwargs)
+
+    def operands(self, node: fx.Node, wanted: Sequence[Sharded | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of `node`, its tensors in the wanted placements, in the order of `tensor_args`."""
+        places, tensors = iter(wanted), set(tensor_args(node))
+        new = fx.map_arg(
+            (node.args, node.kwargs),
+            lambda arg: self.operand(arg, next(places)) if arg in tensors else self.values[arg],
+        )
+        return new[0], new[1]
+
+    def local_sizes(self, node: fx.Node, out: Sharded) -> list[int]:
+        return [-1 if dim == out.dim else size for dim, size in enumerate(shape_of(node))]
+
+    def call(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        like: fx.Node,
+        placement: Sharded | None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        new = self.graph.call_function(target, tuple(args), kwargs or {})
+        new.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
+        new.meta["placement"], new.meta["whole"] = placement, value_of(like)
+        return new
+
+    def step(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """A node on the way to the value of `like`, of a shape of its own."""
+        new = self.call(target, args, like, None, kwargs)
+        new.meta["whole"] = None
+        return new
+
+    def factors(self, placement: Sharded) -> tuple[int, int, int, int]:
+        return placement.dim, placement.outer, placement.length, placement.inner
+
+    def describe(self, note: GatherNote) -> str:
+        placement = self.placements[note.value]
+        reader = "an output of the graph" if note.reader.op == "output" else f"{op_name(note.reader) or note.reader.target}"
+        where = module_path(note.reader)
+        return f"{reader}{' in ' + where if where else ''} needs all rows of {note.value.name}, sharded {placement}"

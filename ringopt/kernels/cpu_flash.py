@@ -1,0 +1,74 @@
+"""PyTorch's flash attention for the CPU: blocked, never holds the scores of a tile."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringopt.graph.refusal import Refusal
+from ringopt.kernels.base import HIDDEN, Kernel, accumulator
+
+aten = torch.ops.aten
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class CpuFlash(Kernel):
+    name = "flash_cpu"
+
+    def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
+        if device.type != "cpu":
+            return Refusal(f"kernel flash_cpu runs on the CPU, and the tensors are on {device.type}")
+        if dtype not in DTYPES:
+            return Refusal(f"kernel flash_cpu has no {dtype}; it has {', '.join(map(str, DTYPES))}")
+        if key_dim != value_dim:
+            return Refusal(f"kernel flash_cpu needs values as wide as keys; found {value_dim} and {key_dim}")
+        return None
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = map(readable, (q, k, v))
+        mask = mask.to(q.dtype) if mask is not None else None
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        if mask is not None:
+            # The kernel says 0.0 for a row that sees nothing, and a merge would take that for the weight exp(0).
+            lse = lse.masked_fill(hidden_rows(mask, causal), HIDDEN)
+        return out, lse
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+        if groups > 1:  # the forward knows grouped heads, the backward does not
+            k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        dout, q, k, v, out = map(readable, (dout, q, k, v, out))
+        mask = mask.to(q.dtype) if mask is not None else None
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        if groups > 1:
+            wide = accumulator(q.dtype)
+            dk, dv = (x.unflatten(1, (kv_heads, groups)).sum(2, dtype=wide) for x in (dk, dv))
+        return dq, dk, dv
+
+
+def readable(x: Tensor) -> Tensor:
+    """The kernel takes the last dim for dense without looking: other strides give wrong numbers, and no error."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def hidden_rows(mask: Tensor, causal: bool) -> Tensor:
+    """[1|B, 1|Hq, Sq]: the rows for which every key is hidden."""
+    if causal:
+        mask = mask.masked_fill(~torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), HIDDEN)
+    return mask.amax(-1) == HIDDEN

@@ -1,0 +1,85 @@
+"""From a lowered graph to the numbers of its report: FLOPs, memory and bytes per rank."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.nodes import is_tensor, op_name, shape_of, value_of
+from ringopt.pipeline import Context
+from ringopt.report import GatherRow, Report, Site
+
+
+def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
+    """`graph` is flat ATen with fake values; of a graph that was refused before it came so far, pass an empty one."""
+    sites = tuple(
+        Site(
+            info.module, info.form, info.pattern, info.strategy, info.kernel, info.layout, info.refusal,
+            info.bytes_sent, tuple(info.notes),
+        )
+        for info in context.sites.values()
+    )  # fmt: skip
+    ranks = context.mesh.size
+    gathers = tuple(GatherRow(g.op, g.why, g.bytes, g.module) for g in context.gathers)
+    shares = sum(g.bytes for g in gathers) * (ranks - 1) // ranks
+    return Report(
+        world_size=ranks,
+        sites=sites,
+        left_alone=tuple(refused.sentence for refused in context.left_alone),
+        gathers=gathers,
+        sharded_fraction=sharded_fraction(graph, ranks),
+        memory=memory(graph),
+        bytes_sent=sum(site.bytes_sent for site in sites) + shares,
+        refusal=refusal,
+        notes=tuple(context.notes),
+    )
+
+
+def sharded_fraction(graph: fx.Graph, ranks: int) -> float:
+    """Of the FLOPs of all products, the share that each rank does for its own rows only."""
+    sharded = whole = 0
+    for node in graph.nodes:
+        flops = matrix_flops(node)
+        if any(value.meta.get("placement") is not None for value in (node, *node.all_input_nodes)):
+            sharded += flops * ranks
+        else:
+            whole += flops
+    return sharded / (sharded + whole) if sharded + whole else 0.0
+
+
+def matrix_flops(node: fx.Node) -> int:
+    """2 * multiplications of one product on this rank; 0 for other ops."""
+    name = op_name(node)
+    if name in ("linear", "matmul", "mm", "bmm", "mv"):
+        return 2 * prod(shape_of(node)) * shape_of(node.args[0])[-1]
+    if name in ("addmm", "baddbmm"):
+        return 2 * prod(shape_of(node)) * shape_of(node.args[1])[-1]
+    if name in ("conv1d", "conv2d", "conv3d"):
+        return 2 * prod(shape_of(node)) * prod(shape_of(node.args[1])[1:])
+    if name in ("ring_attention", "attention"):
+        batch, heads, rows, width = shape_of(node.args[0])
+        keys = node.args[5] if name == "ring_attention" else shape_of(node.args[1])[2]
+        return 2 * batch * heads * rows * keys * (width + shape_of(node.args[2])[-1])
+    return 0
+
+
+def memory(graph: fx.Graph) -> dict[str, int]:
+    """Bytes on this rank, each memory counted once: what comes in, and all that one forward pass makes."""
+    found = {"parameters": 0, "inputs": 0, "sharded values": 0, "replicated values": 0}
+    seen: set[int] = set()
+    for node in graph.nodes:
+        if not is_tensor(node):
+            continue
+        value = value_of(node)
+        storage = value.untyped_storage()._cdata
+        if storage in seen:
+            continue
+        seen.add(storage)
+        if node.op == "placeholder":
+            cause = "parameters" if isinstance(value, torch.nn.Parameter) or value.requires_grad else "inputs"
+        else:
+            cause = "sharded values" if node.meta.get("placement") is not None else "replicated values"
+        found[cause] += value.numel() * value.element_size()
+    return found

@@ -1,0 +1,1 @@
+"""The `ringopt::` operators that compiled graphs call."""

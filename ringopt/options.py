@@ -1,0 +1,83 @@
+"""What a user may choose: one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+from ringopt.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Strategy = Literal["auto", "ring", "gather"]
+LayoutName = Literal["auto", "contiguous", "zigzag"]
+CheckInputs = Literal["first", "always", "never"]
+KernelName = Literal["auto", "flash_cpu", "math"]
+InnerBackend = Literal["inductor", "aot_eager", "eager"]
+OnRefusal = Literal["warn", "error", "ignore"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `torch.compile(model, backend="ring", options={...})`.
+
+    mesh            1-D DeviceMesh over which the sequence is sharded; None: all ranks of the default process group
+    strategy        how rows reach the ranks that need them; "auto" lets ringopt choose per site
+    layout          which rows a rank holds; "auto" takes zigzag where a causal site gains balance from it
+    check_inputs    when the inputs are compared over the ranks: every rank must pass the same full batch
+    kernel          the attention kernel of a block
+    inner_backend   what compiles the sharded graph
+    timeout         seconds until a message that does not arrive is an error
+    on_refusal      what happens when an attention site cannot be sharded
+    """
+
+    mesh: DeviceMesh | None = None
+    strategy: Strategy = "auto"
+    layout: LayoutName = "auto"
+    check_inputs: CheckInputs = "first"
+    kernel: KernelName = "auto"
+    inner_backend: InnerBackend = "inductor"
+    timeout: float = 600.0
+    on_refusal: OnRefusal = "warn"
+
+    def __post_init__(self) -> None:
+        for name, kind in _literals().items():
+            value, allowed = getattr(self, name), get_args(kind)
+            if value not in allowed:
+                raise OptionError(f"option {name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
+            raise OptionError(f"option timeout={self.timeout!r}: expected a number of seconds above 0")
+        if self.mesh is not None:
+            _check_mesh(self.mesh)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | Options | None) -> Options:
+        """From the `options` of torch.compile. Raises OptionError that lists the known names."""
+        if isinstance(options, Options):
+            return options
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(options or {}) - set(known))
+        if unknown:
+            raise OptionError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}")
+        return cls(**(options or {}))
+
+
+def _literals() -> dict[str, Any]:
+    hints = get_type_hints(Options, localns={"DeviceMesh": object})
+    return {name: kind for name, kind in hints.items() if getattr(kind, "__origin__", None) is Literal}
+
+
+def _check_mesh(mesh: Any) -> None:
+    dims = getattr(mesh, "ndim", None)
+    if dims is None or not hasattr(mesh, "get_group"):
+        raise OptionError(f"option mesh={mesh!r}: expected a torch.distributed DeviceMesh")
+    if dims != 1:
+        raise OptionError(
+            f"option mesh has {dims} dims {mesh.mesh_dim_names}: the sequence is sharded over one; pass a slice of it, "
+            'such as mesh["cp"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise OptionError(f"option mesh holds ranks {mesh.mesh.tolist()}, and this rank is not among them")

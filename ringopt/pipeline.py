@@ -1,0 +1,117 @@
+"""The line of passes: a tuple of passes, run in order, with one callback between them.
+
+A pass edits the graph and fills the context; it never prints, recompiles or logs. All of that happens here, once.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.fx as fx
+from torch._logging import trace_structured
+
+from ringopt.distributed.mesh import Mesh
+from ringopt.graph.refusal import Refusal
+from ringopt.options import Options
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class SiteInfo:
+    """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a mask."""
+
+    module: str
+    form: str
+    pattern: str = "full"
+    masked: bool = False
+    strategy: str = "none"
+    layout: str = "none"
+    kernel: str = "none"
+    refusal: str | None = None
+    bytes_sent: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A gather that sharding needed: which op asked for the whole tensor, why, and what it moves per rank."""
+
+    op: str
+    why: str
+    bytes: int
+    module: str
+
+
+@dataclass
+class Context:
+    """What the passes of one graph share.
+
+    values             tensors known when the graph is compiled (constants of the graph), by node
+    sites              the attention nodes, in order
+    replicated_random  ops that every rank must draw the same random numbers for
+    """
+
+    options: Options
+    mesh: Mesh
+    values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+    sites: dict[fx.Node, SiteInfo] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+    left_alone: list[Refusal] = field(default_factory=list)
+    gathers: list[Gather] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    replicated_random: list[str] = field(default_factory=list)
+    layout: str = "contiguous"
+
+    def replace_site(self, old: fx.Node, new: fx.Node) -> None:
+        """`new` stands for the site from now on; the order of the sites is kept."""
+        self.sites = {new if node is old else node: info for node, info in self.sites.items()}
+
+
+class Pass(ABC):
+    """One rewrite. The graph is valid before and after."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        """Edits `gm.graph` in place."""
+
+
+class GraphRefused(Exception):
+    """A pass cannot make its invariant hold: the whole graph stays as it was, and the report says why."""
+
+    def __init__(self, refusal: Refusal):
+        self.refusal = refusal
+        super().__init__(refusal.sentence)
+
+
+Callback = Callable[[Pass, fx.GraphModule], None]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in order; `callback(pass, gm)` is called after each."""
+
+    passes: Sequence[Pass]
+    callback: Callback | None = None
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        for step in self.passes:
+            step.run(gm, context)
+            gm.graph.eliminate_dead_code()
+            gm.graph.lint()
+            gm.recompile()
+            log.debug("after %s: %d nodes", step.name, len(gm.graph.nodes))
+            trace_structured(
+                "artifact",
+                metadata_fn=lambda name=step.name: {"name": f"ringopt_after_{name}", "encoding": "string"},
+                payload_fn=lambda: gm.print_readable(print_output=False),
+            )
+            if self.callback is not None:
+                self.callback(step, gm)

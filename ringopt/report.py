@@ -1,0 +1,143 @@
+"""What ringopt did with a graph and why, as data that prints itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention site. `refusal` is None where it was rewritten, else the reason; `bytes_sent` is per rank, forward."""
+
+    module: str
+    form: str
+    pattern: str
+    strategy: str
+    kernel: str
+    layout: str
+    refusal: str | None
+    bytes_sent: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GatherRow:
+    """A gather that sharding needed: `bytes` is the size of the whole value."""
+
+    op: str
+    why: str
+    bytes: int
+    module: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled graph, or (from explain) all graphs of a model.
+
+    sites             attention sites in order
+    left_alone        what looks like attention and is none, with the reason
+    gathers           values that were needed whole
+    sharded_fraction  share of the matrix FLOPs that run on this rank's rows only
+    memory            bytes per rank by cause
+    bytes_sent        per rank, one forward pass: attention and gathers
+    refusal           why the whole graph was left unsharded, or None
+    """
+
+    world_size: int
+    sites: tuple[Site, ...] = ()
+    left_alone: tuple[str, ...] = ()
+    gathers: tuple[GatherRow, ...] = ()
+    sharded_fraction: float = 0.0
+    memory: dict[str, int] = field(default_factory=dict)
+    bytes_sent: int = 0
+    refusal: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def merged(cls, reports: Iterable[Report], world_size: int) -> Report:
+        """One report of all graphs of a model; `sharded_fraction` is that of the graph with most sites."""
+        parts = list(reports)
+        if len(parts) == 1:
+            return parts[0]
+        memory: dict[str, int] = {}
+        for part in parts:
+            for cause, size in part.memory.items():
+                memory[cause] = memory.get(cause, 0) + size
+        largest = max(parts, key=lambda part: len(part.sites), default=cls(world_size))
+        return cls(
+            world_size,
+            tuple(site for part in parts for site in part.sites),
+            tuple(reason for part in parts for reason in part.left_alone),
+            tuple(gather for part in parts for gather in part.gathers),
+            largest.sharded_fraction,
+            memory,
+            sum(part.bytes_sent for part in parts),
+            "; ".join(part.refusal for part in parts if part.refusal) or None,
+            tuple(note for part in parts for note in part.notes),
+        )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.rich()
+
+    def __str__(self) -> str:
+        console = Console(width=120, no_color=True)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+    def rich(self) -> Group:
+        parts: list[Any] = [site_table(self)]
+        if self.gathers:
+            parts.append(gather_table(self))
+        parts += [Text(f"left alone: {reason}") for reason in self.left_alone]
+        parts += [Text(f"note: {note}") for note in self.notes]
+        if self.refusal:
+            parts.append(Text(f"not sharded: {self.refusal}", style="yellow"))
+        if self.memory:
+            causes = ", ".join(f"{cause} {readable(size)}" for cause, size in self.memory.items())
+            parts.append(Text(f"per rank: {causes}"))
+        parts.append(Text(f"sharded {self.sharded_fraction:.1%} of matrix FLOPs; sends {readable(self.bytes_sent)} a forward"))
+        return Group(*parts)
+
+
+def site_table(report: Report) -> Table:
+    table = Table(title=f"ringopt: {len(report.sites)} attention sites on {report.world_size} ranks", title_justify="left")
+    for name in ("module", "form", "pattern", "strategy", "layout", "kernel"):
+        table.add_column(name, overflow="fold")
+    table.add_column("sent", justify="right")
+    for site in report.sites:
+        end = (site.strategy, site.layout, site.kernel, readable(site.bytes_sent))
+        cells = (site.module or "-", site.form, site.pattern, *end)
+        table.add_row(*(escape(cell) for cell in cells))
+        if site.refusal:
+            table.add_row("", Text(f"refused: {site.refusal}", style="yellow"))
+    return table
+
+
+def gather_table(report: Report) -> Table:
+    table = Table(title="values needed whole", title_justify="left")
+    table.add_column("op")
+    table.add_column("why", overflow="fold")
+    table.add_column("bytes", justify="right")
+    for gather in report.gathers:
+        table.add_row(gather.op, escape(gather.why), readable(gather.bytes))
+    return table
+
+
+def readable(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

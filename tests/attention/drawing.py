@@ -1,0 +1,34 @@
+"""Random plans for property tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from ringopt.attention.exchange import Exchange
+from ringopt.attention.layouts import Contiguous, Zigzag
+from ringopt.attention.patterns import Full, Pattern, Window
+from ringopt.attention.routes import Gather, Ring
+
+
+@st.composite
+def patterns(draw: st.DrawFn, most_rows: int) -> Pattern:
+    """Any pattern; lengths of queries and keys agree in half of the cases."""
+    q_length = draw(st.integers(1, most_rows))
+    kv_length = draw(st.one_of(st.just(q_length), st.integers(1, most_rows)))
+    causal = draw(st.booleans())
+    if draw(st.booleans()):
+        return Full(q_length, kv_length, causal)
+    return Window(q_length, kv_length, causal, draw(st.integers(1, q_length + 5)), strip=draw(st.integers(1, 64)))
+
+
+@st.composite
+def exchanges(draw: st.DrawFn, most_rows: int, most_ranks: int = 16) -> Exchange:
+    """Any plan; ranks may outnumber rows. Few ranks are drawn more often than many, which take longer to check."""
+    pattern = draw(patterns(most_rows))
+    few = st.integers(1, 5)
+    ranks = draw(st.one_of(few, few, few, few, st.integers(6, most_ranks)))
+    layouts = st.sampled_from((Contiguous, Zigzag))
+    q_layout = draw(layouts)
+    kv_layout = draw(st.one_of(st.just(q_layout), layouts))
+    strategy = draw(st.sampled_from((Ring(), Gather(), Ring(two_way=True))))
+    return Exchange(pattern, q_layout(pattern.q_length, ranks), kv_layout(pattern.kv_length, ranks), strategy)

@@ -1,0 +1,92 @@
+"""Attention on one device, written out: what every way of spreading it over ranks is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringopt.attention.layouts import layout_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """q, dout [B, Hq, n, D or Dv], k, v [B, Hkv, m, D or Dv]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[3]) ** -0.5
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        return Problem(*(x.to(dtype) for x in (self.q, self.k, self.v, self.dout)))
+
+
+def problem(
+    n: int,
+    m: int | None = None,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (8, 8),
+    batch: int = 2,
+    dtype: torch.dtype = torch.float64,
+) -> Problem:
+    """Random numbers, the same at every call."""
+    generator = torch.Generator().manual_seed(n)
+
+    def draw(heads: int, rows: int, dim: int) -> Tensor:
+        return torch.randn(batch, heads, rows, dim, dtype=torch.float64, generator=generator).to(dtype)
+
+    m = n if m is None else m
+    return Problem(
+        draw(heads[0], n, dims[0]), draw(heads[1], m, dims[0]), draw(heads[1], m, dims[1]), draw(heads[0], n, dims[1])
+    )
+
+
+def visible(pattern: str, n: int, m: int) -> Tensor:
+    """[n, m]: which key a query sees, from the definition of the pattern."""
+    query, key = torch.arange(n)[:, None], torch.arange(m)
+    if pattern == "full":
+        return torch.ones(n, m, dtype=torch.bool)
+    if pattern == "causal":
+        return key <= query
+    width, *both = pattern.removeprefix("window(").removesuffix(")").split(",")
+    return (key - query).abs() < int(width) if both else (key <= query) & (key > query - int(width))
+
+
+def sdpa(case: Problem, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, dq, dk, dv of F.scaled_dot_product_attention with an explicit mask."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v))
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=case.scale, enable_gqa=True)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), case.dout)
+
+
+def rows_of(layout: str, length: int, ranks: int, rank: int) -> list[int]:
+    return [row for rows in layout_of(layout, length, ranks).ranges(rank) for row in rows]
+
+
+def shard(x: Tensor, layout: str, ranks: int, rank: int) -> Tensor:
+    """The rows (dim 2) of one rank."""
+    return x[:, :, rows_of(layout, x.shape[2], ranks, rank)]
+
+
+def join(shards: Sequence[Tensor], layout: str) -> Tensor:
+    """The inverse of `shard`, from those of all ranks."""
+    length = sum(x.shape[2] for x in shards)
+    whole = shards[0].new_empty(*shards[0].shape[:2], length, *shards[0].shape[3:])
+    for rank, x in enumerate(shards):
+        whole[:, :, rows_of(layout, length, len(shards), rank)] = x
+    return whole
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Relative to the largest expected value; a NaN is never near."""
+    error = (found.double() - expected.double()).abs().amax()
+    bound = tolerance * max(float(expected.abs().amax()), 1e-3)
+    assert error <= bound, f"largest error {error:.2e}, allowed {bound:.2e}"

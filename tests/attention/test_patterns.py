@@ -1,0 +1,114 @@
+"""Which keys a query sees, and what follows for a tile."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringopt.attention.patterns import Full, Kind, Pattern, Window, pattern_of
+from ringopt.errors import OptionError, PlanError
+from tests.attention.drawing import patterns
+
+some_patterns = patterns(most_rows=24)
+spans = st.builds(lambda start, size: range(start, start + size), st.integers(0, 24), st.integers(0, 24))
+
+
+def sees(pattern: Pattern, query: int, key: int) -> bool:
+    """The definition, pair by pair."""
+    far = isinstance(pattern, Window) and abs(query - key) >= pattern.width
+    return not far and (key <= query or not pattern.causal)
+
+
+def pairs(pattern: Pattern, queries: range, keys: range) -> set[tuple[int, int]]:
+    return {(query, key) for query in queries for key in keys if sees(pattern, query, key)}
+
+
+@given(some_patterns)
+def test_spans_are_the_definition(pattern: Pattern) -> None:
+    for query in range(pattern.q_length):
+        assert list(pattern.span(query)) == [key for key in range(pattern.kv_length) if sees(pattern, query, key)]
+
+
+@given(some_patterns, spans, spans)
+@settings(max_examples=2000)
+def test_answers_about_a_tile_are_those_of_enumeration(pattern: Pattern, queries: range, keys: range) -> None:
+    queries, keys = queries[: max(0, pattern.q_length - queries.start)], keys[: max(0, pattern.kv_length - keys.start)]
+    everything = pairs(pattern, range(pattern.q_length), range(pattern.kv_length))
+    assert set(pattern.needs(queries)) == {key for query, key in everything if query in queries}
+    assert set(pattern.users(keys)) == {query for query, key in everything if key in keys}
+
+    seen = pairs(pattern, queries, keys)
+    assert pattern.pairs(queries, keys) == len(seen)
+    assert pattern.kind(queries, keys) is kind_of(seen, queries, keys)
+
+    tiles = list(pattern.tiles(queries, keys))
+    covered = [pair for some, others, _ in tiles for pair in pairs(pattern, some, others)]
+    assert len(covered) == len(set(covered)) and set(covered) == seen
+    for some, others, kind in tiles:
+        assert kind is kind_of(pairs(pattern, some, others), some, others) is not Kind.EMPTY
+
+
+def kind_of(seen: set[tuple[int, int]], queries: range, keys: range) -> Kind:
+    if not seen:
+        return Kind.EMPTY
+    if len(seen) == len(queries) * len(keys):
+        return Kind.FULL
+    triangle = queries == keys and seen == {(query, key) for query in queries for key in keys if key <= query}
+    return Kind.CAUSAL if triangle else Kind.PARTIAL
+
+
+@given(st.integers(1, 30), st.integers(1, 30), spans, spans)
+def test_full_patterns_never_need_a_mask(q_length: int, kv_length: int, queries: range, keys: range) -> None:
+    pattern = Full(q_length, kv_length, causal=True)
+    queries, keys = queries[: max(0, q_length - queries.start)], keys[: max(0, kv_length - keys.start)]
+    assert all(kind is not Kind.PARTIAL for _, _, kind in pattern.tiles(queries, keys))
+
+
+def test_a_causal_tile_is_cut_into_a_square_and_two_full_parts() -> None:
+    tiles = list(Full(20, 20, causal=True).tiles(range(4, 16), range(0, 10)))
+    assert tiles == [
+        (range(4, 16), range(0, 4), Kind.FULL),
+        (range(4, 10), range(4, 10), Kind.CAUSAL),
+        (range(10, 16), range(4, 10), Kind.FULL),
+    ]
+
+
+def test_a_window_over_many_rows_is_cut_into_strips_with_the_keys_they_need() -> None:
+    pattern = pattern_of("window(1000)", 100_000, 100_000)
+    tiles = list(pattern.tiles(range(50_000, 60_000), range(50_000, 60_000)))
+    assert len(tiles) == 20
+    assert all(len(queries) <= 512 and len(keys) <= 512 + 999 for queries, keys, _ in tiles)
+
+
+def test_a_million_rows_are_counted_at_once() -> None:
+    rows = range(10**6)
+    assert pattern_of("causal", 10**6, 10**6).pairs(rows, rows) == 10**6 * (10**6 + 1) // 2
+    assert pattern_of("window(100)", 10**6, 10**6).pairs(rows, rows) == 100 * 10**6 - 100 * 99 // 2
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("full", Full(6, 9)),
+        ("causal", Full(6, 9, causal=True)),
+        ("window(4)", Window(6, 9, causal=True, width=4)),
+        ("window(4,both)", Window(6, 9, causal=False, width=4)),
+    ],
+)
+def test_texts(text: str, pattern: Pattern) -> None:
+    assert pattern_of(text, 6, 9) == pattern
+    assert pattern.text == text
+
+
+@pytest.mark.parametrize("text", ["", "dense", "window", "window()", "window(-1)", "window(4,left)", "causal "])
+def test_unknown_texts_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="is unknown; patterns are 'full', 'causal', 'window"):
+        pattern_of(text, 6, 6)
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(PlanError, match="0 queries over 5 keys was asked for"):
+        pattern_of("full", 0, 5)
+    with pytest.raises(PlanError, match="window of 0 keys"):
+        pattern_of("window(0)", 5, 5)

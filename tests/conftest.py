@@ -1,0 +1,24 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.pool import POOL
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tests share the machine with the ranks they start."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`ranks(p, function, *args, timeout=120) -> [result of each rank]`: see tests/harness/pool.py."""
+    yield POOL.run
+    POOL.close()

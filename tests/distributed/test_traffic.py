@@ -1,0 +1,56 @@
+"""What is counted, and that nothing is kept while nobody records."""
+
+from __future__ import annotations
+
+import torch
+
+from ringopt.distributed import traffic as log
+from ringopt.distributed.traffic import log_event, record_traffic
+from tests.threads import ThreadMesh, run_on_threads
+
+
+def test_an_exchange_counts_on_both_ends() -> None:
+    def body(mesh: ThreadMesh) -> None:
+        after, before = (mesh.rank + 1) % 3, (mesh.rank - 1) % 3
+        sends = [(after, torch.ones(4)), (before, torch.ones(2, dtype=torch.bfloat16))]
+        mesh.exchange(sends, [(before, torch.ones(4)), (after, torch.ones(2, dtype=torch.bfloat16))], "step").wait()
+
+    with record_traffic() as traffic:
+        run_on_threads(3, body)
+    assert (traffic.bytes_sent, traffic.bytes_received, traffic.messages) == (60, 60, 6)
+    one = traffic.of(1)
+    assert (one.bytes_sent, one.bytes_received, one.messages) == (20, 20, 2)
+    assert [(event.kind, event.label) for event in one.events] == [("posted", "step"), ("waited", "step")]
+    assert one.events[0].seconds <= one.events[1].seconds
+
+
+def test_collectives_count_as_their_ring() -> None:
+    def body(mesh: ThreadMesh) -> None:
+        mesh.all_gather(torch.ones(6), "shapes")  # 24 bytes to each of 2 others
+        mesh.all_reduce(torch.ones(6))  # every byte twice round, but for a third
+
+    with record_traffic() as traffic:
+        run_on_threads(3, body)
+    told = [(event.kind, event.label, event.bytes, event.bytes_received) for event in traffic.of(0).events]
+    assert told == [("all_gather", "shapes", 48, 48), ("all_reduce", "", 32, 32)]
+
+
+def test_recordings_nest_and_end() -> None:
+    log_event("computed", "before", 0)
+    with record_traffic() as outer:
+        log_event("computed", "a", 0)
+        with record_traffic() as inner:
+            log_event("computed", "b", 0)
+        log_event("computed", "c", 0)
+    log_event("computed", "after", 0)
+    assert [event.label for event in outer.events] == ["a", "b", "c"]
+    assert [event.label for event in inner.events] == ["b"]
+    assert not log._recording
+
+
+def test_an_error_ends_the_recording() -> None:
+    try:
+        with record_traffic():
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert not log._recording

@@ -1,0 +1,165 @@
+"""The table of rules, held against the ops themselves.
+
+The law of a rule: for every dim of the output that `pull` accepts, rows a..b of the output are the op on rows a..b of the
+operands that run along, and on the others whole.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ringopt.graph.axes import ViewRule, rule_of
+from ringopt.graph.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
+from ringopt.graph.placement import Sharded, through_view
+
+A, B, C = (3, 4, 6), (4, 6), (3, 6, 4)
+
+#: name -> (function of float tensors, their shapes, the output dims along which it works row by row)
+OPS = {
+    "add with broadcast": (lambda x, y: x + y, (A, (6,)), {0, 1, 2}),
+    "where": (lambda x, y: torch.where(x > 0, x, y), (A, B), {0, 1, 2}),
+    "masked_fill": (lambda x, y: x.masked_fill(y > 0, 1.0), (A, (1, 4, 1)), {0, 1, 2}),
+    "transpose": (lambda x: x.transpose(0, 2), (A,), {0, 1, 2}),
+    "permute": (lambda x: x.permute(2, 0, 1), (A,), {0, 1, 2}),
+    "movedim": (lambda x: x.movedim(0, 2), (A,), {0, 1, 2}),
+    "unsqueeze": (lambda x: x.unsqueeze(1), (A,), {0, 2, 3}),
+    "squeeze": (lambda x: x.squeeze(1), ((3, 1, 6),), {0, 1}),
+    "expand": (lambda x: x.expand(5, 3, 4, 6), ((3, 1, 6),), {1, 3}),
+    "select": (lambda x: x.select(1, 2), (A,), {0, 1}),
+    "slice": (lambda x: x[:, 1:3], (A,), {0, 2}),
+    "slice of all": (lambda x: torch.ops.aten.slice(x, 1, 0, 99), (A,), {0, 1, 2}),
+    "split": (lambda x: x.split(3, 2)[1], (A,), {0, 1}),
+    "chunk": (lambda x: x.chunk(2, -1)[0], (A,), {0, 1}),
+    "unbind": (lambda x: x.unbind(1)[1], (A,), {0, 1}),
+    "cat": (lambda x, y: torch.cat([x, y], 1), (A, A), {0, 2}),
+    "stack": (lambda x, y: torch.stack([x, y], 1), (A, A), {0, 2, 3}),
+    "softmax": (lambda x: x.softmax(-1), (A,), {0, 1}),
+    "cumsum": (lambda x: x.cumsum(1), (A,), {0, 2}),
+    "flip": (lambda x: x.flip(1), (A,), {0, 2}),
+    "roll": (lambda x: x.roll(1, 1), (A,), {0, 2}),
+    "sort": (lambda x: x.sort(1)[0], (A,), {0, 2}),
+    "topk": (lambda x: x.topk(2, -1)[0], (A,), {0, 1}),
+    "triu": (lambda x: x.triu(1), (A,), {0}),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), (A, (6,), (6,)), {0, 1}),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (6,), w), (A, (6,)), {0, 1}),
+    "glu": (lambda x: F.glu(x, -1), (A,), {0, 1}),
+    "pad": (lambda x: F.pad(x, (0, 1)), (A,), {0, 1}),
+    "mean": (lambda x: x.mean(1), (A,), {0, 1}),
+    "mean keepdim": (lambda x: x.mean(-1, keepdim=True), (A,), {0, 1}),
+    "amax": (lambda x: x.amax(0), (A,), {0, 1}),
+    "var of all": (lambda x: x.var(), (A,), set()),
+    "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), (A,), {0, 1}),
+    "gather": (lambda x, y: x.gather(2, (y > 0).long()), (A, C[:1] + (4, 2)), {0, 1, 2}),
+    "linear": (F.linear, (A, (5, 6), (5,)), {0, 1, 2}),
+    "matmul": (lambda x, y: x @ y, (A, (3, 6, 5)), {0, 1, 2}),
+    "matmul by matrix": (lambda x, y: x @ y, (A, (6, 5)), {0, 1, 2}),
+    "matmul by vector": (lambda x, y: x @ y, (A, (6,)), {0, 1}),
+    "vector by matmul": (lambda x, y: x @ y, ((4,), A), {0, 1}),
+    "addmm": (torch.addmm, ((5,), B, (6, 5)), {0, 1}),
+    "baddbmm": (torch.baddbmm, ((3, 1, 5), A, (3, 6, 5)), {0, 1, 2}),
+    "bmm": (torch.bmm, (A, (3, 6, 5)), {0, 1, 2}),
+    "einsum": (lambda x, y: torch.einsum("bnd,ed->bne", x, y), (A, (5, 6)), {0, 1, 2}),
+    "embedding": (lambda w, x: F.embedding((x > 0).long(), w), ((5, 6), (3, 4)), {0, 1}),
+    "index": (lambda x, y: x[:, (y > 0).long()], (A, (5, 2)), {0, 1, 2, 3}),
+    "index apart": (lambda x, y: x[(y > 0).long(), :, (y > 0).long()], (A, (5,)), {0, 1}),
+    "index_select": (lambda x, y: x.index_select(1, (y > 0).long()), (A, (5,)), {0, 1, 2}),
+}  # fmt: skip
+
+
+def captured(function, shapes):
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    gm = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*inputs)
+    values = {}
+
+    class Record(torch.fx.Interpreter):
+        def run_node(self, node):
+            values[node] = super().run_node(node)
+            return values[node]
+
+    Record(gm).run(*inputs)
+    return gm, values
+
+
+def run(node, rule, wanted, values, rows):
+    """`node` on the rows of its operands that `wanted` names."""
+    places = iter(wanted)
+
+    def operand(arg):
+        if not isinstance(value_of(arg), (torch.Tensor, tuple, list)):
+            return values[arg]
+        place, value = next(places), values[arg]
+        cut = lambda x: x.narrow(place.dim, rows.start, len(rows)) if place else x  # noqa: E731
+        return cut(value) if isinstance(value, torch.Tensor) else type(value)(map(cut, value))
+
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
+    if op_name(node) == "expand":
+        out = rule.push(0, wanted[0])
+        args = (args[0], [-1 if d == out.dim else size for d, size in enumerate(shape_of(node))])
+    return node.target(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_law(name):
+    function, shapes, along = OPS[name]
+    gm, values = captured(function, shapes)
+    for node in gm.graph.nodes:
+        rule = rule_of(node)
+        if rule is None or isinstance(rule, ViewRule):
+            continue
+        value = values[node] if is_tensor(node) else values[node][0]
+        assert len(rule.operands) == len(list(tensor_args(node)))
+        for dim, size in enumerate(value.shape):
+            wanted = rule.pull(Sharded(dim, 1, size, 1))
+            if wanted is None or size < 2:
+                continue
+            rows = range(1, size)
+            found = run(node, rule, wanted, values, rows)
+            found = found if isinstance(found, torch.Tensor) else found[0]
+            torch.testing.assert_close(found, value.narrow(dim, 1, size - 1))
+    last = gm.graph.output_node().args[0]
+    if op_name(last) == "getitem":
+        last = last.args[0]
+    found = {dim for dim, size in enumerate(shape_of(last)) if rule_of(last).pull(Sharded(dim, 1, size, 1))}
+    assert found == along or isinstance(rule_of(last), ViewRule)
+
+
+@pytest.mark.parametrize(
+    "function, shapes",
+    [
+        (lambda x: torch.matmul(x, x.transpose(-1, -2)), (A,)),
+        (lambda x: x.sum(1), (A,)),
+        (lambda x, y: F.linear(x, y), (A, (5, 6))),
+        (lambda x, y: torch.einsum("bnd,bne->bde", x, y), (A, (3, 4, 5))),
+    ],
+)
+def test_partial_sums_add_up(function, shapes):
+    gm, values = captured(function, shapes)
+    node = gm.graph.output_node().args[0]
+    rule, first = rule_of(node), next(tensor_args(node))
+    dim = rule.summed[0][0]
+    size = shape_of(first)[dim]
+    wanted = rule.sums(0, Sharded(dim, 1, size, 1))
+    parts = [run(node, rule, wanted, values, rows) for rows in (range(0, 1), range(1, size))]
+    torch.testing.assert_close(sum(parts), values[node])
+
+
+def test_random_numbers_have_no_rows():
+    gm, _ = captured(lambda x: F.dropout(x, 0.5, True), (A,))
+    assert all(rule_of(node) is None for node in gm.graph.nodes if op_name(node) == "dropout")
+
+
+@pytest.mark.parametrize(
+    "old, new, before, after",
+    [
+        ((2, 8, 4), (16, 4), Sharded(1, 1, 8, 1), Sharded(0, 2, 8, 1)),
+        ((16, 4), (2, 8, 4), Sharded(0, 2, 8, 1), Sharded(1, 1, 8, 1)),
+        ((2, 8, 4), (2, 32), Sharded(1, 1, 8, 1), Sharded(1, 1, 8, 4)),
+        ((2, 8, 4), (2, 2, 4, 4), Sharded(1, 1, 8, 1), None),  # the sequence is cut in two dims
+        ((2, 8, 1), (2, 1, 8), Sharded(1, 1, 8, 1), Sharded(2, 1, 8, 1)),
+    ],
+)
+def test_views_keep_the_sequence_one_factor(old, new, before, after):
+    assert through_view(before, old, new) == after

@@ -1,0 +1,132 @@
+"""After normalize the graph has no writes and no regions, and gives the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ringopt.passes.normalize import Normalize
+from ringopt.pipeline import GraphRefused
+from tests.capturing import after, assert_same, ops
+
+
+class Body(nn.Module):
+    """A module whose forward is the function under test; its parameters make gradients."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.linear = function, nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def write_row(m, x):
+    y = m.linear(x).clone()
+    y[:, 0] = 0
+    return y * 2
+
+
+def write_through_a_view(m, x):
+    y = m.linear(x).clone()
+    rows = y.view(-1, 8)
+    y[:, 1:] += 1
+    return rows.sin() + y.view(-1, 8)
+
+
+def write_after_use(m, x):
+    y = m.linear(x) * 1
+    z = y + 1
+    y.mul_(2)
+    return y + z
+
+
+def write_twice(m, x):
+    y = m.linear(x).clone()
+    y[:, 0].fill_(3)
+    y[:, 1].copy_(y[:, 0])
+    y.transpose(0, 1)[0].add_(1)
+    return y
+
+
+def write_chain(m, x):
+    y = m.linear(x).clone()
+    return y.add_(1).mul_(2).masked_fill_(y > 0, 0.5)
+
+
+def write_other_dtype(m, x):
+    y = torch.zeros(x.shape, dtype=torch.float16)
+    y += m.linear(x)
+    return y.float()
+
+
+def change_a_buffer(m, x):
+    m.count += 1
+    return m.linear(x) + m.count
+
+
+def no_grad_region(m, x):
+    with torch.no_grad():
+        y = m.linear(x)
+    return m.linear(x + y)
+
+
+def grad_in_no_grad(m, x):
+    with torch.no_grad():
+        y = m.linear(x)
+        with torch.enable_grad():
+            z = m.linear(x)
+    return y + z
+
+
+def autocast_region(m, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = m.linear(x)
+        y = F.layer_norm(y + 1, (8,)).softmax(-1) @ m.linear.weight
+    return m.linear(y.float())
+
+
+def autocast_attention(m, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q = m.linear(x).unsqueeze(1)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return y.float()
+
+
+FUNCTIONS = [
+    write_row, write_through_a_view, write_after_use, write_twice, write_chain, write_other_dtype, change_a_buffer,
+    no_grad_region, grad_in_no_grad, autocast_region, autocast_attention,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_same_bits_without_writes_or_regions(function):
+    captured, _ = after([], Body(function), torch.randn(2, 5, 8))
+    gm, _ = after([Normalize()], Body(function), torch.randn(2, 5, 8))
+    left = ops(gm)
+    assert not [name for name in left if name.endswith("_") and not name.startswith("__") and name != "copy_"]
+    assert left.count("copy_") == (function is change_a_buffer)
+    assert not {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"} & set(left)
+    assert_same(gm, captured, gm.meta["inputs"])
+
+
+def test_dropout_that_drops_nothing_goes():
+    gm, _ = after([Normalize()], Body(lambda m, x: F.dropout(m.linear(x), 0.0, True)), torch.randn(2, 8))
+    assert ops(gm) == ["linear"]
+
+
+@pytest.mark.parametrize(
+    "function, sentence",
+    [
+        (lambda m, x: torch.add(x, 1, out=torch.empty_like(x)), "writes to something other than its first argument"),
+        (lambda m, x: x.clone().as_strided((2, 2), (8, 1)).add_(1), "no view that can be undone"),
+    ],
+)
+def test_what_cannot_be_undone_is_refused(function, sentence):
+    with pytest.raises(Exception, match=sentence) as raised:
+        after([Normalize()], Body(function), torch.randn(2, 8))
+    assert isinstance(raised.value.__cause__ or raised.value, (GraphRefused, torch._dynamo.exc.BackendCompilerFailed))

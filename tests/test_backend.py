@@ -1,0 +1,262 @@
+"""The backend as a user meets it: options, refusals, other lengths, warm caches, ranks that disagree."""
+
+from __future__ import annotations
+
+import tempfile
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import ringopt
+from ringopt.errors import OptionError
+from ringopt.graph.nodes import op_name, value_of
+from ringopt.options import Options
+from tests.models import build, difference, run
+from tests.translation import captured, validate
+
+
+class Attention(nn.Module):
+    def __init__(self, width=16, heads=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+
+    def forward(self, x):
+        b, n, width = x.shape
+        q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, n, width))
+
+
+def data(n=12, width=16, seed=1):
+    return torch.randn(2, n, width, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- options --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"sharding": 1}, "unknown option 'sharding'; the options are mesh, strategy, layout"),
+        ({"strategy": "fastest"}, "option strategy='fastest': expected one of 'auto', 'ring', 'gather'"),
+        ({"timeout": 0}, "option timeout=0: expected a number of seconds above 0"),
+        ({"mesh": 4}, "option mesh=4: expected a torch.distributed DeviceMesh"),
+    ],
+)
+def test_an_option_that_cannot_be_used(options, sentence):
+    with pytest.raises(OptionError, match=sentence):
+        Options.of(options)
+    with pytest.raises(Exception, match=sentence):
+        torch.compile(Attention(), backend="ring", options=options)(data())
+
+
+@pytest.mark.parametrize("options, n", [({"strategy": "ring"}, 3), ({"layout": "zigzag"}, 7)])
+def test_a_forced_choice_needs_enough_rows(options, n):
+    with pytest.raises(Exception, match=f"{n} rows"):
+        ringopt.explain(Attention(), data(n), world_size=4, options=options)
+
+
+def mesh_options(options_of_mesh):
+    """On 4 ranks as 2 x 2: the error of this rank, or its result's distance from one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    chosen = {"two dims": mesh, "cp": mesh["cp"]}[options_of_mesh]
+    model, x = Attention(), data(seed=dist.get_rank() // 2)  # each pair of ranks has its own batch
+    try:
+        found = torch.compile(model, backend="ring", options={"mesh": chosen, "inner_backend": "aot_eager"})(x)
+    except Exception as error:
+        return str(error)
+    return float((found - model(x)).abs().max().detach())
+
+
+def test_a_mesh_of_part_of_the_ranks(ranks):
+    assert max(ranks(4, mesh_options, "cp")) < 1e-6
+    assert all("option mesh has 2 dims" in error for error in ranks(4, mesh_options, "two dims"))
+
+
+def other_ranks_mesh():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
+    try:
+        Options(mesh=mesh)
+    except OptionError as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_mesh_without_this_rank(ranks):
+    said = ranks(3, other_ranks_mesh)
+    assert said[:2] == ["fine", "fine"] and "this rank is not among them" in said[2]
+
+
+# ---- compiling again --------------------------------------------------------------------------------------------------------
+def changed_option_and_lengths():
+    torch._dynamo.reset()
+    model, before = Attention(), len(ringopt.reports())
+    layouts = []
+    for layout in ("contiguous", "zigzag"):
+        compiled = torch.compile(model, backend="ring", options={"layout": layout, "inner_backend": "aot_eager"})
+        for n in (12, 17, 12, 21):
+            found, expected = run(compiled, model, {"x": data(n)}), run(model, model, {"x": data(n)})
+            assert difference(found, expected) < 1e-5
+        layouts.append({report.sites[0].layout for report in ringopt.reports()[before:]})
+        before = len(ringopt.reports())
+    return layouts
+
+
+def test_changed_options_and_lengths_compile_again(ranks):
+    assert ranks(2, changed_option_and_lengths) == [[{"contiguous"}, {"zigzag"}]] * 2
+
+
+def warm_cache(folder):
+    from torch._dynamo.utils import counters
+
+    model, x = Attention(), data(13)  # shards of 6 and 7 rows: the ranks must not find each other's code
+    seen = []
+    with patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            found = run(torch.compile(model, backend="ring"), model, {"x": x})
+            seen.append((difference(found, run(model, model, {"x": x})), ringopt.reports()[-1], dict(counters["aot_autograd"])))
+    (cold, report, _), (warm, again, hits) = seen
+    return cold, warm, report == again, hits.get("autograd_cache_hit", 0)
+
+
+def test_a_warm_cache_gives_the_same_numbers_and_report(ranks):
+    with tempfile.TemporaryDirectory() as folder:
+        for cold, warm, same_report, hits in ranks(2, warm_cache, folder, timeout=240):
+            assert cold < 1e-5 and warm < 1e-5 and same_report and hits == 1
+
+
+# ---- ranks that disagree ------------------------------------------------------------------------------------------------------
+def other_inputs(what):
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    model, x = Attention(), data(seed=rank if what == "batch" else 1)
+    if what == "parameters" and rank == 1:
+        with torch.no_grad():
+            model.out.bias += 1
+    if what == "shape":
+        x = data(12 + rank)
+    try:
+        torch.compile(model, backend="ring", options={"inner_backend": "aot_eager", "timeout": 20})(x)
+    except ringopt.errors.RingMismatchError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize(
+    "what, sentence",
+    [
+        ("batch", "every rank passes the same full batch"),
+        ("parameters", "l_self_modules_out_parameters_bias_ on ranks [1]"),
+        ("shape", "inputs of other shapes, than rank 0"),
+    ],
+)
+def test_ranks_with_other_inputs_are_told(ranks, what, sentence):
+    for said in ranks(2, other_inputs, what):
+        assert sentence in said
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------------------
+class Checkpointed(Attention):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0] * 2  # not the gradient of exp: so that losing it shows
+
+
+class Custom(Attention):
+    def forward(self, x):
+        return Exponential.apply(super().forward(x))
+
+
+def refused(kind):
+    torch._dynamo.reset()
+    model = {"checkpoint": Checkpointed, "function": Custom}[kind]()
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    error = difference(run(compiled, model, {"x": data()}), run(model, model, {"x": data()}))
+    return error, ringopt.reports()[-1].refusal
+
+
+@pytest.mark.parametrize(
+    "kind, sentence", [("checkpoint", "activation checkpointing is not sharded yet"), ("function", "custom autograd.Function")]
+)
+def test_a_graph_that_would_lose_a_gradient_runs_replicated(ranks, kind, sentence):
+    for error, refusal in ranks(2, refused, kind):
+        assert error < 1e-6 and sentence in refusal
+
+
+def test_on_refusal_error_says_the_sites():
+    class Dropped(Attention):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    gm, inputs = captured(Dropped(), data()[:, None])
+    from ringopt.backend import tell, transform
+    from ringopt.distributed.mesh import mesh_of
+
+    _, report, _ = transform(gm, inputs, Options(), mesh_of("pretend:0/2"))
+    with pytest.raises(ringopt.errors.RefusedError, match="dropout_p is 0.5; attention dropout is not sharded yet"):
+        tell(report, Options(on_refusal="error"))
+
+
+# ---- what is sharded ------------------------------------------------------------------------------------------------------------
+def test_no_value_of_llama_holds_all_tokens():
+    """Between the embedding and the loss; and nothing is [n, n]."""
+    n = 67
+    model, inputs = build("llama", n, torch.float64)
+    verdict = validate(4, model, inputs)
+    assert not verdict.wrong
+    whole, outputs = [], set(verdict.graph.graph.output_node().all_input_nodes)
+    for node in verdict.graph.graph.nodes:
+        value = value_of(node)
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dim() and n in value.shape:
+            assert list(value.shape).count(n) == 1
+            if value.is_floating_point() and node not in outputs:
+                whole.append((op_name(node), list(value.shape)))
+    assert whole == []
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+    assert verdict.report.sharded_fraction == 1.0
+
+
+# ---- explain, and one process -----------------------------------------------------------------------------------------------------
+def test_explain_needs_no_process_and_any_world_size():
+    model, inputs = build("llama", 64)
+    report = ringopt.explain(model, world_size=16, **inputs)
+    assert [(s.module, s.form, s.pattern, s.strategy, s.refusal) for s in report.sites] == [
+        (f"model.layers.{i}.self_attn", "sdpa", "causal", "ring", None) for i in range(2)
+    ]
+    assert report.world_size == 16 and report.sharded_fraction == 1.0 and report.bytes_sent > 0
+    assert "causal" in str(report) and report.to_dict()["sites"][0]["layout"] == "zigzag"
+
+
+def test_explain_runs_nothing_at_full_size():
+    with torch.device("meta"):
+        model, inputs = build("llama", 64)
+        inputs = {key: x.to("meta") for key, x in inputs.items()}
+    assert ringopt.explain(model, world_size=8, **inputs).sharded_fraction == 1.0
+
+
+def test_one_process_takes_the_causal_flag():
+    """The mask transformers builds goes; numbers stay."""
+    model, inputs = build("llama", 67)
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    assert difference(run(compiled, model, inputs), run(model, model, inputs)) < 1e-5
+    assert ringopt.reports()[-1].world_size == 1

@@ -1,0 +1,157 @@
+"""The console script: what it prints, its exit codes and what its errors say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ringopt
+from ringopt.tools.cli import main
+
+HERE = f"{__name__}:"
+
+
+class Causal(nn.Module):
+    """One attention site, and a projection before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.before(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.after(mixed.transpose(1, 2).flatten(2))
+
+
+def positional() -> tuple[nn.Module, tuple[Tensor]]:
+    return Causal(), (torch.zeros(1, 64, 16),)
+
+
+def by_keyword() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Causal(), {"x": torch.zeros(1, 64, 16)}
+
+
+def fails() -> None:
+    raise ValueError("no weights here")
+
+
+def returns_a_model() -> nn.Module:
+    return Causal()
+
+
+def returns_a_list() -> tuple[nn.Module, list[Tensor]]:
+    return Causal(), [torch.zeros(1, 64, 16)]
+
+
+def gets_wrong_shapes() -> tuple[nn.Module, tuple[Tensor]]:
+    return Causal(), (torch.zeros(1, 64, 17),)
+
+
+def explain(*arguments: str) -> int:
+    return main(["explain", *arguments])
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"ringopt {ringopt.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"]])
+def test_help_names_the_commands_and_loads_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import atexit, sys; from ringopt.tools.cli import main;"
+        f"atexit.register(lambda: print('torch' in sys.modules)); main({arguments})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "explain" in result.stdout
+    assert result.stdout.endswith("False\n")
+
+
+def test_the_console_script_is_installed() -> None:
+    script = Path(sys.executable).with_name("ringopt")
+    result = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"ringopt {ringopt.__version__}\n"
+
+
+@pytest.mark.parametrize("factory", ["positional", "by_keyword"])
+def test_explain_prints_the_report(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(HERE + factory, "--world-size", "4") == 0
+    printed = capsys.readouterr().out
+    assert "1 attention sites on 4 ranks" in printed
+    assert "causal" in printed
+
+
+def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"layout": "contiguous", "strategy": "gather"}
+    assert explain(HERE + "positional", "--world-size", "4", "--json", "--options", json.dumps(options)) == 0
+    report = json.loads(capsys.readouterr().out)
+    [site] = report["sites"]
+    assert (report["world_size"], site["layout"], site["strategy"]) == (4, "contiguous", "gather")
+    assert site["refusal"] is None
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("no_colon", "'no_colon' is not of the form module:factory, such as my_models.llama:tiny"),
+        ("not_there:tiny", "cannot import 'not_there': ModuleNotFoundError: No module named 'not_there'"),
+        ("json:tiny", "json:tiny: tiny does not exist in "),
+        (HERE + "HERE", f"{HERE}HERE: HERE is not callable in "),
+        (HERE + "fails", f"{HERE}fails() raised ValueError: no weights here"),
+        (HERE + "returns_a_model", f"{HERE}returns_a_model() returned Causal; expected (model, inputs)"),
+        (HERE + "returns_a_list", f"{HERE}returns_a_list() returned inputs as list; expected a tuple or a dict"),
+        (HERE + "gets_wrong_shapes", f"{HERE}gets_wrong_shapes could not be explained: "),
+    ],
+)
+def test_a_wrong_target_says_what_is_wrong(target: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(target, "--world-size", "2") == 2
+    captured = capsys.readouterr()
+    assert f"\nringopt: error: {sentence}" in f"\n{captured.err}"
+    assert captured.out == ""
+
+
+def test_an_error_in_the_users_code_comes_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    explain(HERE + "fails", "--world-size", "2")
+    assert 'raise ValueError("no weights here")' in capsys.readouterr().err
+
+
+def test_an_unknown_option_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(HERE + "positional", "--world-size", "2", "--options", '{"laout": "zigzag"}') == 2
+    error = capsys.readouterr().err
+    assert "ringopt: error: unknown option 'laout'; the options are " in error
+    assert "Traceback" not in error
+
+
+def test_an_option_that_does_not_fit_the_model_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(HERE + "positional", "--world-size", "64", "--options", '{"layout": "zigzag"}') == 2
+    assert 'option layout="zigzag": the shortest sequence has 64 rows' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["explain", "a:b"], "the following arguments are required: --world-size"),
+        (["explain", "a:b", "--world-size", "0"], "'0' is not a number of ranks, 1 or more"),
+        (["explain", "a:b", "--world-size", "two"], "'two' is not a number of ranks, 1 or more"),
+        (["explain", "a:b", "--world-size", "2", "--options", "{"], "not JSON: "),
+        (["explain", "a:b", "--world-size", "2", "--options", "[]"], "'[]' is not a JSON object, such as "),
+    ],
+)
+def test_a_wrong_command_line_ends_with_code_2(
+    arguments: list[Any], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""The package: mapping and links agree, the wheel holds everything, and importing it is cheap."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ringopt
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MOUNTED = {name: path for name, path in PROJECT["tool"]["setuptools"]["package-dir"].items() if name != "ringopt"}
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints, started outside the checkout."""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, cwd="/", env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize(("package", "folder"), MOUNTED.items())
+def test_links_and_mapping_agree(package: str, folder: str) -> None:
+    link = ROOT / package.replace(".", "/")
+    assert link.is_symlink(), f"{link} must be a link to {folder}/: the checkout would lack what the wheel has"
+    assert os.readlink(link) == f"../{folder}"
+
+
+def test_every_folder_with_code_is_a_listed_package() -> None:
+    inits = [path for top in ("ringopt", "passes", "tools") for path in (ROOT / top).rglob("__init__.py")]
+    mounts = {path: name for name, path in MOUNTED.items()}
+    found = set()
+    for init in inits:
+        top, *rest = init.parent.relative_to(ROOT).parts
+        found.add(".".join([mounts.get(top, top), *rest]))
+    assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_import_is_light() -> None:
+    """No torch, and nothing else that is slow to load; so --help and list_backends() are quick."""
+    assert python("import sys, ringopt; print(sorted({'torch', 'sympy', 'rich', 'numpy'} & set(sys.modules)))") == "[]"
+
+
+def test_import_needs_no_process_group() -> None:
+    code = "import ringopt, torch.distributed as dist; [getattr(ringopt, n) for n in ringopt.__all__]"
+    assert python(f"{code}; print(dist.is_initialized())") == "False"
+
+
+@pytest.mark.parametrize("name", ringopt.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(ringopt, name) is not None
+    assert name in dir(ringopt)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=r"module 'ringopt' has no attribute 'atention'; it has .*attention"):
+        _ = ringopt.atention  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("first", ["import ringopt.attention", "import ringopt.backend", "ringopt.attention"])
+def test_attention_is_the_function_whatever_is_imported_first(first: str) -> None:
+    imports = f"import ringopt; {first}; from ringopt.attention import rows"
+    code = f"{imports}; print(ringopt.attention.__name__, rows.__name__)"
+    assert python(code) == "attention ringopt.attention.rows"
+
+
+def test_the_backend_is_found_without_importing_ringopt() -> None:
+    code = (
+        "import sys, torch._dynamo as dynamo; print('ring' in dynamo.list_backends(), 'ringopt' in sys.modules);"
+        "from torch._dynamo.backends.registry import lookup_backend; print(lookup_backend('ring').__name__)"
+    )
+    assert python(code).split() == ["True", "False", "ring"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this checkout, built from a copy so that no build folder is left behind."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    for room in ("ringopt", "passes", "tools"):
+        shutil.copytree(ROOT / room, source / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"from setuptools.build_meta import build_wheel; print(build_wheel({str(folder)!r}))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return folder / result.stdout.splitlines()[-1]
+
+
+def test_the_wheel_holds_every_module_once(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    modules = {path.relative_to(ROOT) for path in (ROOT / "ringopt").rglob("*.py") if "__pycache__" not in path.parts}
+    for package, folder in MOUNTED.items():
+        mount = Path(package.replace(".", "/"))
+        modules |= {mount / path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py")}
+    assert sorted(names) == sorted([*map(str, modules), "ringopt/py.typed"])
+
+
+def test_the_wheel_declares_what_the_project_does(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [info] = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        entry_points = configparser.ConfigParser()
+        entry_points.read_string(archive.read(f"{info}/entry_points.txt").decode())
+        metadata = archive.read(f"{info}/METADATA").decode()
+    assert dict(entry_points["torch_dynamo_backends"]) == {"ring": "ringopt.backend:ring"}
+    assert dict(entry_points["console_scripts"]) == {"ringopt": "ringopt.tools.cli:main"}
+    assert f"\nVersion: {ringopt.__version__}\n" in metadata
+
+
+def test_the_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "import ringopt, ringopt.passes, ringopt.tools.cli as cli; print(ringopt.__file__, cli.__file__)"
+    for file in python(code, PYTHONPATH=str(tmp_path)).split():
+        assert Path(file).is_relative_to(tmp_path)

@@ -1,0 +1,1 @@
+"""One command a file, all behind the console script `ringopt`."""

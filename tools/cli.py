@@ -1,0 +1,45 @@
+"""The console script `ringopt`: reads the command line and hands it to the command.
+
+A command is a module of this folder with `add(commands)`, which describes it to argparse, and `run(arguments)`.
+Torch is imported when a command runs, so that --help and --version are quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+import ringopt
+from ringopt.errors import RingError
+from ringopt.tools import explain
+from ringopt.tools.command import CommandError
+
+# Exit codes: 0 done, 2 a usage error (argparse uses 2 as well) or the command failed.
+FAILED = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="ringopt", description="Look at what torch.compile(model, backend='ring') does.")
+    top.add_argument("--version", action="version", version=f"ringopt {ringopt.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    explain.add(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code."""
+    chosen = parser().parse_args(arguments)
+    try:
+        chosen.run(chosen)
+    except (CommandError, RingError) as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"ringopt: error: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What the commands share: their error, and finding a model by name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class CommandError(Exception):
+    """A command cannot do what was asked. `__cause__` is the exception of the user's own code, if that was it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model and the inputs of one call of it."""
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def load_example(target: str) -> Example:
+    """Calls the factory named `module:factory`, which returns (model, args tuple) or (model, kwargs dict).
+
+    The current folder is searched first, as with `python -m`.
+    """
+    factory = find(target)
+    try:
+        made = factory()
+    except Exception as error:
+        raise CommandError(f"{target}() raised {type(error).__name__}: {error}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise CommandError(f"{target}() returned {type(made).__name__}; expected (model, inputs)")
+    model, inputs = made
+    if isinstance(inputs, dict):
+        return Example(model, (), inputs)
+    if isinstance(inputs, tuple):
+        return Example(model, inputs, {})
+    raise CommandError(f"{target}() returned inputs as {type(inputs).__name__}; expected a tuple or a dict of keywords")
+
+
+def find(target: str) -> Callable[[], Any]:
+    name, colon, attribute = target.partition(":")
+    if not (name and colon and attribute):
+        raise CommandError(f"{target!r} is not of the form module:factory, such as my_models.llama:tiny")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:
+        # A module that is not there needs no traceback, one that fails inside does.
+        absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        cause = None if absent else error
+        raise CommandError(f"cannot import {name!r}: {type(error).__name__}: {error}") from cause
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        found = "is not callable" if hasattr(module, attribute) else "does not exist"
+        raise CommandError(f"{target}: {attribute} {found} in {module.__file__}")
+    return factory  # type: ignore[no-any-return]
