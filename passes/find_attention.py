@@ -97,9 +97,8 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
         mask = four_dims(graph, site.attn_mask, rank) if site.attn_mask is not None else None
         scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
         pattern = "causal" if site.is_causal else "full"
-        new = graph.call_function(
-            torch.ops.ringopt.attention.default, (q, k, v, mask, [], pattern, "", site.dropout_p, scale)
-        )
+        args = (q, k, v, mask, [], pattern, "", site.dropout_p, scale)
+        new = graph.create_node("call_function", torch.ops.ringopt.attention.default, args, {}, "attention")
         new.meta = {**node.meta, "val": value_of(node)}
         result = new
         if rank != 4:

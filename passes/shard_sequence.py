@@ -55,8 +55,7 @@ class ShardSequence(Pass):
                 sharder.graph.output(fx.map_arg(node.args[0], sharder.replicated))
             else:
                 shard_op(sharder, node, context)
-        gm.graph = sharder.graph
-        gm.graph.eliminate_dead_code()
+        gm.graph = sharder.finished()
         record(sharder, context)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from ringopt.capture import capture
+from ringopt.capture import capture, readable
 from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
@@ -47,7 +47,7 @@ def ring(
     chosen = Options.of(options)
     mesh = mesh_for(chosen)
     program = gm.print_readable(print_output=False)
-    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    names = [readable(node.name) for node in gm.graph.find_nodes(op="placeholder")]
     flat, report, random = transform(gm, example_inputs, chosen, mesh)
     _reports.append(report)
     tell(report, chosen)

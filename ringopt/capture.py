@@ -6,6 +6,7 @@ AOTAutograd derives the backward from what the passes leave. Running the capture
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     originals = gm.graph.find_nodes(op="placeholder")
     for node, original, value in zip(flat.graph.find_nodes(op="placeholder"), originals, inputs, strict=True):
         node.meta["input"] = original.name
+        node._rename(readable(original.name))
+        node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return flat
+
+
+def readable(name: str) -> str:
+    """Dynamo's `l_self_modules_linear_parameters_weight_` as `linear_weight`."""
+    return re.sub(r"(^|_)(l_self|l|modules|parameters|buffers)(?=_)", "", name).strip("_") or name
 
 
 class Flatten(fx.Interpreter):

@@ -129,6 +129,8 @@ def _mesh_of(mesh: DeviceMesh | Mesh | None) -> Mesh | None:
 
 
 def _pattern(is_causal: bool, window: int | None) -> str:
+    if window is not None and window < 1:
+        raise OptionError(f"attention(window={window}): a query sees at least 1 key, itself")
     if window is None:
         return "causal" if is_causal else "full"
     return f"window({window})" if is_causal else f"window({window},both)"

@@ -155,7 +155,7 @@ def other_inputs(what):
     "what, sentence",
     [
         ("batch", "every rank passes the same full batch"),
-        ("parameters", "l_self_modules_out_parameters_bias_ on ranks [1]"),
+        ("parameters", "out_bias on ranks [1]"),
         ("shape", "inputs of other shapes, than rank 0"),
     ],
 )

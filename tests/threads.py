@@ -117,10 +117,10 @@ class ThreadMesh(Mesh):
                 raise ThreadsError(f"rank {end.rank} waits for rank {end.peer} in {end}, which never comes")
 
     # ---- collectives -------------------------------------------------------------------------------------------------
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
         return [part.clone() for part in self._together("all_gather", x)]
 
-    def _all_reduce(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         return torch.stack(self._together("all_reduce", x)).sum(0, dtype=x.dtype)
 
     def _together(self, kind: str, x: Tensor) -> list[Tensor]:

@@ -114,8 +114,10 @@ class Exchange:
 
     def blocks(self, rank: int, keys: range) -> tuple[Block, ...]:
         """The tiles of the queries of `rank` with `keys`."""
-        tiles = (self.pattern.tiles(own, keys) for own in self.q_pieces(rank))
-        return tuple(Block(*tile) for some in tiles for tile in some)
+        if (rank, keys) not in self._blocks:
+            tiles = (self.pattern.tiles(own, keys) for own in self.q_pieces(rank))
+            self._blocks[rank, keys] = tuple(Block(*tile) for some in tiles for tile in some)
+        return self._blocks[rank, keys]
 
     def home_blocks(self, rank: int) -> tuple[Block, ...]:
         """The tiles of the queries of `rank` with its own keys."""
@@ -125,6 +127,10 @@ class Exchange:
     def shard(self) -> int:
         """Rows of keys of the rank that has most."""
         return max(map(count, self._kv_pieces))
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[int, range], tuple[Block, ...]]:
+        return {}  # forward and backward have the same
 
     @cached_property
     def _q_pieces(self) -> tuple[Rows, ...]:

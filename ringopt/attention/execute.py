@@ -25,6 +25,10 @@ from ringopt.graph.mask import Mask
 from ringopt.kernels.base import Kernel, accumulator
 from ringopt.kernels.math import Math
 
+# Queries of a forward tile, or an eighth of the local ones if that is more: few enough for its output to be small
+# beside the sums, enough to keep the kernel busy.
+STRIP = 256
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -55,15 +59,16 @@ def attend(
     local = Local(exchange.q_layout.ranges(rank))
     held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
     scores, merged = attention.scores(q, sources), Merged(q, v.shape[3])
+    strip = max(STRIP, -(-q.shape[2] // 8))
 
     def compute(block: Block) -> None:
         for tile in scores.tiles(block):
-            rows = local.slice(tile.queries)
-            keys, values = held.pair(tile.keys)
-            merged.add(
-                rows,
-                *attention.kernel.forward(q[:, :, rows], keys, values, tile.mask, tile.causal, attention.scale),
-            )
+            # What a tile gives is held beside the sums it is merged into, but for the first, which becomes the sums.
+            whole = merged.empty and len(tile.queries) == q.shape[2]
+            for part in tile.strips(q.shape[2] if whole else strip):
+                rows, (keys, values) = local.slice(part.queries), held.pair(part.keys)
+                given = (q[:, :, rows], keys, values, part.mask, part.causal, attention.scale)
+                merged.add(rows, *attention.kernel.forward(*given))
 
     for number, step in enumerate(exchange.forward(rank)):
         label = f"forward {number}"

@@ -26,9 +26,13 @@ class Merged:
         self._q, self._value_dim = q, value_dim
         self._sums: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def empty(self) -> bool:
+        return self._sums is None
+
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """The softmax of local query rows over some more keys."""
-        if self._sums is None and rows == slice(0, self._q.shape[2]):
+        if self.empty and rows == slice(0, self._q.shape[2]):
             # The first tile, of all rows: its tensors become the sums, so that none are held beside them.
             self._sums = out.to(accumulator(self._q.dtype)), lse.contiguous()
             return

@@ -30,6 +30,27 @@ class Tile:
     mask: Tensor | None = None
     causal: bool = False
 
+    def strips(self, rows: int) -> Iterator[Tile]:
+        """The same in pieces of at most `rows` queries; a triangle becomes small triangles and what is before them."""
+        if len(self.queries) <= rows:
+            yield self
+            return
+        for start in range(self.queries.start, self.queries.stop, rows):
+            queries = range(start, min(start + rows, self.queries.stop))
+            if not self.causal:
+                yield Tile(queries, self.keys, self._mask_of(queries, self.keys))
+                continue
+            before = range(self.keys.start, start)
+            if before:
+                yield Tile(queries, before, self._mask_of(queries, before))
+            yield Tile(queries, queries, self._mask_of(queries, queries), causal=True)
+
+    def _mask_of(self, queries: range, keys: range) -> Tensor | None:
+        if self.mask is None:
+            return None
+        first, left = queries.start - self.queries.start, keys.start - self.keys.start
+        return self.mask[:, :, first : first + len(queries), left : left + len(keys)]
+
 
 @dataclass(frozen=True)
 class Scores:

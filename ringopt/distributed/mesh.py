@@ -132,7 +132,7 @@ class Mesh(ABC):
             return [x.clone()]
         moved = x.nbytes * (self.size - 1)
         log_event("all_gather", label, self.rank, moved, moved, self.size - 1)
-        return self._all_gather(x)
+        return self._all_gather(x, label)
 
     def all_reduce(self, x: Tensor, label: str = "") -> Tensor:
         """The sum of `x` over the ranks: a new contiguous tensor, the same bits on all of them."""
@@ -140,7 +140,7 @@ class Mesh(ABC):
             return x.clone(memory_format=torch.contiguous_format)
         moved = 2 * x.nbytes * (self.size - 1) // self.size
         log_event("all_reduce", label, self.rank, moved, moved, 2 * (self.size - 1))
-        return self._all_reduce(x)
+        return self._all_reduce(x, label)
 
     @abstractmethod
     def _post(
@@ -148,10 +148,10 @@ class Mesh(ABC):
     ) -> list[Transfer]: ...
 
     @abstractmethod
-    def _all_gather(self, x: Tensor) -> list[Tensor]: ...
+    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]: ...
 
     @abstractmethod
-    def _all_reduce(self, x: Tensor) -> Tensor: ...
+    def _all_reduce(self, x: Tensor, label: str) -> Tensor: ...
 
 
 class PretendedMesh(Mesh):
@@ -184,10 +184,10 @@ class PretendedMesh(Mesh):
     ) -> list[Transfer]:
         raise self._refuse()
 
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
         raise self._refuse()
 
-    def _all_reduce(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         raise self._refuse()
 
 

@@ -65,22 +65,21 @@ class ProcessMesh(Mesh):
             whats = [", ".join(whats)] * len(works)
         return [Transfer(what, work) for what, work in zip(whats, works, strict=True)]
 
-    def _all_gather(self, x: Tensor) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
         if not x.numel():
             return [torch.empty_like(x) for _ in self.ranks]
         # As bytes: gloo gathers no bool and no complex numbers.
         mine = x.contiguous().view(-1).view(torch.uint8)
         whole = mine.new_empty(self.size * mine.numel())
-        self._guarded("all_gather", self._what(x), lambda: dist.all_gather_into_tensor(whole, mine, group=self.group))
+        what = f"all_gather of {x.nbytes} bytes with global ranks {self.ranks}"
+        self._guarded(label, what, lambda: dist.all_gather_into_tensor(whole, mine, group=self.group))
         return [part.view(x.dtype).view(x.shape) for part in whole.split(mine.numel())]
 
-    def _all_reduce(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        self._guarded("all_reduce", self._what(x), lambda: dist.all_reduce(total, group=self.group))
+        what = f"all_reduce of {x.nbytes} bytes with global ranks {self.ranks}"
+        self._guarded(label, what, lambda: dist.all_reduce(total, group=self.group))
         return total
-
-    def _what(self, x: Tensor) -> str:
-        return f"a collective over {x.nbytes} bytes of {x.dtype} with ranks {self.ranks}"
 
     def _guarded(self, label: str, what: str, call: Callable[[], T]) -> T:
         if not self.usable:

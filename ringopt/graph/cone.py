@@ -29,6 +29,9 @@ from ringopt.graph.terms import INTEGERS, Affine, Term, affine, axes_of, axis, c
 # Nested ops that are followed; a mask that is deeper is no mask but the model.
 DEEPEST = 100
 
+# A vector over rows is read in place of sources this many times its size: of hidden states, never of an input mask.
+LARGER = 4
+
 
 class Unreadable(Exception):
     """No term can stand for the node."""
@@ -103,11 +106,11 @@ class Cone:
         return load(node, index, value_of(node).dtype)
 
     def reads_more(self, term: Term, node: fx.Node, index: Index) -> bool:
-        """Whether the sources of `term` are larger than `node`, so that `node` is the better thing to read."""
+        """Whether the sources of `term` are so much larger than `node` that `node` is the better thing to read."""
         sources = {each.source for each in loads(term) if each.source not in self.known}
         if pairs(index) or not sources:
             return False
-        return sum(math.prod(shape_of(source)) for source in sources) > math.prod(shape_of(node))
+        return sum(math.prod(shape_of(source)) for source in sources) > LARGER * math.prod(shape_of(node))
 
     # ---- what is known while compiling -------------------------------------------------------------------------------
     def bounds(self, term: Term) -> Interval:

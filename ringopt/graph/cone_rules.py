@@ -68,7 +68,7 @@ def triangle(kept: str) -> Rule:
 
 def between(cone: Cone, place: Term, start: int, stop: int) -> tuple[Term, Term]:
     """Whether start <= place < stop, and place - start kept inside the piece, so that it may be looked up anyway."""
-    inside = cone.fold(logic("logical_and", compare("ge", place, start), compare("lt", place, stop)))
+    inside = logic("logical_and", cone.fold(compare("ge", place, start)), cone.fold(compare("lt", place, stop)))
     here = plus(place, -start)
     least, most = cone.bounds(here)
     if least < 0 or most >= stop - start:
@@ -126,7 +126,7 @@ LOGICAL = {
     "bitwise_not": "logical_not", "__xor__": "ne", "bitwise_xor": "ne", "logical_xor": "ne",
 }  # fmt: skip
 SPELLINGS = {
-    "min": "minimum", "max": "maximum", "clamp_min": "maximum", "clamp_max": "minimum", "less": "lt", "less_equal": "le",
+    "min": "minimum", "max": "maximum", "less": "lt", "less_equal": "le",
     "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "multiply": "mul", "subtract": "sub", "negative": "neg",
     "absolute": "abs", "divide": "div", "true_divide": "div",
 }  # fmt: skip
@@ -147,6 +147,8 @@ def pointwise(cone: Cone, node: fx.Node, index: Index) -> Term | None:
         return None  # a reduction
     if name in ("add", "sub", "rsub") and len(values) == 3 and values.pop() != 1:
         return None  # alpha
+    if name in ("clamp_min", "clamp_max"):
+        name, values = "clamp", [values[0], *([None] if name == "clamp_max" else []), values[1]]
     if name == "masked_fill":
         name, values = "where", [values[1], values[2], values[0]]
     if name == "rsub" and len(tensors) == 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from typing import Any
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -19,44 +20,52 @@ LARGEST = 1 << 22
 
 
 class Constants:
-    """Computes on demand, by the ops of the graph itself, but on the CPU: the program's device may be meta, or busy.
+    """Computes on demand, by the ops of the graph itself.
 
     `given` holds the tensors that are part of the program (constants it was written with), by node. Parameters, buffers
     and inputs do not belong there: they may hold something else at the next call.
     """
 
     def __init__(self, graph: fx.Graph, given: Mapping[fx.Node, Tensor]):
-        self.values: dict[fx.Node, Tensor | None] = {node: value.cpu() for node, value in given.items()}
-        self.free: set[fx.Node] = set()
+        self.values: dict[fx.Node, Any] = dict(given)
+        self.free: dict[fx.Node, None] = {}  # in the order of the graph
         for node in graph.nodes:
             if node in self.values or (is_pure(node) and all(arg in self.free for arg in node.all_input_nodes)):
-                self.free.add(node)
+                self.free[node] = None
 
     def __contains__(self, node: fx.Node) -> bool:
         """Whether no input reaches `node`; its value may still be too large to compute."""
         return node in self.free
 
     def get(self, node: fx.Node) -> Tensor | None:
+        """The value; None where an input reaches it, or it or something it is made of is too large."""
         if node not in self.free:
             return None
-        if node not in self.values:
-            self.values[node] = self._compute(node)
-        return self.values[node]
+        needed, stack = set[fx.Node](), [node]
+        while stack:
+            each = stack.pop()
+            if each not in needed and each not in self.values:
+                needed.add(each)
+                stack.extend(each.all_input_nodes)
+        if needed:
+            for each in self.free:
+                if each in needed:
+                    self.values[each] = self._compute(each)
+        value = self.values[node]
+        return value if isinstance(value, Tensor) else None
 
-    def _compute(self, node: fx.Node) -> Tensor | None:
-        if any(isinstance(value_of(arg), Tensor) and self.get(arg) is None for arg in node.all_input_nodes):
+    def _compute(self, node: fx.Node) -> Any:
+        if any(self.values[arg] is None for arg in node.all_input_nodes) or elements(value_of(node)) > LARGEST:
             return None
-        value = value_of(node)
-        if not isinstance(value, Tensor) or value.numel() > LARGEST:
-            return None
-        args, kwargs = map_aggregate(fx.map_arg((node.args, node.kwargs), self.get), on_cpu)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         with unset_fake_temporarily(), torch.no_grad():
-            result: Tensor = node.target(*args, **kwargs)
-        return result
+            return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def on_cpu(argument: Any) -> Any:
-    return torch.device("cpu") if isinstance(argument, torch.device) else argument
+def elements(value: Any) -> int:
+    if isinstance(value, (tuple, list)):
+        return sum(map(elements, value))
+    return value.numel() if isinstance(value, Tensor) else 0
 
 
 def is_pure(node: fx.Node) -> bool:

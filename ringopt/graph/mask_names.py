@@ -6,7 +6,7 @@ A name may be coarse; the numbers come from the terms.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.fx as fx
 
@@ -16,6 +16,9 @@ from ringopt.graph.peel import conjuncts
 from ringopt.graph.term_folding import COMPARISONS, substitute
 from ringopt.graph.term_readers import show
 from ringopt.graph.terms import Apply, Term, axis, loads
+
+# A condition without a name is written out up to this many characters.
+LONGEST = 60
 
 
 def name_of_mask(
@@ -44,10 +47,15 @@ def name_of_condition(condition: Term) -> str:
         if condition.op == "logical_or":
             return f"({' | '.join(name_of_condition(arg) for arg in condition.args if isinstance(arg, Term))})"
         if condition.op == "logical_and":
-            return " & ".join(map(name_of_condition, conjuncts(condition)))
+            return f"({' & '.join(map(name_of_condition, conjuncts(condition)))})"
         if condition.op in COMPARISONS and isinstance(condition.args[1], Term):
             return name_of_comparison(condition, sources)
-    return f"mask({sources})" if sources else "mask"
+    return other(condition, sources)
+
+
+def other(condition: Term, sources: str) -> str:
+    text = show(condition)
+    return f"mask({sources})" if sources else text if len(text) <= LONGEST else "mask"
 
 
 def name_of_comparison(condition: Apply, sources: str) -> str:
@@ -57,19 +65,20 @@ def name_of_comparison(condition: Apply, sources: str) -> str:
         left, right = right, left
     same = left.axes & {"q", "k"} == {"q"} and substitute(left, {"q": axis("k")}) is right
     if not same:
-        return f"mask({sources})" if sources else "mask"
+        return other(condition, sources)
     if condition.op != "eq":
         return f"order({sources or show(left)})"
     return f"documents({sources})" if sources else f"chunks({show(left)})"
 
 
 def name_of_bias(bias: Term, learned: Callable[[fx.Node], bool]) -> str:
-    sources = sources_of(bias)
-    if any(learned(load.source) for load in loads(bias)):
-        return f"bias(learned: {sources})"
-    if is_stored(bias):
+    sources = {load.source for load in loads(bias)}
+    numbers, data = (labels(source for source in sources if learned(source) is kind) for kind in (True, False))
+    if is_stored(bias) and not numbers:
         return "stored"
-    return f"bias({sources})" if sources else "bias"
+    parts = [f"learned: {numbers}"] if numbers else []
+    parts += [data] if data else []
+    return f"bias({'; '.join(parts)})" if parts else "bias"
 
 
 def is_stored(term: Term) -> bool:
@@ -78,11 +87,16 @@ def is_stored(term: Term) -> bool:
 
 
 def sources_of(term: Term) -> str:
-    return ", ".join(sorted({label(load.source) for load in loads(term)}))
+    return labels(load.source for load in loads(term))
+
+
+def labels(sources: Iterable[fx.Node]) -> str:
+    return ", ".join(sorted({label(source) for source in sources} - {""}))
 
 
 def label(node: fx.Node) -> str:
-    """The input that a source comes from, as the program calls it; the node's own name where there are several."""
+    """The input that a source comes from, as the program calls it; the node's own name where there are several, and ""
+    for a constant."""
     inputs: set[fx.Node] = set()
     stack, seen = [node], set[fx.Node]()
     while stack:
@@ -91,7 +105,9 @@ def label(node: fx.Node) -> str:
             seen.add(each)
             inputs |= {each} if each.op == "placeholder" else set()
             stack.extend(each.all_input_nodes)
-    return tidy(str(next(iter(inputs)).meta.get("input", node.name))) if len(inputs) == 1 else node.name
+    if len(inputs) == 1:
+        return tidy(str(next(iter(inputs)).meta.get("input", node.name)))
+    return node.name if inputs else ""
 
 
 def tidy(name: str) -> str:

@@ -20,8 +20,8 @@ import torch.fx as fx
 
 from ringopt.graph.cone import Cone
 from ringopt.graph.term_bounds import Interval, bounds
-from ringopt.graph.term_folding import apply, cast, literal, logic, negate, substitute
-from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, constant, number
+from ringopt.graph.term_folding import apply, literal, logic, negate, substitute
+from ringopt.graph.terms import Affine, Apply, Load, Term, affine, axis, constant, number
 
 # Below this a finite fill hides: two scores that differ by 1e9 in float32 come from no model that still computes.
 # float16 holds nothing below -65504, and its scores are so much smaller that the same is true there.
@@ -65,9 +65,6 @@ def rest_of(term: Term, found: Peeled, lowest: float) -> Term | None:
             hide(found, number(False, torch.bool), value)
             return None
         return term if value != 0 else None
-    if isinstance(term, Cast):
-        pushed = into_branches(term)
-        return rest_of(pushed, found, lowest) if pushed is not None else term
     if not isinstance(term, Apply) or term.kwargs:
         return term
     if term.op == "where":
@@ -101,15 +98,6 @@ def rest_of_where(term: Apply, found: Peeled, lowest: float) -> Term | None:
     found.conditions += conjuncts(either)
     found.fills |= sides[0].fills | sides[1].fills
     return rests[0]
-
-
-def into_branches(term: Cast) -> Term | None:
-    """cast(where(c, x, y)) as where(c, cast(x), cast(y))."""
-    inner = term.operand
-    if not isinstance(inner, Apply) or inner.op != "where" or not inner.dtype.is_floating_point:
-        return None
-    condition, *sides = (arg for arg in inner.args if isinstance(arg, Term))
-    return apply("where", [condition, *(cast(side, term.dtype) for side in sides)], term.dtype)
 
 
 def hide(found: Peeled, condition: Term, fill: float) -> None:

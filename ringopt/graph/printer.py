@@ -11,13 +11,19 @@ import torch.fx as fx
 from ringopt.graph.nodes import is_tensor, op_name, value_of
 
 
+# Arguments that tell a reader nothing: the name of the ranks' mesh, and the token that tells caches apart.
+HIDDEN = ("group", "version")
+
+
 def short(graph: fx.Graph, sizes: bool = False) -> str:
     """One line a node: `%out = op(%in, 2)`. Names are those of the nodes; overloads, defaults and namespaces are left out."""
     return "\n".join(line(node, sizes) for node in graph.nodes)
 
 
 def line(node: fx.Node, sizes: bool = False) -> str:
-    given = [text(arg) for arg in node.args] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
+    names = [arg.name for arg in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
+    shown = [arg for i, arg in enumerate(node.args) if i >= len(names) or names[i] not in HIDDEN]
+    given = [text(arg) for arg in shown] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
     if node.op == "output":
         return f"return {text(node.args[0])}"
     if node.op == "placeholder":

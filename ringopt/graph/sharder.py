@@ -93,16 +93,16 @@ class Sharder:
         value = value_of(node)
         assert self.reader is not None
         self.gathers.append(GatherNote(node, self.reader, value.numel() * value.element_size()))
-        target = torch.ops.ringopt.gather.default
-        return self.call(target, (self.values[node], *self.factors(placement), self.layout, self.group), node, None)
+        args = (self.values[node], *self.factors(placement), self.layout, self.group)
+        return self.call(torch.ops.ringopt.gather.default, args, node, None, name=f"{node.name}_whole")
 
     def beside(self, node: fx.Node) -> fx.Node:
         """The whole value, used beside sharded ones: each rank's gradient of it is a part, so they are summed."""
         whole = self.replicated(node)
         if not self.carries[node]:
             return whole
-        target = torch.ops.ringopt.copy_to_group.default
-        return self.once(node, "beside", lambda: self.call(target, (whole, self.group), node, None))
+        target, name = torch.ops.ringopt.copy_to_group.default, f"{node.name}_beside"
+        return self.once(node, "beside", lambda: self.call(target, (whole, self.group), node, None, name=name))
 
     def sharded(self, node: fx.Node, placement: Sharded) -> fx.Node:
         """This rank's rows of the value."""
@@ -113,7 +113,7 @@ class Sharder:
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
         local = self.rows_here(placement.length)
         args = (self.replicated(node), *self.factors(placement), local, self.layout, self.group)
-        return self.call(torch.ops.ringopt.scatter.default, args, node, placement)
+        return self.call(torch.ops.ringopt.scatter.default, args, node, placement, name=f"{node.name}_rows")
 
     def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
         """Computes only this rank's rows, from rows of the operands."""
@@ -178,17 +178,29 @@ class Sharder:
         like: fx.Node,
         placement: Sharded | None,
         kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
     ) -> fx.Node:
-        new = self.graph.call_function(target, tuple(args), kwargs or {})
+        """A node that is the value of `like` in some form. It takes over the name, so that a diff shows what changed."""
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name or like.name)
         new.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
-        new.meta["placement"], new.meta["whole"] = placement, value_of(like)
+        new.meta["placement"], new.meta["whole"], new.meta["named"] = placement, value_of(like), name or like.name
         return new
 
     def step(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
         """A node on the way to the value of `like`, of a shape of its own."""
-        new = self.call(target, args, like, None, kwargs)
+        new = self.call(target, args, like, None, kwargs, name=f"{like.name}_{target._schema.name.split('::')[1]}")
         new.meta["whole"] = None
         return new
+
+    def finished(self) -> fx.Graph:
+        """The sharded graph without dead code. The replicated originals being gone, their names are free again."""
+        self.graph.eliminate_dead_code()
+        clean, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: new[arg])
+            new[node] = clean.create_node(node.op, node.target, args, kwargs, node.meta.pop("named", node.name))
+            new[node].meta = node.meta
+        return clean
 
     def factors(self, placement: Sharded) -> tuple[int, int, int, int]:
         return placement.dim, placement.outer, placement.length, placement.inner

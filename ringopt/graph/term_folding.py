@@ -12,7 +12,7 @@ Used while a graph is read; `ringopt/graph/terms.py` has the constructors that o
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +36,7 @@ from ringopt.graph.terms import (
     walk,
 )
 
-COMPARISONS = {
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "le": operator.le, "lt": operator.lt, "ge": operator.ge, "gt": operator.gt, "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip
 OPPOSITE = {"le": "gt", "gt": "le", "ge": "lt", "lt": "ge", "eq": "ne", "ne": "eq"}
@@ -66,7 +66,8 @@ def apply(op: str, args: Sequence[Arg], dtype: torch.dtype, kwargs: Sequence[tup
 def _computed(op: str, args: Sequence[Arg], dtype: torch.dtype, kwargs: Sequence[tuple[str, Plain]]) -> Term:
     with unset_fake_temporarily(), torch.no_grad():
         tensors = [torch.tensor(constant(arg), dtype=arg.dtype) if isinstance(arg, Term) else arg for arg in args]
-        return number(getattr(torch.ops.aten, op)(*tensors, **dict(kwargs)).to(dtype).item(), dtype)
+        result = getattr(torch.ops.aten, op)(*tensors, **dict(kwargs))  # a plain number, if all arguments are plain
+        return number(torch.as_tensor(result).to(dtype).item(), dtype)
 
 
 def cast(term: Term, dtype: torch.dtype) -> Term:
@@ -78,9 +79,10 @@ def cast(term: Term, dtype: torch.dtype) -> Term:
             return number(torch.tensor(value, dtype=term.dtype).to(dtype).item(), dtype)
     if isinstance(term, Affine) and dtype in INTEGERS:
         return affine(dict(term.steps), term.start, dtype)
-    found = choice(term)
-    if found is not None:
-        condition, yes, no = found
+    if term.dtype == torch.bool:
+        return where(term, 1, 0, dtype)
+    if isinstance(term, Apply) and term.op == "where":
+        condition, yes, no = (arg for arg in term.args if isinstance(arg, Term))
         return where(condition, cast(yes, dtype), cast(no, dtype), dtype)
     return compare("ne", term, 0) if dtype == torch.bool else converted(term, dtype)
 
@@ -118,9 +120,11 @@ def combine(left: Affine, a: int, right: Affine, b: int, dtype: torch.dtype = to
 
 def compare(op: str, left: Arg, right: Arg) -> Term:
     """Integers: only <=, >=, ==, != are left; coordinates stand left without a constant, the first axis counted up."""
-    if constant(left) is not None:
+    if constant(left) is not None and (constant(right) is None or not isinstance(left, Term)):
         op, left, right = MIRRORED[op], right, left
     if not isinstance(left, Term):
+        return number(COMPARISONS[op](constant(left), constant(right)), torch.bool)
+    if constant(left) is not None:
         return _computed(op, [left, right], torch.bool, ())
     found, value = choice(left), constant(right)
     if found is not None and value is not None:
@@ -200,7 +204,7 @@ def literal(arg: Arg, dtype: torch.dtype) -> Term:
         return cast(arg, dtype)
     assert isinstance(arg, (bool, int, float))
     with unset_fake_temporarily():
-        return number(torch.tensor(arg).to(dtype).item(), dtype)
+        return number(torch.tensor(arg, dtype=torch.float64 if isinstance(arg, float) else None).to(dtype).item(), dtype)
 
 
 def logic(op: str, left: Term, right: Term) -> Term:

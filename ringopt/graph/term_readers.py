@@ -66,26 +66,38 @@ SIGNS = {
 }  # fmt: skip
 
 
-def show(term: Any, name: Callable[[Any], str] = str) -> str:
+# A part that is longer than this is left out of the text.
+LONGEST = 200
+
+
+def show(term: Term, name: Callable[[Any], str] = str) -> str:
     """Text for people; `name` says what a source is called."""
-    if isinstance(term, float):
-        return f"{term:g}"
-    if not isinstance(term, Term):
-        return str(term)
+    texts: dict[Any, str] = {}
+    for each in walk(term):
+        text = _text(each, texts, name)
+        texts[each] = text if len(text) <= LONGEST else "..."
+    return texts[term]
+
+
+def _text(term: Term, texts: Mapping[Any, str], name: Callable[[Any], str]) -> str:
     if isinstance(term, Affine):
         ordered = sorted(term.steps, key=lambda step: step[1] < 0)  # "k-q", not "-q+k"
         parts = [axis if step == 1 else f"-{axis}" if step == -1 else f"{step}{axis}" for axis, step in ordered]
         parts += [str(term.start)] if term.start or not parts else []
         return "+".join(parts).replace("+-", "-")
     if isinstance(term, Number):
-        return show(term.value)
+        return _plain(term.value)
     if isinstance(term, Load):
-        index = ", ".join(show(each, name) for each in term.index)
+        index = ", ".join(texts[each] for each in term.index)
         return f"{name(term.source)}[{index}]" if index else name(term.source)
     if isinstance(term, Cast):
-        return f"{str(term.dtype).removeprefix('torch.')}({show(term.operand, name)})"
+        return f"{str(term.dtype).removeprefix('torch.')}({texts[term.operand]})"
     assert isinstance(term, Apply)
-    args = [show(arg, name) for arg in term.args]
+    args = [texts[arg] if isinstance(arg, Term) else _plain(arg) for arg in term.args]
     if term.op in SIGNS and len(args) == 2:
         return f"({args[0]} {SIGNS[term.op]} {args[1]})"
     return f"{term.op}({', '.join(args + [f'{key}={value}' for key, value in term.kwargs])})"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.attention import tiles
+from ringopt.attention import execute, tiles
 from ringopt.attention.exchange import Cargo, Exchange, Step, exchange_of
 from ringopt.attention.execute import Attention, Saved, attend, attend_backward
 from ringopt.attention.patterns import Kind
@@ -174,6 +174,32 @@ def test_masks_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(tile.mask is not None and tile.mask.numel() <= 200 for tile in made)
 
 
+def test_strips_are_the_tile() -> None:
+    mask = torch.arange(7 * 9.0).view(1, 1, 7, 9)
+    triangle = tiles.Tile(range(3, 10), range(3, 10), None, causal=True)
+    for tile in (tiles.Tile(range(3, 10), range(0, 9), mask), triangle):
+        computed = []
+        for part in tile.strips(3):
+            assert len(part.queries) <= 3 and (not part.causal or part.queries == part.keys)
+            pairs = [(q, k) for q in part.queries for k in part.keys if not part.causal or k <= q]
+            computed += pairs
+            if part.mask is not None:
+                assert part.mask.flatten().tolist() == [(q - 3) * 9 + k for q, k in pairs]
+        assert sorted(computed) == [(q, k) for q in tile.queries for k in tile.keys if not tile.causal or k <= q]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_numbers_in_strips(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "STRIP", 1)
+    case, there = problem(67), torch.arange(2 * 67).view(2, 67) % 5 > 0
+    for mask, seen, sources in (
+        (None, visible(pattern, 67, 67), []),
+        (padding(), visible(pattern, 67, 67) & there[:, None, None], [there]),
+    ):
+        (out, *_), _ = run(case, attention(case, 2, pattern, "zigzag", "ring", mask=mask), "zigzag", sources)
+        assert_near(out, sdpa(case, seen)[0], 1e-12)
+
+
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 def recorded(case: Problem, site: Attention, layout: str) -> Traffic:
     with record_traffic() as traffic:
@@ -219,11 +245,11 @@ def test_messages_travel_under_the_blocks_of_their_step(strategy: str) -> None:
         log = [(event.kind, event.label) for event in traffic.of(rank).events]
         expected = []
         for way, steps in (("forward", site.exchange.forward(rank)), ("backward", site.exchange.backward(rank))):
-            for number, step in enumerate(steps):
+            for index, step in enumerate(steps):
                 moves = bool(step.sends or step.receives)
-                expected += [("posted", f"{way} {number}")] * moves
-                expected += [("computed", f"{way} {number}")]
-                expected += [("waited", f"{way} {number}")] * moves
+                expected += [("posted", f"{way} {index}")] * moves
+                expected += [("computed", f"{way} {index}")]
+                expected += [("waited", f"{way} {index}")] * moves
         assert log == expected
 
 

@@ -34,7 +34,7 @@ def refusals(*keys: Key) -> list[str]:
         ((KEY, KEY, changed(length=48)), "rank 2 has length=48, but ranks 0, 1 have length=64"),
         ((changed(length=48), KEY, KEY), "rank 0 has length=48, but ranks 1, 2 have length=64"),
         ((KEY, changed(scale=0.1)), "rank 1 has scale=0.1, but rank 0 has scale=0.125"),
-        ((KEY, changed(dtype="torch.bfloat16")), 'rank 1 has dtype="torch.bfloat16", but rank 0 has dtype="torch.float32"'),
+        ((KEY, changed(dtype="torch.half")), 'rank 1 has dtype="torch.half", but rank 0 has dtype="torch.float32"'),
         ((KEY, KEY, changed(length=8, scale=1.0), changed(length=9)), "rank 2 has length=8; rank 3 has length=9, but"),
         ((KEY, KEY[:-1]), 'rank 1 has dtype=None, but rank 0 has dtype="torch.float32"'),
         ((changed(causal=True), changed(causal=1)), "rank 1 has causal=1, but rank 0 has causal=true"),

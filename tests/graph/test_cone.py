@@ -50,7 +50,7 @@ FOLLOWED = {
     "rounding": (lambda n: (n // 3) + torch.div(n, 2, rounding_mode="trunc") + n % 3, (N,)),
     "clamp": (lambda x: x.clamp(min=-0.5) + x.clamp(-1, 1) + x.clamp_max(0.3), (X,)),
     "mixed dtypes": (lambda x, n: x.bfloat16() * n[..., None] + x, (X, N)),
-    "mixed with a scalar tensor": (lambda x: x.bfloat16() * torch.tensor(0.1), (X,)),
+    "mixed with a scalar tensor": (lambda x: x.bfloat16() * torch.full((), 0.1), (X,)),
     "min of two": (lambda x, y: torch.min(x, y), (X, Y)),
     "where": (lambda m, x: torch.where(m, x, -1e9), (M, X)),
     "masked_fill": (lambda m, x: x.masked_fill(~m, float("-inf")), (M, X)),
@@ -69,16 +69,15 @@ FOLLOWED = {
 STORED = {
     "cumsum": (lambda n: (n == 0).cumsum(-1) * 2, (N,), {"cumsum"}),
     "reduction": (lambda x: x.amax(-1) + 1, (X,), {"amax"}),
-    "indices below 0 into a value": (lambda n, i: n.cumsum(1)[:, i - 4], (N, I), {"cumsum"}),
+    "indices below 0 into a value": (lambda n, i: n.cumsum(1)[:, i - 4], (N, I), {"cumsum", "i_1"}),
     "padding_idx": (lambda w, i: torch.nn.functional.embedding(i, w, padding_idx=0) + 1, (Y, J), {"embedding"}),
     "bits": (lambda x: x.view(torch.int32) + 1, (X,), {"view"}),
-    "positive source": (lambda x: x[:, :2].exp() * x[:, 2:].exp(), (X,), {"arg0_1"}),
-    "smaller than what it is made of": (lambda x: x[:, 0] + x[:, 1] + x[:, 2], (X,), {"add_1"}),
+    "far smaller than what it is made of": (lambda x: x[:, 0, 0] + x[:, 1, 0], (X,), {"add"}),
 }
 
 
 def traced(function, inputs):
-    gm = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*inputs)
+    gm = make_fx(function, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
     return gm, gm.graph.output_node().args[0]
 
 
@@ -170,7 +169,7 @@ def test_constants_of_the_program_are_known_and_inputs_are_not():
     gm, node = traced(lambda: table[torch.arange(4)] + 1, ())
     assert show(pulled(gm, node, "q")[1]) == "2q+1"
     gm, node = traced(lambda table: table[torch.arange(4)] + 1, (table,))
-    assert show(pulled(gm, node, "q")[1]) == "(arg0_1[q] + 1)" or "table" in show(pulled(gm, node, "q")[1])
+    assert show(pulled(gm, node, "q")[1]) == "(table_1[q] + 1)"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
         ("auto", torch.float32, "cpu", (64, 64), "flash_cpu", "kernel flash_cpu: the fastest that supports this case"),
         ("auto", torch.bfloat16, "meta", (64, 64), "flash_cpu", "the fastest"),
         ("math", torch.float32, "cpu", (64, 64), "math", "kernel math: asked for"),
-        ("auto", torch.float32, "cpu", (64, 32), "math", "kernel flash_cpu needs values as wide as keys; found 32 and 64"),
+        ("auto", torch.float32, "cpu", (64, 32), "math", "needs values as wide as keys; found 32 and 64"),
         ("auto", torch.float32, "cuda", (64, 64), "math", "runs on the CPU, and the tensors are on cuda"),
     ],
 )
@@ -30,7 +30,7 @@ def test_choice(name: str, dtype: torch.dtype, device: str, dims: tuple[int, int
 @pytest.mark.parametrize(
     ("name", "dtype", "dims", "sentence"),
     [
-        ("flash_cpu", torch.float32, (64, 32), "option kernel='flash_cpu': kernel flash_cpu needs values as wide as keys"),
+        ("flash_cpu", torch.float32, (64, 32), "option kernel='flash_cpu': .* needs values as wide as keys"),
         ("flash_cpu", torch.int64, (8, 8), "kernel flash_cpu has no torch.int64; it has torch.float64"),
         ("auto", torch.complex64, (8, 8), "kernel math has no torch.complex64: attention is for floating point"),
         ("cudnn", torch.float32, (8, 8), r"option kernel='cudnn': expected one of \['auto', 'flash_cpu', 'math'\]"),

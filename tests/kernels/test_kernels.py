@@ -181,7 +181,7 @@ def test_the_gradient_of_the_mask(
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
 
-# ---- what flash_cpu gets wrong, and this adapter is for ----------------------------------------------------------------
+# ---- what flash_cpu gets wrong, and its adapter is for ---------------------------------------------------------------
 def test_the_kernel_beneath_still_has_its_traps() -> None:
     """When one of these fails, torch has changed: look whether the adapter still needs its care."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -9,8 +9,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ringopt.backend import transform
-from ringopt.graph.printer import short
+from ringopt.capture import capture
+from ringopt.graph.printer import changes, short
 from ringopt.options import Options
+from ringopt.passes import LINE
+from ringopt.pipeline import Context, Pipeline
 from tests.threads import run_on_threads
 from tests.translation import Seat, captured, validate
 
@@ -207,6 +210,45 @@ def test_dropout_of_a_shard_is_drawn_by_each_rank():
 
 
 class TestGolden(expecttest.TestCase):
-    def test_between_the_attentions(self):
-        verdict = check(lambda m, x: F.gelu(m.linear(x)), end=LOSSES["mean of squares"])
-        self.assertExpectedInline(short(verdict.graph.graph), """""")
+    """What the pass does to one attention between two linear layers, and a mean."""
+
+    def test_the_diff(self):
+        class One(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4, bias=False)
+
+            def forward(self, x):
+                q = self.linear(x).unsqueeze(1)
+                y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+                return self.linear(y.squeeze(1)).mean(), x + 1
+
+        seen = {}
+
+        def keep(step, gm):
+            seen[step.name] = short(gm.graph)
+
+        gm, given = captured(One(), torch.randn(1, 10, 4))
+        Pipeline(LINE, keep).run(capture(gm, given), Context(Options(), Seat(0, 2)))
+        self.assertExpectedInline(changes(seen["choose_strategy"], seen["shard_sequence"]), """\
+  %linear_weight = input
+  %x = input
++ %x_rows = scatter(%x, 1, 1, 10, 1, 5, 'zigzag')
++ %linear_weight_beside = copy_to_group(%linear_weight)
+- %linear = linear(%x, %linear_weight)
++ %linear = linear(%x_rows, %linear_weight_beside)
+  %unsqueeze = unsqueeze(%linear, 1)
+- %attention = attention(%unsqueeze, %unsqueeze, %unsqueeze, None, [], 'causal', '', 0, 0.5)
+- %squeeze = squeeze(%attention, 1)
++ %attention_ring_attention = ring_attention(%unsqueeze, %unsqueeze, %unsqueeze, [], 10, 10, 'causal', '', [], 0.5, 'zigzag', 'zigzag', 'ring', 'flash_cpu')
++ %attention = getitem(%attention_ring_attention, 0)
++ %squeeze = reshape(%attention, [1, -1, 4])
+- %linear_1 = linear(%squeeze, %linear_weight)
++ %linear_1 = linear(%squeeze, %linear_weight_beside)
+- %mean = mean(%linear_1)
++ %mean_sum = sum(%linear_1, [0, 1, 2], False, dtype=float32)
++ %mean_reduce_from_group = reduce_from_group(%mean_sum)
++ %mean_div = div(%mean_reduce_from_group, 40)
++ %mean = to(%mean_div, float32)
+  %add = add(%x, 1)
+  return [%mean, %add]""")

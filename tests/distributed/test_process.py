@@ -1,0 +1,185 @@
+"""The mesh over gloo processes: what threads cannot show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringopt.ops.ring
+from ringopt.attention.exchange import Cargo, exchange_of
+from ringopt.distributed.mesh import forget_all, mesh_of
+from ringopt.distributed.process import process_mesh
+from ringopt.distributed.traffic import record_traffic
+from ringopt.errors import OptionError, RingCommError, RingMismatchError
+from tests.attention.reference import assert_near, join, problem, sdpa, shard, visible
+from tests.harness.pool import RankError
+
+Ranks = Callable[..., list[Any]]
+
+DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+
+
+# ---- transport -------------------------------------------------------------------------------------------------------
+def talk() -> tuple[Any, ...]:
+    mesh = process_mesh()
+    right, left = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
+    got = torch.empty(1000)
+    mesh.exchange([(right, torch.full((1000,), float(mesh.rank)))], [(left, got)], "step").wait()
+    gathered = [[x.real.int().flatten().tolist() for x in mesh.all_gather(torch.full((1, 2), mesh.rank).to(dtype))]
+                for dtype in DTYPES]  # fmt: skip
+    total = mesh.all_reduce(torch.randn(1001, generator=torch.Generator().manual_seed(mesh.rank)))
+    same = all(torch.equal(total, other) for other in mesh.all_gather(total))
+    empty = [list(x.shape) for x in mesh.all_gather(torch.empty(0, 3))]
+    return got.unique().tolist(), gathered, same, empty, mesh.name, mesh_of("world") is mesh, len(mesh.in_flight)
+
+
+def test_messages_and_collectives(ranks: Ranks) -> None:
+    for rank, (got, gathered, same, empty, name, found, left) in enumerate(ranks(3, talk)):
+        assert got == [float((rank - 1) % 3)]
+        for dtype, parts in zip(DTYPES, gathered, strict=True):
+            assert parts == [[int(bool(r)) if dtype == torch.bool else r] * 2 for r in range(3)]
+        assert same, "all_reduce gives the same bits everywhere"
+        assert empty == [[0, 3]] * 3
+        assert (name, found, left) == ("world", True, 0)
+
+
+def part_of_the_world() -> tuple[str, int, list[int]]:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = process_mesh(grid["dp"])
+    assert process_mesh(grid["dp"]) is mesh
+    return mesh.name, mesh.rank, [int(x) for x in mesh.all_gather(torch.tensor(dist.get_rank()))]
+
+
+def test_a_part_of_the_world(ranks: Ranks) -> None:
+    even, odd = ("ranks:0,2", [0, 2]), ("ranks:1,3", [1, 3])
+    expected = [(name, place, members) for place in (0, 1) for name, members in (even, odd)]
+    assert ranks(4, part_of_the_world) == expected
+
+
+def timeouts() -> tuple[bool, ...]:
+    first, other = process_mesh(timeout_s=50.0), process_mesh(timeout_s=40.0)
+    again, any_timeout = process_mesh(timeout_s=50.0), process_mesh()
+    return first is again, first is not other, any_timeout is again, other.timeout == 40.0
+
+
+def test_a_mesh_is_made_once_per_timeout(ranks: Ranks) -> None:
+    assert ranks(2, timeouts) == [(True,) * 4] * 2
+
+
+def restart(store: str) -> tuple[bool, bool, str]:
+    """Ends the process group, and starts another: in a job of its own, for the pool's is gone then."""
+    rank, size, old = dist.get_rank(), dist.get_world_size(), process_mesh()
+    dist.destroy_process_group()
+    with pytest.raises(RingCommError) as raised:
+        old.all_reduce(torch.ones(1))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    new = process_mesh()
+    total = new.all_reduce(torch.ones(1)).item()
+    forget_all()
+    return new is not old, total == size, str(raised.value)
+
+
+def test_a_new_process_group_gets_a_new_mesh(ranks: Ranks, tmp_path: Any) -> None:
+    for fresh, works, said in ranks(2, restart, str(tmp_path / "store")):
+        assert fresh and works
+        assert "mesh 'world' belongs to a process group that was destroyed; make it again" in said
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(OptionError, match=r"torch.distributed is not initialized: run under torchrun"):
+        process_mesh()
+
+
+# ---- faults: uncaught, for the group is of no use after them, and the pool starts its ranks anew ---------------------
+def lose_rank_1(how: str) -> None:
+    mesh = process_mesh(timeout_s=2.0)
+    mesh.all_reduce(torch.ones(1))
+    if mesh.rank == 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    mesh.exchange([(1, torch.ones(1000))], [(1, torch.empty(1000))], "forward 0").wait()
+
+
+def test_a_rank_that_dies(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as raised:
+        ranks(2, lose_rank_1, "dies")
+    assert "then rank 0: RingCommError: rank 0 of 2 (world), forward 0: " in str(raised.value)
+
+
+def test_a_rank_that_hangs_is_an_error_after_the_timeout(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as raised:
+        ranks(2, lose_rank_1, "hangs")
+    said = str(raised.value).splitlines()[0]
+    assert "RingCommError: rank 0 of 2 (world), forward 0: receive of 4000 bytes from rank 1 failed after 2." in said
+    assert "Timed out waiting 2000ms" in said and "look at the output of the other ranks" in said
+
+
+# ---- the operator ----------------------------------------------------------------------------------------------------
+def ring(n: int, pattern: str, layout: str) -> tuple[list[torch.Tensor], dict[str, int]]:
+    mesh, case = process_mesh(), problem(n, dtype=torch.float64)
+    local = [shard(x, layout, mesh.size, mesh.rank) for x in (case.q, case.k, case.v, case.dout)]
+    q, k, v = (x.clone().requires_grad_() for x in local[:3])
+    with record_traffic() as traffic:
+        out, _lse = torch.ops.ringopt.ring_attention(
+            *(q, k, v, [], n, n, pattern, "", [], case.scale, layout, layout, "ring", "auto", mesh.name, ""),
+        )
+        out.backward(local[3])
+    posted = [event for event in traffic.events if event.kind == "posted"]
+    sent = {way: sum(e.bytes for e in posted if e.label.startswith(way)) for way in ("forward", "backward")}
+    return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)], sent
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "pattern", "layout"),
+    [(2, 67, "full", "contiguous"), (3, 17, "causal", "zigzag"), (4, 67, "causal", "zigzag"), (4, 3, "full", "zigzag")],
+)
+def test_ring_attention(ranks: Ranks, p: int, n: int, pattern: str, layout: str) -> None:
+    results = ranks(p, ring, n, pattern, layout)
+    expected = sdpa(problem(n), visible(pattern, n, n))
+    for parts, right in zip(zip(*(tensors for tensors, _ in results), strict=True), expected, strict=True):
+        assert_near(join(parts, layout), right, 1e-12)
+    plan = exchange_of(pattern, n, n, p, layout, layout, "ring")
+    row = 2 * 2 * (8 + 8) * 8  # batch * KV heads * (D + Dv) * bytes
+    for rank, (_, sent) in enumerate(results):
+        back = sum(plan.sent_rows(rank, cargo, backward=True) for cargo in Cargo)
+        assert sent == {"forward": plan.sent_rows(rank, Cargo.OUT) * row, "backward": back * row}
+
+
+def mismatch(field: str) -> str:
+    mesh, odd = process_mesh(), dist.get_rank() == 1
+    rows = 3 if field == "shards" and odd else 4
+    dtype = torch.float64 if field == "dtype" and odd else torch.float32
+    q, k, v = (torch.ones(1, 2, rows, 8, dtype=dtype) for _ in range(3))
+    pattern = "full" if field == "pattern" and odd else "causal"
+    with pytest.raises(RingMismatchError) as raised:
+        torch.ops.ringopt.ring_attention(
+            *(q, k, v, [], 12, 12, pattern, "", [], 1.0, "contiguous", "contiguous", "ring", "auto", mesh.name, "")
+        )
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("dtype", 'rank 1 has dtype="torch.float64", but ranks 0, 2 have dtype="torch.float32"'),
+        ("pattern", 'rank 1 has pattern="full", but ranks 0, 2 have pattern="causal"'),
+        ("shards", 'rank 1 has shards="q is [1, 2, 3, 8], and rank 1 of 3 holds 4 rows (dim 2) of a contiguous'),
+    ],
+)
+def test_a_mismatch_is_an_error_on_every_rank(ranks: Ranks, field: str, told: str) -> None:
+    sentences = ranks(3, mismatch, field)
+    assert len(set(sentences)) == 1
+    assert told in sentences[0]
+
+
+def test_the_version_is_known() -> None:
+    assert ringopt.ops.ring.VERSION.startswith(ringopt.__version__ + "+")

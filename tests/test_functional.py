@@ -1,0 +1,151 @@
+"""The operators by hand: one device, and ranks as threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringopt.distributed.traffic import record_traffic
+from ringopt.errors import OptionError, RingMismatchError
+from ringopt.functional import attention, shard, unshard
+from tests.attention.reference import assert_near, problem, sdpa, visible
+from tests.threads import ThreadMesh, run_on_threads
+
+
+# ---- one device ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({}, "full"),
+        ({"is_causal": True}, "causal"),
+        ({"window": 5}, "window(5,both)"),
+        ({"window": 5, "is_causal": True}, "window(5)"),
+    ],
+)
+def test_without_a_process_group_it_is_the_single_device_operator(asked: dict[str, Any], pattern: str) -> None:
+    case = problem(17)
+    q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.v))
+    out = attention(q, k, v, enable_gqa=True, **asked)
+    out.backward(case.dout)
+    for found, right in zip((out.detach(), q.grad, k.grad, v.grad), sdpa(case, visible(pattern, 17, 17)), strict=True):
+        assert found is not None
+        assert_near(found, right, 1e-12)
+
+
+def test_what_one_device_can_do_besides() -> None:
+    case = problem(17)
+    mask = torch.randn(17, 17, dtype=torch.float64)
+    given = (case.q, case.k, case.v)
+    assert_near(
+        attention(*given, mask, scale=0.2, enable_gqa=True),
+        F.scaled_dot_product_attention(*given, mask, scale=0.2, enable_gqa=True),
+        1e-12,
+    )
+    assert not attention(*given, dropout_p=1.0, enable_gqa=True).any()
+    x = torch.ones(2, 3)
+    assert shard(x, 1) is x and unshard(x, 1, length=3) is x
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("n", "m"), [(17, 17), (67, 67), (17, 40), (3, 3)])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_shard_attend_unshard(layout: str, n: int, m: int) -> None:
+    case = problem(n, m)
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        where: Any = {"mesh": mesh, "layout": layout}
+        whole = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+        local = [shard(x, 2, **where) for x in whole]
+        out = unshard(attention(*local, is_causal=True, enable_gqa=True, **where), -2, length=n, **where)
+        return [out.detach(), *torch.autograd.grad(out, whole, case.dout)]
+
+    for results in run_on_threads(3, body):
+        for found, right in zip(results, sdpa(case, visible("causal", n, m)), strict=True):
+            assert_near(found, right, 1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_shard_and_unshard_along_any_dim(dim: int) -> None:
+    x = torch.arange(7 * 8 * 9.0).view(7, 8, 9)
+
+    def body(mesh: ThreadMesh) -> tuple[Tensor, int]:
+        local = shard(x, dim, mesh=mesh, layout="zigzag")
+        return unshard(local, dim, length=x.shape[dim], mesh=mesh, layout="zigzag"), local.shape[dim]
+
+    results = run_on_threads(3, body)
+    assert all(torch.equal(whole, x) for whole, _ in results)
+    assert sum(rows for _, rows in results) == x.shape[dim]
+
+
+def test_strategy_and_kernel_are_options() -> None:
+    case = problem(17)
+
+    def body(mesh: ThreadMesh, strategy: str) -> Tensor:
+        local = [shard(x, 2, mesh=mesh) for x in (case.q, case.k, case.v)]
+        return attention(*local, enable_gqa=True, mesh=mesh, strategy=strategy, kernel="math")
+
+    messages = {}
+    for strategy in ("auto", "ring", "gather"):
+        with record_traffic() as traffic:
+            parts = run_on_threads(4, lambda mesh, s=strategy: body(mesh, s))  # type: ignore[misc]
+        assert_near(torch.cat(parts, 2), sdpa(case, visible("full", 17, 17))[0], 1e-12)
+        messages[strategy] = [event.label for event in traffic.of(0).events if event.kind == "posted"]
+    assert messages["auto"] == messages["ring"] == ["forward 0", "forward 1", "forward 2"]
+    assert messages["gather"] == ["forward 0"]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+X = torch.ones(1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"sinks": 4}, r"attention\(sinks=\.\.\.\) is not built yet"),
+        ({"segment_lengths": (4,)}, r"attention\(segment_lengths=\.\.\.\) is not built yet"),
+        ({"dilation_rates": (2,)}, r"attention\(dilation_rates=\.\.\.\) is not built yet"),
+        ({"dilation_offsets": "none"}, r"attention\(dilation_offsets=\.\.\.\) is not built yet"),
+    ],
+)
+def test_what_is_not_built(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        attention(X, X, X, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"attn_mask": torch.zeros(4, 4)}, r"attention\(attn_mask=\.\.\.\) is not built across 2 ranks: use is_causal"),
+        ({"dropout_p": 0.1}, r"attention\(dropout_p=\.\.\.\) is not built across 2 ranks"),
+        ({"strategy": "ulysses"}, "strategy 'ulysses' is unknown; the strategies are"),
+        ({"layout": "striped"}, "striped"),
+    ],
+)
+def test_what_is_not_built_across_ranks(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        run_on_threads(2, lambda mesh: attention(X, X, X, mesh=mesh, **asked))
+
+
+def test_operands() -> None:
+    with pytest.raises(OptionError, match=r"attention\(window=0\): a query sees at least 1 key, itself"):
+        attention(X, X, X, window=0)
+    with pytest.raises(OptionError, match=r"attention takes \[B, H, S, D\] tensors; found query \[2, 4, 8\]"):
+        attention(X[0], X, X)
+    with pytest.raises(OptionError, match="4 query heads over 2 KV heads need enable_gqa=True"):
+        attention(X.repeat(1, 2, 1, 1), X, X)
+
+
+def test_shards_that_are_not_those_of_one_sequence() -> None:
+    def body(mesh: ThreadMesh) -> None:
+        with pytest.raises(RingMismatchError) as raised:
+            attention(X[:, :, : 2 + mesh.rank], X, X, mesh=mesh)
+        said = r"the ranks hold [2, 3, 4] rows of query, and a contiguous sequence of 9 is cut into [3, 3, 3]"
+        assert said in str(raised.value)
+        with pytest.raises(RingMismatchError, match=r"unshard: dim 2 has 4 rows, and rank . of 3 holds . rows of a"):
+            unshard(X, 2, length=17, mesh=mesh)
+
+    run_on_threads(3, body)
