@@ -1,7 +1,8 @@
 """For every attention site: how its rows travel, which layout, which kernel; or why it stays replicated.
 
-One layout serves all sites, because values flow between them: zigzag when a causal site is there to gain from it (contiguous
-shards give the last rank about twice the mean work), contiguous otherwise. Zigzag needs 2p rows on every axis.
+One layout serves all sites, because values flow between them: zigzag when a causal site is there to gain from it
+(contiguous shards give the last rank about twice the mean work), contiguous otherwise. Zigzag needs 2p rows on every
+axis.
 
 Before: mask classified. After: `strategy`, `layout`, `kernel`, `bytes_sent` of each site that can be sharded.
 """
@@ -44,8 +45,8 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     said = f"{shortest} rows for {ranks} ranks"
     if options.strategy != "auto":
         raise OptionError(
-            f"option strategy={options.strategy!r}: site {info.module or node.name} has {said}; every rank needs a row. "
-            'Use fewer ranks, longer inputs, or strategy="auto", which leaves such a site replicated'
+            f"option strategy={options.strategy!r}: site {info.module or node.name} has {said}; every rank needs a "
+            'row. Use fewer ranks, longer inputs, or strategy="auto", which leaves such a site replicated'
         )
     return f"{said}: every rank needs a row"
 

@@ -40,8 +40,8 @@ class Sdpa:
 
     @classmethod
     def of(cls, node: fx.Node) -> Sdpa:
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        return cls(**dict(zip(names, node.args)), **node.kwargs)  # type: ignore[arg-type]  # noqa: B905
+        names = [argument.name for argument in node.target._schema.arguments]
+        return cls(**dict(zip(names, node.args)), **node.kwargs)  # noqa: B905
 
 
 class FindAttention(Pass):
@@ -72,7 +72,9 @@ def check(node: fx.Node, site: Sdpa) -> Refusal | None:
     if site.dropout_p:
         return Refusal(f"dropout_p is {site.dropout_p}; attention dropout is not sharded yet", node)
     if len({len(query), len(key), len(value)}) > 1 or len(query) < 2:
-        return Refusal(f"query {list(query)}, key {list(key)}, value {list(value)} have different numbers of dims", node)
+        return Refusal(
+            f"query {list(query)}, key {list(key)}, value {list(value)} have different numbers of dims", node
+        )
     batch = {shape[:-3] for shape in (query, key, value)}
     if len(batch) > 1 or key[:-1] != value[:-1]:
         return Refusal(f"query {list(query)}, key {list(key)}, value {list(value)} are broadcast over batch dims", node)
@@ -97,7 +99,7 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
         mask = four_dims(graph, site.attn_mask, rank) if site.attn_mask is not None else None
         scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
         pattern = "causal" if site.is_causal else "full"
-        args = (q, k, v, mask, [], pattern, "", site.dropout_p, scale)
+        args: Any = (q, k, v, mask, [], pattern, "", site.dropout_p, scale)
         new = graph.create_node("call_function", torch.ops.ringopt.attention.default, args, {}, "attention")
         new.meta = {**node.meta, "val": value_of(node)}
         result = new

@@ -57,8 +57,8 @@ def check_sizes(graph: fx.Graph) -> None:
             even = here[placement.dim] % (placement.outer * placement.inner) == 0
         if here != expected or (placement is not None and not even) or value_of(node).dtype != whole.dtype:
             raise AssertionError(
-                f"{node.format_node()}: {here} {value_of(node).dtype} on this rank, but {list(whole.shape)} {whole.dtype} "
-                f"placed {placement or 'on every rank'}"
+                f"{node.format_node()}: {here} {value_of(node).dtype} on this rank, but {list(whole.shape)} "
+                f"{whole.dtype} placed {placement or 'on every rank'}"
             )
 
 
@@ -69,7 +69,7 @@ def restore_strides(graph: fx.Graph) -> None:
         whole = node.meta.get("whole")
         if not isinstance(whole, torch.Tensor) or not is_tensor(node) or value_of(node).stride() == whole.stride():
             return node
-        order = sorted(range(whole.dim()), key=lambda dim: -whole.stride(dim))
+        order = sorted(range(whole.dim()), key=whole.stride().__getitem__, reverse=True)
         if len(set(order)) < 2:
             return node
         with graph.inserting_before(output):

@@ -74,7 +74,7 @@ def shard_op(sharder: Sharder, node: fx.Node, context: Context) -> None:
             context.replicated_random.append(node.name)
 
 
-# ---- attention ----------------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------------------------
 def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     q, k, v, _given, sources, pattern, mask, _dropout, scale = node.args
     if any(place is not None and place.dim < 2 for place in map(sharder.placements.get, (q, k, v))):
@@ -97,7 +97,7 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     return True
 
 
-# ---- sums over the sequence -----------------------------------------------------------------------------------------------
+# ---- sums over the sequence ----------------------------------------------------------------------------------------
 def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
     """A sum over the sharded dim is the sum of local sums; a mean divides it; a product contracts it."""
     rule, operands = rule_of(node), list(tensor_args(node))
@@ -133,13 +133,20 @@ def reduced_dims(node: fx.Node) -> list[int]:
     return [dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))]
 
 
-# ---- losses ---------------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------------------------
 def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
     """Class indices, sharded over tokens: the sum of losses and what it is divided by are reduced apart."""
     logits, target, weight, reduction, ignored, smoothing = (
         argument(node, i, name, default)
         for i, (name, default) in enumerate(
-            [("self", None), ("target", None), ("weight", None), ("reduction", 1), ("ignore_index", -100), ("label_smoothing", 0.0)]
+            [
+                ("self", None),
+                ("target", None),
+                ("weight", None),
+                ("reduction", 1),
+                ("ignore_index", -100),
+                ("label_smoothing", 0.0),
+            ]
         )
     )
     rank = len(shape_of(logits))
@@ -178,7 +185,7 @@ def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
     return True
 
 
-# ---- random numbers -------------------------------------------------------------------------------------------------------
+# ---- random numbers ------------------------------------------------------------------------------------------------
 def dropout(sharder: Sharder, node: fx.Node) -> bool:
     """Of a shard, each rank from its own stream; of a replicated value, by every rank alike (`whole`)."""
     x, p = node.args[0], argument(node, 1, "p")

@@ -1,6 +1,7 @@
 """`torch.compile(model, backend="ring")`: found through the entry point group `torch_dynamo_backends`.
 
-The object under the entry point is a plain function, and nothing here registers it: torch refuses a name that comes twice.
+The object under the entry point is a plain function, and nothing here registers it: torch refuses a name that comes
+twice.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def mesh_for(options: Options) -> Mesh:
 def transform(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh
 ) -> tuple[fx.GraphModule | None, Report, bool]:
-    """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph draws
-    random numbers that must be the same on every rank."""
+    """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph
+    draws random numbers that must be the same on every rank."""
     context = Context(options, mesh)
     try:
         flat = capture(gm, example_inputs)
@@ -105,16 +106,19 @@ def tell(report: Report, options: Options) -> None:
 
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:
+    run: Compiled = gm
     if options.inner_backend == "eager":
-        return gm
+        return run
     if options.inner_backend == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
-        return aot_eager(gm, list(example_inputs))
+        run = aot_eager(gm, list(example_inputs))
+        return run
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(example_inputs), config_patches=list_mode_options(mode) if mode else None)
+    patches = list_mode_options(mode) if mode else None
+    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
 
 
 def explain(
@@ -137,9 +141,11 @@ def explain(
         outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
         return lambda *_inputs: tuple(hollow(value) for value in outputs)
 
-    torch.compile(model, backend=dry)(*args, **kwargs)
+    torch.compile(model, backend=dry)(*args, **kwargs)  # type: ignore[no-untyped-call]
     if not found:
-        nothing = "Dynamo captured no graph of this model, so nothing would be sharded; TORCH_LOGS=graph_breaks says why"
+        nothing = (
+            "Dynamo captured no graph of this model, so nothing would be sharded; TORCH_LOGS=graph_breaks says why"
+        )
         return Report(world_size, notes=(nothing,))
     return Report.merged(found, world_size)
 

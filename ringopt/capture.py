@@ -1,7 +1,8 @@
 """From Dynamo's graph to one flat pre-dispatch ATen graph.
 
-There scaled_dot_product_attention, linear, layer_norm and cross_entropy_loss are still whole and autograd is still above:
-AOTAutograd derives the backward from what the passes leave. Running the captured graph equals eager bit for bit.
+There scaled_dot_product_attention, linear, layer_norm and cross_entropy_loss are still whole and autograd is still
+above: AOTAutograd derives the backward from what the passes leave. Running the captured graph equals eager bit for
+bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ringopt.graph.refusal import Refusal
 from ringopt.pipeline import GraphRefused
 
 HIGHER_ORDER = {
-    "tag_activation_checkpoint": "activation checkpointing is not sharded yet: its recomputation would repeat exchanges",
+    "tag_activation_checkpoint": "activation checkpointing is not sharded yet: recomputing would repeat exchanges",
     "autograd_function_apply": "a custom autograd.Function is not sharded yet: flattening it would lose its backward",
     "flex_attention": "flex_attention is not sharded yet",
 }

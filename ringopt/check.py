@@ -22,8 +22,8 @@ WORDS = 4  # int64 words of a digest
 class CheckedInputs:
     """The compiled graph; its inputs are compared over the ranks at the first call, or at every call.
 
-    `program` is the text of the graph before it was sharded, `names` those of its inputs. With `random` the states of the
-    random number generators are compared too: the graph draws numbers that must be the same on every rank.
+    `program` is the text of the graph before it was sharded, `names` those of its inputs. With `random` the states of
+    the random number generators are compared too: the graph draws numbers that must be the same on every rank.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ def compare(mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequen
     if odd:
         raise RingMismatchError(
             f"ranks {sorted(odd)} compiled another program, or were given inputs of other shapes, than rank 0; "
-            f"this is rank {mesh.rank} with {[shape for shape in shapes if shape is not None][:8]}. Every rank must make "
-            "the same call with the same full batch"
+            f"this is rank {mesh.rank} with {[shape for shape in shapes if shape is not None][:8]}. Every rank must "
+            "make the same call with the same full batch"
         )
     rows = torch.tensor([digest(bytes_of(x)) for x in inputs], device=mesh.device).reshape(-1, WORDS)
     odd = differing(mesh, rows)
@@ -61,7 +61,7 @@ def compare(mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequen
         told = "; ".join(f"{names[i]} on ranks {sorted(ranks)}" for i, ranks in by_row(odd).items())
         raise RingMismatchError(
             f"inputs differ from those of rank 0: {told}. Under backend='ring' every rank passes the same full batch and "
-            "holds the same parameters. If each rank loads its own data, pass options={'mesh': mesh['cp']} so that only "
+            "holds the same parameters. If each rank loads its own data, pass options={'mesh': mesh['cp']}, so that only "
             "the ranks of one sequence share it; if parameters differ, seed all ranks alike before building the model"
         )
 

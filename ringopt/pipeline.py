@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class SiteInfo:
-    """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a mask."""
+    """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a
+    mask."""
 
     module: str
     form: str
@@ -108,10 +109,7 @@ class Pipeline:
             gm.graph.lint()
             gm.recompile()
             log.debug("after %s: %d nodes", step.name, len(gm.graph.nodes))
-            trace_structured(
-                "artifact",
-                metadata_fn=lambda name=step.name: {"name": f"ringopt_after_{name}", "encoding": "string"},
-                payload_fn=lambda: gm.print_readable(print_output=False),
-            )
+            name = {"name": f"ringopt_after_{step.name}", "encoding": "string"}
+            trace_structured("artifact", lambda name=name: name, lambda: gm.print_readable(print_output=False))  # type: ignore[misc]
             if self.callback is not None:
                 self.callback(step, gm)

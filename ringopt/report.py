@@ -15,7 +15,8 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Site:
-    """One attention site. `refusal` is None where it was rewritten, else the reason; `bytes_sent` is per rank, forward."""
+    """One attention site. `refusal` is None where it was rewritten, else the reason; `bytes_sent` is per rank,
+    forward."""
 
     module: str
     form: str
@@ -107,12 +108,16 @@ class Report:
         if self.memory:
             causes = ", ".join(f"{cause} {readable(size)}" for cause, size in self.memory.items())
             parts.append(Text(f"per rank: {causes}"))
-        parts.append(Text(f"sharded {self.sharded_fraction:.1%} of matrix FLOPs; sends {readable(self.bytes_sent)} a forward"))
+        parts.append(
+            Text(f"sharded {self.sharded_fraction:.1%} of matrix FLOPs; sends {readable(self.bytes_sent)} a forward")
+        )
         return Group(*parts)
 
 
 def site_table(report: Report) -> Table:
-    table = Table(title=f"ringopt: {len(report.sites)} attention sites on {report.world_size} ranks", title_justify="left")
+    table = Table(
+        title=f"ringopt: {len(report.sites)} attention sites on {report.world_size} ranks", title_justify="left"
+    )
     for name in ("module", "form", "pattern", "strategy", "layout", "kernel"):
         table.add_column(name, overflow="fold")
     table.add_column("sent", justify="right")

@@ -83,8 +83,8 @@ def vit(length: int) -> Built:
     from transformers import ViTConfig, ViTModel
 
     config = ViTConfig(
-        hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32,
+        patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return ViTModel(config), dict(pixel_values=torch.randn(BATCH, 3, 32, 32))
 
@@ -111,10 +111,8 @@ class Float64Loss(nn.Module):
         self.model = model
 
     def forward(self, labels: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if "decoder_input_ids" in inputs:
-            wanted = labels
-        else:
-            wanted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        shifted = "decoder_input_ids" in inputs
+        wanted = labels if shifted else F.pad(labels, (0, 1), value=-100)[:, 1:]
         logits = self.model(**inputs).logits
         return F.cross_entropy(logits.reshape(-1, VOCAB), wanted.reshape(-1), ignore_index=-100), logits
 
@@ -175,7 +173,8 @@ def run(model: Any, parameters: nn.Module, inputs: dict[str, Any]) -> list[torch
 
 
 def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest error, relative to the largest entry of each value (tiny gradients: to 1e-4 of the largest gradient)."""
+    """The largest error, relative to the largest entry of each value (tiny gradients: to 1e-4 of the largest
+    gradient)."""
     assert [x.shape for x in found] == [x.shape for x in expected]
     floor = 1e-4 * max((float(x.abs().max()) for x in expected if x.numel()), default=0.0)
     return max(

@@ -38,7 +38,7 @@ def data(n=12, width=16, seed=1):
     return torch.randn(2, n, width, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- options --------------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "options, sentence",
     [
@@ -94,7 +94,7 @@ def test_a_mesh_without_this_rank(ranks):
     assert said[:2] == ["fine", "fine"] and "this rank is not among them" in said[2]
 
 
-# ---- compiling again --------------------------------------------------------------------------------------------------------
+# ---- compiling again -----------------------------------------------------------------------------------------------
 def changed_option_and_lengths():
     torch._dynamo.reset()
     model, before = Attention(), len(ringopt.reports())
@@ -123,7 +123,9 @@ def warm_cache(folder):
             torch._dynamo.reset()
             counters.clear()
             found = run(torch.compile(model, backend="ring"), model, {"x": x})
-            seen.append((difference(found, run(model, model, {"x": x})), ringopt.reports()[-1], dict(counters["aot_autograd"])))
+            seen.append(
+                (difference(found, run(model, model, {"x": x})), ringopt.reports()[-1], dict(counters["aot_autograd"]))
+            )
     (cold, report, _), (warm, again, hits) = seen
     return cold, warm, report == again, hits.get("autograd_cache_hit", 0)
 
@@ -134,7 +136,7 @@ def test_a_warm_cache_gives_the_same_numbers_and_report(ranks):
             assert cold < 1e-5 and warm < 1e-5 and same_report and hits == 1
 
 
-# ---- ranks that disagree ------------------------------------------------------------------------------------------------------
+# ---- ranks that disagree -------------------------------------------------------------------------------------------
 def other_inputs(what):
     torch._dynamo.reset()
     rank = dist.get_rank()
@@ -164,7 +166,7 @@ def test_ranks_with_other_inputs_are_told(ranks, what, sentence):
         assert sentence in said
 
 
-# ---- refusals -----------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------------------
 class Checkpointed(Attention):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -196,7 +198,8 @@ def refused(kind):
 
 
 @pytest.mark.parametrize(
-    "kind, sentence", [("checkpoint", "activation checkpointing is not sharded yet"), ("function", "custom autograd.Function")]
+    "kind, sentence",
+    [("checkpoint", "activation checkpointing is not sharded yet"), ("function", "custom autograd.Function")],
 )
 def test_a_graph_that_would_lose_a_gradient_runs_replicated(ranks, kind, sentence):
     for error, refusal in ranks(2, refused, kind):
@@ -213,11 +216,11 @@ def test_on_refusal_error_says_the_sites():
     from ringopt.distributed.mesh import mesh_of
 
     _, report, _ = transform(gm, inputs, Options(), mesh_of("pretend:0/2"))
-    with pytest.raises(ringopt.errors.RefusedError, match="dropout_p is 0.5; attention dropout is not sharded yet"):
+    with pytest.raises(ringopt.errors.RefusedError, match=r"dropout_p is 0\.5; attention dropout is not sharded yet"):
         tell(report, Options(on_refusal="error"))
 
 
-# ---- what is sharded ------------------------------------------------------------------------------------------------------------
+# ---- what is sharded -----------------------------------------------------------------------------------------------
 def test_no_value_of_llama_holds_all_tokens():
     """Between the embedding and the loss; and nothing is [n, n]."""
     n = 67
@@ -236,7 +239,7 @@ def test_no_value_of_llama_holds_all_tokens():
     assert verdict.report.sharded_fraction == 1.0
 
 
-# ---- explain, and one process -----------------------------------------------------------------------------------------------------
+# ---- explain, and one process --------------------------------------------------------------------------------------
 def test_explain_needs_no_process_and_any_world_size():
     model, inputs = build("llama", 64)
     report = ringopt.explain(model, world_size=16, **inputs)

@@ -1,8 +1,8 @@
 """Translation validation: a program and its sharded form agree on every rank, in value and in every gradient.
 
-The sharded graphs of p ranks run as threads of one process (tests/threads.py), through the operators and backward formulas
-of the product. After Pnueli, Siegel and Singerman, Translation Validation (1998): not the compiler is proved but each of
-its outputs.
+The sharded graphs of p ranks run as threads of one process (tests/threads.py), through the operators and backward
+formulas of the product. After Pnueli, Siegel and Singerman, Translation Validation (1998): not the compiler is proved
+but each of its outputs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def validate(p: int, module: nn.Module, *args: Any, tolerance: float = TOLERANCE
     made = [transform(gm, inputs, Options(**options), Seat(rank, p)) for rank in range(p)]
     graphs = [flat if flat is not None else gm for flat, _, _ in made]
     results = run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], inputs))
-    wrong = [f"rank {rank}: {said}" for rank, found in enumerate(results) if (said := difference(expected, found, tolerance))]
+    wrong = [
+        f"rank {rank}: {said}" for rank, found in enumerate(results) if (said := difference(expected, found, tolerance))
+    ]
     return Verdict(wrong[0] if wrong else "", made[0][1], graphs[0])
 
 
@@ -74,7 +76,9 @@ def values_and_gradients(run: Any, inputs: Sequence[Any]) -> Values:
     copies = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
     outputs = [out for out in run(*copies) if isinstance(out, torch.Tensor)]
     differentiable = [out for out in outputs if out.requires_grad]
-    weights = [torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).view(out.shape).to(out) for out in differentiable]
+    weights = [
+        torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).view(out.shape).to(out) for out in differentiable
+    ]
     if differentiable:
         torch.autograd.backward(differentiable, weights)
     changed = [x.detach() for x in copies if isinstance(x, torch.Tensor)]
@@ -84,15 +88,24 @@ def values_and_gradients(run: Any, inputs: Sequence[Any]) -> Values:
 def difference(expected: Values, found: Values, tolerance: float) -> str:
     for what, ours, theirs in zip(("output", "gradient"), expected, found, strict=True):
         # Gradients that are zero in exact arithmetic (a key's bias) are rounding noise, not to be divided by.
-        floor = 1e-4 * max((float(a.double().abs().max()) for a in ours if a is not None and a.numel()), default=0.0) + 1e-12
+        floor = (
+            1e-4 * max((float(a.double().abs().max()) for a in ours if a is not None and a.numel()), default=0.0)
+            + 1e-12
+        )
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if a is None and b is None:
                 continue
             if a is None or b is None:
                 return f"{what} {k}: expected {'none' if a is None else 'one'}, found {'none' if b is None else 'one'}"
             if a.shape != b.shape or a.dtype != b.dtype or (what == "output" and a.stride() != b.stride()):
-                return f"{what} {k}: {list(a.shape)} {a.dtype} {a.stride()} became {list(b.shape)} {b.dtype} {b.stride()}"
-            error = float((a.double() - b.double()).abs().max()) / max(float(a.double().abs().max()), floor) if a.numel() else 0.0
+                return (
+                    f"{what} {k}: {list(a.shape)} {a.dtype} {a.stride()} became {list(b.shape)} {b.dtype} {b.stride()}"
+                )
+            error = (
+                float((a.double() - b.double()).abs().max()) / max(float(a.double().abs().max()), floor)
+                if a.numel()
+                else 0.0
+            )
             if not error <= tolerance:
                 return f"{what} {k} {list(a.shape)}: relative error {error:.1e}"
     return ""

@@ -47,7 +47,6 @@ class Route:
 class Strategy(ABC):
     """A frozen dataclass whose fields are its options."""
 
-    name: ClassVar[str]
     direct: ClassVar[bool]  # every route has one hop, so that it concerns its two ends only
 
     @abstractmethod
@@ -68,7 +67,6 @@ class Gather(Strategy):
     With a window over contiguous shards this is the halo exchange.
     """
 
-    name = "gather"
     direct = True
 
     def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
@@ -84,18 +82,18 @@ class Gather(Strategy):
 class Ring(Strategy):
     """From neighbour to neighbour, each row as far as the last rank that needs it (Liu et al., Ring Attention, 2023).
 
-    One-way, which is the default: a rank buffers two shards at a time whatever p is (the one it computes with and sends
-    on, and the one that comes in; in the first step its own going out instead), so memory falls as 1/p from p = 2 on.
-    Rows that no other rank sees stay at home. Backward three shards: its own may leave while others pass.
+    One-way is what "ring" means. A rank buffers at most two shards whatever p is: the one that it computes with and
+    sends on, and the one that comes in; in the first step its own going out takes the place of the former. So memory
+    falls as 1/p from p = 2 on. Rows that no other rank sees stay at home. Backward the bound is three shards, of keys
+    and of gradients: a rank's own may leave while others pass.
 
     Two-way sends both ways round and never across the widest gap between a row's users. Under a causal zigzag heads go
-    forward and tails back, 3/4 of the one-way traffic; but then both directions are buffered at once, twice the bound,
-    and work is less even over the steps. It is therefore not the default.
+    forward and tails back, which is 3/4 of the one-way traffic. But both directions are buffered at once (2.5 shards
+    forward from p = 8 on; the bound is doubled) and work is less even over the steps, so it is asked for by name.
     """
 
     two_way: bool = False
 
-    name = "ring"
     direct = False
 
     def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:

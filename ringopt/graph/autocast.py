@@ -1,7 +1,8 @@
 """Autocast regions as explicit casts.
 
-Which inputs autocast casts is not looked up in a list of op names (the lists differ by device and version) but watched: the
-op is run on fake values inside autocast and outside, and the casts it makes only inside are written into the graph.
+Which inputs autocast casts is not looked up in a list of op names (the lists differ by device and version) but
+watched: the op is run on fake values inside autocast and outside, and the casts it makes only inside are written into
+the graph.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class Uncastable(Exception):
 
 
 class SeenCasts(TorchDispatchMode):
-    """Which memory is cast to which dtype, in order. A view counts as what it views: einsum casts its transposed operand."""
+    """Which memory is cast to which dtype, in order. A view counts as what it views: einsum casts its transposed
+    operand."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.casts: list[tuple[int, torch.dtype]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,10 +105,11 @@ class Casting(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         try:
             with torch.autocast(self.regions[-1][0], enabled=False), SeenCasts() as seen:
-                node.target(*args, **kwargs)  # type: ignore[operator]
+                node.target(*args, **kwargs)
         except RuntimeError:
             return None  # such as "expected m1 and m2 to have the same dtype": autocast is what makes it run
-        return seen.casts
+        casts: list[tuple[int, torch.dtype]] = seen.casts
+        return casts
 
     def cast(self, arg: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
         if (arg, dtype) not in self.casts:

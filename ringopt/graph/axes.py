@@ -1,9 +1,9 @@
 """How the dims of an op's output come from the dims of its operands: one table for all directions.
 
 An op works *token by token* along a dim when row i of the output needs row i of an operand and nothing else of it.
-`rule_of(node)` says along which dims. From that one fact follow where a sharded operand takes the output (`push`), which
-operands must be sharded for a sharded output (`pull`), and which dims are summed away (`summed`), so that partial sums
-over the ranks give the whole. Ops without a rule mix rows in a way this table does not know.
+`rule_of(node)` says along which dims. From that one fact follow where a sharded operand takes the output (`push`),
+which operands must be sharded for a sharded output (`pull`), and which dims are summed away (`summed`), so that
+partial sums over the ranks give the whole. Ops without a rule mix rows in a way this table does not know.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def aligned(out: Sequence[int], operand: Sequence[int]) -> Dims:
 
 # Token-wise ops that carry no pointwise tag.
 POINTWISE = frozenset(
-    "to contiguous clone detach alias _to_copy lift_fresh_copy full_like zeros_like ones_like empty_like __and__ __or__ "
-    "__xor__ where masked_fill type_as softplus expand_as float bfloat16 half double rsub nan_to_num square".split()
+    {"to", "contiguous", "clone", "detach", "alias", "_to_copy", "lift_fresh_copy", "type_as", "float", "bfloat16"}
+    | {"half", "double", "full_like", "zeros_like", "ones_like", "empty_like", "where", "masked_fill", "expand_as"}
+    | {"__and__", "__or__", "__xor__", "softplus", "rsub", "nan_to_num", "square"}
 )
 
 
@@ -107,7 +108,7 @@ def pointwise(node: fx.Node) -> Rule | None:
     return Rule(tuple(aligned(out, shape_of(arg)) for arg in tensor_args(node)))
 
 
-# ---- views ------------------------------------------------------------------------------------------------------------
+# ---- views ---------------------------------------------------------------------------------------------------------
 def view(node: fx.Node) -> Rule:
     return ViewRule(old=shape_of(node.args[0]), new=shape_of(node))
 
@@ -170,7 +171,9 @@ def unbind(node: fx.Node) -> Rule:
 def cat(node: fx.Node) -> Rule:
     rank = len(shape_of(node))
     dim = argument(node, 1, "dim", 0) % rank
-    return Rule(tuple(same(len(shape_of(arg)), (dim,)) if len(shape_of(arg)) == rank else {} for arg in tensor_args(node)))
+    return Rule(
+        tuple(same(len(shape_of(arg)), (dim,)) if len(shape_of(arg)) == rank else {} for arg in tensor_args(node))
+    )
 
 
 def stack(node: fx.Node) -> Rule:
@@ -180,7 +183,7 @@ def stack(node: fx.Node) -> Rule:
     return Rule(tuple(dims for _ in tensor_args(node)))
 
 
-# ---- along all dims but some --------------------------------------------------------------------------------------------
+# ---- along all dims but some ---------------------------------------------------------------------------------------
 def but_dim(position: int, default: int | None = None) -> Callable[[fx.Node], Rule | None]:
     """Ops that mix along one dim given as argument: softmax, cumsum, flip, sort, ..."""
 
@@ -252,7 +255,7 @@ def gather(node: fx.Node) -> Rule:
     return Rule((along, {**along, dim: dim}))
 
 
-# ---- products -----------------------------------------------------------------------------------------------------------
+# ---- products ------------------------------------------------------------------------------------------------------
 def linear(node: fx.Node) -> Rule:
     rank, operands = len(shape_of(node)), list(tensor_args(node))
     with_bias = len(operands) == 3
@@ -292,18 +295,22 @@ def baddbmm(node: fx.Node) -> Rule:
 
 
 def einsum(node: fx.Node) -> Rule | None:
-    """Letters of the output run along with the same letters of the operands; a letter that every operand has and the output
-    has not is summed. No rule for ellipses, diagonals ("ii") and letters that only some operands sum."""
+    """Letters of the output run along with the same letters of the operands; a letter that every operand has and the
+    output has not is summed. No rule for ellipses, diagonals ("ii") and letters that only some operands sum."""
     inputs, _, out = node.args[0].replace(" ", "").partition("->")
     operands = inputs.split(",")
-    if "->" not in node.args[0] or "." in inputs or any(len(set(letters)) < len(letters) for letters in (*operands, out)):
+    if (
+        "->" not in node.args[0]
+        or "." in inputs
+        or any(len(set(letters)) < len(letters) for letters in (*operands, out))
+    ):
         return None
     maps = tuple({out.index(c): d for d, c in enumerate(letters) if c in out} for letters in operands)
     summed = [c for c in operands[0] if c not in out and all(c in letters for letters in operands)]
     return Rule(maps, tuple(tuple(letters.index(c) for c in summed) for letters in operands) if summed else ())
 
 
-# ---- look-ups -----------------------------------------------------------------------------------------------------------
+# ---- look-ups ------------------------------------------------------------------------------------------------------
 def embedding(node: fx.Node) -> Rule | None:
     if argument(node, 3, "scale_grad_by_freq", False):
         return None  # the gradient is divided by how often an index occurs in the whole batch
@@ -311,7 +318,8 @@ def embedding(node: fx.Node) -> Rule | None:
 
 
 def index(node: fx.Node) -> Rule | None:
-    """Advanced indexing: the dims of the index tensors stand where the indexed dims were (first, when those are apart)."""
+    """Advanced indexing: the dims of the index tensors stand where the indexed dims were (first, when those are
+    apart)."""
     source, indices = node.args[0], list(node.args[1])
     if any(is_tensor(i) and value_of(i).dtype in (torch.bool, torch.uint8) for i in indices):
         return None
@@ -358,7 +366,9 @@ RULES: dict[str, Callable[[fx.Node], Rule | None]] = {
     "unbind": unbind,
     **dict.fromkeys(("cat", "concat", "concatenate"), cat),
     "stack": stack,
-    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp"), but_dim(1)),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp"), but_dim(1)
+    ),
     "flip": but_dim(1),
     **dict.fromkeys(("triu", "tril"), triangle),
     "roll": but_dim(2),

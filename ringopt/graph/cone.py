@@ -94,7 +94,8 @@ class Cone:
     def stored(self, node: fx.Node, index: Sequence[Term]) -> Term:
         """End of the climb: the element is read from the value of `node` at run time. An input, a parameter or a buffer
         over queries and keys exists anyhow; what the program would have to compute is refused."""
-        if node.op not in ("placeholder", "get_attr") and pairs(index) and node not in self.constants:
+        computed = node.op not in ("placeholder", "get_attr") and node not in self.constants
+        if computed and self.is_table(node, index):
             raise Unreadable(
                 f"{op_name(node) or node.name} makes a tensor {list(shape_of(node))} over queries and keys from data, "
                 "and its elements cannot be followed further",
@@ -104,6 +105,12 @@ class Cone:
         if value is not None:
             self.known[node] = value
         return load(node, index, value_of(node).dtype)
+
+    def is_table(self, node: fx.Node, index: Sequence[Term]) -> bool:
+        """Whether `node` holds a number for each pair of a query and a key, and not, as tables of relative places do, one
+        for each difference."""
+        over = [size for size, each in zip(shape_of(node), index, strict=True) if each.axes & {"q", "k"}]
+        return pairs(index) and math.prod(over) > LARGER * (self.sizes["q"] + self.sizes["k"])
 
     def reads_more(self, term: Term, node: fx.Node, index: Index) -> bool:
         """Whether the sources of `term` are so much larger than `node` that `node` is the better thing to read."""

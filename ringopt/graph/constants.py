@@ -59,7 +59,7 @@ class Constants:
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         with unset_fake_temporarily(), torch.no_grad():
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return node.target(*args, **kwargs)
 
 
 def elements(value: Any) -> int:

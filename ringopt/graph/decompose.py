@@ -1,7 +1,7 @@
 """Operators that hold a whole layer, taken apart into ones the passes know.
 
-Under no_grad, nn.TransformerEncoderLayer and nn.MultiheadAttention call one operator for the layer. It has no gradient, so
-nothing is lost by writing out what it does; only the order of float additions inside may differ.
+Under no_grad, nn.TransformerEncoderLayer and nn.MultiheadAttention call one operator for the layer. It has no
+gradient, so nothing is lost by writing out what it does; only the order of float additions inside may differ.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ SOURCE_MASK, PADDING_MASK = 0, 1
 def encoder_layer(
     src: Tensor, width: int, heads: int, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
     gelu: bool, norm_first: bool, eps: float, norm1: Tensor, norm1_bias: Tensor, norm2: Tensor, norm2_bias: Tensor,
-    up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, mask: Tensor | None = None, mask_type: int | None = None,
+    up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, mask: Tensor | None = None,
+    mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`torch._transformer_encoder_layer_fwd`; src [B, S, width]."""
 
     def attend(x: Tensor) -> Tensor:
-        return attention(x, x, x, width, heads, in_weight, in_bias, out_weight, out_bias, mask, False, True, mask_type)[0]
+        return attention(x, x, x, width, heads, in_weight, in_bias, out_weight, out_bias, mask, False, True, mask_type)[
+            0
+        ]
 
     def feed_forward(x: Tensor) -> Tensor:
         hidden = F.linear(x, up, up_bias)

@@ -1,9 +1,9 @@
 """Writes become values: afterwards every name stands for one value, wherever it is read.
 
-Which nodes share memory is read off the storages of the captured fake values, so a reshape or `to` that happens to return
-a view counts as one. A write makes a new value; views of what was written are made again, from the new value, when they
-are next read; a write through a view is pasted into its base. What a write does to its target is asked of the op's own
-functional form, and an op without one is refused.
+Which nodes share memory is read off the storages of the captured fake values, so a reshape or `to` that happens to
+return a view counts as one. A write makes a new value; views of what was written are made again, from the new value,
+when they are next read; a write through a view is pasted into its base. What a write does to its target is asked of
+the op's own functional form, and an op without one is refused.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Functional:
 
     def functional(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         target, name = node.target, op_name(node)
-        schema = target._schema  # type: ignore[union-attr]
+        schema = target._schema
         writes = [i for i, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]
         if writes != [0] or not name.endswith("_"):
             raise Unwritable(f"{target} writes to something other than its first argument", node)
@@ -132,7 +132,7 @@ class Functional:
             cast.meta["val"] = value_of(value).to(value_of(node).dtype)
             return self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node)
         packet = getattr(aten, name[:-1], None)
-        overload = getattr(packet, target._overloadname, None)  # type: ignore[union-attr]
+        overload = getattr(packet, target._overloadname, None)
         if overload is None or overload._schema.is_mutable:
             raise Unwritable(f"{target} has no form that returns its result", node)
         result = self.emit(overload, args, kwargs, node)
@@ -189,7 +189,9 @@ PASTE: dict[str, Paste] = {
     "transpose": lambda parent, value, view, shape: (aten.transpose.int, (value, *view.args[1:])),
     "t": lambda parent, value, view, shape: (aten.t.default, (value,)),
     "permute": unpermuted,
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), reshaped),
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), reshaped
+    ),
     **dict.fromkeys(
         ("alias", "detach", "contiguous", "to"), lambda parent, value, view, shape: (aten.alias.default, (value,))
     ),

@@ -42,7 +42,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 def tensor_args(node: fx.Node) -> Iterator[fx.Node]:
     """Every place where a tensor (or a tuple of tensors) is an argument, in order; a node used twice comes twice."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda arg: found.append(arg) or arg)
+
+    def note(arg: fx.Node) -> fx.Node:
+        found.append(arg)
+        return arg
+
+    fx.map_arg((node.args, node.kwargs), note)
     return iter([arg for arg in found if isinstance(value_of(arg), (torch.Tensor, tuple, list))])
 
 

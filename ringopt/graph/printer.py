@@ -10,13 +10,13 @@ import torch.fx as fx
 
 from ringopt.graph.nodes import is_tensor, op_name, value_of
 
-
 # Arguments that tell a reader nothing: the name of the ranks' mesh, and the token that tells caches apart.
 HIDDEN = ("group", "version")
 
 
 def short(graph: fx.Graph, sizes: bool = False) -> str:
-    """One line a node: `%out = op(%in, 2)`. Names are those of the nodes; overloads, defaults and namespaces are left out."""
+    """One line a node: `%out = op(%in, 2)`. Names are those of the nodes; overloads, defaults and namespaces are left
+    out."""
     return "\n".join(line(node, sizes) for node in graph.nodes)
 
 

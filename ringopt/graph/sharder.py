@@ -4,8 +4,8 @@ Every value of the original graph is replicated, or sharded by one `Sharded` pla
 made once: the same value may be wanted replicated by one reader and sharded by another.
 
 A replicated value that is wanted sharded is not computed whole and then cut: the demand climbs through token-wise
-producers, by the same table that pushes placements forward, to inputs, `arange` and whatever mixes rows. So position ids,
-rope tables and shifted labels need no code of their own; the replicated originals die as dead code.
+producers, by the same table that pushes placements forward, to inputs, `arange` and whatever mixes rows. So position
+ids, rope tables and shifted labels need no code of their own; the replicated originals die as dead code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sharder:
         self.gathers: list[GatherNote] = []
         self.reader: fx.Node | None = None
 
-    # ---- what the walk calls ------------------------------------------------------------------------------------------
+    # ---- what the walk calls ---------------------------------------------------------------------------------------
     def keep(self, node: fx.Node) -> None:
         """An input, a constant: replicated as it is."""
         self.set(node, self.graph.node_copy(node, lambda arg: self.values[arg]), None)
@@ -81,7 +81,7 @@ class Sharder:
         value.meta["placement"] = placement
         value.meta["whole"] = value_of(node)
 
-    # ---- conversions --------------------------------------------------------------------------------------------------
+    # ---- conversions -----------------------------------------------------------------------------------------------
     def replicated(self, node: fx.Node) -> fx.Node:
         """The whole value on every rank."""
         placement = self.placements[node]
@@ -121,8 +121,8 @@ class Sharder:
         return self.emit(node, *reached, placement) if reached is not None else None
 
     def reach(self, node: fx.Node, placement: Sharded) -> tuple[Rule, list[Sharded | None]] | None:
-        """How a demand for rows of a replicated value climbs over its producer; None where the producer mixes rows or moving
-        the demand up would cost a gather."""
+        """How a demand for rows of a replicated value climbs over its producer; None where the producer mixes rows or
+        moving the demand up would cost a gather."""
         rule = rule_of(node) if self.placements[node] is None else None
         operands = list(tensor_args(node))
         wanted = rule.pull(placement) if rule is not None and len(rule.operands) == len(operands) else None
@@ -131,9 +131,10 @@ class Sharder:
         for operand, place in zip(operands, wanted, strict=True):
             if self.placements[operand] is not None and self.placements[operand] != place:
                 return None
-            if place is not None and not is_tensor(operand) and self.placements[operand] != place:
-                if self.reach(operand, place) is None:
-                    return None  # the several outputs of a split cannot be scattered
+            if place is None or is_tensor(operand) or self.placements[operand] == place:
+                continue
+            if self.reach(operand, place) is None:
+                return None  # the outputs of a split cannot be scattered
         return rule, wanted
 
     def operand(self, node: fx.Node, wanted: Sharded | None) -> fx.Node:
@@ -145,7 +146,7 @@ class Sharder:
             self.converted[key] = make()
         return self.converted[key]
 
-    # ---- emission -----------------------------------------------------------------------------------------------------
+    # ---- emission --------------------------------------------------------------------------------------------------
     def consistent(self, rule: Rule, wanted: Sequence[Sharded | None], out: Sharded) -> bool:
         return all(place is None or rule.push(i, place) == out for i, place in enumerate(wanted))
 
@@ -180,7 +181,8 @@ class Sharder:
         kwargs: dict[str, Any] | None = None,
         name: str | None = None,
     ) -> fx.Node:
-        """A node that is the value of `like` in some form. It takes over the name, so that a diff shows what changed."""
+        """A node that is the value of `like` in some form. It takes over the name, so that a diff shows what
+        changed."""
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name or like.name)
         new.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
         new.meta["placement"], new.meta["whole"], new.meta["named"] = placement, value_of(like), name or like.name
@@ -207,6 +209,8 @@ class Sharder:
 
     def describe(self, note: GatherNote) -> str:
         placement = self.placements[note.value]
-        reader = "an output of the graph" if note.reader.op == "output" else f"{op_name(note.reader) or note.reader.target}"
+        reader = (
+            "an output of the graph" if note.reader.op == "output" else f"{op_name(note.reader) or note.reader.target}"
+        )
         where = module_path(note.reader)
         return f"{reader}{' in ' + where if where else ''} needs all rows of {note.value.name}, sharded {placement}"

@@ -1,6 +1,7 @@
 """`ringopt::attention`: every spelling of attention as one operator, on one device.
 
-    attention(q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], attn_mask?, sources, pattern, mask, dropout_p, scale)
+    attention(q, k, v, attn_mask?, sources, pattern, mask, dropout_p, scale)
+    # q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]
 
 `attn_mask` is what the program gave; classify_mask turns it into `pattern` (structure: full, causal, window) and `mask`
 (the text of a term over b, h, q, k that reads `sources`). Query head h attends with KV head h // (Hq / Hkv).

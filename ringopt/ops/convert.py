@@ -9,8 +9,8 @@ The invariant: a replicated value has on every rank the same bits, and the same 
 reduce_from_group are f and g of Megatron-LM, Shoeybi et al. 2019, section 3.)
 
 A sharded dim has outer * length * inner places, of which the factor `length` is spread over the ranks as `layout` says.
-`local` is the number of its rows on this rank: an argument, because compiled code is cached by the text of the graph, and
-the same text on another rank or another number of ranks must not find this rank's sizes.
+`local` is the number of its rows on this rank: an argument, because compiled code is cached by the text of the graph,
+and the same text on another rank or another number of ranks must not find this rank's sizes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
 
 
 @torch.library.custom_op("ringopt::scatter", mutates_args=())
-def scatter(
-    x: Tensor, dim: int, outer: int, length: int, inner: int, local: int, layout: str, group: str
-) -> Tensor:
+def scatter(x: Tensor, dim: int, outer: int, length: int, inner: int, local: int, layout: str, group: str) -> Tensor:
     """This rank's rows of `x`, which every rank holds whole."""
     mesh = mesh_of(group)
     parts = _factored(x, dim, outer, inner)
@@ -93,15 +91,15 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows = torch.ops.ringopt.scatter(
-        grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.local, ctx.layout, ctx.group
-    )
+    rows = torch.ops.ringopt.scatter(grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.local, ctx.layout, ctx.group)
     return rows, None, None, None, None, None, None
 
 
 scatter.register_autograd(_scatter_backward, setup_context=_scatter_setup)
 gather.register_autograd(_gather_backward, setup_context=_gather_setup)
-reduce_from_group.register_autograd(lambda ctx, grad: (grad.clone(), None), setup_context=lambda ctx, inputs, output: None)
+reduce_from_group.register_autograd(
+    lambda ctx, grad: (grad.clone(), None), setup_context=lambda ctx, inputs, output: None
+)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -118,7 +116,7 @@ class _CopyToGroup(torch.autograd.Function):
 
 
 LIBRARY.define("copy_to_group(Tensor(a) x, str group) -> Tensor(a)")
-LIBRARY.impl("copy_to_group", lambda x, group: _CopyToGroup.apply(x, group), "CompositeImplicitAutograd")
+LIBRARY.impl("copy_to_group", _CopyToGroup.apply, "CompositeImplicitAutograd")
 
 
 def _factored(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:

@@ -1,9 +1,9 @@
 """Dropout of a shard: every rank draws from a stream of its own.
 
-The ranks' generators are usually seeded alike, so plain dropout would drop the same places of every shard; and shards of
-unequal size would leave the generators in different states, so that replicated values would drift apart. Here the default
-generator gives one seed (as many draws on every rank), and the mask comes from (seed, rank): reproducible for a seed, a
-number of ranks and a layout.
+The ranks' generators are usually seeded alike, so plain dropout would drop the same places of every shard; and shards
+of unequal size would leave the generators in different states, so that replicated values would drift apart. Here the
+default generator gives one seed (as many draws on every rank), and the mask comes from (seed, rank): reproducible for
+a seed, a number of ranks and a layout.
 """
 
 from __future__ import annotations

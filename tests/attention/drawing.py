@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from ringopt.attention.exchange import Exchange
@@ -9,6 +10,7 @@ from ringopt.attention.layouts import Contiguous, Zigzag
 from ringopt.attention.patterns import Full, Pattern, Window
 from ringopt.attention.routes import Gather, Ring
 
+many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)  # nothing is timed
 RANKS = (*range(1, 7),) * 15 + (*range(7, 17),)  # one plan in ten has many ranks: they take long to check
 
 

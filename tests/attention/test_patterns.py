@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ringopt.attention.patterns import Full, Kind, Pattern, Window, pattern_of
 from ringopt.errors import OptionError, PlanError
-from tests.attention.drawing import patterns
+from tests.attention.drawing import many, patterns
 
 some_patterns = patterns(most_rows=24)
 spans = st.builds(lambda start, size: range(start, start + size), st.integers(0, 24), st.integers(0, 24))
@@ -25,13 +25,14 @@ def pairs(pattern: Pattern, queries: range, keys: range) -> set[tuple[int, int]]
 
 
 @given(some_patterns)
+@settings(many)
 def test_spans_are_the_definition(pattern: Pattern) -> None:
     for query in range(pattern.q_length):
         assert list(pattern.span(query)) == [key for key in range(pattern.kv_length) if sees(pattern, query, key)]
 
 
 @given(some_patterns, spans, spans)
-@settings(max_examples=2000)
+@settings(many, max_examples=2000)
 def test_answers_about_a_tile_are_those_of_enumeration(pattern: Pattern, queries: range, keys: range) -> None:
     queries, keys = queries[: max(0, pattern.q_length - queries.start)], keys[: max(0, pattern.kv_length - keys.start)]
     everything = pairs(pattern, range(pattern.q_length), range(pattern.kv_length))
@@ -59,6 +60,7 @@ def kind_of(seen: set[tuple[int, int]], queries: range, keys: range) -> Kind:
 
 
 @given(st.integers(1, 30), st.integers(1, 30), spans, spans)
+@settings(many)
 def test_full_patterns_never_need_a_mask(q_length: int, kv_length: int, queries: range, keys: range) -> None:
     pattern = Full(q_length, kv_length, causal=True)
     queries, keys = queries[: max(0, q_length - queries.start)], keys[: max(0, kv_length - keys.start)]

@@ -7,17 +7,15 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from ringopt.attention.check import check_peers, check_rank, check_return, prove, simulate
 from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step, exchange_of
 from ringopt.attention.layouts import Layout, Zigzag
 from ringopt.attention.patterns import Kind, Pattern, Window
 from ringopt.errors import PlanError
-from tests.attention.drawing import exchanges
+from tests.attention.drawing import exchanges, many
 from tests.attention.faults import FAULTS, Faults, Plans
-
-many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 
 
 def unrolled(exchange: Exchange, backward: bool) -> Plans:

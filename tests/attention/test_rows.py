@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringopt.attention.rows import count, join, meet, text
+from tests.attention.drawing import many
 
 ranges = st.builds(range, st.integers(0, 20), st.integers(0, 20))
 
 
 @given(ranges, ranges)
+@settings(many)
 def test_meet_is_the_intersection(a: range, b: range) -> None:
     assert set(meet(a, b)) == set(a) & set(b)
     assert len(meet(a, b)) == max(0, meet(a, b).stop - meet(a, b).start)
 
 
 @given(st.lists(ranges))
+@settings(many)
 def test_join_is_the_union(some: list[range]) -> None:
     joined = join(some)
     assert [row for rows in joined for row in rows] == sorted(set().union(*some))

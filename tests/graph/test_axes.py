@@ -1,7 +1,7 @@
 """The table of rules, held against the ops themselves.
 
-The law of a rule: for every dim of the output that `pull` accepts, rows a..b of the output are the op on rows a..b of the
-operands that run along, and on the others whole.
+The law of a rule: for every dim of the output that `pull` accepts, rows a..b of the output are the op on rows a..b of
+the operands that run along, and on the others whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPS = {
     "amax": (lambda x: x.amax(0), (A,), {0, 1}),
     "var of all": (lambda x: x.var(), (A,), set()),
     "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), (A,), {0, 1}),
-    "gather": (lambda x, y: x.gather(2, (y > 0).long()), (A, C[:1] + (4, 2)), {0, 1, 2}),
+    "gather": (lambda x, y: x.gather(2, (y > 0).long()), (A, (*C[:1], 4, 2)), {0, 1, 2}),
     "linear": (F.linear, (A, (5, 6), (5,)), {0, 1, 2}),
     "matmul": (lambda x, y: x @ y, (A, (3, 6, 5)), {0, 1, 2}),
     "matmul by matrix": (lambda x, y: x @ y, (A, (6, 5)), {0, 1, 2}),

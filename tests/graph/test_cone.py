@@ -209,3 +209,16 @@ def test_embedding_whose_gradient_is_not_that_of_its_rows_is_not_entered():
         lambda w, i: torch.nn.functional.embedding(i, w, scale_grad_by_freq=True) + 1, (Y, J)
     )
     assert "embedding" in {load.source.name for load in loads(pulled(gm, node)[1])}
+
+
+def test_a_table_of_relative_places_in_a_grid_is_no_table_of_pairs():
+    """Swin and BEiT: 8 x 8 patches are 64 rows, their differences 15 x 15 numbers."""
+
+    def grid(table):
+        row, column = torch.arange(64) // 8, torch.arange(64) % 8
+        return table.cumsum(0)[row[None] - row[:, None] + 7, column[None] - column[:, None] + 7]
+
+    gm, node = traced(grid, (torch.randn(15, 15),))
+    cone, term = pulled(gm, node, "qk")
+    assert_element_is(gm, node, (torch.randn(15, 15),), cone, term)
+    assert {load.source.name for load in loads(term)} == {"cumsum"}

@@ -28,7 +28,10 @@ sdpa = F.scaled_dot_product_attention
 
 def qkv(*lead, rows=5, keys=5, kv_heads=None):
     lead_kv = (*lead[:-1], kv_heads) if kv_heads else lead
-    return [torch.randn(*d, n, 8, dtype=torch.float64, requires_grad=True) for d, n in ((lead, rows), (lead_kv, keys), (lead_kv, keys))]
+    return [
+        torch.randn(*d, n, 8, dtype=torch.float64, requires_grad=True)
+        for d, n in ((lead, rows), (lead_kv, keys), (lead_kv, keys))
+    ]
 
 
 FORMS = {
@@ -44,7 +47,11 @@ FORMS = {
     "three dims, mask": (lambda q, k, v: sdpa(q, k, v, torch.eye(5, dtype=torch.bool)[None].expand(6, 5, 5)), (6,), {}),
     "two dims": (lambda q, k, v: sdpa(q, k, v), (), {}),
     "five dims": (lambda q, k, v: sdpa(q, k, v, is_causal=True), (2, 3, 4), {}),
-    "five dims, mask": (lambda q, k, v: sdpa(q, k, v, torch.eye(5, dtype=torch.bool).expand(2, 3, 4, 5, 5)), (2, 3, 4), {}),
+    "five dims, mask": (
+        lambda q, k, v: sdpa(q, k, v, torch.eye(5, dtype=torch.bool).expand(2, 3, 4, 5, 5)),
+        (2, 3, 4),
+        {},
+    ),
 }
 
 
@@ -91,9 +98,17 @@ def test_a_whole_encoder_layer_is_taken_apart():
 @pytest.mark.parametrize(
     "call, lead, sentence",
     [
-        (lambda q, k, v: sdpa(q, k, v, dropout_p=0.1), (2, 4), "dropout_p is 0.1; attention dropout is not sharded yet"),
+        (
+            lambda q, k, v: sdpa(q, k, v, dropout_p=0.1),
+            (2, 4),
+            "dropout_p is 0.1; attention dropout is not sharded yet",
+        ),
         (lambda q, k, v: sdpa(q, k[:1], v[:1]), (2, 4), "are broadcast over batch dims"),
-        (lambda q, k, v: sdpa(q, k, v, torch.ones(2, 1, 1, 5, 5, dtype=torch.bool)), (2, 3, 4), "is broadcast over some batch dims"),
+        (
+            lambda q, k, v: sdpa(q, k, v, torch.ones(2, 1, 1, 5, 5, dtype=torch.bool)),
+            (2, 3, 4),
+            "is broadcast over some batch dims",
+        ),
     ],
 )
 def test_refusals(call, lead, sentence):

@@ -1,4 +1,5 @@
-"""Programs with one step between two attentions: the sharded program is the program, on every rank, gradients included."""
+"""Programs with one step between two attentions: the sharded program is the program, on every rank, gradients
+included."""
 
 from __future__ import annotations
 
@@ -230,7 +231,9 @@ class TestGolden(expecttest.TestCase):
 
         gm, given = captured(One(), torch.randn(1, 10, 4))
         Pipeline(LINE, keep).run(capture(gm, given), Context(Options(), Seat(0, 2)))
-        self.assertExpectedInline(changes(seen["choose_strategy"], seen["shard_sequence"]), """\
+        self.assertExpectedInline(
+            changes(seen["choose_strategy"], seen["shard_sequence"]),
+            """\
   %linear_weight = input
   %x = input
 + %x_rows = scatter(%x, 1, 1, 10, 1, 5, 'zigzag')
@@ -251,4 +254,5 @@ class TestGolden(expecttest.TestCase):
 + %mean_div = div(%mean_reduce_from_group, 40)
 + %mean = to(%mean_div, float32)
   %add = add(%x, 1)
-  return [%mean, %add]""")
+  return [%mean, %add]""",  # noqa: E501
+        )
