@@ -37,8 +37,8 @@ from ringopt.graph.term_readers import evaluate
 from ringopt.graph.terms import Term, loads
 from ringopt.pipeline import Context, Pass
 
-# A mask that is too large to compute while compiling is compared at some blocks of BLOCK x BLOCK.
-BLOCK, BLOCKS = 64, 12
+# A mask of more elements is compared at some blocks of BLOCK x BLOCK instead of whole.
+WHOLE, BLOCK, BLOCKS = 1 << 22, 64, 12
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,13 @@ class ClassifyMask(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         reader = Reader(gm.graph, context)
         for node, info in context.sites.items():
-            if node.target is not torch.ops.ringopt.attention.default or node.args[3] is None:
+            if node.target is not torch.ops.ringopt.attention.default:
+                continue
+            if node.args[3] is None or node.args[5] != "full":
                 continue
             found = reader.read(node)
             if isinstance(found, Refusal):
-                context.refusals.append(found)
+                context.refusals += [found] if found not in context.refusals else []
                 info.pattern = "mask"
                 info.notes.insert(0, found.sentence)
                 continue
@@ -107,7 +109,7 @@ def check(reading: Reading, given: fx.Node, term: Term, cone: Cone) -> Refusal |
     """Of a mask that no input reaches. A difference would be a fault of ringopt; the site then keeps its mask."""
     if not cone.is_known(term) or any(source not in cone.known for source in reading.sources):
         return None
-    whole = cone.constants.get(given)
+    whole = cone.constants.get(given) if math.prod(shape_of(given)) <= WHOLE else None
     with unset_fake_temporarily(), torch.no_grad():
         for rows, keys in blocks(cone.sizes, whole is not None):
             place = places(cone.sizes["b"], cone.sizes["h"], rows, keys)

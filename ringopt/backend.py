@@ -107,18 +107,17 @@ def tell(report: Report, options: Options) -> None:
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:
     run: Compiled = gm
-    if options.inner_backend == "eager":
-        return run
     if options.inner_backend == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
         run = aot_eager(gm, list(example_inputs))
-        return run
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
+    elif options.inner_backend == "inductor":
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
 
-    patches = list_mode_options(mode) if mode else None
-    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+        patches = list_mode_options(mode) if mode else None
+        run = compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[assignment]
+    return run
 
 
 def explain(

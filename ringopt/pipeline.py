@@ -109,7 +109,7 @@ class Pipeline:
             gm.graph.lint()
             gm.recompile()
             log.debug("after %s: %d nodes", step.name, len(gm.graph.nodes))
-            name = {"name": f"ringopt_after_{step.name}", "encoding": "string"}
-            trace_structured("artifact", lambda name=name: name, lambda: gm.print_readable(print_output=False))  # type: ignore[misc]
+            said = {"name": f"ringopt_after_{step.name}", "encoding": "string"}
+            trace_structured("artifact", said.copy, payload_fn=lambda: gm.print_readable(print_output=False))
             if self.callback is not None:
                 self.callback(step, gm)

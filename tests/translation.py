@@ -34,11 +34,12 @@ class Seat(PretendedMesh):
 
 @dataclass(frozen=True)
 class Verdict:
-    """`wrong` is the first thing that differs, "" where all agree."""
+    """`wrong` is the first thing that differs, "" where all agree; `found` are the values and gradients of each rank."""
 
     wrong: str
     report: Report
     graph: fx.GraphModule
+    found: list[Values]
 
 
 def captured(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, list[Any]]:
@@ -65,7 +66,7 @@ def validate(p: int, module: nn.Module, *args: Any, tolerance: float = TOLERANCE
     wrong = [
         f"rank {rank}: {said}" for rank, found in enumerate(results) if (said := difference(expected, found, tolerance))
     ]
-    return Verdict(wrong[0] if wrong else "", made[0][1], graphs[0])
+    return Verdict(wrong[0] if wrong else "", made[0][1], graphs[0], results)
 
 
 Values = tuple[list[Any], list[Any]]

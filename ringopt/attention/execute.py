@@ -68,7 +68,8 @@ def attend(
             for part in tile.strips(q.shape[2] if whole else strip):
                 rows, (keys, values) = local.slice(part.queries), held.pair(part.keys)
                 given = (q[:, :, rows], keys, values, part.mask, part.causal, attention.scale)
-                merged.add(rows, *attention.kernel.forward(*given))
+                kernel = attention.kernel if part.level is None else Math(part.level)
+                merged.add(rows, *kernel.forward(*given))
 
     for number, step in enumerate(exchange.forward(rank)):
         label = f"forward {number}"
@@ -166,10 +167,11 @@ class BlockBackward:
         dout, q, out, lse = (x[:, :, rows] for x in (self.dout, saved.q, saved.out, saved.lse))
         given, mask, how = (dout, q, keys, values, out, lse), tile.mask, (tile.causal, attention.scale)
         if mask is not None and mask.requires_grad:
-            dq, dk, dv, dmask = Math().backward_with_mask(*given, mask, *how)
+            dq, dk, dv, dmask = Math(tile.level).backward_with_mask(*given, mask, *how)
             self._learn(mask, dmask)
         else:
-            dq, dk, dv = attention.kernel.backward(*given, mask, *how)
+            kernel = attention.kernel if tile.level is None else Math(tile.level)
+            dq, dk, dv = kernel.backward(*given, mask, *how)
         self.dq[:, :, rows] += dq
         self.gradients.add(tile.keys, dk, dv)
 

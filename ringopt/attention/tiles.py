@@ -1,10 +1,17 @@
 """From a block of the plan to tiles that a kernel computes: what is hidden is left out, masks are made a piece at a
-time."""
+time.
+
+A program may hide keys by adding a large number, such as -3.4e38, in place of -inf. A row that sees no key then weighs
+all its keys alike: their scores vanish in the rounding of the sum. So does what is small in the row's log-sum-exp,
+which could no longer tell a tile of ten keys from one of a thousand. Such rows have a `level`, the largest number
+added to a score of the row, and their tiles are computed with the level taken off after the rounding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,22 +20,28 @@ from ringopt.attention.exchange import Block
 from ringopt.attention.patterns import Kind, Pattern
 from ringopt.attention.rows import meet
 from ringopt.graph.mask import Mask
+from ringopt.graph.term_bounds import bounds
 from ringopt.graph.terms import axes_of
-from ringopt.kernels.base import HIDDEN
+from ringopt.kernels.base import HIDDEN, accumulator
 
 # Elements of one mask: 16 MiB in float32. A tile with a mask is cut over its queries to stay below, so that memory does
 # not grow with the square of the rows of a rank.
 MASK_ELEMENTS = 1 << 22
 
+# Rows with nothing above this added to their scores have a level: scores of a few hundred still count beside it.
+LOW = -1e4
+
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries x keys (global rows). `mask` is additive, [1|B, 1|Hq, queries, keys], or None."""
+    """Queries x keys (global rows). `mask` is additive, [1|B, 1|Hq, queries, keys], or None; so is `level`, with one
+    key."""
 
     queries: range
     keys: range
     mask: Tensor | None = None
     causal: bool = False
+    level: Tensor | None = None
 
     def strips(self, rows: int) -> Iterator[Tile]:
         """The same in pieces of at most `rows` queries; a triangle becomes small triangles and what is before them."""
@@ -37,13 +50,15 @@ class Tile:
             return
         for start in range(self.queries.start, self.queries.stop, rows):
             queries = range(start, min(start + rows, self.queries.stop))
+            first = start - self.queries.start
+            level = self.level[:, :, first : first + len(queries)] if self.level is not None else None
             if not self.causal:
-                yield Tile(queries, self.keys, self._mask_of(queries, self.keys))
+                yield Tile(queries, self.keys, self._mask_of(queries, self.keys), level=level)
                 continue
             before = range(self.keys.start, start)
             if before:
-                yield Tile(queries, before, self._mask_of(queries, before))
-            yield Tile(queries, queries, self._mask_of(queries, queries), causal=True)
+                yield Tile(queries, before, self._mask_of(queries, before), level=level)
+            yield Tile(queries, queries, self._mask_of(queries, queries), True, level)
 
     def _mask_of(self, queries: range, keys: range) -> Tensor | None:
         if self.mask is None:
@@ -64,6 +79,7 @@ class Scores:
     dtype: torch.dtype
     device: torch.device
     _axes: frozenset[str] = field(init=False)
+    _levels: dict[range, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_axes", frozenset(axes_of([self.mask.visible, self.mask.bias])))
@@ -78,7 +94,8 @@ class Scores:
             return
         step = self._queries_at_once(len(block.keys))
         if verdict == "partial" and block.kind is Kind.CAUSAL and len(block.queries) <= step:
-            yield Tile(block.queries, block.keys, self._additive(block.queries, block.keys), causal=True)
+            mask = self._additive(block.queries, block.keys)
+            yield Tile(block.queries, block.keys, mask, True, self._level(block.queries))
             return
         for start in range(block.queries.start, block.queries.stop, step):
             queries = range(start, min(start + step, block.queries.stop))
@@ -92,11 +109,38 @@ class Scores:
             return
         mask = self._additive(queries, keys) if verdict == "partial" else None
         if kind is not Kind.FULL:
-            band = self._band(queries, keys)
-            hidden = torch.full((), HIDDEN, dtype=self.dtype, device=self.device)
-            mask = torch.where(band, hidden.new_zeros(()) if mask is None else mask, hidden)
-            mask = mask if mask.dim() == 4 else mask[None, None]
-        yield Tile(queries, keys, mask)
+            mask = self._within(mask, queries, keys)
+        yield Tile(queries, keys, mask, level=self._level(queries))
+
+    def _within(self, mask: Tensor | None, queries: range, keys: range) -> Tensor:
+        """`mask` (None: zeros) where the pattern lets a query see a key, else -inf."""
+        hidden = torch.full((), HIDDEN, dtype=self.dtype, device=self.device)
+        mask = torch.where(self._band(queries, keys), hidden.new_zeros(()) if mask is None else mask, hidden)
+        return mask if mask.dim() == 4 else mask[None, None]
+
+    def _level(self, queries: range) -> Tensor | None:
+        """[1|B, 1|Hq, queries, 1]: the largest number added in each row where that is below LOW, else 0."""
+        if queries not in self._levels:
+            self._levels[queries] = self._largest(queries) if self._lowest <= LOW else None
+        return self._levels[queries]
+
+    @cached_property
+    def _lowest(self) -> float:
+        """No number added to a score is below this."""
+        if self.mask.bias is None:
+            return 0.0
+        lengths = (self.batch, self.heads, self.pattern.q_length, self.pattern.kv_length)
+        spans = {axis: range(length) for axis, length in zip("bhqk", lengths, strict=True)}
+        return float(bounds(self.mask.bias, spans, self.sources)[0])
+
+    @torch.no_grad()
+    def _largest(self, queries: range) -> Tensor | None:
+        keys, step = self.pattern.needs(queries), self._queries_at_once(len(queries))
+        pieces = (range(start, min(start + step, keys.stop)) for start in range(keys.start, keys.stop, step))
+        parts = [self._within(self._additive(queries, piece), queries, piece).amax(3, keepdim=True) for piece in pieces]
+        largest = torch.stack(parts).amax(0).to(accumulator(self.dtype))
+        level = largest.masked_fill((largest > LOW) | (largest == HIDDEN), 0.0)
+        return level if bool(level.any()) else None
 
     def _verdict(self, queries: range, keys: range) -> str:
         if not self.mask.text:

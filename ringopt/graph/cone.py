@@ -29,7 +29,8 @@ from ringopt.graph.terms import INTEGERS, Affine, Term, affine, axes_of, axis, c
 # Nested ops that are followed; a mask that is deeper is no mask but the model.
 DEEPEST = 100
 
-# A vector over rows is read in place of sources this many times its size: of hidden states, never of an input mask.
+# What counts as much larger than a vector over rows: hidden states and tables of pairs do, not two vectors, nor the
+# (2w - 1)^2 differences of w^2 rows.
 LARGER = 4
 
 

@@ -220,4 +220,3 @@ RULES: dict[str, Rule] = {
     "cat": cat,
     **dict.fromkeys(("pad", "constant_pad_nd"), pad),
 }
-

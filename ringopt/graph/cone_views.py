@@ -165,9 +165,7 @@ def repeat_interleave(cone: Cone, node: fx.Node, index: Index) -> Place | None:
 def flip(cone: Cone, node: fx.Node, index: Index) -> Place | None:
     dims = [dim % len(index) for dim in node.args[1]]
     sizes = shape_of(node)
-    return node.args[0], tuple(
-        plus(times(i, -1), sizes[dim] - 1) if dim in dims else i for dim, i in enumerate(index)
-    )
+    return node.args[0], tuple(plus(times(i, -1), sizes[dim] - 1) if dim in dims else i for dim, i in enumerate(index))
 
 
 def index_tensor(cone: Cone, node: fx.Node, index: Index) -> Place | None:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
-from ringopt.graph.nodes import value_of
+from ringopt.graph.nodes import op_name, value_of
 
-# More elements than this are not computed while a program is compiled.
-LARGEST = 1 << 22
+# More elements than this are not computed while a program is compiled: vectors of a million rows are, no large table is.
+LARGEST = 1 << 24
 
 
 class Constants:
@@ -75,4 +75,5 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    undefined = "empty" in op_name(node)
+    return not (undefined or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)

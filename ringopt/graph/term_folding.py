@@ -204,7 +204,9 @@ def literal(arg: Arg, dtype: torch.dtype) -> Term:
         return cast(arg, dtype)
     assert isinstance(arg, (bool, int, float))
     with unset_fake_temporarily():
-        return number(torch.tensor(arg, dtype=torch.float64 if isinstance(arg, float) else None).to(dtype).item(), dtype)
+        return number(
+            torch.tensor(arg, dtype=torch.float64 if isinstance(arg, float) else None).to(dtype).item(), dtype
+        )
 
 
 def logic(op: str, left: Term, right: Term) -> Term:
@@ -255,9 +257,7 @@ def _neutral(op: str, args: Sequence[Arg], dtype: torch.dtype) -> Term | None:
 
 
 # ---- the same term elsewhere -----------------------------------------------------------------------------------------
-def substitute(
-    term: Term, axes: Mapping[str, Affine] | None = None, sources: Mapping[Any, Any] | None = None
-) -> Term:
+def substitute(term: Term, axes: Mapping[str, Affine] | None = None, sources: Mapping[Any, Any] | None = None) -> Term:
     """The term with other coordinates for some axes and other names for its sources, simplified again."""
     places, names = axes or {}, sources or {}
     new: dict[Term, Term] = {}

@@ -19,7 +19,12 @@ SCORES = 1 << 22  # elements of [B, Hq, rows, Sk] held at once: 16 MiB in float3
 
 
 class Math(Kernel):
+    """`level` [1|B, 1|Hq, Sq, 1] is taken off the masked scores of each row, and so off its lse."""
+
     name = "math"
+
+    def __init__(self, level: Tensor | None = None):
+        self.level = level
 
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
         if dtype.is_floating_point and dtype.itemsize >= 2:
@@ -34,7 +39,7 @@ class Math(Kernel):
         out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide)
         lse = q.new_empty(q.shape[:3], dtype=wide)
         for rows in row_chunks(q, k):
-            scores = scores_of(q, k, mask, causal, scale, rows)
+            scores = self._scores(q, k, mask, causal, scale, rows)
             lse[:, :, rows] = scores.logsumexp(-1)
             weights = scores.sub_(visible_lse(lse[:, :, rows]).unsqueeze(-1)).exp_()
             out[:, :, rows] = spread(fold(weights, groups) @ v, groups)
@@ -87,7 +92,7 @@ class Math(Kernel):
         k, v = k.to(wide), v.to(wide)
         dq, dk, dv = q.new_empty(q.shape, dtype=wide), torch.zeros_like(k), torch.zeros_like(v)
         for rows in row_chunks(q, k):
-            weights = scores_of(q, k, mask, causal, scale, rows).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+            weights = self._scores(q, k, mask, causal, scale, rows).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
             grad = dout[:, :, rows].to(wide)
             dot = (grad * out[:, :, rows]).sum(-1, keepdim=True)
             weights, grad = fold(weights, groups), fold(grad, groups)
@@ -100,23 +105,24 @@ class Math(Kernel):
             dk += dscores.mT @ fold(q[:, :, rows].to(wide), groups)
         return dq, dk, dv
 
+    def _scores(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, rows: slice) -> Tensor:
+        """Masked scores [B, Hq, rows, Sk] of some query rows; `k` is in the accumulator's dtype already."""
+        groups = q.shape[1] // k.shape[1]
+        scores = spread(fold(q[:, :, rows].to(k.dtype), groups) @ k.mT, groups).mul_(scale)
+        if mask is not None:
+            scores += mask[:, :, rows]
+        if self.level is not None:
+            scores -= self.level[:, :, rows]
+        if causal:
+            queries = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+            scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > queries, HIDDEN)
+        return scores
+
 
 def row_chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
     step = max(1, SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
     for first in range(0, q.shape[2], step):
         yield slice(first, min(first + step, q.shape[2]))
-
-
-def scores_of(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, rows: slice) -> Tensor:
-    """Masked scores [B, Hq, rows, Sk] of some query rows; `k` is in the accumulator's dtype already."""
-    groups = q.shape[1] // k.shape[1]
-    scores = spread(fold(q[:, :, rows].to(k.dtype), groups) @ k.mT, groups).mul_(scale)
-    if mask is not None:
-        scores += mask[:, :, rows]
-    if causal:
-        queries = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-        scores.masked_fill_(torch.arange(k.shape[2], device=q.device) > queries, HIDDEN)
-    return scores
 
 
 def fold(x: Tensor, groups: int) -> Tensor:

@@ -141,6 +141,14 @@ def test_backward_of_tiles_takes_the_lse_of_whole_rows(kernel: Kernel) -> None:
 
 
 @EACH
+def test_gradients_of_grouped_heads_are_summed_wide(kernel: Kernel) -> None:
+    q, k, v, dout = operands(9, 9, heads=(4, 1), dtype=torch.bfloat16)
+    out, lse = kernel.forward(q, k, v, None, False, 0.3)
+    _, dk, dv = kernel.backward(dout, q, k, v, out.bfloat16(), lse, None, False, 0.3)
+    assert dk.dtype == dv.dtype == torch.float32
+
+
+@EACH
 def test_causal_is_for_squares(kernel: Kernel) -> None:
     q, k, v, dout = operands(3, 4)
     with pytest.raises(ValueError, match="a causal tile is square; found 3 queries and 4 keys"):

@@ -304,7 +304,7 @@ def test_only_upper_left_is_causal_over_different_lengths(offset, pattern, left)
 
 
 def test_long_masks_are_compared_in_blocks(monkeypatch):
-    monkeypatch.setattr("ringopt.graph.constants.LARGEST", 1000)
+    monkeypatch.setattr("ringopt.passes.classify_mask.WHOLE", 1000)
     site = only(Attention(chunks), X.repeat(1, 4, 1))
     assert site.node.args[5] == "causal"
 
@@ -347,5 +347,7 @@ def test_sites_that_share_a_mask_are_read_alike():
 
 
 def test_no_mask_is_computed_any_more():
-    gm, _context = after((Normalize(), FindAttention(), ClassifyMask()), Attention(documents_from_positions), X, POSITIONS)
+    gm, _context = after(
+        (Normalize(), FindAttention(), ClassifyMask()), Attention(documents_from_positions), X, POSITIONS
+    )
     assert all(shape_of(node)[-2:] != (N, N) for node in gm.graph.nodes if node.op == "call_function")

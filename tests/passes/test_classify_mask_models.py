@@ -10,6 +10,11 @@ import torch.nn as nn
 import transformers
 
 from ringopt.graph.nodes import shape_of
+from ringopt.passes.classify_mask import ClassifyMask
+from ringopt.passes.find_attention import FindAttention
+from ringopt.passes.normalize import Normalize
+from ringopt.passes.strip_repeat_kv import StripRepeatKv
+from tests.capturing import after
 from tests.masks import assert_same_mask, classified
 
 B, N, DECODED = 2, 20, 14
@@ -126,3 +131,21 @@ def test_masks_of_multihead_attention(padding, name):
     (site,), _context = classified(MultiheadAttention(), torch.randn(B, N, 32), *([] if padding is None else [padding]))
     assert_same_mask(site)
     assert site.info.pattern == name
+
+
+@pytest.mark.parametrize("name", ["llama, left padding", "mistral", "t5, padding"])
+def test_graph_gives_the_same_numbers_and_gradients(name):
+    make, kwargs, _names = MODELS[name]
+    torch.manual_seed(0)
+    module, passes = make(), (Normalize(), FindAttention(), StripRepeatKv(), ClassifyMask())
+    gm, _context = after(passes, module, {"input_ids": IDS, **kwargs})
+    inputs = gm.meta["inputs"]
+    found = [x for x in gm(*inputs) if x.is_floating_point() and x.requires_grad]
+    reference = module(input_ids=IDS, **kwargs)
+    expected = [reference[key] for key in ("logits", "last_hidden_state") if key in reference]
+    expected = [out for out in expected if out.shape == found[0].shape]
+    assert torch.allclose(found[0], expected[0], atol=1e-5)
+    weights = [x for x in inputs if x.requires_grad]
+    grads = [torch.autograd.grad(out.sin().sum(), weights, allow_unused=True) for out in (found[0], expected[0])]
+    for left, right in zip(*grads, strict=True):
+        assert (left is None and right is None) or torch.allclose(left, right, atol=1e-4)
