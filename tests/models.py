@@ -145,13 +145,13 @@ MODELS: dict[str, Callable[[int], Built]] = {
 }  # fmt: skip
 
 
-def build(name: str, length: int, dtype: torch.dtype = torch.float32) -> Built:
-    """The same weights and inputs on every call."""
+def build(name: str, length: int, dtype: torch.dtype = torch.float32, own_loss: bool = False) -> Built:
+    """The same weights and inputs on every call. In float64 the loss is computed in float64, but for `own_loss`."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model, inputs = MODELS[name](length)
     floats = {key: x.to(dtype) for key, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    if dtype is torch.float64 and "labels" in inputs:
+    if dtype is torch.float64 and "labels" in inputs and not own_loss:
         model = Float64Loss(model)
     return model.to(dtype).train(), {**inputs, **floats}
 

@@ -71,8 +71,9 @@ class ProcessMesh(Mesh):
         # As bytes: gloo gathers no bool and no complex numbers.
         mine = x.contiguous().view(-1).view(torch.uint8)
         whole = mine.new_empty(self.size * mine.numel())
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
         what = f"all_gather of {x.nbytes} bytes with global ranks {self.ranks}"
-        self._guarded(label, what, lambda: dist.all_gather_into_tensor(whole, mine, group=self.group))
+        self._guarded(label, what, lambda: gather(whole, mine, group=self.group))
         return [part.view(x.dtype).view(x.shape) for part in whole.split(mine.numel())]
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:

@@ -108,8 +108,8 @@ class Cone:
         return load(node, index, value_of(node).dtype)
 
     def is_table(self, node: fx.Node, index: Sequence[Term]) -> bool:
-        """Whether `node` holds a number for each pair of a query and a key, and not, as tables of relative places do, one
-        for each difference."""
+        """Whether `node` holds a number for each pair of a query and a key; tables of relative places hold one for each
+        difference."""
         over = [size for size, each in zip(shape_of(node), index, strict=True) if each.axes & {"q", "k"}]
         return pairs(index) and math.prod(over) > LARGER * (self.sizes["q"] + self.sizes["k"])
 

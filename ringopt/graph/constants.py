@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from typing import Any
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -15,19 +14,19 @@ from torch.fx.node import map_aggregate
 
 from ringopt.graph.nodes import op_name, value_of
 
-# More elements than this are not computed while a program is compiled: vectors of a million rows are, no large table is.
+# More elements than this are not computed while a program is compiled: vectors of a million rows are, large tables not.
 LARGEST = 1 << 24
 
 
 class Constants:
-    """Computes on demand, by the ops of the graph itself.
+    """Computes on demand, by the ops of the graph itself, but on the CPU: the program's device may be meta, or busy.
 
     `given` holds the tensors that are part of the program (constants it was written with), by node. Parameters, buffers
     and inputs do not belong there: they may hold something else at the next call.
     """
 
     def __init__(self, graph: fx.Graph, given: Mapping[fx.Node, Tensor]):
-        self.values: dict[fx.Node, Any] = dict(given)
+        self.values: dict[fx.Node, Any] = {node: value.cpu() for node, value in given.items()}
         self.free: dict[fx.Node, None] = {}  # in the order of the graph
         for node in graph.nodes:
             if node in self.values or (is_pure(node) and all(arg in self.free for arg in node.all_input_nodes)):
@@ -57,9 +56,13 @@ class Constants:
     def _compute(self, node: fx.Node) -> Any:
         if any(self.values[arg] is None for arg in node.all_input_nodes) or elements(value_of(node)) > LARGEST:
             return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        args, kwargs = map_aggregate(fx.map_arg((node.args, node.kwargs), self.values.__getitem__), on_cpu)
         with unset_fake_temporarily(), torch.no_grad():
             return node.target(*args, **kwargs)
+
+
+def on_cpu(argument: Any) -> Any:
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
 def elements(value: Any) -> int:

@@ -1,0 +1,70 @@
+"""The captured graph is the program, bit for bit; what would lose a gradient is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ringopt.capture import capture, readable
+from ringopt.graph.nodes import op_name
+from ringopt.pipeline import GraphRefused
+from tests.capturing import assert_same
+from tests.models import MODELS, build
+from tests.translation import captured
+
+
+def is_operator(node):
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_models_bit_for_bit(name):
+    model, inputs = build(name, 13)
+    gm, given = captured(model, **inputs)
+    flat = capture(gm, given)
+    strange = {node.target for node in flat.graph.nodes if node.op == "call_function" and not is_operator(node)}
+    assert {getattr(target, "__name__", target) for target in strange} <= {"getitem", "_set_grad_enabled"}
+    assert "scaled_dot_product_attention" in map(op_name, flat.graph.nodes)
+    assert_same(flat, gm, given)
+
+
+def checkpointed(x):
+    return checkpoint(lambda y: y.sin() * 2, x, use_reentrant=False)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@pytest.mark.parametrize(
+    "function, sentence", [(checkpointed, "activation checkpointing"), (Twice.apply, "a custom autograd.Function")]
+)
+def test_what_would_lose_a_gradient_is_refused(function, sentence):
+    gm, inputs = captured(lambda x: function(x) + 1, torch.randn(3, requires_grad=True))
+    with pytest.raises(GraphRefused, match=sentence):
+        capture(gm, inputs)
+
+
+def test_sizes_become_numbers():
+    gm, inputs = captured(lambda x: F.softmax(x.view(x.shape[0], -1), -1), torch.randn(3, 4, 5))
+    assert [node.args[1] for node in capture(gm, inputs).graph.nodes if op_name(node) == "view"] == [[3, -1]]
+
+
+@pytest.mark.parametrize(
+    "dynamo, said",
+    [
+        ("l_self_modules_linear_parameters_weight_", "linear_weight"),
+        ("l_inputs_input_ids_", "inputs_input_ids"),
+        ("l_x_", "x"),
+    ],
+)
+def test_inputs_have_readable_names(dynamo, said):
+    assert readable(dynamo) == said
