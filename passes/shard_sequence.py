@@ -25,6 +25,7 @@ import torch.fx as fx
 import ringopt.ops.convert  # noqa: F401  (registers the operators)
 from ringopt.attention.layouts import layout_of
 from ringopt.graph.axes import rule_of
+from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import argument, module_path, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
@@ -85,7 +86,7 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     out = Sharded(2, 1, q_length, 1)
     sharder.reader = node
     local = (sharder.sharded(q, out), *(sharder.sharded(x, Sharded(2, 1, kv_length, 1)) for x in (k, v)))
-    learned = [i for i, source in enumerate(sources) if sharder.carries[source]]
+    learned = [i for i in Mask.parse(mask).differentiable if sharder.carries[sources[i]]]
     small = [sharder.beside(source) if i in learned else sharder.replicated(source) for i, source in enumerate(sources)]
     both = sharder.step(
         torch.ops.ringopt.ring_attention.default,

@@ -126,9 +126,9 @@ LOGICAL = {
     "bitwise_not": "logical_not", "__xor__": "ne", "bitwise_xor": "ne", "logical_xor": "ne",
 }  # fmt: skip
 SPELLINGS = {
-    "min": "minimum", "max": "maximum", "less": "lt", "less_equal": "le",
-    "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "multiply": "mul", "subtract": "sub", "negative": "neg",
-    "absolute": "abs", "divide": "div", "true_divide": "div",
+    "min": "minimum", "max": "maximum", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
+    "not_equal": "ne", "multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "divide": "div",
+    "true_divide": "div",
 }  # fmt: skip
 
 # Token-wise ops that carry no pointwise tag.
