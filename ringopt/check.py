@@ -60,9 +60,10 @@ def compare(mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequen
     if odd:
         told = "; ".join(f"{names[i]} on ranks {sorted(ranks)}" for i, ranks in by_row(odd).items())
         raise RingMismatchError(
-            f"inputs differ from those of rank 0: {told}. Under backend='ring' every rank passes the same full batch and "
-            "holds the same parameters. If each rank loads its own data, pass options={'mesh': mesh['cp']}, so that only "
-            "the ranks of one sequence share it; if parameters differ, seed all ranks alike before building the model"
+            f"inputs differ from those of rank 0: {told}. Under backend='ring' every rank passes the same full batch "
+            "and holds the same parameters. If each rank loads its own data, pass options={'mesh': mesh['cp']}, so "
+            "that only the ranks of one sequence share it; if parameters differ, seed all ranks alike before building "
+            "the model"
         )
 
 

@@ -34,7 +34,7 @@ class Seat(PretendedMesh):
 
 @dataclass(frozen=True)
 class Verdict:
-    """`wrong` is the first thing that differs, "" where all agree; `found` are the values and gradients of each rank."""
+    """`wrong` is the first thing that differs, "" where all agree; `found` is what each rank has."""
 
     wrong: str
     report: Report
