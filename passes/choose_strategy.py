@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ringopt.attention.exchange import Cargo, exchange_of
+from ringopt.attention.exchange import Cargo, Exchange, exchange_of
+from ringopt.attention.patterns import Window
+from ringopt.attention.rows import count
 from ringopt.errors import OptionError
 from ringopt.graph.nodes import shape_of, value_of
 from ringopt.kernels.choose import choose
@@ -67,11 +69,30 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> str:
 
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     q, k, v = (value_of(operand) for operand in node.args[:3])
-    info.strategy = "ring" if context.options.strategy == "auto" else context.options.strategy
     info.layout = context.layout
+    info.strategy = context.options.strategy
+    if info.strategy == "auto":
+        info.strategy = cheapest(node, info, context)
     kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.kernel = kernel.name
     info.notes.append(reason)
-    plan = exchange_of(node.args[5], *lengths(node), context.mesh.size, context.layout, context.layout, info.strategy)
+    plan = plan_of(node, context, info.strategy)
     row = k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1]) * k.element_size()
     info.bytes_sent = plan.sent_rows(context.mesh.rank, Cargo.OUT) * row
+
+
+def plan_of(node: fx.Node, context: Context, strategy: str) -> Exchange:
+    return exchange_of(node.args[5], *lengths(node), context.mesh.size, context.layout, context.layout, strategy)
+
+
+def cheapest(node: fx.Node, info: SiteInfo, context: Context) -> str:
+    """The ring, which holds two shards at most; but for windows a gather, which takes each row straight to its few users.
+    The choice looks at all ranks, so that all make the same."""
+    ring, gather = (plan_of(node, context, strategy) for strategy in ("ring", "gather"))
+    if not isinstance(ring.pattern, Window):
+        return "ring"
+    held = max(count(gather.needs(rank)) for rank in range(context.mesh.size))
+    if held > 3 * gather.shard or gather.volume >= ring.volume:
+        return "ring"
+    info.notes.append(f"gather: a ring would send {ring.volume} rows in all for the {gather.volume} that are needed")
+    return "gather"

@@ -1,0 +1,61 @@
+"""Which exchange, layout and kernel a site gets, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ringopt
+
+
+def attention(mask):
+    def run(x):
+        rows, keys = torch.arange(x.shape[2])[:, None], torch.arange(x.shape[2])[None, :]
+        seen = mask(rows, keys)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+
+    return run
+
+
+def site(mask, n=64, ranks=4, **options):
+    torch._dynamo.reset()
+    (found,) = ringopt.explain(attention(mask), torch.randn(1, 2, n, 8), world_size=ranks, options=options).sites
+    return found
+
+
+MASKS = {
+    "full": (lambda rows, keys: None, "ring", "contiguous"),
+    "causal": (lambda rows, keys: keys <= rows, "ring", "zigzag"),
+    "causal window": (lambda rows, keys: (keys <= rows) & (keys > rows - 8), "ring", "contiguous"),
+    "window both ways": (lambda rows, keys: (keys - rows).abs() < 8, "gather", "contiguous"),
+    "window both ways, as long as three shards": (lambda rows, keys: (keys - rows).abs() < 48, "ring", "contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_strategy_and_layout(name):
+    mask, strategy, layout = MASKS[name]
+    found = site(mask)
+    assert (found.strategy, found.layout, found.kernel) == (strategy, layout, "flash_cpu")
+
+
+def test_a_choice_of_gather_is_explained():
+    assert (
+        "gather: a ring would send 84 rows in all for the 42 that are needed"
+        in site(MASKS["window both ways"][0]).notes
+    )
+
+
+@pytest.mark.parametrize("strategy", ("ring", "gather"))
+def test_what_is_asked_for_is_done(strategy):
+    assert site(MASKS["window both ways"][0], strategy=strategy).strategy == strategy
+
+
+def test_bytes_are_those_of_the_plan():
+    """A full ring sends p - 1 times K and V of the rank: 3 * 2 * 2 heads * 16 rows * 8 * 4 bytes."""
+    assert site(MASKS["full"][0]).bytes_sent == 3 * 2 * 2 * 16 * 8 * 4
+
+
+def test_layout_when_rows_are_few():
+    assert site(MASKS["causal"][0], n=7).layout == "contiguous"
