@@ -86,7 +86,7 @@ def plan_of(node: fx.Node, context: Context, strategy: str) -> Exchange:
 
 
 def cheapest(node: fx.Node, info: SiteInfo, context: Context) -> str:
-    """The ring, which holds two shards at most; but for windows a gather, which takes each row straight to its few users.
+    """The ring, which holds two shards at most; for windows a gather, which takes each row straight to its few users.
     The choice looks at all ranks, so that all make the same."""
     ring, gather = (plan_of(node, context, strategy) for strategy in ("ring", "gather"))
     if not isinstance(ring.pattern, Window):
