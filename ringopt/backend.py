@@ -97,6 +97,7 @@ def tell(report: Report, options: Options) -> None:
     """Refusals, as the user asked to hear of them. Without ranks to shard over there is nothing to refuse."""
     reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]
     reasons += [report.refusal] if report.refusal else []
+    reasons += report.left_alone if not report.sites else ()
     if not reasons or report.world_size == 1 or options.on_refusal == "ignore":
         return
     message = "not sharded: " + "; ".join(reasons)

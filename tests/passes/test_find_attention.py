@@ -95,6 +95,13 @@ def test_a_whole_encoder_layer_is_taken_apart():
         torch.testing.assert_close(gm(*gm.meta["inputs"])[0], layer(x))
 
 
+def test_attention_that_is_spelled_out_is_named():
+    spelled_out = Calls(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+    _, context = after(PASSES, spelled_out, *qkv(2, 4))
+    (left,) = context.left_alone
+    assert left.sentence == "softmax [2, 4, 5, 5]: attention spelled out in products is not recognised yet"
+
+
 @pytest.mark.parametrize(
     "call, lead, sentence",
     [
