@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from ringopt.capture import capture, readable
+from ringopt.capture import capture, has_symbolic_sizes, readable
 from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
@@ -70,6 +70,8 @@ def transform(
     """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph
     draws random numbers that must be the same on every rank."""
     context = Context(options, mesh)
+    if mesh.size == 1 and has_symbolic_sizes(gm):
+        return None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)), False
     try:
         flat = capture(gm, example_inputs)
         context.values = {

@@ -92,8 +92,19 @@ def specialize(gm: fx.GraphModule) -> None:
     """
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
-        for size in [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ()):
+        for size in [value] if isinstance(value, torch.SymInt) else sizes_of(value):
             int(size)
+
+
+def has_symbolic_sizes(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo left a size of the inputs open."""
+    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    sizes = [size for value in values for size in ([value] if isinstance(value, torch.SymInt) else sizes_of(value))]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def sizes_of(value: Any) -> tuple[Any, ...]:
+    return tuple(getattr(value, "shape", ()))
 
 
 def refuse_higher_order(gm: fx.GraphModule) -> None:

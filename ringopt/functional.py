@@ -1,8 +1,8 @@
 """What the compiler inserts, for use by hand in eager code: attention over a sequence that is spread over ranks.
 
-    q, k, v = (ringopt.shard(x, dim=2) for x in (q, k, v))          # [B, H, S, D] -> [B, H, S_local, D]
-    out = ringopt.attention(q, k, v, is_causal=True)
-    out = ringopt.unshard(out, dim=2, length=S)
+q, k, v = (ringopt.shard(x, dim=2) for x in (q, k, v))          # [B, H, S, D] -> [B, H, S_local, D]
+out = ringopt.attention(q, k, v, is_causal=True)
+out = ringopt.unshard(out, dim=2, length=S)
 """
 
 from __future__ import annotations

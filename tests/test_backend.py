@@ -257,6 +257,16 @@ def test_explain_runs_nothing_at_full_size():
     assert ringopt.explain(model, world_size=8, **inputs).sharded_fraction == 1.0
 
 
+def test_one_process_keeps_dynamic_sizes():
+    """One compilation for all lengths from the second on, as with any backend."""
+    torch._dynamo.reset()
+    model, before = Attention(), len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    for n in (12, 17, 21, 30):
+        assert difference(run(compiled, model, {"x": data(n)}), run(model, model, {"x": data(n)})) < 1e-5
+    assert len(ringopt.reports()) - before == 2
+
+
 def test_one_process_takes_the_causal_flag():
     """The mask transformers builds goes; numbers stay."""
     model, inputs = build("llama", 67)

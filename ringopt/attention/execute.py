@@ -139,9 +139,7 @@ def attend_backward(
 class BlockBackward:
     """Gradients of blocks, summed: dq and those of learned sources here, dK and dV in `gradients`."""
 
-    def __init__(
-        self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, gradients: Gradients
-    ):
+    def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, gradients: Gradients):
         self.attention, self.dout, self.saved, self.held, self.gradients = attention, dout, saved, held, gradients
         wide = accumulator(saved.q.dtype)
         self.local = Local(attention.exchange.q_layout.ranges(rank))

@@ -76,9 +76,7 @@ def record_traffic() -> Iterator[Traffic]:
         _recording[:] = [other for other in _recording if other is not traffic]
 
 
-def log_event(
-    kind: EventKind, label: str, rank: int, sent: int = 0, received: int = 0, messages: int = 0
-) -> None:
+def log_event(kind: EventKind, label: str, rank: int, sent: int = 0, received: int = 0, messages: int = 0) -> None:
     """Tells whoever records; bytes `sent` and `received`, number of `messages` sent."""
     if not _recording:
         return
