@@ -78,10 +78,10 @@ def shard_op(sharder: Sharder, node: fx.Node, context: Context) -> None:
 # ---- attention -----------------------------------------------------------------------------------------------------
 def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     q, k, v, _given, sources, pattern, mask, _dropout, scale = node.args
-    if any(place is not None and place.dim < 2 for place in map(sharder.placements.get, (q, k, v))):
-        context.sites[node].strategy = "none"
-        return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
     info = context.sites[node]
+    if any(place is not None and place.dim < 2 for place in map(sharder.placements.get, (q, k, v))):
+        info.strategy, info.bytes_sent = "none", 0
+        return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
     q_length, kv_length = shape_of(q)[2], shape_of(k)[2]
     out = Sharded(2, 1, q_length, 1)
     sharder.reader = node
@@ -124,9 +124,14 @@ def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
 def local_sum(sharder: Sharder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     if op_name(node) not in ("sum", "mean"):
         return sharder.step(node.target, *args, like=node, **kwargs)
-    keep, dtype = bool(argument(node, 2, "keepdim", False)), value_of(node).dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    return sharder.step(aten.sum.dim_IntList, args[0], reduced_dims(node), keep, like=node, dtype=wide)
+    keep = bool(argument(node, 2, "keepdim", False))
+    return sharder.step(aten.sum.dim_IntList, args[0], reduced_dims(node), keep, like=node, dtype=wide_dtype(node))
+
+
+def wide_dtype(node: fx.Node) -> torch.dtype:
+    """What partial sums are added up in: of 16 bits, float32, which also counts tokens without rounding."""
+    dtype: torch.dtype = value_of(node).dtype
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def reduced_dims(node: fx.Node) -> list[int]:
@@ -135,21 +140,14 @@ def reduced_dims(node: fx.Node) -> list[int]:
 
 
 # ---- losses --------------------------------------------------------------------------------------------------------
+NONE, MEAN, SUM = 0, 1, 2  # reductions of aten.cross_entropy_loss
+
+
 def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
     """Class indices, sharded over tokens: the sum of losses and what it is divided by are reduced apart."""
-    logits, target, weight, reduction, ignored, smoothing = (
-        argument(node, i, name, default)
-        for i, (name, default) in enumerate(
-            [
-                ("self", None),
-                ("target", None),
-                ("weight", None),
-                ("reduction", 1),
-                ("ignore_index", -100),
-                ("label_smoothing", 0.0),
-            ]
-        )
-    )
+    logits, target = node.args[:2]
+    weight, reduction = argument(node, 2, "weight"), argument(node, 3, "reduction", MEAN)
+    ignored, smoothing = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
     rank = len(shape_of(logits))
     classes = 1 if rank > 1 else 0
     placement = sharder.placements.get(logits)
@@ -161,7 +159,6 @@ def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
     sharder.reader = node
     here, wanted = sharder.sharded(logits, placement), sharder.sharded(target, rows)
     weights = sharder.beside(weight) if weight is not None else None
-    NONE, MEAN, SUM = 0, 1, 2
 
     def call(op: Any, *args: Any) -> fx.Node:
         return sharder.step(op, *args, like=node)
@@ -170,9 +167,9 @@ def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
         loss = call(aten.cross_entropy_loss.default, here, wanted, weights, NONE, ignored, smoothing)
         sharder.set(node, loss, rows)
         return True
-    reduce = torch.ops.ringopt.reduce_from_group.default
+    reduce, wide = torch.ops.ringopt.reduce_from_group.default, wide_dtype(node)
     loss = call(aten.cross_entropy_loss.default, here, wanted, weights, SUM, ignored, smoothing)
-    loss = call(reduce, loss, sharder.group)
+    loss = call(reduce, call(aten.to.dtype, loss, wide), sharder.group)
     if reduction == MEAN:
         counted = call(aten.ne.Scalar, wanted, ignored)
         if weight is not None:
@@ -180,9 +177,9 @@ def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
             taken = call(aten.index.Tensor, weights, [safe])
             counted = call(aten.mul.Tensor, taken, counted)
         count = call(aten.sum.default, counted)
-        count = call(reduce, call(aten.to.dtype, count, value_of(node).dtype), sharder.group)
+        count = call(reduce, call(aten.to.dtype, count, wide), sharder.group)
         loss = call(aten.div.Tensor, loss, count)
-    sharder.set(node, loss, None)
+    sharder.set(node, sharder.call(aten.to.dtype, (loss, value_of(node).dtype), node, None), None)
     return True
 
 
