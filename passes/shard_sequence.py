@@ -31,7 +31,8 @@ from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
 from ringopt.ops.dropout import SEEDS
 from ringopt.ops.ring import VERSION
-from ringopt.pipeline import Context, Gather, Pass
+from ringopt.pipeline import Context, Pass
+from ringopt.report import Gather
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from ringopt.graph.nodes import is_tensor, op_name, shape_of, value_of
 from ringopt.pipeline import Context
-from ringopt.report import GatherRow, Report, Site
+from ringopt.report import Report, Site
 
 
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
@@ -22,13 +22,12 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         for info in context.sites.values()
     )  # fmt: skip
     ranks = context.mesh.size
-    gathers = tuple(GatherRow(g.op, g.why, g.bytes, g.module) for g in context.gathers)
-    shares = sum(g.bytes for g in gathers) * (ranks - 1) // ranks
+    shares = sum(gather.bytes for gather in context.gathers) * (ranks - 1) // ranks
     return Report(
         world_size=ranks,
         sites=sites,
         left_alone=tuple(refused.sentence for refused in context.left_alone),
-        gathers=gathers,
+        gathers=tuple(context.gathers),
         sharded_fraction=sharded_fraction(graph, ranks),
         memory=memory(graph),
         bytes_sent=sum(site.bytes_sent for site in sites) + shares,

@@ -18,6 +18,7 @@ from torch._logging import trace_structured
 from ringopt.distributed.mesh import Mesh
 from ringopt.graph.refusal import Refusal
 from ringopt.options import Options
+from ringopt.report import Gather
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +38,6 @@ class SiteInfo:
     refusal: str | None = None
     bytes_sent: int = 0
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Gather:
-    """A gather that sharding needed: which op asked for the whole tensor, why, and what it moves per rank."""
-
-    op: str
-    why: str
-    bytes: int
-    module: str
 
 
 @dataclass

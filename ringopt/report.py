@@ -30,7 +30,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class GatherRow:
+class Gather:
     """A gather that sharding needed: `bytes` is the size of the whole value."""
 
     op: str
@@ -55,7 +55,7 @@ class Report:
     world_size: int
     sites: tuple[Site, ...] = ()
     left_alone: tuple[str, ...] = ()
-    gathers: tuple[GatherRow, ...] = ()
+    gathers: tuple[Gather, ...] = ()
     sharded_fraction: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
     bytes_sent: int = 0
