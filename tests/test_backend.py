@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -111,6 +112,37 @@ def changed_option_and_lengths():
 
 def test_changed_options_and_lengths_compile_again(ranks):
     assert ranks(2, changed_option_and_lengths) == [[{"contiguous"}, {"zigzag"}]] * 2
+
+
+def called_under(mode):
+    """The error of a call under `mode`, against the same call in one process; and whether it was sharded."""
+    torch._dynamo.reset()
+    model, x = Attention(), data(13)
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"}, dynamic=mode == "dynamic")
+    around = {
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "no_grad": torch.no_grad,
+        "inference": torch.inference_mode,
+        "dynamic": nullcontext,
+    }[mode]
+    with around():
+        found, expected = compiled(x), model(x)
+    error = float((found.double() - expected.double()).abs().max())
+    if found.requires_grad:
+        found.float().sum().backward()
+        gradient = model.qkv.weight.grad.clone()
+        model.zero_grad()
+        with around():
+            expected = model(x)
+        expected.float().sum().backward()
+        error = max(error, difference([gradient], [model.qkv.weight.grad]))
+    return error, found.dtype == expected.dtype, ringopt.reports()[-1].sharded_fraction
+
+
+@pytest.mark.parametrize("mode, bound", [("autocast", 0.03), ("no_grad", 1e-6), ("inference", 1e-6), ("dynamic", 1e-5)])
+def test_the_modes_a_model_is_called_in(ranks, mode, bound):
+    for error, same_dtype, sharded in ranks(2, called_under, mode):
+        assert error < bound and same_dtype and sharded == 1.0
 
 
 def warm_cache(folder):

@@ -8,12 +8,14 @@ the graph.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from ringopt.graph.nodes import is_tensor, op_name, value_of
 from ringopt.graph.refusal import Refusal
@@ -29,13 +31,16 @@ class Uncastable(Exception):
         super().__init__(self.refusal.sentence)
 
 
+Casts = list[tuple[int, torch.dtype]]
+
+
 class SeenCasts(TorchDispatchMode):
     """Which memory is cast to which dtype, in order. A view counts as what it views: einsum casts its transposed
     operand."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.casts: list[tuple[int, torch.dtype]] = []
+        self.casts: Casts = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dtype = (kwargs or {}).get("dtype")
@@ -45,17 +50,30 @@ class SeenCasts(TorchDispatchMode):
 
 
 def explicit_casts(gm: fx.GraphModule) -> None:
-    """Removes _enter_autocast and _exit_autocast after making their casts explicit; values get the dtypes they have."""
-    if any(op_name(node) == "_enter_autocast" for node in gm.graph.nodes):
-        Casting(gm).run_all()
+    """Removes _enter_autocast and _exit_autocast after making their casts explicit; values get the dtypes they have.
+
+    A region that was entered before the graph begins counts too: autocast does not know our operators, and would leave
+    a query in float32 beside a value in bfloat16.
+    """
+    around = ambient(gm)
+    if around or any(op_name(node) == "_enter_autocast" for node in gm.graph.nodes):
+        Casting(gm, around).run_all()
+
+
+def ambient(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """The autocast region that is open now, on a device the graph has inputs on."""
+    values = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+    devices = {value.device.type for value in values if isinstance(value, torch.Tensor)} - {"meta"}
+    open_on = sorted(device for device in devices if torch.is_autocast_enabled(device))
+    return [(device, torch.get_autocast_dtype(device), True, None) for device in open_on]
 
 
 class Casting(fx.Interpreter):
     """Walks the graph on fake values. The captured ones are no help: they were recorded below autocast."""
 
-    def __init__(self, gm: fx.GraphModule):
+    def __init__(self, gm: fx.GraphModule, regions: list[tuple[Any, ...]]):
         super().__init__(gm)
-        self.regions: list[tuple[Any, ...]] = []
+        self.regions = regions
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
 
     def run_all(self) -> None:
@@ -90,32 +108,45 @@ class Casting(fx.Interpreter):
         device, dtype, enabled, _cache = self.regions[-1]
         return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
 
-    def cast_inputs(self, node: fx.Node, inside: list[tuple[int, torch.dtype]]) -> None:
-        outside = self.casts_outside(node)
-        if inside == outside:
-            return
+    def cast_inputs(self, node: fx.Node, inside: Casts) -> None:
+        """`inside`: the casts that running `node` in its region made."""
         inputs = {value_of(arg).untyped_storage()._cdata: arg for arg in node.all_input_nodes if is_tensor(arg)}
-        if any(memory not in inputs for memory, _ in inside) or (outside and outside != inside[-len(outside) :]):
-            raise Uncastable(node)
-        for memory, dtype in inside[: len(inside) - len(outside or ())]:
-            node.replace_input_with(inputs[memory], self.cast(inputs[memory], dtype, node))
+        of_inputs = list(takewhile(lambda cast: cast[0] in inputs, inside))
+        for count in range(len(of_inputs) + 1):
+            first, rest = of_inputs[:count], self.casts_outside(node, of_inputs[:count])
+            # The op's own casts follow. They are of other memory now, so that only their dtypes can be compared.
+            if rest is not None and [dtype for _, dtype in rest] == [dtype for _, dtype in inside[count:]]:
+                for memory, dtype in first:
+                    node.replace_input_with(inputs[memory], self.cast(inputs[memory], dtype, node))
+                return
+        raise Uncastable(node)
 
-    def casts_outside(self, node: fx.Node) -> list[tuple[int, torch.dtype]] | None:
-        """The casts `node` makes by itself; None where it does not run so."""
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
+    def casts_outside(self, node: fx.Node, first: Casts) -> Casts | None:
+        """The casts `node` makes by itself, after those of its inputs in `first`; None where it does not run so."""
+        wanted = dict(first)
+
+        def prepared(value: Any) -> Any:
+            memory = value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+            return value.to(wanted[memory]) if memory in wanted else value
+
+        args, kwargs = tree_map(prepared, self.fetch_args_kwargs_from_env(node))
         try:
             with torch.autocast(self.regions[-1][0], enabled=False), SeenCasts() as seen:
                 node.target(*args, **kwargs)
         except RuntimeError:
             return None  # such as "expected m1 and m2 to have the same dtype": autocast is what makes it run
-        casts: list[tuple[int, torch.dtype]] = seen.casts
+        casts: Casts = seen.casts
         return casts
 
     def cast(self, arg: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        if (arg, dtype) not in self.casts:
-            with self.module.graph.inserting_before(user):
-                new = self.module.graph.call_function(aten.to.dtype, (arg, dtype))
-            new.meta = {**arg.meta, "val": value_of(arg).to(dtype)}
+        """Autocast keeps the cast of a parameter for its next use, so that its gradient is summed in `dtype`."""
+        kept = self.casts.get((arg, dtype))
+        if kept is not None:
+            return kept
+        with self.module.graph.inserting_before(user):
+            new = self.module.graph.call_function(aten.to.dtype, (arg, dtype))
+        new.meta = {**arg.meta, "val": value_of(arg).to(dtype)}
+        self.env[new] = new.meta["val"]
+        if arg.op == "placeholder" and value_of(arg).requires_grad:
             self.casts[arg, dtype] = new
-            self.env[new] = new.meta["val"]
-        return self.casts[arg, dtype]
+        return new

@@ -29,6 +29,8 @@ from typing import Any
 from tests.harness.rank import Failure, Job, Value, serve
 
 MAX_RANKS = 4
+# Ranks that start later in the session have ringopt from here too: its code may be edited while the tests run, and the
+# handshake would find the ranks' versions unequal.
 PRELOAD = [
     "pytest",
     "torch.distributed",
@@ -38,7 +40,8 @@ PRELOAD = [
     "torch._inductor.codegen.cpp",
     "transformers.models.llama.modeling_llama",
     "tests.harness.rank",
-    "ringopt",
+    "ringopt.backend",
+    "ringopt.functional",
 ]
 # How long to listen on after a failure: the other ranks' failures tell which one came first.
 GRACE = 0.2

@@ -114,6 +114,20 @@ def test_same_bits_without_writes_or_regions(function):
     assert_same(gm, captured, gm.meta["inputs"])
 
 
+def test_autocast_around_the_call_counts_too():
+    function = lambda m, x: F.scaled_dot_product_attention(m.linear(x), x * 2, m.linear(x))  # noqa: E731
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        captured, _ = after([], Body(function), torch.randn(2, 5, 8))
+        gm, _ = after([Normalize()], Body(function), torch.randn(2, 5, 8))
+
+    def under_autocast(*inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return captured(*inputs)
+
+    assert ops(gm).count("to") == 5  # the weight and bias once, x for each linear, x * 2 for the attention
+    assert_same(gm, under_autocast, gm.meta["inputs"])
+
+
 def test_dropout_that_drops_nothing_goes():
     gm, _ = after([Normalize()], Body(lambda m, x: F.dropout(m.linear(x), 0.0, True)), torch.randn(2, 8))
     assert ops(gm) == ["linear"]
