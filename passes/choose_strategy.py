@@ -39,8 +39,6 @@ def lengths(node: fx.Node) -> tuple[int, int]:
 
 def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     options, ranks = context.options, context.mesh.size
-    if node.args[3] is not None:
-        return next(iter(info.notes), "its mask could not be expressed block by block")
     shortest = min(lengths(node))
     if shortest >= ranks:
         return None

@@ -6,7 +6,7 @@
     y = attention(q, k, v, None, [attention_mask], "causal", '{"parts": ["visible"], ...}')
 
 Before: functional graph, every attention a `ringopt::attention` node.
-After: no [n, n] mask is computed for a site, or the site keeps its mask and context.refusals says why. Equal numbers:
+After: no [n, n] mask is computed for a site, or the site keeps its mask and a refusal that says why. Equal numbers:
 conditions and biases are the program's own ops (ringopt/graph/cone.py), and what does not depend on an input is
 compared with the mask of the program here.
 """
@@ -63,9 +63,7 @@ class ClassifyMask(Pass):
                 continue
             found = reader.read(node)
             if isinstance(found, Refusal):
-                context.refusals += [found] if found not in context.refusals else []
-                info.pattern = "mask"
-                info.notes.insert(0, found.sentence)
+                info.pattern, info.refusal = "mask", found.sentence
                 continue
             q, k, v, _given, _sources, _pattern, _mask, dropout_p, scale = node.args
             node.args = (q, k, v, None, list(found.sources), found.pattern, found.mask.text, dropout_p, scale)

@@ -32,7 +32,6 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         memory=memory(graph),
         bytes_sent=sum(site.bytes_sent for site in sites) + shares,
         refusal=refusal,
-        notes=tuple(context.notes),
     )
 
 

@@ -53,16 +53,10 @@ class Context:
     mesh: Mesh
     values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     sites: dict[fx.Node, SiteInfo] = field(default_factory=dict)
-    refusals: list[Refusal] = field(default_factory=list)
     left_alone: list[Refusal] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     replicated_random: list[str] = field(default_factory=list)
     layout: str = "contiguous"
-
-    def replace_site(self, old: fx.Node, new: fx.Node) -> None:
-        """`new` stands for the site from now on; the order of the sites is kept."""
-        self.sites = {new if node is old else node: info for node, info in self.sites.items()}
 
 
 class Pass(ABC):

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ringopt
+from ringopt.backend import tell, transform
+from ringopt.distributed.mesh import mesh_of
 from ringopt.errors import OptionError
 from ringopt.graph.nodes import op_name, value_of
 from ringopt.options import Options
@@ -244,9 +246,6 @@ def test_on_refusal_error_says_the_sites():
             return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
     gm, inputs = captured(Dropped(), data()[:, None])
-    from ringopt.backend import tell, transform
-    from ringopt.distributed.mesh import mesh_of
-
     _, report, _ = transform(gm, inputs, Options(), mesh_of("pretend:0/2"))
     with pytest.raises(ringopt.errors.RefusedError, match=r"dropout_p is 0\.5; attention dropout is not sharded yet"):
         tell(report, Options(on_refusal="error"))
@@ -305,3 +304,6 @@ def test_one_process_takes_the_causal_flag():
     compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
     assert difference(run(compiled, model, inputs), run(model, model, inputs)) < 1e-5
     assert ringopt.reports()[-1].world_size == 1
+    flat, _, _ = transform(*captured(model, **inputs), Options(), mesh_of("pretend:0/1"))
+    sites = [node for node in flat.graph.nodes if op_name(node) == "attention"]
+    assert [(site.args[3], site.args[5], site.args[6]) for site in sites] == [(None, "causal", "")] * 2

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SOURCE_MASK, PADDING_MASK = 0, 1
+PADDING_MASK = 1  # mask_type of a mask over [B, keys]; the others are over queries and keys
 
 
 def encoder_layer(

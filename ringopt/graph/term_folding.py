@@ -41,7 +41,6 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 OPPOSITE = {"le": "gt", "gt": "le", "ge": "lt", "lt": "ge", "eq": "ne", "ne": "eq"}
 MIRRORED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq", "ne": "ne"}
-LOGIC = ("logical_and", "logical_or", "logical_not")
 
 Arg: TypeAlias = "Term | Plain"
 
