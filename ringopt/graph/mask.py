@@ -1,7 +1,9 @@
-"""What a mask says beyond the structural pattern of its site, as two terms over b, h, q, k (ringopt/graph/terms.py).
+"""What a site does to its scores beyond its structural pattern, as terms over b, h, q, k (ringopt/graph/terms.py).
 
+    score     a function of the scaled score: 30 * tanh(score / 30)
+    bias      what is added to that
     visible   a condition: where it does not hold, the query does not see the key (its score is -inf)
-    bias      what is added to the scaled score
+    nan       a row that sees no key is NaN, as softmax makes it; without, 0, as SDPA does
 
 The text of a mask is an argument of the attention operators, so it is part of every cache key and of an exported
 program.
@@ -32,6 +34,8 @@ class Mask:
 
     visible: Term | None = None
     bias: Term | None = None
+    score: Term | None = None
+    nan: bool = False
 
     @staticmethod
     def parse(text: str) -> Mask:
@@ -40,21 +44,27 @@ class Mask:
 
     @cached_property
     def text(self) -> str:
-        """Deterministic JSON; "" where nothing is hidden and nothing added."""
-        parts = {name: term for name, term in (("visible", self.visible), ("bias", self.bias)) if term is not None}
-        if not parts:
+        """Deterministic JSON; "" where nothing is done to the scores."""
+        given = (("visible", self.visible), ("bias", self.bias), ("score", self.score))
+        parts = {name: term for name, term in given if term is not None}
+        if not parts and not self.nan:
             return ""
-        return json.dumps({"parts": list(parts), "terms": dumps(*parts.values())}, separators=(",", ":"))
+        data = {"parts": list(parts), "terms": dumps(*parts.values())} | ({"nan": True} if self.nan else {})
+        return json.dumps(data, separators=(",", ":"))
+
+    @property
+    def terms(self) -> tuple[Term | None, ...]:
+        return self.visible, self.bias, self.score
 
     @property
     def sources(self) -> tuple[int, ...]:
         """Numbers of the tensors that are read."""
-        return tuple(sorted({load.source for load in loads(self.visible, self.bias)}))
+        return tuple(sorted({load.source for load in loads(*self.terms)}))
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """Numbers of the floating tensors that a gradient of the bias reaches."""
-        return tuple(sorted({load.source for load in _reached(self.bias)}))
+        """Numbers of the floating tensors that a gradient of the scores reaches."""
+        return tuple(sorted({load.source for load in _reached(self.bias, self.score)}))
 
     def kind(self, spans: Mapping[str, range], sources: Sequence[Tensor]) -> Kind:
         """What is known of the block `spans` ("b", "h", "q", "k" -> nonempty range) without computing it.
@@ -65,7 +75,17 @@ class Mask:
         low, high = bounds(self.visible, spans, sources) if self.visible is not None else (True, True)
         if not high:
             return "empty"
-        return "full" if low and self.bias is None else "partial"
+        return "full" if low and self.bias is None and self.score is None else "partial"
+
+    def modified(
+        self, scores: Tensor, b: int, h: int, q_rows: range | Tensor, kv_rows: range | Tensor, sources: Sequence[Tensor]
+    ) -> Tensor:
+        """`score` of the scaled scores [b, h, queries, keys], in their dtype; they themselves where there is none.
+        Differentiable in `scores` and in `differentiable` sources."""
+        if self.score is None:
+            return scores
+        place = {**places(b, h, q_rows, kv_rows, scores.device), "score": scores}
+        return evaluate(self.score, place, sources, scores.device).to(scores.dtype)
 
     def block(
         self,
@@ -101,7 +121,7 @@ def _parse(text: str) -> Mask:
     if not text:
         return Mask()
     data = json.loads(text)
-    return Mask(**dict(zip(data["parts"], loads_terms(data["terms"]), strict=True)))
+    return Mask(**dict(zip(data["parts"], loads_terms(data["terms"]), strict=True)), nan=data.get("nan", False))
 
 
 def places(
@@ -116,9 +136,9 @@ def places(
     return found
 
 
-def _reached(bias: Term | None) -> set[Load]:
+def _reached(*terms: Term | None) -> set[Load]:
     """Floating loads with only differentiable ops above them."""
-    stack, seen = [bias] if bias is not None else [], set[Term]()
+    stack, seen = [term for term in terms if term is not None], set[Term]()
     while stack:
         term = stack.pop()
         if term in seen or not term.dtype.is_floating_point or (isinstance(term, Apply) and term.op == "detach"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ringopt.graph.term_readers import Sources, evaluate
-from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, constant, walk
+from ringopt.graph.terms import Affine, Apply, Cast, Load, Score, Term, constant, walk
 
 Interval = tuple[Any, Any]
 
@@ -44,6 +44,8 @@ def bounds(
             found[each] = (each.start + sum(map(min, ends)), each.start + sum(map(max, ends)))
         elif isinstance(each, Load):
             found[each] = assumed(each) or _of_load(each, spans, sources)
+        elif isinstance(each, Score):
+            found[each] = ANYTHING
         elif isinstance(each, Cast):
             found[each] = _cast(found[each.operand], each.operand.dtype, each.dtype)
         elif isinstance(each, Apply):

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.graph.terms import Affine, Apply, Cast, Load, Number, Term, walk
+from ringopt.graph.terms import Affine, Apply, Cast, Load, Number, Score, Term, walk
 
 Sources = Mapping[Any, Tensor] | Sequence[Tensor]
 
 
 def evaluate(term: Term, place: Mapping[str, Tensor], sources: Sources, device: torch.device | None = None) -> Tensor:
-    """The elements at `place` (axis -> int64 coordinates, shaped to broadcast against each other).
+    """The elements at `place` (axis -> int64 coordinates, shaped to broadcast against each other; "score" -> the scaled
+    products there, which keep their dtype).
 
     The result has the dims of the coordinates it depends on, and no dims where it depends on none. Raises KeyError or
     IndexError for an axis or a source that was not given.
@@ -52,6 +53,8 @@ def _value(
         # The operator, not `source[...]`: that would turn an index without dims into a Python number.
         element: Tensor = torch.ops.aten.index.Tensor(source, [values[index].long() for index in term.index])
         return element
+    if isinstance(term, Score):
+        return place["score"]
     if isinstance(term, Cast):
         return values[term.operand].to(term.dtype)
     assert isinstance(term, Apply)
@@ -90,6 +93,8 @@ def _text(term: Term, texts: Mapping[Any, str], name: Callable[[Any], str]) -> s
     if isinstance(term, Load):
         index = ", ".join(texts[each] for each in term.index)
         return f"{name(term.source)}[{index}]" if index else name(term.source)
+    if isinstance(term, Score):
+        return "score"
     if isinstance(term, Cast):
         return f"{str(term.dtype).removeprefix('torch.')}({texts[term.operand]})"
     assert isinstance(term, Apply)

@@ -3,6 +3,7 @@
     Affine   start + sum of step * axis    integer arithmetic on coordinates; an integer constant has no steps
     Number   a constant of another dtype
     Load     one element of a small tensor
+    Score    the scaled product of the query and the key
     Cast     another dtype
     Apply    a pointwise ATen op
 
@@ -51,6 +52,11 @@ class Load(Term):
 
     source: Any
     index: tuple[Term, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Score(Term):
+    """The scaled product of query and key: what a score modifier is a function of. One a dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +109,10 @@ def number(value: int | float | bool, dtype: torch.dtype) -> Term:
 def load(source: Any, index: Sequence[Term], dtype: torch.dtype) -> Load:
     places = tuple(index)
     return _intern((Load, dtype, source, places), lambda: Load(dtype, axes_of(places), source, places))
+
+
+def score(dtype: torch.dtype) -> Score:
+    return _intern((Score, dtype), lambda: Score(dtype, frozenset("bhqk")))
 
 
 def converted(operand: Term, dtype: torch.dtype) -> Cast:
@@ -164,8 +174,8 @@ def dumps(*terms: Term) -> list[Any]:
     """A JSON value: every term below `terms` once, operands first, and last the places of `terms` in that list.
 
     ["affine", dtype, {axis: step}, start], ["number", dtype, value], ["load", dtype, source, [operand, ...]],
-    ["cast", dtype, operand], ["op", dtype, name, args, kwargs]: operands are places in the list; a term among `args` is
-    [place], other arguments stand for themselves. Raises TypeError where a source is no number.
+    ["score", dtype], ["cast", dtype, operand], ["op", dtype, name, args, kwargs]: operands are places in the list; a
+    term among `args` is [place], other arguments stand for themselves. Raises TypeError where a source is no number.
     """
     order = list(walk(*terms))
     place = {term: i for i, term in enumerate(order)}
@@ -182,6 +192,8 @@ def _dump(term: Term, place: Mapping[Term, int]) -> list[Any]:
         if not isinstance(term.source, int):
             raise TypeError(f"{term.source!r}: a source is written as its number in a list of tensors")
         return ["load", dtype, term.source, [place[index] for index in term.index]]
+    if isinstance(term, Score):
+        return ["score", dtype]
     if isinstance(term, Cast):
         return ["cast", dtype, place[term.operand]]
     assert isinstance(term, Apply)
@@ -200,6 +212,8 @@ def loads_terms(data: Sequence[Any]) -> tuple[Term, ...]:
             made.append(number(_number(rest[0]), dtype))
         elif kind == "load":
             made.append(load(rest[0], [made[i] for i in rest[1]], dtype))
+        elif kind == "score":
+            made.append(score(dtype))
         elif kind == "cast":
             made.append(converted(made[rest[0]], dtype))
         elif kind == "op":
