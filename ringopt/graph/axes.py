@@ -346,7 +346,7 @@ def one_hot(node: fx.Node) -> Rule:
 
 def attention(node: fx.Node) -> Rule | None:
     """Batch and heads are independent; the sequence is the exchange's business, not this table's."""
-    q, k, _v, given, sources, _pattern, mask = node.args[:7]
+    q, k, _v, given, sources, _sinks, _seed, _pattern, mask = node.args[:9]
     if given is not None or sources or mask:
         return None
     dims = {0: 0, 1: 1} if shape_of(q)[1] == shape_of(k)[1] else {0: 0}
