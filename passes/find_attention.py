@@ -1,7 +1,7 @@
 """Every spelling of attention becomes one node.
 
     scaled_dot_product_attention(q, k, v, mask, is_causal=..., scale=..., enable_gqa=...)
-        ->  ringopt::attention(q, k, v, mask, [], "full" | "causal", "", dropout_p, scale)
+        ->  ringopt::attention(q, k, v, mask, [], None, None, "full" | "causal", "", dropout_p, scale)
 
 q, k, v become [B, H, S, D]: operands of other ranks are viewed so. nn.MultiheadAttention (need_weights=False) reaches
 this pass as scaled_dot_product_attention already, its projection and head split beside it.
@@ -103,7 +103,7 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
         mask = four_dims(graph, site.attn_mask, rank) if site.attn_mask is not None else None
         scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
         pattern = "causal" if site.is_causal else "full"
-        args: Any = (q, k, v, mask, [], pattern, "", site.dropout_p, scale)
+        args: Any = (q, k, v, mask, [], None, None, pattern, "", site.dropout_p, scale)
         new = graph.create_node("call_function", torch.ops.ringopt.attention.default, args, {}, "attention")
         new.meta = {**node.meta, "val": value_of(node)}
         result = new
