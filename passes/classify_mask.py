@@ -1,9 +1,9 @@
 """The subgraph that makes a mask becomes a pattern, a term over (b, h, q, k), and the small tensors it reads.
 
     mask = (k <= q) & attention_mask[:, None, None, :]           # [B, 1, n, n]
-    y = attention(q, k, v, mask, [], "full", "")
+    y = attention(q, k, v, mask, [], ..., "full", "")
         ->
-    y = attention(q, k, v, None, [attention_mask], "causal", '{"parts": ["visible"], ...}')
+    y = attention(q, k, v, None, [attention_mask], ..., "causal", '{"parts": ["visible"], ...}')
 
 Before: functional graph, every attention a `ringopt::attention` node.
 After: no [n, n] mask is computed for a site, or the site keeps its mask and a refusal that says why. Equal numbers:
@@ -46,26 +46,14 @@ class ClassifyMask(Pass):
         for node, info in context.sites.items():
             if node.target is not torch.ops.ringopt.attention.default:
                 continue
-            if node.args[3] is None or node.args[5] != "full":
+            if node.args[3] is None or node.args[7] != "full":
                 continue
             found = reader.read(node)
             if isinstance(found, Refusal):
                 info.pattern, info.refusal = "mask", found.sentence
                 continue
-            q, k, v, _given, _sources, _pattern, _mask, dropout_p, scale = node.args
-            node.args = (
-                q,
-                k,
-                v,
-                None,
-                list(found.sources),
-                sinks,
-                seed,
-                found.pattern,
-                found.mask.text,
-                dropout_p,
-                scale,
-            )
+            q, k, v, _given, _sources, sinks, seed, _pattern, _mask, *how = node.args
+            node.args = (q, k, v, None, list(found.sources), sinks, seed, found.pattern, found.mask.text, *how)
             info.pattern = found.name
 
 

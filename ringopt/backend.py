@@ -19,6 +19,7 @@ from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
 from ringopt.errors import OptionError, RefusedError
+from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import shape_of
 from ringopt.measure import report_of
 from ringopt.options import Options
@@ -98,9 +99,10 @@ def transform(
 
 def mask_is_gone(node: fx.Node) -> bool:
     """The program gave a mask, and SDPA needs none: a causal flag does, or nothing."""
-    given, pattern, mask = node.args[3], node.args[5], node.args[6]
-    square = shape_of(node.args[0])[2] == shape_of(node.args[1])[2]
-    return given is None and mask == "" and (pattern == "full" or (pattern == "causal" and square))
+    q, k, _v, given, _sources, sinks, seed, pattern, mask = node.args[:9]
+    square = shape_of(q)[2] == shape_of(k)[2]
+    plain = given is sinks is seed is None and not any(Mask.parse(mask).terms)
+    return plain and (pattern == "full" or (pattern == "causal" and square))
 
 
 def tell(report: Report, options: Options) -> None:
