@@ -48,10 +48,14 @@ def captured(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[fx.GraphModu
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         found.append((gm, inputs))
+        origins.update((node, node.meta["grapharg"]) for node in gm.graph.nodes if "grapharg" in node.meta)
         return gm.forward
 
+    origins: dict[fx.Node, Any] = {}
     torch._dynamo.reset()
     torch.compile(module, backend=backend, fullgraph=True)(*args, **kwargs)
+    for node, origin in origins.items():  # Dynamo takes them away after its backend has run
+        node.meta["grapharg"] = origin
     return found[0]
 
 
