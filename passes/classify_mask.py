@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -24,31 +23,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.attention.patterns import pattern_of
-from ringopt.graph.bands import split
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
-from ringopt.graph.mask import Mask, places
-from ringopt.graph.mask_names import name_of_mask
+from ringopt.graph.mask import places
 from ringopt.graph.nodes import requires_grad, shape_of
-from ringopt.graph.peel import HIDES_FLOAT16, every, peel
+from ringopt.graph.peel import HIDES_FLOAT16, peel
+from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
-from ringopt.graph.term_folding import substitute
 from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import Term, loads
+from ringopt.graph.terms import Term
 from ringopt.pipeline import Context, Pass
 
 # A mask of more elements is compared at some blocks of BLOCK x BLOCK instead of whole.
 WHOLE, BLOCK, BLOCKS = 1 << 22, 64, 12
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a mask says: `mask` refers to `sources` by number; `name` is for the report."""
-
-    pattern: str
-    mask: Mask
-    sources: tuple[fx.Node, ...]
-    name: str
 
 
 class ClassifyMask(Pass):
@@ -74,7 +61,7 @@ class Reader:
     """Reads the masks of one graph; sites that share a mask share its reading."""
 
     def __init__(self, graph: fx.Graph, context: Context):
-        self.constants = Constants(graph, context.values)
+        self.constants = Constants(graph, context.values, context.relied_on)
         self.carries = requires_grad(graph)
         self.found: dict[tuple[object, ...], Reading | Refusal] = {}
 
@@ -93,13 +80,7 @@ class Reader:
         except Unreadable as problem:
             return problem.refusal
         peeled = peel(term, cone, learned)
-        pattern, conditions = split(peeled.conditions)
-        visible = every(conditions) if conditions else None
-        sources = tuple(dict.fromkeys(load.source for load in loads(visible, peeled.bias)))
-        numbers = {source: i for i, source in enumerate(sources)}
-        visible, bias = (part and substitute(part, sources=numbers) for part in (visible, peeled.bias))
-        mask = Mask(visible, bias)
-        reading = Reading(pattern, mask, sources, name_of_mask(pattern, conditions, peeled.bias, learned))
+        reading = reading_of(peeled.conditions, peeled.bias, learned)
         return check(reading, given, term, cone) or reading
 
 

@@ -310,7 +310,7 @@ def test_long_masks_are_compared_in_blocks(monkeypatch):
 
 
 def test_a_difference_from_the_programs_mask_is_refused(monkeypatch):
-    monkeypatch.setattr("ringopt.passes.classify_mask.split", lambda conditions: ("window(3)", []))
+    monkeypatch.setattr("ringopt.graph.reading.split", lambda conditions: ("window(3)", []))
     (site,), _context = classified(Attention(tril_of_ones), X)
     assert site.node.args[3] is not None and site.node.args[7] == "full"
     assert site.info.refusal == (
