@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -303,6 +304,29 @@ def test_the_mask_of_dropout_looks_like_chance() -> None:
     assert abs(float((x[0, 0] * x[0, 1]).mean())) < 4 / one.numel() ** 0.5  # nor two heads
     assert abs(float((x[0, 0] * x[1, 0]).mean())) < 4 / one.numel() ** 0.5  # nor two batch rows
     assert float(torch.fft.fft2(one).abs().max()) < 5 * one.numel() ** 0.5  # no period in either direction
+
+
+def test_the_hash_is_that_of_64_bit_arithmetic() -> None:
+    """SplitMix64 in Python's unbounded integers: shifts are logical, products wrap."""
+    most = 2**64 - 1
+
+    def scrambled(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & most
+        return (x ^ x >> 27) * 0x94D049BB133111EB & most
+
+    def mixed(x: int) -> int:
+        x = scrambled(x & most)
+        return x ^ x >> 31
+
+    step, p = 0x9E3779B97F4A7C15, 0.37
+    kept = Dropout(p, SEED).kept(2, 2, range(3, 6), range(5, 12))
+    for b, h, q, k in product(range(2), range(2), range(3), range(7)):
+        row = mixed(int(SEED) + step)
+        for place in (b, h, q + 3):
+            row = mixed(row + (1 + place) * step)
+        key = mixed(mixed(int(SEED) ^ 0x5851F42D4C957F2D) + (k + 6) * step)
+        signed = (scrambled(row ^ key) ^ 2**63) - 2**63
+        assert bool(kept[b, h, q, k]) == (signed >= int(p * 2**64) - 2**63)
 
 
 def test_a_weight_is_dropped_by_its_place() -> None:
