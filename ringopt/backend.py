@@ -100,10 +100,10 @@ def transform(
 def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     """On one process: whether SDPA takes the place of products written out, or of SDPA with a mask that is needless; or
     whether weights are dropped, which are to be the same as on many ranks."""
-    q, k, _v, given, _sources, sinks, seed, pattern, mask = node.args[:9]
-    square = shape_of(q)[2] == shape_of(k)[2]
-    plain = given is None and not any(Mask.parse(mask).terms) and (pattern == "full" or (pattern == "causal" and square))
-    spelled = info.form == "unfused" and sinks is None and Mask.parse(mask).score is None
+    q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
+    mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
+    plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))
+    spelled = info.form == "unfused" and sinks is None and mask.score is None
     return seed is not None or spelled or (info.masked and plain)
 
 

@@ -124,7 +124,6 @@ MIXING = {
     "last row": lambda m, x: x + x[:, -1][:, None],
     "shift": lambda m, x: F.pad(x[:, :-1], (0, 0, 1, 0)),
     "sorted": lambda m, x: x.sort(1)[0],
-    "unfused attention": lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "a row is zeroed": zero_row,
     "largest": lambda m, x: x - x.amax(1, keepdim=True),
     "variance": lambda m, x: x / (1 + x.var(1, keepdim=True)),
