@@ -153,7 +153,9 @@ def select(node: fx.Node) -> Rule:
 def slice_(node: fx.Node) -> Rule:
     rank = len(shape_of(node))
     dim = argument(node, 1, "dim", 0) % rank
-    whole = shape_of(node) == shape_of(node.args[0]) and argument(node, 4, "step", 1) == 1
+    whole = shape_of(node) == shape_of(node.args[0]) and (
+        op_name(node) == "narrow" or argument(node, 4, "step", 1) == 1
+    )
     return Rule((same(rank, () if whole else (dim,)),))
 
 
@@ -361,7 +363,7 @@ RULES: dict[str, Callable[[fx.Node], Rule | None]] = {
     "unsqueeze": unsqueeze,
     **dict.fromkeys(("expand", "broadcast_to"), expand),
     "select": select,
-    "slice": slice_,
+    **dict.fromkeys(("slice", "narrow"), slice_),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
     "unbind": unbind,
     **dict.fromkeys(("cat", "concat", "concatenate"), cat),

@@ -1,0 +1,47 @@
+"""Sums over the sequence: local sums, added up over the ranks.
+
+y = mean(x, 1)   ->   y = div(reduce_from_group(sum(x_rows, 1)), n)
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.axes import rule_of
+from ringopt.graph.nodes import argument, op_name, shape_of, tensor_args
+from ringopt.graph.sharder import Sharder
+from ringopt.sharding.steps import Steps, dims_of, wide_dtype
+
+aten = torch.ops.aten
+
+
+def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
+    """A sum over the sharded dim is the sum of local sums; a mean divides it; a product contracts it."""
+    rule, operands = rule_of(node), list(tensor_args(node))
+    if rule is None or not rule.summed:
+        return False
+    for i, arg in enumerate(operands):
+        placement = sharder.placements.get(arg)
+        wanted = rule.sums(i, placement) if placement is not None else None
+        if wanted is None:
+            continue
+        step = Steps(sharder, node)
+        args, kwargs = sharder.operands(node, wanted)
+        total = step.total(local_sum(step, args, kwargs))
+        if op_name(node) == "mean":
+            count = prod(shape_of(arg)[dim] for dim in dims_of(node, argument(node, 1, "dim")))
+            total = step(aten.div.Scalar, total, count)
+        return step.done(total)
+    return False
+
+
+def local_sum(step: Steps, args: Any, kwargs: Any) -> fx.Node:
+    node = step.node
+    if op_name(node) not in ("sum", "mean"):
+        return step(node.target, *args, **kwargs)
+    dims, keep = dims_of(node, argument(node, 1, "dim")), bool(argument(node, 2, "keepdim", False))
+    return step(aten.sum.dim_IntList, args[0], dims, keep, dtype=wide_dtype(node))
