@@ -211,6 +211,21 @@ def last_dims(position: int) -> Callable[[fx.Node], Rule]:
     return rule
 
 
+def batch_norm(node: fx.Node) -> Rule | None:
+    """In evaluation each element by itself, with its channel's statistics; in training the batch is mixed."""
+    if node.args[5]:
+        return None
+    return Rule((same(len(shape_of(node))), *({1: 0} for _ in list(tensor_args(node))[1:])))
+
+
+def by_sample(node: fx.Node) -> Rule | None:
+    """group_norm; instance_norm where it keeps no running statistics of the batch."""
+    operands = list(tensor_args(node))
+    if op_name(node) == "instance_norm" and (is_tensor(node.args[3]) or not node.args[5]):
+        return None
+    return Rule(({0: 0}, *({} for _ in operands[1:])))
+
+
 def triangle(node: fx.Node) -> Rule:
     rank = len(shape_of(node))
     return Rule((same(rank, (rank - 2, rank - 1)),))
@@ -246,6 +261,11 @@ def reduction(position: int = 1, sums: bool = False) -> Callable[[fx.Node], Rule
         return Rule((operands,), (tuple(gone),) if sums else ())
 
     return rule
+
+
+def max_(node: fx.Node) -> Rule | None:
+    """max of two tensors, along a dim, or of all elements."""
+    return pointwise(node) if node.target._overloadname == "other" else reduction()(node)
 
 
 def gather(node: fx.Node) -> Rule:
@@ -368,9 +388,8 @@ RULES: dict[str, Callable[[fx.Node], Rule | None]] = {
     "unbind": unbind,
     **dict.fromkeys(("cat", "concat", "concatenate"), cat),
     "stack": stack,
-    **dict.fromkeys(
-        ("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp"), but_dim(1)
-    ),
+    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), but_dim(1)),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), but_dim(1)),
     "flip": but_dim(1),
     **dict.fromkeys(("triu", "tril"), triangle),
     "roll": but_dim(2),
@@ -379,11 +398,15 @@ RULES: dict[str, Callable[[fx.Node], Rule | None]] = {
     "diff": but_dim(2, -1),
     "layer_norm": last_dims(1),
     "rms_norm": last_dims(1),
+    "batch_norm": batch_norm,
+    **dict.fromkeys(("group_norm", "instance_norm"), by_sample),
     "glu": glu,
     "pad": pad,
     "constant_pad_nd": pad,
     **dict.fromkeys(("sum", "mean"), reduction(sums=True)),
     **dict.fromkeys(("amax", "amin", "logsumexp", "var", "std", "all", "any", "argmax", "argmin"), reduction()),
+    **dict.fromkeys(("var_mean", "std_mean", "prod", "median", "nanmedian"), reduction()),
+    **dict.fromkeys(("max", "min"), max_),
     "linalg_vector_norm": reduction(2),
     "gather": gather,
     "linear": linear,

@@ -12,12 +12,15 @@ import torch.fx as fx
 from ringopt.graph.nodes import is_aten, op_name
 from ringopt.graph.sharder import Sharder
 from ringopt.sharding.draws import DRAWS
+from ringopt.sharding.extremes import EXTREMES
+from ringopt.sharding.layers import LAYERS
 from ringopt.sharding.losses import LOSSES
+from ringopt.sharding.norms import NORMS
 from ringopt.sharding.rows import ROWS
 from ringopt.sharding.steps import Handler
 from ringopt.sharding.sums import partial_sums
 
-HANDLERS: dict[str, Handler] = {**LOSSES, **ROWS, **DRAWS}
+HANDLERS: dict[str, Handler] = {**ROWS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS}
 
 
 def across(sharder: Sharder, node: fx.Node) -> bool:

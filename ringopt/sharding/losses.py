@@ -46,7 +46,7 @@ def classification(sharder: Sharder, node: fx.Node) -> bool:
         sharder.set(node, step(node.target, here, wanted, weight, NONE, *options, placement=out), out)
         return True
     loss = step(node.target, here, wanted, weight, SUM, *options)
-    loss = step.total(step.cast(loss, wide_dtype(node)))
+    loss = step.total(step.cast(loss, wide_dtype(value_of(node))))
     if reduction == MEAN:
         loss = divided_by_weights(step, loss, wanted, weight)
     return step.done(loss)
@@ -79,7 +79,7 @@ def divided_by_weights(step: Steps, loss: fx.Node, wanted: fx.Node, weight: fx.N
     if weight is not None:
         safe = step(aten.where.ScalarOther, counted, wanted, 0)
         counted = step(aten.mul.Tensor, step(aten.index.Tensor, weight, [safe]), counted)
-    count = step.total(step.cast(step(aten.sum.default, counted), wide_dtype(node)))
+    count = step.total(step.cast(step(aten.sum.default, counted), wide_dtype(value_of(node))))
     return step(aten.div.Tensor, loss, count)
 
 
@@ -100,7 +100,7 @@ def elementwise(sharder: Sharder, node: fx.Node) -> bool:
         sharder.set(node, sharder.call(node.target, args, node, out, kwargs), out)
         return True
     local = step(node.target, *args, placement=out, **kwargs)
-    total = step.total(step(aten.sum.default, local, dtype=wide_dtype(node)))
+    total = step.total(step(aten.sum.default, local, dtype=wide_dtype(value_of(node))))
     return step.done(step(aten.div.Scalar, total, prod(shape)) if reduction == MEAN else total)
 
 

@@ -10,6 +10,8 @@ whatever they were cut from. A slice of a few rows, too few for every chunk of t
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 import torch.fx as fx
 
@@ -17,7 +19,7 @@ from ringopt.graph.nodes import named, op_name, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
 from ringopt.ops.rows import Piece, moved, taken
-from ringopt.sharding.steps import Handler, Steps, enough_rows, sequence_at
+from ringopt.sharding.steps import Handler, Steps, enough_rows, getitems, sequence_at
 
 aten = torch.ops.aten
 
@@ -53,10 +55,11 @@ def narrow(sharder: Sharder, node: fx.Node) -> bool:
 def split(sharder: Sharder, node: fx.Node) -> bool:
     """Each element of the tuple that is used is cut out by itself."""
     dim, sizes = named(node, "dim"), [value.shape[named(node, "dim")] for value in value_of(node)]
-    if any(op_name(user) != "getitem" or not sizes[user.args[1]] for user in node.users):
+    users = getitems(node)
+    if users is None or not all(sizes[user.args[1]] for user in users):
         return False
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pieces = {user: range(starts[user.args[1]], starts[user.args[1]] + sizes[user.args[1]]) for user in node.users}
+    ends = list(accumulate(sizes))
+    pieces = {user: range(ends[user.args[1]] - sizes[user.args[1]], ends[user.args[1]]) for user in users}
     return all(cut(sharder, node, dim, rows, user) for user, rows in pieces.items())
 
 

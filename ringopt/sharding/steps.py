@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.attention.layouts import layout_of
-from ringopt.graph.nodes import shape_of, value_of
+from ringopt.graph.nodes import named, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
 from ringopt.ops.rows import Wanted
@@ -36,6 +37,12 @@ class Steps:
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self(aten.to.dtype, x, dtype, placement=x.meta["placement"])
 
+    def item(self, both: fx.Node, index: int) -> fx.Node:
+        """An element of a tuple."""
+        new = self.sharder.call(operator.getitem, (both, index), self.node, None, name=f"{self.node.name}_{index}")
+        new.meta["whole"] = None
+        return new
+
     # ---- between the ranks -----------------------------------------------------------------------------------------
     def total(self, partial: fx.Node) -> fx.Node:
         """Partial sums to their sum, replicated."""
@@ -59,14 +66,11 @@ class Steps:
         args = (x, *sharder.factors(place), wanted, local, sharder.layout, sharder.group)
         return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
 
-    def row_numbers(self, place: Sharded, rank: int, device: torch.device) -> fx.Node:
-        """Which rows of the sequence this rank holds, shaped to broadcast along dim `place.dim` of `rank` dims."""
-        sharder, length = self.sharder, place.length
-        whole = self(aten.arange.default, length, device=device)
-        local = sharder.rows_here(length)
-        args = (whole, 0, 1, length, 1, local, sharder.layout, sharder.group)
-        rows = self(torch.ops.ringopt.scatter.default, *args)
-        return self(aten.reshape.default, rows, [-1 if dim == place.dim else 1 for dim in range(rank)])
+    def row_numbers(self, length: int, device: torch.device) -> fx.Node:
+        """Which rows of a sequence this rank holds."""
+        sharder, whole = self.sharder, self(aten.arange.default, length, device=device)
+        args = (whole, 0, 1, length, 1, sharder.rows_here(length), sharder.layout, sharder.group)
+        return self(torch.ops.ringopt.scatter.default, *args)
 
     # ---- the result --------------------------------------------------------------------------------------------------
     def done(self, value: fx.Node, placement: Sharded | None = None, of: fx.Node | None = None) -> bool:
@@ -90,13 +94,27 @@ def sequence_at(sharder: Sharder, x: fx.Node, dims: Sequence[int]) -> Sharded | 
     return place
 
 
-def wide_dtype(node: fx.Node) -> torch.dtype:
+def wide_dtype(value: torch.Tensor) -> torch.dtype:
     """What partial sums are added up in: of 16 bits, float32, which also counts tokens without rounding."""
-    dtype: torch.dtype = value_of(node).dtype
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
 
 
-def dims_of(node: fx.Node, dims: Any) -> list[int]:
-    """A dim argument as a list of dims from 0; None and [] are all dims of the first argument."""
-    rank = len(shape_of(node.args[0]))
+def has_argument(node: fx.Node, name: str) -> bool:
+    return any(arg.name == name for arg in node.target._schema.arguments)
+
+
+def dims_of(node: fx.Node) -> list[int]:
+    """What the op reduces over, from 0; all dims of the first argument where it takes no dim, or was given none."""
+    rank, dims = len(shape_of(node.args[0])), named(node, "dim") if has_argument(node, "dim") else None
     return [dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))]
+
+
+def keeps_dims(node: fx.Node) -> bool:
+    """Whether reduced dims stay, of size 1."""
+    return has_argument(node, "keepdim") and bool(named(node, "keepdim"))
+
+
+def getitems(node: fx.Node) -> list[fx.Node] | None:
+    """The elements of a tuple that are used; None where it is used whole."""
+    users = list(node.users)
+    return users if all(user.target is operator.getitem for user in users) else None

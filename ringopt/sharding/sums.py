@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
-from ringopt.graph.nodes import argument, op_name, shape_of, tensor_args
+from ringopt.graph.nodes import argument, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.sharder import Sharder
 from ringopt.sharding.steps import Steps, dims_of, wide_dtype
 
@@ -33,7 +33,7 @@ def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
         args, kwargs = sharder.operands(node, wanted)
         total = step.total(local_sum(step, args, kwargs))
         if op_name(node) == "mean":
-            count = prod(shape_of(arg)[dim] for dim in dims_of(node, argument(node, 1, "dim")))
+            count = prod(shape_of(arg)[dim] for dim in dims_of(node))
             total = step(aten.div.Scalar, total, count)
         return step.done(total)
     return False
@@ -43,5 +43,5 @@ def local_sum(step: Steps, args: Any, kwargs: Any) -> fx.Node:
     node = step.node
     if op_name(node) not in ("sum", "mean"):
         return step(node.target, *args, **kwargs)
-    dims, keep = dims_of(node, argument(node, 1, "dim")), bool(argument(node, 2, "keepdim", False))
-    return step(aten.sum.dim_IntList, args[0], dims, keep, dtype=wide_dtype(node))
+    dims, keep = dims_of(node), bool(argument(node, 2, "keepdim", False))
+    return step(aten.sum.dim_IntList, args[0], dims, keep, dtype=wide_dtype(value_of(node)))

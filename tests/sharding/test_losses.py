@@ -45,7 +45,9 @@ CLASSES = {
     "sum": entropy(reduction="sum"),
     "none": lambda m, x: entropy(reduction="none")(m, x).square().sum(),
     "smoothing": entropy(label_smoothing=0.2),
-    "another index is ignored": lambda m, x: F.cross_entropy(flat(x), labels(m, x).clamp(0).reshape(-1), ignore_index=0),
+    "another index is ignored": lambda m, x: F.cross_entropy(
+        flat(x), labels(m, x).clamp(0).reshape(-1), ignore_index=0
+    ),
     "class dim second": lambda m, x: F.cross_entropy(x.transpose(1, 2), labels(m, x)),
     "class dim second, none": lambda m, x: F.cross_entropy(x.transpose(1, 2), labels(m, x), reduction="none").sum(),
     "weights": lambda m, x: entropy(weight=weights(m))(m, x),
