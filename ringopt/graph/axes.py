@@ -178,6 +178,18 @@ def cat(node: fx.Node) -> Rule:
     )
 
 
+def select_scatter(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    gone = node.args[2] % rank
+    return Rule((same(rank, (gone,)), {out: out - (out > gone) for out in range(rank) if out != gone}))
+
+
+def slice_scatter(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    dims = same(rank, (argument(node, 2, "dim", 0) % rank,))
+    return Rule((dims, dims))
+
+
 def stack(node: fx.Node) -> Rule:
     rank = len(shape_of(node))
     new = argument(node, 1, "dim", 0) % rank
@@ -219,8 +231,10 @@ def batch_norm(node: fx.Node) -> Rule | None:
 
 
 def by_sample(node: fx.Node) -> Rule | None:
-    """group_norm; instance_norm where it keeps no running statistics of the batch."""
+    """Convolutions; group_norm; instance_norm where it keeps no running statistics of the batch."""
     operands = list(tensor_args(node))
+    if op_name(node).startswith("conv") and len(shape_of(operands[0])) < len(shape_of(operands[1])):
+        return None  # a sample without a batch
     if op_name(node) == "instance_norm" and (is_tensor(node.args[3]) or not node.args[5]):
         return None
     return Rule(({0: 0}, *({} for _ in operands[1:])))
@@ -387,6 +401,8 @@ RULES: dict[str, Callable[[fx.Node], Rule | None]] = {
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
     "unbind": unbind,
     **dict.fromkeys(("cat", "concat", "concatenate"), cat),
+    "select_scatter": select_scatter,
+    "slice_scatter": slice_scatter,
     "stack": stack,
     **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), but_dim(1)),
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), but_dim(1)),
@@ -399,7 +415,7 @@ RULES: dict[str, Callable[[fx.Node], Rule | None]] = {
     "layer_norm": last_dims(1),
     "rms_norm": last_dims(1),
     "batch_norm": batch_norm,
-    **dict.fromkeys(("group_norm", "instance_norm"), by_sample),
+    **dict.fromkeys(("group_norm", "instance_norm", "conv1d", "conv2d", "conv3d"), by_sample),
     "glu": glu,
     "pad": pad,
     "constant_pad_nd": pad,

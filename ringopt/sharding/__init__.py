@@ -13,14 +13,16 @@ from ringopt.graph.nodes import is_aten, op_name
 from ringopt.graph.sharder import Sharder
 from ringopt.sharding.draws import DRAWS
 from ringopt.sharding.extremes import EXTREMES
+from ringopt.sharding.joins import JOINS
 from ringopt.sharding.layers import LAYERS
 from ringopt.sharding.losses import LOSSES
+from ringopt.sharding.neighbours import NEIGHBOURS
 from ringopt.sharding.norms import NORMS
 from ringopt.sharding.rows import ROWS
 from ringopt.sharding.steps import Handler
 from ringopt.sharding.sums import partial_sums
 
-HANDLERS: dict[str, Handler] = {**ROWS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS}
+HANDLERS: dict[str, Handler] = {**ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS}
 
 
 def across(sharder: Sharder, node: fx.Node) -> bool:
