@@ -31,10 +31,13 @@ OPS = {
     "select": (lambda x: x.select(1, 2), (A,), {0, 1}),
     "slice": (lambda x: x[:, 1:3], (A,), {0, 2}),
     "slice of all": (lambda x: torch.ops.aten.slice(x, 1, 0, 99), (A,), {0, 1, 2}),
+    "narrow": (lambda x: x.narrow(1, 1, 2), (A,), {0, 2}),
     "split": (lambda x: x.split(3, 2)[1], (A,), {0, 1}),
     "chunk": (lambda x: x.chunk(2, -1)[0], (A,), {0, 1}),
     "unbind": (lambda x: x.unbind(1)[1], (A,), {0, 1}),
     "cat": (lambda x, y: torch.cat([x, y], 1), (A, A), {0, 2}),
+    "select_scatter": (lambda x, y: x.select_scatter(y, 1, 2), (A, (3, 6)), {0, 2}),
+    "slice_scatter": (lambda x, y: x.slice_scatter(y, 1, 1, 3), (A, (3, 2, 6)), {0, 2}),
     "stack": (lambda x, y: torch.stack([x, y], 1), (A, A), {0, 2, 3}),
     "softmax": (lambda x: x.softmax(-1), (A,), {0, 1}),
     "cumsum": (lambda x: x.cumsum(1), (A,), {0, 2}),
@@ -51,6 +54,18 @@ OPS = {
     "mean keepdim": (lambda x: x.mean(-1, keepdim=True), (A,), {0, 1}),
     "amax": (lambda x: x.amax(0), (A,), {0, 1}),
     "var of all": (lambda x: x.var(), (A,), set()),
+    "max along": (lambda x: x.max(1)[0], (A,), {0, 1}),
+    "larger of two": (lambda x, y: torch.max(x, y), (A, B), {0, 1, 2}),
+    "max of all": (lambda x: x.max(), (A,), set()),
+    "var and mean": (lambda x: torch.var_mean(x, 1)[1], (A,), {0, 1}),
+    "product": (lambda x: x.prod(1), (A,), {0, 1}),
+    "cummax": (lambda x: x.cummax(1)[0], (A,), {0, 2}),
+    "batch norm in evaluation": (
+        lambda x, m, v: F.batch_norm(x, m, v.abs(), m, v, False), (A, (4,), (4,)), {0, 1, 2},
+    ),
+    "group norm": (lambda x, w: F.group_norm(x, 2, w), (A, (4,)), {0}),
+    "instance norm": (lambda x: F.instance_norm(x), (A,), {0}),
+    "convolution": (lambda x, w: F.conv1d(x, w), (A, (2, 4, 3)), {0}),
     "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), (A,), {0, 1}),
     "gather": (lambda x, y: x.gather(2, (y > 0).long()), (A, (*C[:1], 4, 2)), {0, 1, 2}),
     "linear": (F.linear, (A, (5, 6), (5,)), {0, 1, 2}),
@@ -144,6 +159,11 @@ def test_partial_sums_add_up(function, shapes):
     wanted = rule.sums(0, Sharded(dim, 1, size, 1))
     parts = [run(node, rule, wanted, values, rows) for rows in (range(0, 1), range(1, size))]
     torch.testing.assert_close(sum(parts), values[node])
+
+
+def test_batch_norm_in_training_mixes_the_batch():
+    gm, _ = captured(lambda x: F.batch_norm(x, None, None, training=True), (A,))
+    assert [rule_of(node) for node in gm.graph.nodes if op_name(node) == "batch_norm"] == [None]
 
 
 def test_random_numbers_have_no_rows():
