@@ -144,6 +144,12 @@ def expand(node: fx.Node) -> Rule:
     return Rule((aligned(shape_of(node), shape_of(node.args[0])),))
 
 
+def repeat(node: fx.Node) -> Rule:
+    """Dims that are not repeated; new ones stand before the operand's."""
+    shift = len(shape_of(node)) - len(shape_of(node.args[0]))
+    return Rule(({out: out - shift for out, times in enumerate(node.args[1]) if times == 1 and out >= shift},))
+
+
 def select(node: fx.Node) -> Rule:
     rank = len(shape_of(node.args[0]))
     gone = node.args[1] % rank
@@ -291,6 +297,13 @@ def gather(node: fx.Node) -> Rule:
     return Rule((along, {**along, dim: dim}))
 
 
+def scatter(node: fx.Node) -> Rule:
+    """scatter, scatter_add: along dims in which target, index and source have the same size."""
+    sizes, dim = [shape_of(arg) for arg in tensor_args(node)], node.args[1] % len(shape_of(node))
+    along = {d: d for d, size in enumerate(shape_of(node)) if d != dim and all(other[d] == size for other in sizes)}
+    return Rule(tuple(along for _ in sizes))
+
+
 # ---- products ------------------------------------------------------------------------------------------------------
 def linear(node: fx.Node) -> Rule:
     rank, operands = len(shape_of(node)), list(tensor_args(node))
@@ -396,6 +409,8 @@ RULES: dict[str, Callable[[fx.Node], Rule | None]] = {
     "movedim": movedim,
     "unsqueeze": unsqueeze,
     **dict.fromkeys(("expand", "broadcast_to"), expand),
+    "repeat": repeat,
+    "repeat_interleave": but_dim(2),
     "select": select,
     **dict.fromkeys(("slice", "narrow"), slice_),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
@@ -425,6 +440,7 @@ RULES: dict[str, Callable[[fx.Node], Rule | None]] = {
     **dict.fromkeys(("max", "min"), max_),
     "linalg_vector_norm": reduction(2),
     "gather": gather,
+    **dict.fromkeys(("scatter", "scatter_add"), scatter),
     "linear": linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), matmul),
     "einsum": einsum,

@@ -1,7 +1,8 @@
 """Rows of a sharded sequence, fetched from the ranks that hold them.
 
-    fetch_rows    each rank gets the rows it wants, zeros for rows outside the sequence
-    return_rows   its transpose: what was made of the rows goes back to where they came from, and is added up
+    fetch_rows     each rank gets the rows it wants, zeros for rows outside the sequence
+    return_rows    its transpose: what was made of the rows goes back to where they came from, and is added up
+    look_up_rows   every rank gets the rows whose numbers are in a tensor
 
 What a rank wants is written as text, one of three forms:
 
@@ -104,7 +105,11 @@ class Fetch:
 
 @lru_cache(maxsize=256)
 def fetch_of(text: str, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
-    wanted, plan = Wanted.parse(text), layout_of(layout, length, ranks)
+    return plan_fetch(Wanted.parse(text), layout, length, ranks, rank, device)
+
+
+def plan_fetch(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
+    plan = layout_of(layout, length, ranks)
     owner, place = torch.full((length + 1,), -1), torch.zeros(length + 1, dtype=torch.long)
     for other in range(ranks):
         rows = held(plan, other)
@@ -147,16 +152,20 @@ def fetch_rows(
     x: Tensor, dim: int, outer: int, length: int, inner: int, wanted: str, local: int, layout: str, group: str
 ) -> Tensor:
     """The `wanted` rows of a sequence of `length` rows, of which `x` holds this rank's; `local` is their number."""
-    mesh, at = mesh_of(group), dim + 1
-    parts = factored(x, dim, outer, inner)
+    mesh = mesh_of(group)
     plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, x.device)
     assert plan.rows == local, f"{wanted}: {plan.rows} rows are wanted here, the graph says {local}"
-    came = swap(mesh, at, parts, plan.sends, plan.receives, "fetch_rows")
-    out = parts.new_zeros(with_dim(parts, at, local))
-    out.index_copy_(at, plan.kept, parts.index_select(at, plan.own))
-    for (_, rows), part in zip(plan.receives, came, strict=True):
-        out.index_copy_(at, rows, part)
+    out = run_fetch(plan, factored(x, dim, outer, inner), dim + 1, mesh)
     return out.reshape(with_dim(x, dim, outer * local * inner))
+
+
+def run_fetch(plan: Fetch, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    came = swap(mesh, dim, x, plan.sends, plan.receives, "fetch_rows")
+    out = x.new_zeros(with_dim(x, dim, plan.rows))
+    out.index_copy_(dim, plan.kept, x.index_select(dim, plan.own))
+    for (_, rows), part in zip(plan.receives, came, strict=True):
+        out.index_copy_(dim, rows, part)
+    return out
 
 
 @fetch_rows.register_fake
@@ -203,3 +212,55 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 fetch_rows.register_autograd(_backward, setup_context=_setup)
+
+
+# ---- rows known when the program runs ------------------------------------------------------------------------------
+@torch.library.custom_op("ringopt::look_up_rows", mutates_args=())
+def look_up_rows(x: Tensor, rows: Tensor, dim: int, length: int, layout: str, group: str) -> Tensor:
+    """The rows of a sharded sequence whose numbers are in `rows` (1-D, the same on every rank), replicated.
+
+    A negative number counts from the end. Raises IndexError, on every rank, for one that the sequence has not.
+    """
+    mesh = mesh_of(group)
+    return run_fetch(plan_fetch(asked_for(rows, length), layout, length, mesh.size, mesh.rank, x.device), x, dim, mesh)
+
+
+def asked_for(rows: Tensor, length: int) -> Wanted:
+    numbers: list[int] = rows.tolist()
+    for number in numbers:
+        if not -length <= number < length:
+            raise IndexError(f"row {number} was asked for, of a sequence of {length} rows")
+    return Wanted("take", tuple((number % length, 1, 1) for number in numbers))
+
+
+@look_up_rows.register_fake
+def _(x: Tensor, rows: Tensor, dim: int, length: int, layout: str, group: str) -> Tensor:
+    return x.new_empty(with_dim(x, dim, rows.shape[0]))
+
+
+@torch.library.custom_op("ringopt::add_to_rows", mutates_args=())
+def add_to_rows(grad: Tensor, rows: Tensor, dim: int, length: int, local: int, layout: str, group: str) -> Tensor:
+    """The transpose of `look_up_rows`, for a gradient that is complete on every rank."""
+    mesh = mesh_of(group)
+    plan = plan_fetch(asked_for(rows, length), layout, length, mesh.size, mesh.rank, grad.device)
+    return grad.new_zeros(with_dim(grad, dim, local)).index_add_(dim, plan.own, grad.index_select(dim, plan.kept))
+
+
+@add_to_rows.register_fake
+def _(grad: Tensor, rows: Tensor, dim: int, length: int, local: int, layout: str, group: str) -> Tensor:
+    return grad.new_empty(with_dim(grad, dim, local))
+
+
+def _look_up_setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    x, rows, ctx.dim, ctx.length, ctx.layout, ctx.group = inputs
+    ctx.local = x.shape[ctx.dim]
+    ctx.save_for_backward(rows)
+
+
+def _look_up_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (rows,) = ctx.saved_tensors
+    local = torch.ops.ringopt.add_to_rows(grad, rows, ctx.dim, ctx.length, ctx.local, ctx.layout, ctx.group)
+    return local, None, None, None, None, None
+
+
+look_up_rows.register_autograd(_look_up_backward, setup_context=_look_up_setup)

@@ -3,6 +3,7 @@
     y = x[:, 0]              ->   y      = select(fetch_rows(x_rows, "take 0:1:1"), 1, 0)      # the owner tells all
     y = x[:, 1:]             ->   y_rows = fetch_rows(x_rows, "move 1:1:10")                   # a row from a neighbour
     y = pad(x, (0, 0, 1, 0)) ->   y_rows = fetch_rows(x_rows, "move -1:1:12")
+    y = x[b, last]           ->   y      = index(look_up_rows(x_rows, last), [b, arange(2)])   # rows known when it runs
 
 A slice of many rows is a sequence of its own, sharded by the same layout: two values of equally many rows line up,
 whatever they were cut from. A slice of a few rows, too few for every chunk of the layout to have one, is replicated.
@@ -11,6 +12,7 @@ whatever they were cut from. A slice of a few rows, too few for every chunk of t
 from __future__ import annotations
 
 from itertools import accumulate
+from math import prod
 
 import torch
 import torch.fx as fx
@@ -136,7 +138,50 @@ def diff(sharder: Sharder, node: fx.Node) -> bool:
     return True
 
 
+# ---- by index ------------------------------------------------------------------------------------------------------
+def index(sharder: Sharder, node: fx.Node) -> bool:
+    """x[..., i, ...], of which `i` counts rows of the sequence."""
+    x, indices = node.args
+    place = sharder.placements[x]
+    if place is None or len(indices) <= place.dim or indices[place.dim] is None:
+        return False
+    found = looked_up(sharder, node, indices[place.dim])
+    if found is None:
+        return False
+    others = [None if i is None else sharder.replicated(i) for i in indices]
+    others[place.dim] = found[1]
+    sharder.set(node, sharder.call(node.target, (found[0], others), node, None), None)
+    return True
+
+
+def index_select(sharder: Sharder, node: fx.Node) -> bool:
+    """index_select, and gather along the sequence."""
+    x, dim, rows = node.args[:3]
+    found = looked_up(sharder, node, rows) if sequence_at(sharder, x, [dim]) is not None else None
+    if found is None:
+        return False
+    sharder.set(node, sharder.call(node.target, (found[0], dim, found[1]), node, None), None)
+    return True
+
+
+def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The rows asked for, from their owners, and what `rows` is as an index into these. None where so many are asked
+    for that every rank would hold more than its shard: then the sequence is better gathered."""
+    x, count = node.args[0], prod(shape_of(rows))
+    place, numbers = sharder.placements[x], value_of(rows).dtype in (torch.int32, torch.int64)
+    if place is None or place.outer * place.inner > 1 or not numbers or count * sharder.ranks > place.length:
+        return None
+    step = Steps(sharder, node)
+    flat = step(aten.reshape.default, step(aten.to.dtype, sharder.replicated(rows), torch.int64), [-1])
+    args = (sharder.values[x], flat, place.dim, place.length, sharder.layout, sharder.group)
+    picked = step(torch.ops.ringopt.look_up_rows.default, *args)
+    order = step(aten.arange.default, count, device=value_of(rows).device)
+    return picked, step(aten.reshape.default, order, list(shape_of(rows)))
+
+
 ROWS: dict[str, Handler] = {
+    "index": index,
+    **dict.fromkeys(("index_select", "gather"), index_select),
     "select": select,
     "slice": slice_,
     "narrow": narrow,

@@ -94,3 +94,29 @@ def test_what_torch_asks_of_an_operator(op, local):
         return torch.library.opcheck(op, (x, 1, 1, 8, 1, "move -1:1:9", local, "zigzag", mesh.name))
 
     assert set(run_on_threads(1, body)[0].values()) == {"SUCCESS"}
+
+
+def test_rows_that_are_looked_up():
+    whole = torch.randn(2, N, 3, dtype=torch.float64, requires_grad=True)
+    rows, weight = torch.tensor([12, 0, -1, 5, 0]), torch.randn(2, 5, 3, dtype=torch.float64)
+    (whole[:, rows] * weight).sum().backward()
+
+    def body(mesh):
+        mine = held(layout_of("zigzag", N, 3), mesh.rank)
+        x = whole.detach()[:, mine].clone().requires_grad_()
+        found = ops.look_up_rows(x, rows, 1, N, "zigzag", mesh.name)
+        assert torch.equal(found, whole[:, rows])
+        (found * weight).sum().backward()
+        torch.testing.assert_close(x.grad, whole.grad[:, mine])
+        with pytest.raises(IndexError, match="row 13 was asked for, of a sequence of 13 rows"):
+            ops.look_up_rows(x.detach(), torch.tensor([0, 13]), 1, N, "zigzag", mesh.name)
+
+    run_on_threads(3, body)
+
+
+def test_what_torch_asks_of_a_look_up():
+    def body(mesh):
+        args = (torch.tensor([1, 6]), 1, 8, "zigzag", mesh.name)
+        return torch.library.opcheck(ops.look_up_rows.default, (torch.randn(2, 8, 3, requires_grad=True), *args))
+
+    assert set(run_on_threads(1, body)[0].values()) == {"SUCCESS"}

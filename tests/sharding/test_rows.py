@@ -46,6 +46,11 @@ ENDS = {
     "first token": lambda m, x: m.linear(x[:, 0]),
     "last token": lambda m, x: m.linear(x)[:, -1],
     "logits of the last five": lambda m, x: m.linear(x[:, -5:]).sum(),
+    "last unpadded token": lambda m, x: m.linear(x)[torch.arange(x.shape[0]), torch.tensor([4, -1])],
+    "last positive token": lambda m, x: x[torch.arange(2), (x[..., 0].detach() > 0).long().cumsum(1).argmax(1)],
+    "rows by number": lambda m, x: x.index_select(1, torch.tensor([3, 3, 0])).sum(),
+    "one index for batch and row": lambda m, x: (lambda i: x[i, i])(torch.arange(2)),
+    "one row by number": lambda m, x: x[:, torch.tensor(5)],
     "next token": lambda m, x: F.mse_loss(m.linear(x)[:, :-1], x[:, 1:].detach()),
 }
 
