@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.graph.axes import Rule, ViewRule, rule_of
+from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import is_aten, is_tensor, module_path, op_name, requires_grad, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
+from ringopt.graph.rules import Rule, ViewRule
 
 aten = torch.ops.aten
 

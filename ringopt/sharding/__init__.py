@@ -20,9 +20,11 @@ from ringopt.sharding.neighbours import NEIGHBOURS
 from ringopt.sharding.norms import NORMS
 from ringopt.sharding.rows import ROWS
 from ringopt.sharding.steps import Handler
-from ringopt.sharding.sums import partial_sums
+from ringopt.sharding.sums import SUMS, partial_sums
 
-HANDLERS: dict[str, Handler] = {**ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS}
+HANDLERS: dict[str, Handler] = {
+    **SUMS, **ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS,
+}  # fmt: skip
 
 
 def across(sharder: Sharder, node: fx.Node) -> bool:

@@ -9,17 +9,18 @@ A mean of local means would weigh tokens wrongly: ranks hold unequally many rows
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ringopt.graph.axes import Rule, aligned
 from ringopt.graph.nodes import is_tensor, named, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
+from ringopt.graph.rules import Dims, Rule, aligned
 from ringopt.graph.sharder import Sharder
-from ringopt.sharding.steps import Handler, Steps, wide_dtype
+from ringopt.sharding.steps import Handler, Steps, has_argument, wide_dtype
 
 aten = torch.ops.aten
 
@@ -86,9 +87,27 @@ def divided_by_weights(step: Steps, loss: fx.Node, wanted: fx.Node, weight: fx.N
 # ---- element by element --------------------------------------------------------------------------------------------
 def elementwise(sharder: Sharder, node: fx.Node) -> bool:
     """mse_loss and its kin: a pointwise op, then a sum, or a mean over all elements."""
+    shapes = [shape_of(arg) for arg in tensor_args(node)]
+    shape = torch.broadcast_shapes(*shapes)
+    return reduced(sharder, node, shape, Rule(tuple(aligned(shape, own) for own in shapes)))
+
+
+def by_sample(sharder: Sharder, node: fx.Node) -> bool:
+    """triplet_margin_loss and its kin: a number for each row of [N, C], then a sum or a mean over these. Of the
+    arguments that are no rows, such as a weight for each class, the first dim is another."""
+    shapes, weight = [shape_of(arg) for arg in tensor_args(node)], has_argument(node, "weight")
+    rows = shapes[0][:1]
+    if len(shapes[0]) != 2 or any(own[:1] != rows for own in shapes[: 2 if weight else None]):
+        return False
+    maps: list[Dims] = [{0: 0} for _ in shapes]
+    if len(shapes) > 2 and weight:
+        maps[2] = {}
+    return reduced(sharder, node, rows, Rule(tuple(maps)))
+
+
+def reduced(sharder: Sharder, node: fx.Node, shape: Sequence[int], rule: Rule) -> bool:
+    """The loss that with reduction="none" is of `shape` and follows `rule`."""
     operands = list(tensor_args(node))
-    shape = torch.broadcast_shapes(*map(shape_of, operands))
-    rule = Rule(tuple(aligned(shape, shape_of(arg)) for arg in operands))
     placed = [rule.push(i, place) for i, arg in enumerate(operands) if (place := sharder.placements[arg]) is not None]
     out = next(filter(None, placed), None)
     wanted = rule.pull(out) if out is not None else None
@@ -118,4 +137,6 @@ LOSSES: dict[str, Handler] = {
     **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"), elementwise),
     **dict.fromkeys(("poisson_nll_loss", "hinge_embedding_loss", "margin_ranking_loss"), elementwise),
     "soft_margin_loss": elementwise,
+    **dict.fromkeys(("triplet_margin_loss", "cosine_embedding_loss"), by_sample),
+    **dict.fromkeys(("multi_margin_loss", "multilabel_margin_loss"), by_sample),
 }

@@ -12,9 +12,9 @@ import torch
 import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
-from ringopt.graph.nodes import argument, op_name, shape_of, tensor_args, value_of
+from ringopt.graph.nodes import argument, named, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.sharder import Sharder
-from ringopt.sharding.steps import Steps, dims_of, wide_dtype
+from ringopt.sharding.steps import Handler, Steps, dims_of, sequence_at, wide_dtype
 
 aten = torch.ops.aten
 
@@ -45,3 +45,29 @@ def local_sum(step: Steps, args: Any, kwargs: Any) -> fx.Node:
         return step(node.target, *args, **kwargs)
     dims, keep = dims_of(node), bool(argument(node, 2, "keepdim", False))
     return step(aten.sum.dim_IntList, args[0], dims, keep, dtype=wide_dtype(value_of(node)))
+
+
+def pooled_to_one(sharder: Sharder, node: fx.Node) -> bool:
+    """adaptive_avg_pool1d to one row: the mean."""
+    x = node.args[0]
+    place = sequence_at(sharder, x, [-1])
+    if place is None or list(named(node, "output_size")) != [1]:
+        return False
+    step = Steps(sharder, node)
+    total = step.total(step(aten.sum.dim_IntList, sharder.values[x], [-1], True, dtype=wide_dtype(value_of(node))))
+    return step.done(step(aten.div.Scalar, total, place.length))
+
+
+def like(sharder: Sharder, node: fx.Node) -> bool:
+    """new_zeros and its kin take from their argument a dtype and a device: any rows will do."""
+    sharder.reader = node
+    rest, kwargs = fx.map_arg((node.args[1:], node.kwargs), sharder.replicated)
+    args = (sharder.values[node.args[0]], *rest)
+    sharder.set(node, sharder.call(node.target, args, node, None, dict(kwargs)), None)
+    return True
+
+
+SUMS: dict[str, Handler] = {
+    "adaptive_avg_pool1d": pooled_to_one,
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), like),
+}

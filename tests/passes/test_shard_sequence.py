@@ -40,6 +40,12 @@ def autocast(m, x):
         return m.linear(x)
 
 
+def rotated(m, x):
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * torch.arange(D // 2)
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
 #: steps that work token by token: nothing may be gathered
 LOCAL = {
     "nothing": lambda m, x: x,
@@ -65,6 +71,10 @@ LOCAL = {
     "expand and mask": lambda m, x: x.masked_fill((torch.arange(x.shape[1]) % 3 == 0)[None, :, None].expand_as(x), 0.5),
     "stack": lambda m, x: torch.stack([x, x * 2], -1).mean(-1),
     "cat of channels": lambda m, x: torch.cat([x, -x], -1)[..., :D],
+    "cosine similarity": lambda m, x: x * F.cosine_similarity(x, m.vector, dim=-1)[..., None],
+    "rotary by complex numbers": rotated,
+    "new rows": lambda m, x: x * x.new_ones(x.shape[1], 1) + x.new_zeros(()),
+    "einsum with an ellipsis": lambda m, x: torch.einsum("...d,ed->...e", x, m.linear.weight),
     "no_grad": no_grad,
     "write after use": write_after_use,
     "autocast off": autocast,

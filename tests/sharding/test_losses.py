@@ -96,9 +96,13 @@ ELEMENTS = {
     "soft margin": lambda m, x: F.soft_margin_loss(x, x.detach().sign()),
     "hinge embedding": lambda m, x: F.hinge_embedding_loss(x, (x.detach() - 0.1).sign()),
     "margin ranking": lambda m, x: F.margin_ranking_loss(x, m.linear(x), x.detach().sign(), margin=0.1),
+    "triplet": lambda m, x: F.triplet_margin_loss(flat(x), flat(m.linear(x)), flat(x.flip(1))),
+    "cosine": lambda m, x: F.cosine_embedding_loss(flat(x), flat(m.linear(x)), flat(x)[:, 0].detach().sign()),
+    "multi margin": lambda m, x: F.multi_margin_loss(flat(x), labels(m, x).clamp(0).reshape(-1), weight=weights(m)),
     "shifted": lambda m, x: F.mse_loss(x[:, 1:], m.linear(x)[:, :-1]),
     "squares": lambda m, x: (x**2).mean(),
     "mean pooling": lambda m, x: m.linear(x.mean(1)).sum(),
+    "adaptive pooling": lambda m, x: m.linear(F.adaptive_avg_pool1d(x.transpose(1, 2), 1)[..., 0]).sum(),
     "masked mean pooling": lambda m, x: (
         (x * (labels(m, x) > 0)[..., None]).sum(1) / (labels(m, x) > 0).sum(1, keepdim=True)
     ).sum(),

@@ -149,3 +149,14 @@ def test_on_any_number_of_ranks(name, p, layout):
 def test_what_is_not_known_is_gathered(step, op):
     verdict = check(step)
     assert [gather.op for gather in verdict.report.gathers] == [op, "output"]
+
+
+@pytest.mark.parametrize("name", ("amax", "softmax", "logsumexp", "var", "norm", "cumsum", "mean"))
+def test_sixteen_bits_are_computed_in_float32(name):
+    """Large sums too: to the rounding of the result."""
+    step = {**STEPS, "cumsum": lambda m, x: x.cumsum(1), "mean": lambda m, x: x - x.mean(1, keepdim=True)}[name]
+    torch.manual_seed(0)
+    module = Model(lambda m, x: step(m, (x * 4).round()), lambda m, x: x).bfloat16()
+    x, ids = inputs(13)
+    verdict = validate(3, module, x.detach().bfloat16(), ids, tolerance=0.03, layout="contiguous")
+    assert not verdict.wrong
