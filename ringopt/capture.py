@@ -16,7 +16,12 @@ import torch.fx as fx
 import torch.fx.traceback
 from torch._guards import tracing
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.graph.decompose import DECOMPOSED, is_whole_layer
@@ -42,12 +47,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [fake(value, mode) for value in example_inputs]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
-        flat = make_fx(
-            lambda *args: Flatten(gm).run(*args),
-            tracing_mode="real",
-            pre_dispatch=True,
-            _allow_non_fake_inputs=True,
-        )(*inputs)
+        flat = flatten(gm, inputs)
     originals = gm.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
     for node, original, given, value in placeholders:
@@ -83,6 +83,17 @@ def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     constants = {node: getattr(flat, node.target, None) for node in flat.graph.find_nodes(op="get_attr")}
     inputs = {node: node.meta.get("content") for node in flat.graph.find_nodes(op="placeholder")}
     return {node: value for node, value in (constants | inputs).items() if isinstance(value, torch.Tensor)}
+
+
+def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    trace = make_fx(
+        lambda *args: Flatten(gm).run(*args), tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True
+    )
+    try:
+        return trace(*inputs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        why = f"a number or a size made by {error.func} is known only when the program runs; all sizes must be fixed"
+        raise GraphRefused(Refusal(why)) from error
 
 
 def readable(name: str) -> str:

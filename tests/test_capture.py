@@ -53,6 +53,17 @@ def test_what_would_lose_a_gradient_is_refused(function, sentence):
         capture(gm, inputs)
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: x * x.max().item(), lambda x: x.nonzero().sum()], ids=["number", "size"]
+)
+def test_what_is_known_only_when_the_program_runs_is_refused(function):
+    open_ended = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+    with open_ended:
+        gm, inputs = captured(function, torch.randn(3))
+    with pytest.raises(GraphRefused, match="is known only when the program runs"):
+        capture(gm, inputs)
+
+
 def test_sizes_become_numbers():
     gm, inputs = captured(lambda x: F.softmax(x.view(x.shape[0], -1), -1), torch.randn(3, 4, 5))
     assert [node.args[1] for node in capture(gm, inputs).graph.nodes if op_name(node) == "view"] == [[3, -1]]
