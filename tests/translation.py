@@ -44,6 +44,13 @@ class Verdict:
 
 def captured(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, list[Any]]:
     """Dynamo's graph and its inputs; the program must be one graph."""
+    return captured_graphs(module, args, kwargs, fullgraph=True)[0]
+
+
+def captured_graphs(
+    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], fullgraph: bool
+) -> list[tuple[fx.GraphModule, list[Any]]]:
+    """Every graph that Dynamo makes of `module(*args, **kwargs)`, with its inputs."""
     found: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -53,10 +60,10 @@ def captured(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[fx.GraphModu
 
     origins: dict[fx.Node, Any] = {}
     torch._dynamo.reset()
-    torch.compile(module, backend=backend, fullgraph=True)(*args, **kwargs)
+    torch.compile(module, backend=backend, fullgraph=fullgraph)(*args, **kwargs)
     for node, origin in origins.items():  # Dynamo takes them away after its backend has run
         node.meta["grapharg"] = origin
-    return found[0]
+    return found
 
 
 def validate(p: int, module: nn.Module, *args: Any, tolerance: float = TOLERANCE, **options: Any) -> Verdict:
