@@ -8,7 +8,7 @@ bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ HIGHER_ORDER = {
     "tag_activation_checkpoint": "activation checkpointing is not sharded yet: recomputing would repeat exchanges",
     "autograd_function_apply": "a custom autograd.Function is not sharded yet: flattening it would lose its backward",
     "flex_attention": "flex_attention is not sharded yet",
+}
+
+# Exported programs keep these regions as functions of their own: name, and the context they run in.
+REGIONS: dict[str, Callable[..., Any]] = {
+    "wrap_with_set_grad_enabled": torch.set_grad_enabled,
+    "wrap_with_autocast": torch.autocast,
 }
 
 
@@ -102,12 +108,26 @@ def readable(name: str) -> str:
 
 
 class Flatten(fx.Interpreter):
-    """Runs Dynamo's graph for the tracer; operators that hold a whole layer are run as their parts."""
+    """Runs Dynamo's graph for the tracer; operators that hold a whole layer, or a region, are run as their
+    parts."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if is_whole_layer(target, kwargs, args):
             return DECOMPOSED[target](*args, **kwargs)
+        if is_region(target):
+            return run_region(REGIONS[target.name()], args)
         return super().call_function(target, args, kwargs)
+
+
+def is_region(target: Any) -> bool:
+    return isinstance(target, HigherOrderOperator) and target.name() in REGIONS
+
+
+def run_region(context: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """A region written out in line: `args` are those of its context, its graph, and the graph's."""
+    at = next(k for k, value in enumerate(args) if isinstance(value, fx.GraphModule))
+    with context(*args[:at]):
+        return Flatten(args[at]).run(*args[at + 1 :])
 
 
 def fake(value: Any, mode: FakeTensorMode) -> Any:
@@ -151,7 +171,7 @@ def refuse_higher_order(gm: fx.GraphModule) -> None:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if isinstance(node.target, HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator) and not is_region(node.target):
                 name = node.target.name()
                 why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
                 raise GraphRefused(Refusal(why, node))
