@@ -54,7 +54,7 @@ def captured_graphs(
     found: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        found.append((gm, inputs))
+        found.append((gm, [int(x) if isinstance(x, torch.SymInt) else x for x in inputs]))
         origins.update((node, node.meta["grapharg"]) for node in gm.graph.nodes if "grapharg" in node.meta)
         return gm.forward
 
@@ -131,9 +131,9 @@ def relative_error(expected: torch.Tensor, found: torch.Tensor, group: Sequence[
 
 def own_error(exact: Values, rounded: Values) -> float:
     """The largest relative error of a program in a lower precision, in any output or gradient."""
+    pairs = [
+        (a, b, ours) for ours, theirs in zip(exact, rounded, strict=True) for a, b in zip(ours, theirs, strict=True)
+    ]
     return max(
-        relative_error(a, b, ours)
-        for ours, theirs in zip(exact, rounded, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-        if a is not None and a.is_floating_point()
+        (relative_error(a, b, ours) for a, b, ours in pairs if a is not None and a.is_floating_point()), default=0.0
     )

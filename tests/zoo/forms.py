@@ -23,11 +23,14 @@ Call = Callable[[Tensor, Tensor, Tensor], Any]
 
 @dataclass(frozen=True)
 class Form:
+    """`in_float32`: the softmax is, whatever q is."""
+
     call: Call
     fused: bool = False
     grouped: bool = False
     keys_transposed: bool = False
     dropout: bool = False
+    in_float32: bool = False
 
 
 FORMS: dict[str, Form] = {}
@@ -130,13 +133,13 @@ def mask_where(q, k, v):
     return torch.where(seen(), scores, torch.finfo(scores.dtype).min).softmax(-1) @ v
 
 
-@form()
+@form(in_float32=True)
 def softmax_fp32_cast(q, k, v):
     scores = q @ k.transpose(2, 3) * SCALE + causal(q)
     return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
 
 
-@form()
+@form(in_float32=True)
 def t5_bias_noscale(q, k, v):
     places = torch.arange(LENGTH, dtype=q.dtype)
     bias = 0.1 * (places[None, :] - places[:, None]).abs() * torch.arange(1, HEADS + 1).view(1, HEADS, 1, 1)
