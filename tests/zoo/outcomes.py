@@ -29,9 +29,13 @@ RANDOM = {
     "hf/reformer@eager": "the directions that keys are hashed by are drawn at run time",
 }
 
-# What cannot run in float64, and the relative error allowed in float32 where no float64 is there to measure it by.
-SINGLE = {"xt/dynamic_pos": "feeds distances in float32 to its layers"}
-SINGLE_TOLERANCE = 1e-5
+# What cannot run in float64, and the error allowed in float32 where no float64 is there to measure it by: gradients that
+# are zero in exact arithmetic are some 1e-4 of what `relative_error` divides by.
+SINGLE = {
+    "xt/dynamic_pos": "feeds distances in float32 to its layers",
+    "hf/autoformer@eager": "feeds time features in float32 to its layers",
+}
+SINGLE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)

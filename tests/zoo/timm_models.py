@@ -48,7 +48,7 @@ ENTRIES = {
     "volo": Entry("volo_d1_224", {}, 64),
     "hiera": Entry("hiera_tiny_224", {}, 64),
     "efficientformer": Entry("efficientformer_l1", {}, 224),
-    "mobilevit": Entry("mobilevit_xxs", {}, 64),
+    "mobilevit": Entry("mobilevit_xxs", {}, 128),
     "xcit": Entry("xcit_nano_12_p16_224", dict(depth=2), 64),
     "tiny_vit": Entry("tiny_vit_5m_224", {}, 64),
     "vitamin": Entry("vitamin_small_224", {}, 64),

@@ -229,8 +229,8 @@ IMAGES = {
     ),
     "mobilevit": Entry(
         "MobileViTModel",
-        dict(hidden_sizes=[32, 48, 64], neck_hidden_sizes=[8, 16, 16, 24, 24, 32, 64], image_size=64),
-        "image of 64",
+        dict(hidden_sizes=[32, 48, 64], neck_hidden_sizes=[8, 16, 16, 24, 24, 32, 64], image_size=128),
+        "image",
     ),
     "mgp_str": Entry("MgpstrModel", dict(image_size=[32, 64], patch_size=8), "line of text"),
 }  # fmt: skip
