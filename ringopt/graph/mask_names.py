@@ -31,7 +31,8 @@ def name_of_mask(
     score: Term | None = None,
 ) -> str:
     names = [] if pattern == "full" else [pattern]
-    names += dict.fromkeys(name_of_condition(condition) for condition in conditions)
+    whole = [substitute(condition, {"r": axis("q")}) for condition in conditions]  # a row is a row, whoever holds it
+    names += dict.fromkeys(name_of_condition(condition) for condition in whole)
     if bias is not None:
         names.append(name_of_bias(bias, learned))
     if score is not None:
