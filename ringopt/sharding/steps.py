@@ -62,7 +62,7 @@ class Steps:
         """Rows of `x`, sharded as `place`, by a text of ringopt/ops/rows.py: sharded as `out`, or replicated;
         `of` is the node whose value they are, where nothing is left to do."""
         sharder, target = self.sharder, torch.ops.ringopt.fetch_rows.default
-        local = len(Wanted.parse(wanted).rows(sharder.layout, sharder.ranks, sharder.rank))
+        local = len(Wanted.parse(wanted).rows(sharder.layout, sharder.ranks)[sharder.rank])
         args = (x, *sharder.factors(place), wanted, local, sharder.layout, sharder.group)
         return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
 
