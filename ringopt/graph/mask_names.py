@@ -31,8 +31,7 @@ def name_of_mask(
     score: Term | None = None,
 ) -> str:
     names = [] if pattern == "full" else [pattern]
-    whole = [substitute(condition, {"r": axis("q")}) for condition in conditions]  # a row is a row, whoever holds it
-    names += dict.fromkeys(name_of_condition(condition) for condition in whole)
+    names += dict.fromkeys(name_of_condition(condition) for condition in conditions)
     if bias is not None:
         names.append(name_of_bias(bias, learned))
     if score is not None:
@@ -46,6 +45,8 @@ def name_of_condition(condition: Term) -> str:
         pattern, exact = pattern_around(*band)
         return pattern if exact else show(condition)
     sources = sources_of(condition)
+    if "r" in condition.axes:
+        return other(condition, sources)
     if not condition.axes & {"q", "k"}:
         return f"switch({sources})" if sources else show(condition)
     if not condition.axes & {"q"}:
