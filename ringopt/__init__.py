@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringopt import errors
     from ringopt.backend import explain, reports
+    from ringopt.compare.programs import diff
     from ringopt.distributed.traffic import record_traffic
     from ringopt.functional import attention, shard, unshard
+    from ringopt.graph.diff import GraphDiff
     from ringopt.options import Options
     from ringopt.report import Report
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GraphDiff",
     "Options",
     "Report",
     "attention",
+    "diff",
     "errors",
     "explain",
     "record_traffic",
@@ -34,9 +38,11 @@ __all__ = [
 
 # Where each public name lives; errors is a module itself.
 _HOME = {
+    "GraphDiff": "ringopt.graph.diff",
     "Options": "ringopt.options",
     "Report": "ringopt.report",
     "attention": "ringopt.functional",
+    "diff": "ringopt.compare.programs",
     "explain": "ringopt.backend",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",

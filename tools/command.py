@@ -1,7 +1,8 @@
-"""What the commands share: their error, and finding a model by name."""
+"""What the commands share: their error, types of arguments, and finding a model by name."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -61,3 +62,9 @@ def find(target: str) -> Callable[[], Any]:
         found = "is not callable" if hasattr(module, attribute) else "does not exist"
         raise CommandError(f"{target}: {attribute} {found} in {module.__file__}")
     return factory  # type: ignore[no-any-return]
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 1 or more")
+    return int(text)

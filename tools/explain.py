@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, load_example
+from ringopt.tools.command import CommandError, load_example, positive
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -37,7 +37,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     import ringopt
 
     example = load_example(arguments.target)
@@ -59,12 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         from rich.console import Console
 
         Console().print(report)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 1 or more")
-    return int(text)
+    return 0
 
 
 def json_object(text: str) -> dict[str, Any]:
