@@ -6,6 +6,8 @@
 from ringopt.passes.choose_strategy import ChooseStrategy
 from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.find_attention import FindAttention
+from ringopt.passes.find_softmax import FindSoftmax
+from ringopt.passes.find_unfused import FindUnfused
 from ringopt.passes.lower import Lower
 from ringopt.passes.normalize import Normalize
 from ringopt.passes.shard_sequence import ShardSequence
@@ -13,7 +15,9 @@ from ringopt.passes.strip_repeat_kv import StripRepeatKv
 
 UNDERSTAND = (
     Normalize(),  # functional: values may be read anywhere
-    FindAttention(),  # every attention is one canonical node
+    FindSoftmax(),  # every softmax is one node
+    FindAttention(),  # every attention that is called is one canonical node
+    FindUnfused(),  # and every one that is spelled out, its mask read
     StripRepeatKv(),  # K and V have only their own heads
     ClassifyMask(),  # no [n, n] mask is left: a pattern, and a term evaluated block by block
 )

@@ -62,7 +62,7 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> str:
         )
     if asked != "auto":
         return asked
-    return "zigzag" if enough and any(node.args[5] == "causal" for node in sites) else "contiguous"
+    return "zigzag" if enough and any(node.args[7] == "causal" for node in sites) else "contiguous"
 
 
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
@@ -80,7 +80,7 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
 
 
 def plan_of(node: fx.Node, context: Context, strategy: str) -> Exchange:
-    return exchange_of(node.args[5], *lengths(node), context.mesh.size, context.layout, context.layout, strategy)
+    return exchange_of(node.args[7], *lengths(node), context.mesh.size, context.layout, context.layout, strategy)
 
 
 def cheapest(node: fx.Node, info: SiteInfo, context: Context) -> str:

@@ -1,9 +1,9 @@
 """The subgraph that makes a mask becomes a pattern, a term over (b, h, q, k), and the small tensors it reads.
 
     mask = (k <= q) & attention_mask[:, None, None, :]           # [B, 1, n, n]
-    y = attention(q, k, v, mask, [], "full", "")
+    y = attention(q, k, v, mask, [], ..., "full", "")
         ->
-    y = attention(q, k, v, None, [attention_mask], "causal", '{"parts": ["visible"], ...}')
+    y = attention(q, k, v, None, [attention_mask], ..., "causal", '{"parts": ["visible"], ...}')
 
 Before: functional graph, every attention a `ringopt::attention` node.
 After: no [n, n] mask is computed for a site, or the site keeps its mask and a refusal that says why. Equal numbers:
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -24,31 +23,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.attention.patterns import pattern_of
-from ringopt.graph.bands import split
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
-from ringopt.graph.mask import Mask, places
-from ringopt.graph.mask_names import name_of_mask
+from ringopt.graph.mask import places
 from ringopt.graph.nodes import requires_grad, shape_of
-from ringopt.graph.peel import HIDES_FLOAT16, every, peel
+from ringopt.graph.peel import HIDES_FLOAT16, peel
+from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
-from ringopt.graph.term_folding import substitute
 from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import Term, loads
+from ringopt.graph.terms import Term
 from ringopt.pipeline import Context, Pass
 
 # A mask of more elements is compared at some blocks of BLOCK x BLOCK instead of whole.
 WHOLE, BLOCK, BLOCKS = 1 << 22, 64, 12
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a mask says: `mask` refers to `sources` by number; `name` is for the report."""
-
-    pattern: str
-    mask: Mask
-    sources: tuple[fx.Node, ...]
-    name: str
 
 
 class ClassifyMask(Pass):
@@ -59,14 +46,14 @@ class ClassifyMask(Pass):
         for node, info in context.sites.items():
             if node.target is not torch.ops.ringopt.attention.default:
                 continue
-            if node.args[3] is None or node.args[5] != "full":
+            if node.args[3] is None or node.args[7] != "full":
                 continue
             found = reader.read(node)
             if isinstance(found, Refusal):
                 info.pattern, info.refusal = "mask", found.sentence
                 continue
-            q, k, v, _given, _sources, _pattern, _mask, dropout_p, scale = node.args
-            node.args = (q, k, v, None, list(found.sources), found.pattern, found.mask.text, dropout_p, scale)
+            q, k, v, _given, _sources, sinks, seed, _pattern, _mask, *how = node.args
+            node.args = (q, k, v, None, list(found.sources), sinks, seed, found.pattern, found.mask.text, *how)
             info.pattern = found.name
 
 
@@ -74,7 +61,7 @@ class Reader:
     """Reads the masks of one graph; sites that share a mask share its reading."""
 
     def __init__(self, graph: fx.Graph, context: Context):
-        self.constants = Constants(graph, context.values)
+        self.constants = Constants(graph, context.values, context.relied_on)
         self.carries = requires_grad(graph)
         self.found: dict[tuple[object, ...], Reading | Refusal] = {}
 
@@ -93,12 +80,7 @@ class Reader:
         except Unreadable as problem:
             return problem.refusal
         peeled = peel(term, cone, learned)
-        pattern, conditions = split(peeled.conditions)
-        visible = every(conditions) if conditions else None
-        sources = tuple(dict.fromkeys(load.source for load in loads(visible, peeled.bias)))
-        numbers = {source: i for i, source in enumerate(sources)}
-        mask = Mask(*(part and substitute(part, sources=numbers) for part in (visible, peeled.bias)))
-        reading = Reading(pattern, mask, sources, name_of_mask(pattern, conditions, peeled.bias, learned))
+        reading = reading_of(peeled.conditions, peeled.bias, learned)
         return check(reading, given, term, cone) or reading
 
 

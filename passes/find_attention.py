@@ -1,7 +1,8 @@
-"""Every spelling of attention becomes one node.
+"""Every call of scaled_dot_product_attention becomes one canonical node; find_unfused does the same for attention that
+is spelled out.
 
     scaled_dot_product_attention(q, k, v, mask, is_causal=..., scale=..., enable_gqa=...)
-        ->  ringopt::attention(q, k, v, mask, [], "full" | "causal", "", dropout_p, scale)
+        ->  ringopt::attention(q, k, v, mask, [], None, seed, "full" | "causal", "", dropout_p, scale)
 
 q, k, v become [B, H, S, D]: operands of other ranks are viewed so. nn.MultiheadAttention (need_weights=False) reaches
 this pass as scaled_dot_product_attention already, its projection and head split beside it.
@@ -18,8 +19,9 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.attention  # noqa: F401  (registers the operator)
-from ringopt.graph.nodes import module_path, op_name, shape_of, value_of
+from ringopt.graph.nodes import emit, module_path, shape_of, value_of
 from ringopt.graph.refusal import Refusal
+from ringopt.ops.dropout import SEEDS
 from ringopt.pipeline import Context, Pass, SiteInfo
 
 aten = torch.ops.aten
@@ -49,10 +51,6 @@ class FindAttention(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node in list(gm.graph.nodes):
-            if op_name(node) in ("softmax", "_softmax"):
-                where = f" in {module_path(node)}" if module_path(node) else ""
-                said = f"softmax {list(shape_of(node))}{where}: attention spelled out in products is not recognised yet"
-                context.left_alone.append(Refusal(said, node))
             if node.target is not aten.scaled_dot_product_attention.default:
                 continue
             site = Sdpa.of(node)
@@ -73,8 +71,6 @@ def form_of(node: fx.Node) -> str:
 
 def check(node: fx.Node, site: Sdpa) -> Refusal | None:
     query, key, value = (shape_of(operand) for operand in (site.query, site.key, site.value))
-    if site.dropout_p:
-        return Refusal(f"dropout_p is {site.dropout_p}; attention dropout is not sharded yet", node)
     if len({len(query), len(key), len(value)}) > 1 or len(query) < 2:
         return Refusal(
             f"query {list(query)}, key {list(key)}, value {list(value)} have different numbers of dims", node
@@ -103,7 +99,8 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
         mask = four_dims(graph, site.attn_mask, rank) if site.attn_mask is not None else None
         scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
         pattern = "causal" if site.is_causal else "full"
-        args: Any = (q, k, v, mask, [], pattern, "", site.dropout_p, scale)
+        seed = draw_seed(graph, node) if site.dropout_p else None
+        args: Any = (q, k, v, mask, [], None, seed, pattern, "", site.dropout_p, scale)
         new = graph.create_node("call_function", torch.ops.ringopt.attention.default, args, {}, "attention")
         new.meta = {**node.meta, "val": value_of(node)}
         result = new
@@ -113,6 +110,12 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return new
+
+
+def draw_seed(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    """One random number, the same on every rank, that all dropped weights follow from."""
+    device = value_of(like).device
+    return emit(graph, aten.randint.default, (SEEDS, []), like, {"dtype": torch.int64, "device": device})
 
 
 def four_sizes(shape: tuple[int, ...]) -> list[int]:
@@ -132,8 +135,5 @@ def four_dims(graph: fx.Graph, operand: fx.Node, rank: int | None = None) -> fx.
     return operand if list(shape_of(operand)) == sizes else view(graph, operand, sizes)
 
 
-def view(graph: fx.Graph, operand: fx.Node, sizes: list[Any]) -> fx.Node:
-    new = graph.call_function(aten.reshape.default, (operand, sizes))
-    new.meta = {key: operand.meta[key] for key in ("stack_trace", "nn_module_stack") if key in operand.meta}
-    new.meta["val"] = value_of(operand).reshape(sizes)
-    return new
+def view(graph: fx.Graph, operand: fx.Node, sizes: list[int]) -> fx.Node:
+    return emit(graph, aten.reshape.default, (operand, sizes), operand)

@@ -55,6 +55,8 @@ def explicit_detach(graph: fx.Graph) -> None:
     """Values enter a no_grad region through detach; the switches go."""
     carries, detached = requires_grad(graph), {}
     enabled = torch.is_grad_enabled()
+    if not enabled and not any(op_name(node) == "_set_grad_enabled" and node.args[0] for node in graph.nodes):
+        carries = dict.fromkeys(carries, False)  # inference: there is no gradient to stop
     for node in list(graph.nodes):
         if op_name(node) == "_set_grad_enabled":
             enabled = node.args[0]

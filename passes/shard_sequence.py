@@ -78,7 +78,7 @@ def shard_op(sharder: Sharder, node: fx.Node, context: Context) -> None:
 
 # ---- attention -----------------------------------------------------------------------------------------------------
 def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
-    q, k, v, _given, sources, pattern, mask, _dropout, scale = node.args
+    q, k, v, _given, sources, sinks, seed, pattern, mask, *how = node.args
     info = context.sites[node]
     if any(place is not None and place.dim < 2 for place in map(sharder.placements.get, (q, k, v))):
         info.strategy, info.bytes_sent = "none", 0
@@ -87,11 +87,20 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     out = Sharded(2, 1, q_length, 1)
     sharder.reader = node
     local = (sharder.sharded(q, out), *(sharder.sharded(x, Sharded(2, 1, kv_length, 1)) for x in (k, v)))
-    learned = [i for i in Mask.parse(mask).differentiable if sharder.carries[sources[i]]]
-    small = [sharder.beside(source) if i in learned else sharder.replicated(source) for i, source in enumerate(sources)]
+    parsed = Mask.parse(mask)
+    learned = [i for i in parsed.differentiable if sharder.carries[sources[i]]]
+
+    def placed(i: int, source: fx.Node) -> fx.Node:
+        if i in parsed.row_dims:
+            return sharder.sharded(source, Sharded(parsed.row_dims[i], 1, q_length, 1))
+        return sharder.beside(source) if i in learned else sharder.replicated(source)
+
+    read = [placed(i, source) for i, source in enumerate(sources)]
+    extras = [sharder.beside(sinks) if sinks is not None else None]
+    extras.append(sharder.replicated(seed) if seed is not None else None)
     both = sharder.step(
         torch.ops.ringopt.ring_attention.default,
-        *(*local, small, q_length, kv_length, pattern, mask, learned, scale),
+        *(*local, read, *extras, q_length, kv_length, pattern, mask, learned, *how),
         *(sharder.layout, sharder.layout, info.strategy, info.kernel, sharder.group, VERSION),
         like=node,
     )

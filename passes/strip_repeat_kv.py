@@ -28,7 +28,7 @@ class StripRepeatKv(Pass):
     name = "strip_repeat_kv"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        constants = Constants(gm.graph, context.values)
+        constants = Constants(gm.graph, context.values, context.relied_on)
         for node, info in context.sites.items():
             if node.target is not torch.ops.ringopt.attention.default:
                 continue

@@ -14,17 +14,19 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from ringopt.capture import capture, has_symbolic_sizes, readable
+from ringopt.capture import capture, has_symbolic_sizes, known, readable
 from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
 from ringopt.errors import OptionError, RefusedError
+from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import shape_of
 from ringopt.measure import report_of
 from ringopt.options import Options
 from ringopt.passes import LINE, UNDERSTAND
 from ringopt.pipeline import Context, GraphRefused, Pipeline
 from ringopt.report import Report
+from ringopt.watch import Watched
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +51,20 @@ def ring(
     mesh = mesh_for(chosen)
     program = gm.print_readable(print_output=False)
     names = [readable(node.name) for node in gm.graph.find_nodes(op="placeholder")]
-    flat, report, random = transform(gm, example_inputs, chosen, mesh)
-    _reports.append(report)
-    tell(report, chosen)
-    run = inner(flat if flat is not None else gm, example_inputs, chosen, mode)
-    if flat is None or mesh.size == 1:
-        return run
-    return CheckedInputs(run, mesh, program, names, chosen.check_inputs, random)
+
+    def make(inputs: Sequence[Any]) -> tuple[Compiled, list[int]]:
+        flat, report, random = transform(gm, inputs, chosen, mesh)
+        _reports.append(report)
+        tell(report, chosen)
+        run = inner(flat if flat is not None else gm, inputs, chosen, mode)
+        if flat is None:
+            return run, []
+        if mesh.size > 1:
+            run = CheckedInputs(run, mesh, program, names, chosen.check_inputs, random)
+        return run, flat.meta["relied_on"]
+
+    watched = Watched(make, example_inputs)
+    return watched if watched.seen else watched.run
 
 
 def mesh_for(options: Options) -> Mesh:
@@ -68,19 +77,19 @@ def transform(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh
 ) -> tuple[fx.GraphModule | None, Report, bool]:
     """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph
-    draws random numbers that must be the same on every rank."""
+    draws random numbers that must be the same on every rank. Its meta "relied_on" has the places of the inputs whose
+    numbers were read."""
     context = Context(options, mesh)
     if mesh.size == 1 and has_symbolic_sizes(gm):
         return None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)), False
     try:
         flat = capture(gm, example_inputs)
-        context.values = {
-            node: getattr(flat, node.target) for node in flat.graph.find_nodes(op="get_attr")
-            if isinstance(getattr(flat, node.target, None), torch.Tensor)
-        }  # fmt: skip
+        context.values = known(flat)
         Pipeline(LINE if mesh.size > 1 else UNDERSTAND).run(flat, context)
     except GraphRefused as refused:
         return None, report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence), False
+    inputs = flat.graph.find_nodes(op="placeholder")
+    flat.meta["relied_on"] = [place for place, node in enumerate(inputs) if node in context.relied_on]
     report = report_of(flat.graph, context)
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
@@ -90,9 +99,10 @@ def transform(
 
 def mask_is_gone(node: fx.Node) -> bool:
     """The program gave a mask, and SDPA needs none: a causal flag does, or nothing."""
-    given, pattern, mask = node.args[3], node.args[5], node.args[6]
-    square = shape_of(node.args[0])[2] == shape_of(node.args[1])[2]
-    return given is None and mask == "" and (pattern == "full" or (pattern == "causal" and square))
+    q, k, _v, given, _sources, sinks, seed, pattern, mask = node.args[:9]
+    square = shape_of(q)[2] == shape_of(k)[2]
+    plain = given is sinks is seed is None and not any(Mask.parse(mask).terms)
+    return plain and (pattern == "full" or (pattern == "causal" and square))
 
 
 def tell(report: Report, options: Options) -> None:

@@ -49,12 +49,40 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             _allow_non_fake_inputs=True,
         )(*inputs)
     originals = gm.graph.find_nodes(op="placeholder")
-    for node, original, value in zip(flat.graph.find_nodes(op="placeholder"), originals, inputs, strict=True):
+    placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
+    for node, original, given, value in placeholders:
         node.meta["input"] = original.name
+        node.meta["parameter"] = isinstance(given, torch.nn.Parameter) or "_parameters_" in original.name
+        if not node.meta["parameter"] and holds_numbers(given) and belongs_to_program(original):
+            node.meta["content"] = given
         node._rename(readable(original.name))
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return flat
+
+
+def belongs_to_program(node: fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is a tensor of the model (a buffer, an attribute) or of its file; not one that
+    the caller passes."""
+    argument = node.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    if source is None:
+        return False
+    where = source.guard_source
+    name = (where() if callable(where) else where).name  # a method up to torch 2.12
+    return "NN_MODULE" in name or name.startswith("GLOBAL")
+
+
+def holds_numbers(value: Any) -> bool:
+    real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta"
+    return real and not value.requires_grad
+
+
+def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
+    """Tensors that are part of the program, by node: constants of the graph, buffers and attributes of the model."""
+    constants = {node: getattr(flat, node.target, None) for node in flat.graph.find_nodes(op="get_attr")}
+    inputs = {node: node.meta.get("content") for node in flat.graph.find_nodes(op="placeholder")}
+    return {node: value for node, value in (constants | inputs).items() if isinstance(value, torch.Tensor)}
 
 
 def readable(name: str) -> str:
@@ -116,3 +144,5 @@ def refuse_higher_order(gm: fx.GraphModule) -> None:
                 name = node.target.name()
                 why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
                 raise GraphRefused(Refusal(why, node))
+            if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+                raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))

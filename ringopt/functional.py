@@ -21,12 +21,17 @@ from ringopt.distributed.mesh import Mesh, register
 from ringopt.distributed.process import process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
+from ringopt.graph.mask import Mask
+from ringopt.graph.terms import affine, axis, load
+from ringopt.ops.dropout import SEEDS
 from ringopt.ops.ring import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["attention", "record_traffic", "shard", "unshard"]
+
+MASK_DIMS = ("mask batch", "mask heads", "mask rows", "mask keys")
 
 
 def attention(
@@ -55,12 +60,17 @@ def attention(
     `layout` says ("contiguous", "zigzag"); Hq may be a multiple of Hkv with `enable_gqa`. Returns [B, Hq, Sq_local,
     Dv].
 
+    `attn_mask` [1|B, 1|Hq, Sq_local, Sk], or without the first dims, has this rank's rows and all keys: bool (True is
+    seen) or added to the scores; ringopt.shard(mask, -2) cuts one that every rank has whole. Differentiable.
+    `dropout_p`: which weights are dropped follows from a number that the default generator draws (on rank 0, for all),
+    and not from how many ranks there are.
+
     `is_causal` and `window` speak of positions in the whole sequence: window=w lets query t see keys t-w+1 .. t when
     causal, else all keys s with |t - s| < w. `mesh`: the ranks that share the sequence (default: all). `strategy`: how
     rows travel, "ring" or "gather"; "auto" is "ring". `kernel`: "auto", "flash_cpu" or "math". Without a process group,
     or on a mesh of one rank, this is the single-device operator.
 
-    Raises OptionError for what is not built; RingMismatchError where shards are not those of one sequence;
+    Raises OptionError for what is not built; RingMismatchError where shards or masks are not those of one sequence;
     RingCommError.
     """
     unbuilt = {
@@ -74,16 +84,23 @@ def attention(
     pattern = _pattern(is_causal, window)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     ranks = _mesh_of(mesh)
+    seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
     if ranks is None or ranks.size == 1:
-        one = torch.ops.ringopt.attention(query, key, value, attn_mask, [], pattern, "", dropout_p, scale)
+        one = torch.ops.ringopt.attention(
+            *(query, key, value, attn_mask, [], None, seed, pattern, "", dropout_p, scale)
+        )
         return one  # type: ignore[no-any-return]
-    across = {"attn_mask": attn_mask is not None, "dropout_p": dropout_p != 0.0}
-    _refuse(across, f"not built across {ranks.size} ranks: use is_causal or window, and no dropout")
-    q_length, kv_length = _lengths(ranks, layout, query, key)
+    mask, sources = _mask(attn_mask)
+    held = _held(ranks, query, key, sources, seed)
+    q_length, kv_length = (_length(ranks, layout, name, held[name]) for name in ("query", "key"))
+    _check_masks(query, kv_length, held)
+    if seed is not None:
+        seed = torch.full_like(seed, held["seed"][0])
+    learned = [0] if mask.differentiable and sources[0].requires_grad else []
     out: Tensor
     out, _lse = torch.ops.ringopt.ring_attention(
-        *(query, key, value, [], q_length, kv_length, pattern, "", [], scale, layout, layout),
-        *("ring" if strategy == "auto" else strategy, kernel, ranks.name, VERSION),
+        *(query, key, value, sources, None, seed, q_length, kv_length, pattern, mask.text, learned, dropout_p, scale),
+        *(layout, layout, "ring" if strategy == "auto" else strategy, kernel, ranks.name, VERSION),
     )
     return out
 
@@ -150,17 +167,51 @@ def _refuse(asked: dict[str, bool], why: str) -> None:
             raise OptionError(f"attention({name}=...) is {why}")
 
 
-def _lengths(mesh: Mesh, layout: str, query: Tensor, key: Tensor) -> tuple[int, int]:
-    """Rows of the whole sequences, from what each rank holds: asked at every call, for a rank's own rows may be the
-    same in sequences of different lengths."""
-    mine: Any = torch.tensor([query.shape[2], key.shape[2]], device=mesh.device)
-    held = torch.stack(mesh.all_gather(mine, "lengths")).tolist()
-    totals = [sum(counts) for counts in zip(*held, strict=True)]
-    for name, total, counts in zip(("query", "key"), totals, zip(*held, strict=True), strict=True):
-        expected = [count(layout_of(layout, total, mesh.size).ranges(rank)) for rank in range(mesh.size)]
-        if list(counts) != expected:
+def _mask(given: Tensor | None) -> tuple[Mask, list[Tensor]]:
+    """`attn_mask` as a term that reads one source, which has four dims and this rank's rows."""
+    if given is None:
+        return Mask(), []
+    if not 2 <= given.dim() <= 4:
+        raise OptionError(f"attention takes an attn_mask of 2 to 4 dims; found {list(given.shape)}")
+    source = given.reshape((1,) * (4 - given.dim()) + given.shape)
+    index = [
+        axis(name) if size > 1 or name in "rk" else affine({}, 0)
+        for name, size in zip("bhrk", source.shape, strict=True)
+    ]
+    term = load(0, index, given.dtype)
+    return (Mask(visible=term) if given.dtype == torch.bool else Mask(bias=term)), [source]
+
+
+def _held(mesh: Mesh, query: Tensor, key: Tensor, sources: list[Tensor], seed: Tensor | None) -> dict[str, list[int]]:
+    """What each rank has: rows of query and key, the sizes of its mask, its seed. Asked at every call, for a rank's own
+    rows may be the same in sequences of different lengths."""
+    mine = {"query": query.shape[2], "key": key.shape[2], "seed": int(seed) if seed is not None else -1}
+    mine |= dict(zip(MASK_DIMS, sources[0].shape if sources else (-1,) * 4, strict=True))
+    parts: Any = mesh.all_gather(torch.tensor(list(mine.values()), device=mesh.device), "lengths")
+    return {name: [int(count) for count in counts] for name, counts in zip(mine, torch.stack(parts).T, strict=True)}
+
+
+def _length(mesh: Mesh, layout: str, name: str, counts: list[int]) -> int:
+    """Rows of the whole sequence, of which the ranks hold `counts`."""
+    total = sum(counts)
+    expected = [count(layout_of(layout, total, mesh.size).ranges(rank)) for rank in range(mesh.size)]
+    if counts != expected:
+        raise RingMismatchError(
+            f"attention: the ranks hold {counts} rows of {name}, and a {layout} sequence of {total} is cut "
+            f"into {expected}. Cut it with ringopt.shard, or pass the layout it was cut with"
+        )
+    return total
+
+
+def _check_masks(query: Tensor, keys: int, held: dict[str, list[int]]) -> None:
+    """Of all ranks, on every rank: none may go on alone."""
+    batch, heads, *_ = query.shape
+    for rank, found in enumerate(zip(*(held[name] for name in MASK_DIMS), strict=True)):
+        rows = held["query"][rank]
+        if found != (-1,) * 4 and (
+            found[0] not in (1, batch) or found[1] not in (1, heads) or found[2:] != (rows, keys)
+        ):
             raise RingMismatchError(
-                f"attention: the ranks hold {list(counts)} rows of {name}, and a {layout} sequence of {total} is cut "
-                f"into {expected}. Cut it with ringopt.shard, or pass the layout it was cut with"
+                f"attention: the attn_mask of rank {rank} is {list(found)}; expected [1 or {batch}, 1 or {heads}, "
+                f"{rows}, {keys}], its own rows of queries and all keys. Cut it with ringopt.shard(mask, -2)"
             )
-    return totals[0], totals[1]

@@ -58,7 +58,7 @@ def matrix_flops(node: fx.Node) -> int:
         return 2 * prod(shape_of(node)) * prod(shape_of(node.args[1])[1:])
     if name in ("ring_attention", "attention"):
         batch, heads, rows, width = shape_of(node.args[0])
-        keys = node.args[5] if name == "ring_attention" else shape_of(node.args[1])[2]
+        keys = node.args[7] if name == "ring_attention" else shape_of(node.args[1])[2]
         return 2 * batch * heads * rows * keys * (width + shape_of(node.args[2])[-1])
     return 0
 

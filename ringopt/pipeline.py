@@ -44,7 +44,8 @@ class SiteInfo:
 class Context:
     """What the passes of one graph share.
 
-    values             tensors known when the graph is compiled (constants of the graph), by node
+    values             tensors known when the graph is compiled (constants and buffers of the program), by node
+    relied_on          of these, the ones whose numbers the transformed graph takes for granted
     sites              the attention nodes, in order
     replicated_random  ops that every rank must draw the same random numbers for
     """
@@ -52,6 +53,7 @@ class Context:
     options: Options
     mesh: Mesh
     values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+    relied_on: set[fx.Node] = field(default_factory=set)
     sites: dict[fx.Node, SiteInfo] = field(default_factory=dict)
     left_alone: list[Refusal] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.capture import capture
+from ringopt.capture import capture, known
 from ringopt.distributed.mesh import mesh_of
 from ringopt.graph.nodes import op_name
 from ringopt.options import Options
@@ -23,6 +23,7 @@ def after(
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         flat, context = capture(gm, inputs), Context(Options(**options), mesh_of(f"pretend:0/{ranks}"))
+        context.values = known(flat)
         Pipeline(passes).run(flat, context)
         found.append((flat, context))
         flat.meta["inputs"] = inputs

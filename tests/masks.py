@@ -30,7 +30,7 @@ class Site:
 
     @property
     def mask(self) -> Mask:
-        return Mask.parse(self.node.args[6])
+        return Mask.parse(self.node.args[8])
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -40,7 +40,7 @@ class Site:
     def block(self, rows: range, keys: range) -> torch.Tensor:
         """The additive mask that pattern and terms make."""
         b, h, q, k = self.sizes
-        spans = [pattern_of(self.node.args[5], q, k).span(row) for row in rows]
+        spans = [pattern_of(self.node.args[7], q, k).span(row) for row in rows]
         seen = torch.tensor([[key in span for key in keys] for span in spans])
         return self.mask.block(b, h, rows, keys, self.sources, torch.float32).masked_fill(~seen, -math.inf)
 
@@ -52,7 +52,7 @@ class Remember(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         self.masks = {node.name: node.args[3].name for node in context.sites if node.args[3] is not None}
-        self.flags = {node.name: node.args[5] for node in context.sites}
+        self.flags = {node.name: node.args[7] for node in context.sites}
         self.graph = fx.Graph()
         self.graph.output(self.graph.graph_copy(gm.graph, {}))
         context.values = {node: getattr(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")}

@@ -306,4 +306,4 @@ def test_one_process_takes_the_causal_flag():
     assert ringopt.reports()[-1].world_size == 1
     flat, _, _ = transform(*captured(model, **inputs), Options(), mesh_of("pretend:0/1"))
     sites = [node for node in flat.graph.nodes if op_name(node) == "attention"]
-    assert [(site.args[3], site.args[5], site.args[6]) for site in sites] == [(None, "causal", "")] * 2
+    assert [(site.args[3], site.args[7], site.args[8]) for site in sites] == [(None, "causal", "")] * 2

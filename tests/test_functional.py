@@ -119,8 +119,6 @@ def test_what_is_not_built(asked: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"attn_mask": torch.zeros(4, 4)}, r"attention\(attn_mask=\.\.\.\) is not built across 2 ranks: use is_causal"),
-        ({"dropout_p": 0.1}, r"attention\(dropout_p=\.\.\.\) is not built across 2 ranks"),
         ({"strategy": "ulysses"}, "strategy 'ulysses' is unknown; the strategies are"),
         ({"layout": "striped"}, "striped"),
     ],

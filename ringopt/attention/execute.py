@@ -8,13 +8,14 @@ al. 2023) is this loop over a plan in which everybody sends to the next rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ringopt.attention.dropout import Dropout
 from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
 from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed
@@ -22,8 +23,9 @@ from ringopt.attention.tiles import Scores, Tile
 from ringopt.distributed.mesh import Mesh
 from ringopt.distributed.traffic import log_event
 from ringopt.graph.mask import Mask
-from ringopt.kernels.base import Kernel, accumulator
-from ringopt.kernels.math import Math
+from ringopt.kernels.base import HIDDEN, Kernel, accumulator
+from ringopt.kernels.math import Math, Modifier
+from ringopt.kernels.recording import recording
 
 # Queries of a forward tile, or an eighth of the local ones if that is more: few enough for its output to be small
 # beside the sums, enough to keep the kernel busy.
@@ -34,7 +36,8 @@ STRIP = 256
 class Attention:
     """What is computed, and by which plan and kernel.
 
-    learned   numbers of the `sources` whose gradients are asked for
+    learned     numbers of the `sources` whose gradients are asked for
+    dropout_p   probability with which a weight is dropped
     """
 
     exchange: Exchange
@@ -42,34 +45,105 @@ class Attention:
     kernel: Kernel
     scale: float
     learned: tuple[int, ...] = ()
+    dropout_p: float = 0.0
 
-    def scores(self, q: Tensor, sources: Sequence[Tensor]) -> Scores:
-        return Scores(self.exchange.pattern, self.mask, sources, q.shape[0], q.shape[1], q.dtype, q.device)
+    @property
+    def nan_rows(self) -> bool:
+        """Whether there may be rows that are NaN because they see no key."""
+        pattern, parts = self.exchange.pattern, any(term is not None for term in self.mask.terms)
+        return self.mask.nan and (parts or not pattern.span(pattern.q_length - 1))
 
 
-def attend(
-    attention: Attention, mesh: Mesh, q: Tensor, k: Tensor, v: Tensor, sources: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, Sq_local, Dv] in q's dtype and lse [B, Hq, Sq_local], both contiguous.
+@dataclass(frozen=True)
+class Operands:
+    """The rank's rows, as the layouts give them: q [B, Hq, Sq_local, D], k [B, Hkv, Sk_local, D], v [B, Hkv, Sk_local,
+    Dv].
 
-    q [B, Hq, Sq_local, D], k [B, Hkv, Sk_local, D], v [B, Hkv, Sk_local, Dv] are the rows that the layouts give this
-    rank. Raises RingCommError.
+    sources   what the mask reads
+    sinks     [1|B, Hq]: one more logit in the softmax of every row, that leads to no value
+    seed      of dropout: int64 without dims, the same on all ranks
     """
-    exchange, rank = attention.exchange, mesh.rank
-    local = Local(exchange.q_layout.ranges(rank))
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sources: Sequence[Tensor] = ()
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class Tiles:
+    """The tiles of a rank's blocks, and what computes each. `parts`: where gradients of the `learned` are added, that
+    are among `sources`."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        rank: int,
+        given: Operands,
+        sources: Sequence[Tensor],
+        learned: Sequence[Tensor] = (),
+        parts: Sequence[Tensor] = (),
+    ):
+        q = given.q
+        self.pieces = attention.exchange.q_layout.ranges(rank)
+        self.local = Local(self.pieces)
+        self.scores = Scores(
+            *(attention.exchange.pattern, attention.mask, sources, q.shape[0], q.shape[1], q.dtype, q.device),
+            local=self.local,
+        )
+        self.dropout: Dropout | None = None
+        if attention.dropout_p > 0:
+            if given.seed is None:
+                raise ValueError(f"dropout_p is {attention.dropout_p}, and there is no seed to draw from")
+            self.dropout = Dropout(attention.dropout_p, given.seed)
+        self._kernel, self._learned, self._parts = attention.kernel, learned, parts
+
+    def kernel(self, tile: Tile) -> Kernel:
+        """That of the site, unless only the written-out one can do it."""
+        if tile.level is None and not tile.modified and self.dropout is None:
+            return self._kernel
+        return self.math(tile)
+
+    def math(self, tile: Tile) -> Math:
+        scores, dropout = self.scores, self.dropout
+
+        def rows_of(rows: slice) -> range:
+            return range(tile.queries.start + rows.start, tile.queries.start + rows.stop)
+
+        def change(raw: Tensor, rows: slice) -> Tensor:
+            return scores.modified(raw, rows_of(rows), tile.keys)
+
+        def factor(rows: slice) -> Tensor:
+            assert dropout is not None
+            return dropout.factor(scores.batch, scores.heads, rows_of(rows), tile.keys, accumulator(scores.dtype))
+
+        modifier = Modifier(change, self._learned, self._parts) if tile.modified else None
+        return Math(tile.level, modifier, factor if dropout is not None else None)
+
+    def sinks(self, sinks: Tensor, piece: range) -> Tensor:
+        """[B, Hq, rows of `piece`]: the sinks, less the level of each row."""
+        wide = accumulator(self.scores.dtype)
+        logits = sinks.to(wide).unsqueeze(-1).expand(self.scores.batch, self.scores.heads, len(piece))
+        level = self.scores.level(piece)
+        return logits if level is None else logits - level.squeeze(-1)
+
+
+def attend(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, Sq_local, Dv] in q's dtype and lse [B, Hq, Sq_local], both contiguous. Raises RingCommError."""
+    exchange, rank, (q, k, v) = attention.exchange, mesh.rank, (given.q, given.k, given.v)
     held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
-    scores, merged = attention.scores(q, sources), Merged(q, v.shape[3])
+    tiles, merged = Tiles(attention, rank, given, given.sources), Merged(q, v.shape[3])
     strip = max(STRIP, -(-q.shape[2] // 8))
 
     def compute(block: Block) -> None:
-        for tile in scores.tiles(block):
+        for tile in tiles.scores.tiles(block):
             # What a tile gives is held beside the sums it is merged into, but for the first, which becomes the sums.
             whole = merged.empty and len(tile.queries) == q.shape[2]
             for part in tile.strips(q.shape[2] if whole else strip):
-                rows, (keys, values) = local.slice(part.queries), held.pair(part.keys)
-                given = (q[:, :, rows], keys, values, part.mask, part.causal, attention.scale)
-                kernel = attention.kernel if part.level is None else Math(part.level)
-                merged.add(rows, *kernel.forward(*given))
+                rows, (keys, values) = tiles.local.slice(part.queries), held.pair(part.keys)
+                operands = (q[:, :, rows], keys, values, part.mask, part.causal, attention.scale)
+                merged.add(rows, *tiles.kernel(part).forward(*operands))
 
     for number, step in enumerate(exchange.forward(rank)):
         label = f"forward {number}"
@@ -84,29 +158,35 @@ def attend(
         while arriving:
             held.put(arriving.pop())
         held.drop(step.drops)
-    return merged.result()
+    if given.sinks is not None:
+        for piece in tiles.pieces:
+            merged.add_logits(tiles.local.slice(piece), tiles.sinks(given.sinks, piece))
+    out, lse = merged.result()
+    if attention.nan_rows:
+        out.masked_fill_((lse == HIDDEN).unsqueeze(-1), torch.nan)
+    return out, lse
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward leaves for the backward: the rank's rows of everything, `out` and `lse` over all keys."""
+    """What the forward leaves for the backward; `out` and `lse` are over all keys."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    given: Operands
     out: Tensor
     lse: Tensor
-    sources: Sequence[Tensor]
 
 
 def attend_backward(
     attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """dq, dk, dv of the rank's rows, complete; and of each learned source this rank's part of the gradient.
+    """dq, dk, dv of the rank's rows, complete; and of each learned source, then of the sinks, this rank's part of the
+    gradient. Of a source that holds the rank's rows only, that part is complete.
 
-    K and V travel again, and sums of dK and dV travel home in the accumulator's dtype. Raises RingCommError.
+    K and V travel again, and sums of dK and dV travel home in the accumulator's dtype. Where a row is NaN because it
+    sees no key, so are its gradients, those of all keys and values of its head, and those of the learned sources.
+    Raises RingCommError.
     """
-    exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.k, saved.v)
+    exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.given.k, saved.given.v)
     steps, own = exchange.backward(rank), exchange.kv_pieces(rank)
     local = Local(exchange.kv_layout.ranges(rank))
     wide = accumulator(k.dtype)
@@ -132,8 +212,36 @@ def attend_backward(
                 gradients.arrived(packed)
         del arriving
         held.drop(step.drops)
-    dk, dv = gradients.home()
-    return blocks.dq.to(saved.q.dtype), dk.to(k.dtype), dv.to(v.dtype), blocks.dsources()
+    found = Found(blocks.dq, *gradients.home(), blocks.parts)
+    if attention.nan_rows:
+        spread_nan(found, mesh, saved.lse == HIDDEN)
+    parts = [part.to(source.dtype) for part, source in zip(found.parts, blocks.learned, strict=True)]
+    if saved.given.sinks is not None:
+        parts.append(blocks.dsinks(saved.given.sinks))
+    return found.dq.to(saved.given.q.dtype), found.dk.to(k.dtype), found.dv.to(v.dtype), parts
+
+
+@dataclass(frozen=True)
+class Found:
+    """Gradients in the accumulator's dtype; `parts` are those of learned sources."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    parts: Sequence[Tensor]
+
+
+def spread_nan(found: Found, mesh: Mesh, hidden: Tensor) -> None:
+    """In place: the weights of the rows `hidden` [B, Hq, Sq_local], of any rank, are NaN for all keys."""
+    batch, kv_heads = found.dk.shape[:2]
+    heads = hidden.any(-1).view(batch, kv_heads, -1).any(-1)
+    heads = mesh.all_reduce(heads.to(mesh.device, torch.int32), "nan").to(hidden.device) > 0
+    found.dq.masked_fill_(hidden.unsqueeze(-1), torch.nan)
+    for grad in (found.dk, found.dv):
+        grad.masked_fill_(heads[:, :, None, None], torch.nan)
+    if bool(hidden.any()):
+        for part in found.parts:
+            part.fill_(torch.nan)
 
 
 class BlockBackward:
@@ -141,35 +249,38 @@ class BlockBackward:
 
     def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, gradients: Gradients):
         self.attention, self.dout, self.saved, self.held, self.gradients = attention, dout, saved, held, gradients
-        wide = accumulator(saved.q.dtype)
-        self.local = Local(attention.exchange.q_layout.ranges(rank))
-        self.dq = torch.zeros(saved.q.shape, dtype=wide, device=saved.q.device)
-        learned = set(attention.learned)
-        self.sources = [x.detach().requires_grad_(i in learned) for i, x in enumerate(saved.sources)]
-        self.learned = [self.sources[i] for i in attention.learned]
+        given, learned = saved.given, set(attention.learned)
+        self.dq = torch.zeros(given.q.shape, dtype=accumulator(given.q.dtype), device=given.q.device)
+        sources = [x.detach().requires_grad_(i in learned) for i, x in enumerate(given.sources)]
+        self.learned = [sources[i] for i in attention.learned]
         self.parts = [torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in self.learned]
-        self.scores = attention.scores(saved.q, self.sources)
+        self.tiles = Tiles(attention, rank, given, sources, self.learned, self.parts)
 
     def compute(self, block: Block) -> None:
         with recording() if self.learned else nullcontext():
-            for tile in self.scores.tiles(block):
+            for tile in self.tiles.scores.tiles(block):
                 with torch.no_grad():
                     self._tile(tile)
 
-    def dsources(self) -> list[Tensor]:
-        return [part.to(source.dtype) for part, source in zip(self.parts, self.learned, strict=True)]
+    def dsinks(self, sinks: Tensor) -> Tensor:
+        """This rank's part, in the shape of `sinks`: the weight of a sink leads to 0, not to the row's output."""
+        saved, total = self.saved, torch.zeros(self.dq.shape[:2], dtype=self.dq.dtype, device=sinks.device)
+        for piece in self.tiles.pieces:
+            rows = self.tiles.local.slice(piece)
+            weights = (self.tiles.sinks(sinks, piece) - saved.lse[:, :, rows]).exp()
+            total -= (weights * (self.dout[:, :, rows].to(total.dtype) * saved.out[:, :, rows]).sum(-1)).sum(-1)
+        return total.sum_to_size(sinks.shape).to(sinks.dtype)
 
     def _tile(self, tile: Tile) -> None:
-        rows, attention, saved = self.local.slice(tile.queries), self.attention, self.saved
+        rows, given, saved = self.tiles.local.slice(tile.queries), self.saved.given, self.saved
         keys, values = self.held.pair(tile.keys)
-        dout, q, out, lse = (x[:, :, rows] for x in (self.dout, saved.q, saved.out, saved.lse))
-        given, mask, how = (dout, q, keys, values, out, lse), tile.mask, (tile.causal, attention.scale)
+        dout, q, out, lse = (x[:, :, rows] for x in (self.dout, given.q, saved.out, saved.lse))
+        operands, mask, how = (dout, q, keys, values, out, lse), tile.mask, (tile.causal, self.attention.scale)
         if mask is not None and mask.requires_grad:
-            dq, dk, dv, dmask = Math(tile.level).backward_with_mask(*given, mask, *how)
+            dq, dk, dv, dmask = self.tiles.math(tile).backward_with_mask(*operands, mask, *how)
             self._learn(mask, dmask)
         else:
-            kernel = attention.kernel if tile.level is None else Math(tile.level)
-            dq, dk, dv = kernel.backward(*given, mask, *how)
+            dq, dk, dv = self.tiles.kernel(tile).backward(*operands, mask, *how)
         self.dq[:, :, rows] += dq
         self.gradients.add(tile.keys, dk, dv)
 
@@ -178,17 +289,6 @@ class BlockBackward:
         for total, part in zip(self.parts, parts, strict=True):
             if part is not None:
                 total += part
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """Autograd on, even inside an operator: the dispatcher excludes it there, and enable_grad alone records nothing."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        excluded = excluded.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, excluded):
-        yield
 
 
 def _shape(message: Message, held: Held, gradients: Gradients) -> KVShape:

@@ -39,6 +39,13 @@ class Merged:
         whole_out, whole_lse = self._started()
         merge_(whole_out[:, :, rows], whole_lse[:, :, rows], out, lse)
 
+    def add_logits(self, rows: slice, logits: Tensor) -> None:
+        """One more logit [1|B, Hq, rows] of local query rows, that leads to no value."""
+        out, lse = (x[:, :, rows] for x in self._started())
+        total = torch.logaddexp(lse, logits.to(lse.dtype))
+        out *= (lse - total).exp_().masked_fill_(lse == HIDDEN, 0.0).unsqueeze(-1)
+        lse.copy_(total)
+
     def result(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype and lse, both contiguous."""
         out, lse = self._started()

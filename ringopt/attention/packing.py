@@ -81,6 +81,7 @@ class Local:
     """Where global rows lie in a rank's local tensor, which has the rows of `ranges` in order."""
 
     def __init__(self, ranges: Rows):
+        self.rows = count(ranges)
         self._places = list(zip(ranges, accumulate(map(len, ranges), initial=0), strict=False))
 
     def slice(self, rows: range) -> slice:

@@ -10,13 +10,14 @@ added to a score of the row, and their tiles are computed with the level taken o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ringopt.attention.exchange import Block
+from ringopt.attention.packing import Local
 from ringopt.attention.patterns import Kind, Pattern
 from ringopt.attention.rows import meet
 from ringopt.graph.mask import Mask
@@ -35,13 +36,14 @@ LOW = -1e4
 @dataclass(frozen=True)
 class Tile:
     """Queries x keys (global rows). `mask` is additive, [1|B, 1|Hq, queries, keys], or None; so is `level`, with one
-    key."""
+    key. `modified`: the scores are changed before the mask is added."""
 
     queries: range
     keys: range
     mask: Tensor | None = None
     causal: bool = False
     level: Tensor | None = None
+    modified: bool = False
 
     def strips(self, rows: int) -> Iterator[Tile]:
         """The same in pieces of at most `rows` queries; a triangle becomes small triangles and what is before them."""
@@ -53,12 +55,12 @@ class Tile:
             first = start - self.queries.start
             level = self.level[:, :, first : first + len(queries)] if self.level is not None else None
             if not self.causal:
-                yield Tile(queries, self.keys, self._mask_of(queries, self.keys), level=level)
+                yield replace(self, queries=queries, mask=self._mask_of(queries, self.keys), level=level)
                 continue
             before = range(self.keys.start, start)
             if before:
-                yield Tile(queries, before, self._mask_of(queries, before), level=level)
-            yield Tile(queries, queries, self._mask_of(queries, queries), True, level)
+                yield Tile(queries, before, self._mask_of(queries, before), False, level, self.modified)
+            yield Tile(queries, queries, self._mask_of(queries, queries), True, level, self.modified)
 
     def _mask_of(self, queries: range, keys: range) -> Tensor | None:
         if self.mask is None:
@@ -69,7 +71,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Scores:
-    """What is added to the scores of `batch` x `heads` attentions: the pattern's -inf, and a mask over `sources`."""
+    """What is done to the scores of `batch` x `heads` attentions: the pattern's -inf, and a mask over `sources`.
+
+    Masks are made in `dtype`, or in its accumulator if the bias is wider: what is finite there may be -inf in 16 bits.
+    `local` says where the rank holds the rows of the queries; without, it holds them all.
+    """
 
     pattern: Pattern
     mask: Mask
@@ -78,24 +84,28 @@ class Scores:
     heads: int
     dtype: torch.dtype
     device: torch.device
+    local: Local | None = None
     _axes: frozenset[str] = field(init=False)
     _levels: dict[range, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_axes", frozenset(axes_of([self.mask.visible, self.mask.bias])))
+        if self.mask.bias is not None and self.mask.bias.dtype.itemsize > self.dtype.itemsize:
+            object.__setattr__(self, "dtype", accumulator(self.dtype))
 
     def tiles(self, block: Block) -> Iterator[Tile]:
         """The tiles of a block, one at a time. Masks are differentiable in the sources where grad is enabled."""
         verdict = self._verdict(block.queries, block.keys)
         if verdict == "empty":
             return
+        modified = self._modifies(block.queries, block.keys)
         if verdict == "full" and block.kind is not Kind.PARTIAL:
-            yield Tile(block.queries, block.keys, causal=block.kind is Kind.CAUSAL)
+            yield Tile(block.queries, block.keys, causal=block.kind is Kind.CAUSAL, modified=modified)
             return
         step = self._queries_at_once(len(block.keys))
         if verdict == "partial" and block.kind is Kind.CAUSAL and len(block.queries) <= step:
             mask = self._additive(block.queries, block.keys)
-            yield Tile(block.queries, block.keys, mask, True, self._level(block.queries))
+            yield Tile(block.queries, block.keys, mask, True, self.level(block.queries), modified)
             return
         for start in range(block.queries.start, block.queries.stop, step):
             queries = range(start, min(start + step, block.queries.stop))
@@ -110,7 +120,7 @@ class Scores:
         mask = self._additive(queries, keys) if verdict == "partial" else None
         if kind is not Kind.FULL:
             mask = self._within(mask, queries, keys)
-        yield Tile(queries, keys, mask, level=self._level(queries))
+        yield Tile(queries, keys, mask, False, self.level(queries), self._modifies(queries, keys))
 
     def _within(self, mask: Tensor | None, queries: range, keys: range) -> Tensor:
         """`mask` (None: zeros) where the pattern lets a query see a key, else -inf."""
@@ -118,7 +128,7 @@ class Scores:
         mask = torch.where(self._band(queries, keys), hidden.new_zeros(()) if mask is None else mask, hidden)
         return mask if mask.dim() == 4 else mask[None, None]
 
-    def _level(self, queries: range) -> Tensor | None:
+    def level(self, queries: range) -> Tensor | None:
         """[1|B, 1|Hq, queries, 1]: the largest number added in each row where that is below LOW, else 0."""
         if queries not in self._levels:
             self._levels[queries] = self._largest(queries) if self._lowest <= LOW else None
@@ -129,8 +139,9 @@ class Scores:
         """No number added to a score is below this."""
         if self.mask.bias is None:
             return 0.0
-        lengths = (self.batch, self.heads, self.pattern.q_length, self.pattern.kv_length)
-        spans = {axis: range(length) for axis, length in zip("bhqk", lengths, strict=True)}
+        rows = self.pattern.q_length if self.local is None else self.local.rows
+        lengths = (self.batch, self.heads, self.pattern.q_length, self.pattern.kv_length, rows)
+        spans = {axis: range(length) for axis, length in zip("bhqkr", lengths, strict=True)}
         return float(bounds(self.mask.bias, spans, self.sources)[0])
 
     @torch.no_grad()
@@ -142,14 +153,29 @@ class Scores:
         level = largest.masked_fill((largest > LOW) | (largest == HIDDEN), 0.0)
         return level if bool(level.any()) else None
 
+    def modified(self, scores: Tensor, queries: range, keys: range) -> Tensor:
+        """The scaled scores [B, Hq, queries, keys] as the mask changes them. Differentiable where grad is enabled."""
+        return self.mask.modified(scores, queries, keys, self.sources, self._local(queries))
+
     def _verdict(self, queries: range, keys: range) -> str:
-        if not self.mask.text:
-            return "full"
-        spans = {"b": range(self.batch), "h": range(self.heads), "q": queries, "k": keys}
-        return self.mask.kind(spans, self.sources)
+        return self.mask.kind(self._spans(queries, keys), self.sources) if self.mask.text else "full"
+
+    def _modifies(self, queries: range, keys: range) -> bool:
+        return self.mask.modifies(self._spans(queries, keys), self.sources)
+
+    def _spans(self, queries: range, keys: range) -> dict[str, range]:
+        return {"b": range(self.batch), "h": range(self.heads), "q": queries, "k": keys, "r": self._local(queries)}
+
+    def _local(self, queries: range) -> range:
+        """Where the rank holds `queries`."""
+        if self.local is None:
+            return queries
+        place = self.local.slice(queries)
+        return range(place.start, place.stop)
 
     def _additive(self, queries: range, keys: range) -> Tensor:
-        return self.mask.block(self.batch, self.heads, queries, keys, self.sources, self.dtype, self.device)
+        sizes, local = (self.batch, self.heads), self._local(queries)
+        return self.mask.block(*sizes, queries, keys, self.sources, self.dtype, self.device, local)
 
     def _band(self, queries: range, keys: range) -> Tensor:
         """Which key (column) a query (row) sees by the pattern."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
+from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import argument, is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded, through_view
 
@@ -345,12 +346,16 @@ def one_hot(node: fx.Node) -> Rule:
 
 
 def attention(node: fx.Node) -> Rule | None:
-    """Batch and heads are independent; the sequence is the exchange's business, not this table's."""
-    q, k, _v, given, sources, _pattern, mask = node.args[:7]
-    if given is not None or sources or mask:
+    """Batch and heads are independent, but for the random numbers; the sequence is the exchange's business, not this
+    table's."""
+    q, k, _v, given, _sources, sinks, seed, _pattern, mask = node.args[:9]
+    if given is not None or seed is not None or any(Mask.parse(mask).terms):
         return None
     dims = {0: 0, 1: 1} if shape_of(q)[1] == shape_of(k)[1] else {0: 0}
-    return Rule((dims, dims, dims))
+    if sinks is None:
+        return Rule((dims, dims, dims))
+    of_sinks = {out: dim for out, dim in aligned(shape_of(q)[:2], shape_of(sinks)).items() if out in dims}
+    return Rule((dims, dims, dims, of_sinks))
 
 
 RULES: dict[str, Callable[[fx.Node], Rule | None]] = {

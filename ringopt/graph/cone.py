@@ -10,7 +10,7 @@ Nothing is expanded on the way: [1, 1, q, 1] stays a vector over q, whatever it 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.fx as fx
@@ -23,8 +23,9 @@ from ringopt.graph.constants import LARGEST, Constants
 from ringopt.graph.nodes import is_aten, op_name, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.term_bounds import Interval, bounds
+from ringopt.graph.term_folding import apply, compare, logic, where
 from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import INTEGERS, Affine, Term, affine, axes_of, axis, constant, load, loads, number
+from ringopt.graph.terms import INTEGERS, Affine, Load, Term, affine, axes_of, axis, constant, load, loads, number
 
 # Nested ops that are followed; a mask that is deeper is no mask but the model.
 DEEPEST = 100
@@ -43,11 +44,21 @@ class Unreadable(Exception):
 
 
 class Cone:
-    """Reads one graph; `sizes` gives the length of each axis."""
+    """Reads one graph; `sizes` gives the length of each axis. `rows` and `keys` are the axes that queries and keys are
+    counted by; `stops` end the climb with a Load, whatever they are."""
 
-    def __init__(self, constants: Constants, sizes: Mapping[str, int]):
+    def __init__(
+        self,
+        constants: Constants,
+        sizes: Mapping[str, int],
+        rows: frozenset[str] = frozenset("q"),
+        keys: frozenset[str] = frozenset("k"),
+        stops: Collection[fx.Node] = (),
+    ):
         self.constants = constants
         self.sizes = sizes
+        self.rows, self.keys = rows, keys
+        self.stops = stops
         self.spans = {name: range(size) for name, size in sizes.items()}
         self.known: dict[fx.Node, Tensor] = {}  # loaded values that no input reaches
         self.found: dict[tuple[fx.Node, Index], Term] = {}
@@ -74,6 +85,8 @@ class Cone:
         return self.found[key]
 
     def pull(self, node: fx.Node, index: Index) -> Term:
+        if node in self.stops:
+            return load(node, index, value_of(node).dtype)
         if node.op in ("placeholder", "get_attr") or not is_aten(node) or self.depth > DEEPEST:
             return self.stored(node, index)
         moved = self.view(node, index)
@@ -105,18 +118,49 @@ class Cone:
         value = self.constants.get(node)
         if value is not None:
             self.known[node] = value
-        return load(node, index, value_of(node).dtype)
+        term = load(node, index, value_of(node).dtype)
+        return self.band_from_values(term) or term if value is not None else term
+
+    def band_from_values(self, term: Load) -> Term | None:
+        """A known table over queries and keys that has one number in a band around the diagonal and another outside:
+        the triangle of ones that many models keep."""
+        if (
+            len(self.rows) != 1
+            or len(self.keys) != 1
+            or term.axes != self.rows | self.keys
+            or not self.pairs(term.index)
+        ):
+            return None
+        (row,), (key,) = self.rows, self.keys
+        if (row, key) != ("q", "k") or self.sizes["q"] * self.sizes["k"] > LARGEST:
+            return None
+        with unset_fake_temporarily(), torch.no_grad():
+            place = coordinates(["q", "k"], self.sizes)
+            values, away = evaluate(term, place, self.known), place["k"] - place["q"]
+            inside = values == values.flatten()[0]
+            if bool(inside.all()):
+                return number(values.flatten()[0].item(), term.dtype)
+            others, low, high = values[~inside], int(away[inside].min()), int(away[inside].max())
+            if not bool((others == others[0]).all()) or not torch.equal(inside, (away >= low) & (away <= high)):
+                return None
+            offset = apply("sub", [axis("k"), axis("q")], torch.int64)
+            band = logic("logical_and", self.fold(compare("ge", offset, low)), self.fold(compare("le", offset, high)))
+            return where(band, values.flatten()[0].item(), others[0].item(), term.dtype)
 
     def is_table(self, node: fx.Node, index: Sequence[Term]) -> bool:
         """Whether `node` holds a number for each pair of a query and a key; tables of relative places hold one for each
         difference."""
-        over = [size for size, each in zip(shape_of(node), index, strict=True) if each.axes & {"q", "k"}]
-        return pairs(index) and math.prod(over) > LARGER * (self.sizes["q"] + self.sizes["k"])
+        over = [size for size, each in zip(shape_of(node), index, strict=True) if each.axes & (self.rows | self.keys)]
+        rows, keys = (math.prod(self.sizes.get(name, 1) for name in names) for names in (self.rows, self.keys))
+        return self.pairs(index) and math.prod(over) > LARGER * (rows + keys)
+
+    def pairs(self, index: Sequence[Term]) -> bool:
+        return pairs(index, self.rows, self.keys)
 
     def reads_more(self, term: Term, node: fx.Node, index: Index) -> bool:
         """Whether the sources of `term` are so much larger than `node` that `node` is the better thing to read."""
         sources = {each.source for each in loads(term) if each.source not in self.known}
-        if pairs(index) or not sources:
+        if self.pairs(index) or not sources:
             return False
         return sum(math.prod(shape_of(source)) for source in sources) > LARGER * math.prod(shape_of(node))
 
@@ -139,7 +183,7 @@ class Cone:
             if low == high:
                 return number(low, torch.bool)
         places = math.prod(self.sizes[name] for name in term.axes)
-        if {"q", "k"} <= term.axes or places > LARGEST or not self.is_known(term):
+        if (term.axes & self.rows and term.axes & self.keys) or places > LARGEST or not self.is_known(term):
             return term
         return self.affine_from_values(term) or term
 
@@ -162,10 +206,10 @@ class Cone:
             return affine(steps, start, term.dtype) if bool((values == line).all()) else None
 
 
-def pairs(index: Sequence[Term]) -> bool:
+def pairs(index: Sequence[Term], rows: frozenset[str] = frozenset("q"), keys: frozenset[str] = frozenset("k")) -> bool:
     """Whether queries and keys stand in different dims; table[k - q] is a vector over one."""
-    dims = [each for each in index if each.axes & {"q", "k"}]
-    return len(dims) > 1 and {"q", "k"} <= axes_of(dims)
+    dims = [each for each in index if each.axes & (rows | keys)]
+    return len(dims) > 1 and bool(axes_of(dims) & rows) and bool(axes_of(dims) & keys)
 
 
 def coordinates(names: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ A rule takes (node, index) to (source, index), or to None where it does not cove
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import argument, is_tensor, shape_of, value_of
-from ringopt.graph.term_folding import apply
+from ringopt.graph.term_folding import apply, literal
 from ringopt.graph.terms import Affine, Apply, Term, affine
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def plus(left: Term, right: Term | int) -> Term:
 
 
 def times(term: Term, factor: int) -> Term:
+    if isinstance(term, Apply) and term.op == "add":
+        return plus(*(times(part, factor) for part in (literal(arg, torch.int64) for arg in term.args)))
     return apply("mul", [term, factor], torch.int64)
 
 
@@ -101,7 +104,7 @@ def reshape(cone: Cone, node: fx.Node, index: Index) -> Place | None:
         flat: Term = ZERO
         while size != inner:
             if size < inner and out < len(new):
-                flat, size = plus(times(flat, new[out]), index[out]), size * new[out]
+                flat, size = joined(plus(times(flat, new[out]), index[out])), size * new[out]
                 out += 1
             elif last + 1 < len(old):
                 last += 1
@@ -122,21 +125,36 @@ def apart(cone: Cone, flat: Term, sizes: Sequence[int]) -> list[Term]:
 
 def divide(cone: Cone, term: Term, length: int) -> tuple[Term, Term]:
     """Quotient and remainder of a coordinate. (a * length + b) // length is a + b // length, whatever b is."""
+    for nearest in (False, True):
+        high, low = parts(term, length, nearest)
+        least, most = cone.bounds(low)
+        if least >= 0 and most < length:
+            return high, low
+    high, low = parts(term, length, False)
+    quotient = cone.fold(apply("floor_divide", [low, length], torch.int64))
+    return plus(high, quotient), cone.fold(apply("remainder", [low, length], torch.int64))
+
+
+def parts(term: Term, length: int, nearest: bool) -> tuple[Term, Term]:
+    """(high, low) with term = high * length + low: steps below `length` go to low, and with `nearest` those just below
+    a multiple as negative ones. So places that are shifted by their row, q * (length - 1) + k, are q and k - q."""
     high: Term = ZERO
     low: Term = ZERO
     for part in addends(term):
         if isinstance(part, Affine):
-            steps, start = part.steps, part.start
-            whole = affine({axis: step // length for axis, step in steps if step % length == 0}, start // length)
-            rest = affine({axis: step for axis, step in steps if step % length}, start % length)
-            high, low = plus(high, whole), plus(low, rest)
+            split = {axis: quotient(step, length, nearest) for axis, step in part.steps}
+            high = plus(high, affine(split, part.start // length))
+            rest = {axis: step - split[axis] * length for axis, step in part.steps}
+            low = plus(low, affine(rest, part.start % length))
         else:
             low = plus(low, part)
-    least, most = cone.bounds(low)
-    if least >= 0 and most < length:
-        return high, low
-    quotient = cone.fold(apply("floor_divide", [low, length], torch.int64))
-    return plus(high, quotient), cone.fold(apply("remainder", [low, length], torch.int64))
+    return high, low
+
+
+def quotient(step: int, length: int, nearest: bool) -> int:
+    if nearest:
+        return (2 * step + length) // (2 * length)
+    return step // length if step % length == 0 else 0
 
 
 def addends(term: Term) -> Iterable[Term]:
@@ -145,6 +163,20 @@ def addends(term: Term) -> Iterable[Term]:
             yield from addends(arg if isinstance(arg, Term) else affine({}, arg))  # type: ignore[arg-type]
     else:
         yield term
+
+
+def joined(term: Term) -> Term:
+    """x // c * c + x % c is x: a view takes a coordinate apart, and a later one puts it together again."""
+    terms = list(addends(term))
+    for whole in terms:
+        for rest in terms:
+            if not (isinstance(rest, Apply) and rest.op == "remainder"):
+                continue
+            coordinate, length = rest.args
+            if whole is apply("mul", [apply("floor_divide", [coordinate, length], torch.int64), length], torch.int64):
+                others = [each for each in terms if each is not whole and each is not rest]
+                return joined(reduce(plus, others, literal(coordinate, torch.int64)))
+    return term
 
 
 def repeat(cone: Cone, node: fx.Node, index: Index) -> Place | None:

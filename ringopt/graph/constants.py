@@ -21,11 +21,14 @@ LARGEST = 1 << 24
 class Constants:
     """Computes on demand, by the ops of the graph itself, but on the CPU: the program's device may be meta, or busy.
 
-    `given` holds the tensors that are part of the program (constants it was written with), by node. Parameters, buffers
-    and inputs do not belong there: they may hold something else at the next call.
+    `given` holds the tensors that are part of the program (constants it was written with, buffers), by node; those that
+    are looked at are added to `relied_on`, for a buffer may hold something else at a later call. Parameters and inputs
+    do not belong there.
     """
 
-    def __init__(self, graph: fx.Graph, given: Mapping[fx.Node, Tensor]):
+    def __init__(self, graph: fx.Graph, given: Mapping[fx.Node, Tensor], relied_on: set[fx.Node] | None = None):
+        self.given = given
+        self.relied_on = set[fx.Node]() if relied_on is None else relied_on
         self.values: dict[fx.Node, Any] = {node: value.cpu() for node, value in given.items()}
         self.free: dict[fx.Node, None] = {}  # in the order of the graph
         for node in graph.nodes:
@@ -46,12 +49,27 @@ class Constants:
             if each not in needed and each not in self.values:
                 needed.add(each)
                 stack.extend(each.all_input_nodes)
+        self.relied_on |= self.below(node)
         if needed:
             for each in self.free:
                 if each in needed:
                     self.values[each] = self._compute(each)
         value = self.values[node]
         return value if isinstance(value, Tensor) else None
+
+    def below(self, node: fx.Node) -> set[fx.Node]:
+        """The given tensors that `node` is made of."""
+        found, seen, stack = set[fx.Node](), {node}, [node]
+        while stack:
+            each = stack.pop()
+            if each in self.given:
+                found.add(each)
+                continue
+            for above in each.all_input_nodes:
+                if above not in seen:
+                    seen.add(above)
+                    stack.append(above)
+        return found
 
     def _compute(self, node: fx.Node) -> Any:
         if any(self.values[arg] is None for arg in node.all_input_nodes) or elements(value_of(node)) > LARGEST:

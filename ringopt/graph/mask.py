@@ -5,6 +5,12 @@
     visible   a condition: where it does not hold, the query does not see the key (its score is -inf)
     nan       a row that sees no key is NaN, as softmax makes it; without, 0, as SDPA does
 
+What is added to hide a key belongs into `bias`, however it was spelled: masked_fill(score, c, -1e9) is the score
+where(c, 0, score) and the bias where(c, -1e9, 0).
+
+Beside b, h, q, k there is the axis r: the query's place among the rows that its rank holds (on one device r is q). A
+source read at r in some dim has only the rank's rows there: it is sharded as the queries are.
+
 The text of a mask is an argument of the attention operators, so it is part of every cache key and of an exported
 program.
 """
@@ -16,14 +22,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ringopt.graph.term_bounds import bounds
 from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import Apply, Load, Term, axes_of, children, dumps, loads, loads_terms
+from ringopt.graph.terms import Apply, Load, Score, Term, axes_of, axis, children, constant, dumps, loads, loads_terms
 
 Kind = Literal["empty", "full", "partial"]
 
@@ -66,26 +72,59 @@ class Mask:
         """Numbers of the floating tensors that a gradient of the scores reaches."""
         return tuple(sorted({load.source for load in _reached(self.bias, self.score)}))
 
+    @cached_property
+    def row_dims(self) -> dict[int, int]:
+        """Source -> the dim in which it holds the rank's rows only. Raises ValueError where loads do not agree, or read
+        other rows than the query's."""
+        found: dict[int, int] = {}
+        for load in loads(*self.terms):
+            dims = [dim for dim, index in enumerate(load.index) if "r" in index.axes]
+            if dims and (len(dims) > 1 or load.index[dims[0]] is not axis("r")):
+                raise ValueError(f"source {load.source} holds the rows of a rank and is not read at r in one dim")
+            if dims and found.setdefault(load.source, dims[0]) != dims[0]:
+                raise ValueError(
+                    f"source {load.source} holds the rows of a rank in dim {found[load.source]} and {dims[0]}"
+                )
+        for load in loads(*self.terms):
+            if load.source in found and "r" not in load.axes:
+                raise ValueError(f"source {load.source} holds the rows of a rank and is read at other rows as well")
+        return found
+
     def kind(self, spans: Mapping[str, range], sources: Sequence[Tensor]) -> Kind:
         """What is known of the block `spans` ("b", "h", "q", "k" -> nonempty range) without computing it.
 
         "empty": no query of it sees a key of it. "full": every query sees every key and nothing is added. Sound: from
-        intervals of the loaded values, never from a sample. Reads at most a block of each source.
+        intervals of the loaded values, never from a sample. Reads at most a block of each source. Of `score` it says
+        nothing: see `modifies`.
         """
+        spans = {"r": spans["q"], **spans}
         low, high = bounds(self.visible, spans, sources) if self.visible is not None else (True, True)
         if not high:
             return "empty"
-        return "full" if low and self.bias is None and self.score is None else "partial"
+        added = self.bias is not None and constant(_chosen(self.bias, spans, sources)) != 0
+        return "full" if low and not added else "partial"
+
+    def modifies(self, spans: Mapping[str, range], sources: Sequence[Tensor]) -> bool:
+        """Whether `score` may be another number than the score in the block `spans`; sound, as `kind` is."""
+        if self.score is None:
+            return False
+        return not isinstance(_chosen(self.score, {"r": spans["q"], **spans}, sources), Score)
 
     def modified(
-        self, scores: Tensor, b: int, h: int, q_rows: range | Tensor, kv_rows: range | Tensor, sources: Sequence[Tensor]
+        self,
+        scores: Tensor,
+        q_rows: range | Tensor,
+        kv_rows: range | Tensor,
+        sources: Sequence[Tensor],
+        local: range | None = None,
     ) -> Tensor:
-        """`score` of the scaled scores [b, h, queries, keys], in their dtype; they themselves where there is none.
-        Differentiable in `scores` and in `differentiable` sources."""
+        """`score` of the scaled scores [b, h, queries, keys], in their shape and dtype; they themselves where there is
+        none. Differentiable in `scores` and in `differentiable` sources. `local`: the rows of r, if not `q_rows`."""
         if self.score is None:
             return scores
-        place = {**places(b, h, q_rows, kv_rows, scores.device), "score": scores}
-        return evaluate(self.score, place, sources, scores.device).to(scores.dtype)
+        place = places(scores.shape[0], scores.shape[1], q_rows, kv_rows, scores.device, local)
+        found = evaluate(self.score, {**place, "score": scores}, sources, scores.device)
+        return found.to(scores.dtype).expand(scores.shape)
 
     def block(
         self,
@@ -96,16 +135,17 @@ class Mask:
         sources: Sequence[Tensor],
         dtype: torch.dtype,
         device: torch.device | None = None,
+        local: range | None = None,
     ) -> Tensor:
         """The additive mask [1 or b, 1 or h, queries, keys] in `dtype`: -inf where hidden, else the bias.
 
         `b` and `h` count all batch rows and all query heads; `q_rows` and `kv_rows` are global rows, in any order. The
         bits are those of the same rows and columns of the program's own mask; gradients reach `differentiable` sources.
-        A dim that the mask does not depend on is a view of stride 0.
+        A dim that the mask does not depend on is a view of stride 0. `local`: the rows of r, if not `q_rows`.
         """
         given = [x for x in (q_rows, kv_rows, *sources) if isinstance(x, Tensor)]
         device = device or (given[0].device if given else torch.device("cpu"))
-        place = places(b, h, q_rows, kv_rows, device)
+        place = places(b, h, q_rows, kv_rows, device, local)
         total = torch.zeros((), dtype=dtype, device=device)
         if self.bias is not None:
             total = evaluate(self.bias, place, sources, device).to(dtype)
@@ -125,15 +165,32 @@ def _parse(text: str) -> Mask:
 
 
 def places(
-    b: int, h: int, q_rows: range | Tensor, kv_rows: range | Tensor, device: torch.device | None = None
+    b: int,
+    h: int,
+    q_rows: range | Tensor,
+    kv_rows: range | Tensor,
+    device: torch.device | None = None,
+    local: range | None = None,
 ) -> dict[str, Tensor]:
-    """Coordinates of a block of [B, H, queries, keys], shaped to broadcast."""
+    """Coordinates of a block of [B, H, queries, keys], shaped to broadcast. `local`: the rows of r, if not `q_rows`."""
+    given = {"b": range(b), "h": range(h), "q": q_rows, "k": kv_rows, "r": q_rows if local is None else local}
     found = {}
-    for dim, (name, rows) in enumerate(zip("bhqk", (range(b), range(h), q_rows, kv_rows), strict=True)):
+    for (name, rows), dim in zip(given.items(), (0, 1, 2, 3, 2), strict=True):
         if isinstance(rows, range):
             rows = torch.arange(rows.start, rows.stop, rows.step, device=device)
         found[name] = rows.to(device=device, dtype=torch.int64).view([-1 if other == dim else 1 for other in range(4)])
     return found
+
+
+def _chosen(term: Term, spans: Mapping[str, range], sources: Sequence[Tensor]) -> Any:
+    """What is left of where(c, x, y) in a block in which c always holds, or never."""
+    while isinstance(term, Apply) and term.op == "where" and isinstance(condition := term.args[0], Term):
+        low, high = bounds(condition, spans, sources)
+        if low == high:
+            term = term.args[1 if low else 2]  # type: ignore[assignment]
+        else:
+            break
+    return term
 
 
 def _reached(*terms: Term | None) -> set[Load]:

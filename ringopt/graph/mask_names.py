@@ -8,26 +8,34 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 import torch.fx as fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.graph.bands import band_of, pattern_around
 from ringopt.graph.cone import pairs
 from ringopt.graph.peel import conjuncts
 from ringopt.graph.term_folding import COMPARISONS, substitute
-from ringopt.graph.term_readers import show
-from ringopt.graph.terms import Apply, Term, axis, loads
+from ringopt.graph.term_readers import evaluate, show
+from ringopt.graph.terms import Apply, Term, axis, constant, loads
 
 # A condition without a name is written out up to this many characters.
 LONGEST = 60
 
 
 def name_of_mask(
-    pattern: str, conditions: Sequence[Term], bias: Term | None, learned: Callable[[fx.Node], bool]
+    pattern: str,
+    conditions: Sequence[Term],
+    bias: Term | None,
+    learned: Callable[[fx.Node], bool],
+    score: Term | None = None,
 ) -> str:
     names = [] if pattern == "full" else [pattern]
     names += dict.fromkeys(name_of_condition(condition) for condition in conditions)
     if bias is not None:
         names.append(name_of_bias(bias, learned))
+    if score is not None:
+        names.append(name_of_modifier(score))
     return " & ".join(names) or "full"
 
 
@@ -79,6 +87,22 @@ def name_of_bias(bias: Term, learned: Callable[[fx.Node], bool]) -> str:
     parts = [f"learned: {numbers}"] if numbers else []
     parts += [data] if data else []
     return f"bias({'; '.join(parts)})" if parts else "bias"
+
+
+def name_of_modifier(score: Term) -> str:
+    """softcap(30) is 30 * tanh(score / 30); any other function is written out, or only named."""
+    operand = score
+    while isinstance(operand, Apply) and operand.op in ("mul", "div"):
+        tensors = [arg for arg in operand.args if isinstance(arg, Term) and constant(arg) is None]
+        if len(tensors) != 1:
+            break
+        operand = tensors[0]
+    if isinstance(operand, Apply) and operand.op == "tanh" and operand is not score and not loads(score):
+        with unset_fake_temporarily():
+            cap = evaluate(score, {"score": torch.tensor(1e30, dtype=torch.float64)}, []).item()
+        return f"softcap({cap:g})"
+    text = show(score, lambda source: label(source) or "constant")
+    return f"score({text})" if len(text) <= LONGEST else "score"
 
 
 def is_stored(term: Term) -> bool:

@@ -83,3 +83,12 @@ def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
         else:
             found[node] = False
     return found
+
+
+def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+    """A new node with its fake value, told to come from where `like` comes from."""
+    new = graph.call_function(target, tuple(args), kwargs or {})
+    new.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+    given, named = fx.map_arg((new.args, new.kwargs), value_of)
+    new.meta["val"] = target(*given, **named)
+    return new

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ringopt.graph.term_readers import Sources, evaluate
-from ringopt.graph.terms import Affine, Apply, Cast, Load, Score, Term, constant, walk
+from ringopt.graph.terms import Affine, Apply, Cast, Load, Score, Term, constant, loads, walk
 
 Interval = tuple[Any, Any]
 
@@ -63,6 +63,8 @@ def unknown(dtype: torch.dtype) -> Interval:
 def _of_load(term: Load, spans: Mapping[str, range], sources: Sources) -> Interval:
     source = sources.get(term.source) if isinstance(sources, Mapping) else sources[term.source]
     axes = sorted(term.axes)
+    if isinstance(sources, Mapping) and any(each.source not in sources for each in loads(*term.index)):
+        return unknown(term.dtype)
     if source is None or math.prod(len(spans[axis]) for axis in axes) > MOST_READ:
         return unknown(term.dtype)
     place = {}

@@ -256,16 +256,21 @@ def _neutral(op: str, args: Sequence[Arg], dtype: torch.dtype) -> Term | None:
 
 
 # ---- the same term elsewhere -----------------------------------------------------------------------------------------
-def substitute(term: Term, axes: Mapping[str, Affine] | None = None, sources: Mapping[Any, Any] | None = None) -> Term:
-    """The term with other coordinates for some axes and other names for its sources, simplified again."""
-    places, names = axes or {}, sources or {}
+def substitute(
+    term: Term,
+    axes: Mapping[str, Term] | None = None,
+    sources: Mapping[Any, Any] | None = None,
+    leaves: Mapping[Term, Term] | None = None,
+) -> Term:
+    """The term with other coordinates for some axes, other names for its sources and others in the place of some
+    `leaves`, simplified again."""
+    places, names, others = axes or {}, sources or {}, leaves or {}
     new: dict[Term, Term] = {}
     for each in walk(term):
-        if isinstance(each, Affine):
-            total = affine({}, each.start)
-            for axis, step in each.steps:
-                total = combine(total, 1, places.get(axis, affine({axis: 1}, 0)), step)
-            new[each] = affine(dict(total.steps), total.start, each.dtype)
+        if each in others:
+            new[each] = others[each]
+        elif isinstance(each, Affine):
+            new[each] = _moved(each, places)
         elif isinstance(each, Load):
             new[each] = load(names.get(each.source, each.source), [new[index] for index in each.index], each.dtype)
         elif isinstance(each, Cast):
@@ -276,3 +281,11 @@ def substitute(term: Term, axes: Mapping[str, Affine] | None = None, sources: Ma
         else:
             new[each] = each
     return new[term]
+
+
+def _moved(term: Affine, places: Mapping[str, Term]) -> Term:
+    total: Term = affine({}, term.start)
+    for axis, step in term.steps:
+        place = apply("mul", [places.get(axis, affine({axis: 1}, 0)), step], torch.int64)
+        total = apply("add", [total, place], torch.int64)
+    return cast(total, term.dtype)

@@ -1,10 +1,12 @@
 """`ringopt::attention`: every spelling of attention as one operator, on one device.
 
-    attention(q, k, v, attn_mask?, sources, pattern, mask, dropout_p, scale)
-    # q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]
+    attention(q, k, v, attn_mask?, sources, sinks?, seed?, pattern, mask, dropout_p, scale)
+    # q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], sinks [1|B, Hq], seed int64 []
 
 `attn_mask` is what the program gave; classify_mask turns it into `pattern` (structure: full, causal, window) and `mask`
-(the text of a term over b, h, q, k that reads `sources`). Query head h attends with KV head h // (Hq / Hkv).
+(the text of a ringopt.graph.mask.Mask that reads `sources`). Query head h attends with KV head h // (Hq / Hkv). A sink
+is one more logit in the softmax of every row of its head, and leads to no value. Weights are dropped with probability
+`dropout_p`, as `seed` says (ringopt/attention/dropout.py).
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringopt.attention.dropout import Dropout
 from ringopt.attention.patterns import pattern_of
 from ringopt.graph.mask import Mask
+from ringopt.kernels.base import HIDDEN, accumulator
+from ringopt.kernels.math import fold, spread
 
 LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
 
 LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor[] sources, str pattern, str mask, "
-    "float dropout_p, float scale) -> Tensor"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor[] sources, Tensor? sinks, Tensor? seed, "
+    "str pattern, str mask, float dropout_p, float scale) -> Tensor"
 )
 
 
@@ -30,31 +35,86 @@ def attention_reference(
     v: Tensor,
     attn_mask: Tensor | None,
     sources: list[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
     pattern: str,
     mask: str,
     dropout_p: float,
     scale: float,
 ) -> Tensor:
-    """SDPA with the mask in its cheapest form; [B, Hq, Sq, Dv]."""
+    """[B, Hq, Sq, Dv] by SDPA with the mask in its cheapest form, or written out where SDPA cannot say it. Raises
+    ValueError for dropout without a seed."""
+    parsed, grouped = Mask.parse(mask), q.shape[1] != k.shape[1]
+    if dropout_p > 0 and seed is None:
+        raise ValueError(f"ringopt::attention: dropout_p is {dropout_p}, and there is no seed to draw from")
+    plain = attn_mask is None and not any(parsed.terms)
     causal = pattern == "causal" and q.shape[2] == k.shape[2]
-    given = attn_mask
-    if mask or (pattern != "full" and not causal) or (causal and given is not None):
-        given, causal = whole_mask(q, k, given, sources, pattern, mask), False
-    return F.scaled_dot_product_attention(
-        q, k, v, given, dropout_p, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    if plain and sinks is None and not dropout_p and (pattern == "full" or causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    wide = parsed.bias is not None and parsed.bias.dtype.itemsize > q.dtype.itemsize
+    if wide or sinks is not None or dropout_p or parsed.score is not None:
+        drop = Dropout(dropout_p, seed) if dropout_p and seed is not None else None
+        return written_out(q, k, v, attn_mask, sources, sinks, drop, pattern, parsed, scale)
+    whole = whole_mask(q, k, attn_mask, sources, pattern, parsed, q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, whole, scale=scale, enable_gqa=grouped)
+    if whole is None or not parsed.nan:
+        return out
+    # A factor, so that the gradients of such a row are NaN too, and those of all keys and values, as behind softmax.
+    return out * torch.where(hidden_rows(whole), torch.nan, 1.0).to(out.dtype)
 
 
-def whole_mask(q: Tensor, k: Tensor, given: Tensor | None, sources: list[Tensor], pattern: str, mask: str) -> Tensor:
-    """The additive mask over all queries and keys: for one device only, where n x n is what SDPA is given anyway."""
+def written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Tensor | None,
+    sources: list[Tensor],
+    sinks: Tensor | None,
+    drop: Dropout | None,
+    pattern: str,
+    mask: Mask,
+    scale: float,
+) -> Tensor:
+    """Matmul, softmax in accumulator(q.dtype), matmul."""
+    groups, wide, (batch, heads, rows, _) = q.shape[1] // k.shape[1], accumulator(q.dtype), q.shape
+    queries, keys = range(rows), range(k.shape[2])
+    scores = spread(fold(q, groups) @ k.mT, groups).to(wide) * scale
+    scores = mask.modified(scores, queries, keys, sources)
+    whole = whole_mask(q, k, given, sources, pattern, mask, wide)
+    scores = scores if whole is None else scores + whole
+    if sinks is not None:
+        logits = sinks[..., None, None].to(wide).expand(batch, heads, rows, 1)
+        weights = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
+    elif mask.nan or whole is None:
+        weights = scores.softmax(-1)
+    else:
+        hidden = hidden_rows(whole)
+        weights = scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
+    if drop is not None:
+        weights = weights * drop.factor(batch, heads, queries, keys, wide)
+    return spread(fold(weights.to(v.dtype), groups) @ v, groups)
+
+
+def hidden_rows(mask: Tensor) -> Tensor:
+    """[1|B, 1|Hq, Sq, 1]: which rows of an additive mask hide all keys."""
+    return (mask == HIDDEN).all(-1, keepdim=True)
+
+
+def whole_mask(
+    q: Tensor, k: Tensor, given: Tensor | None, sources: list[Tensor], pattern: str, mask: Mask, dtype: torch.dtype
+) -> Tensor | None:
+    """The additive mask over all queries and keys, None where nothing is hidden or added. For one device only, where
+    n x n is what SDPA is given anyway."""
+    if pattern == "full" and given is None and mask.visible is None and mask.bias is None:
+        return None
     rows, keys = q.shape[2], k.shape[2]
-    total = q.new_zeros(1, 1, rows, keys)
+    total = q.new_zeros(1, 1, rows, keys, dtype=dtype)
     if pattern != "full":
-        total = total.masked_fill(~seen(pattern, rows, keys, q.device), float("-inf"))
-    if mask:
-        total = total + Mask.parse(mask).block(q.shape[0], q.shape[1], range(rows), range(keys), sources, q.dtype)
+        total = total.masked_fill(~seen(pattern, rows, keys, q.device), HIDDEN)
+    if mask.visible is not None or mask.bias is not None:
+        total = total + mask.block(q.shape[0], q.shape[1], range(rows), range(keys), sources, dtype, q.device)
     if given is not None:
-        total = total.masked_fill(~given, float("-inf")) if given.dtype == torch.bool else total + given
+        total = total.masked_fill(~given, HIDDEN) if given.dtype == torch.bool else total + given
     return total
 
 

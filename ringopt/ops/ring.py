@@ -1,6 +1,7 @@
 """`ringopt::ring_attention` and its backward: attention over rows that are spread over the ranks of a mesh.
 
-    ring_attention(q [B, Hq, Sq_local, D], k [B, Hkv, Sk_local, D], v [B, Hkv, Sk_local, Dv], ...) -> out, lse
+    ring_attention(q [B, Hq, Sq_local, D], k [B, Hkv, Sk_local, D], v [B, Hkv, Sk_local, Dv], sources, sinks? [1|B, Hq],
+                   seed? [], ...) -> out, lse
 
 Two opaque operators, the same on every rank: which rank this is, and of how many, is asked of the mesh named `group`
 when they run. The backward is an operator of its own, and not a formula, because compiled code is cached by the text of
@@ -11,6 +12,7 @@ with the code behind it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from torch import Tensor
 from ringopt import __version__
 from ringopt.attention.check import prove
 from ringopt.attention.exchange import exchange_of
-from ringopt.attention.execute import Attention, Saved, attend, attend_backward
+from ringopt.attention.execute import Attention, Operands, Saved, attend, attend_backward
 from ringopt.attention.layouts import Layout
 from ringopt.attention.rows import count
 from ringopt.distributed.handshake import agree
@@ -32,8 +34,8 @@ from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
 
 CONFIG = (
-    "SymInt q_length, SymInt kv_length, str pattern, str mask, int[] learned, float scale, str q_layout, "
-    "str kv_layout, str strategy, str kernel, str group, str version"
+    "SymInt q_length, SymInt kv_length, str pattern, str mask, int[] learned, float dropout_p, "
+    "float scale, str q_layout, str kv_layout, str strategy, str kernel, str group, str version"
 )
 
 
@@ -43,6 +45,7 @@ class Config(NamedTuple):
     q_length, kv_length   rows of the whole sequence
     pattern, mask         who sees whom: structure (attention/patterns.py) and the text of a Mask over `sources`
     learned               numbers of the sources that need a gradient
+    dropout_p             probability with which a weight is dropped, as `seed` says (attention/dropout.py)
     q_layout, kv_layout   which rows a rank holds
     strategy, kernel      how rows travel; what computes a tile ("auto": the fastest that can)
     group                 name of the mesh
@@ -54,6 +57,7 @@ class Config(NamedTuple):
     pattern: str
     mask: str
     learned: list[int]
+    dropout_p: float
     scale: float
     q_layout: str
     kv_layout: str
@@ -77,22 +81,34 @@ def _version() -> str:
 VERSION = _version()
 
 
+OPERANDS = "Tensor q, Tensor k, Tensor v"
+BESIDE = "Tensor[] sources, Tensor? sinks, Tensor? seed"
+
+
 # ---- forward ---------------------------------------------------------------------------------------------------------
 @torch.library.custom_op(
     "ringopt::ring_attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor[] sources, {CONFIG}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}) -> (Tensor out, Tensor lse)",
 )
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], *config: Any) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, Sq_local, Dv] in q's dtype, 0 for a row that sees nothing; lse [B, Hq, Sq_local] in natural log, -inf
-    there, not differentiable. Raises RingMismatchError, RingCommError, OptionError, PlanError."""
-    site = prepare("ring_attention", q, k, v, sources, Config(*config))
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], sinks: Tensor | None, seed: Tensor | None, *config: Any
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, Sq_local, Dv] in q's dtype; lse [B, Hq, Sq_local] in natural log, not differentiable. A row that sees
+    nothing is 0 (NaN where the mask says so) with lse -inf. Raises RingMismatchError, RingCommError, OptionError,
+    PlanError."""
+    given = Operands(q, k, v, sources, sinks, seed)
+    site = prepare("ring_attention", given, Config(*config))
+    if seed is not None:
+        agree_on_seed(site.mesh, seed)
     with torch.autocast(q.device.type, enabled=False):
-        return attend(site.attention, site.mesh, q, k, v, sources)
+        return attend(site.attention, site.mesh, given)
 
 
 @ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], *config: Any) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], sinks: Tensor | None, seed: Tensor | None, *config: Any
+) -> tuple[Tensor, Tensor]:
     sizes = q.shape[:3]
     return q.new_empty(*sizes, v.shape[3]), q.new_empty(sizes, dtype=accumulator(q.dtype))
 
@@ -102,41 +118,64 @@ def _(q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], *config: Any) -> t
     "ringopt::ring_attention_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] sources, {CONFIG}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsources)"
     ),
 )
 def ring_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sources: list[Tensor], *config: Any
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sources: list[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    *config: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of the rank's own rows; of each learned source this rank's part: the caller sums it over the ranks."""
-    site = prepare("ring_attention_backward", q, k, v, sources, Config(*config))
+    """Gradients of the rank's own rows; of each learned source, then of the sinks, this rank's part: the caller sums it
+    over the ranks, unless the source holds the rank's rows only."""
+    given = Operands(q, k, v, sources, sinks, seed)
+    site = prepare("ring_attention_backward", given, Config(*config))
     with torch.autocast(q.device.type, enabled=False):
-        return attend_backward(site.attention, site.mesh, dout, Saved(q, k, v, out, lse, sources))
+        return attend_backward(site.attention, site.mesh, dout, Saved(given, out, lse))
 
 
 @ring_attention_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sources: list[Tensor], *config: Any
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sources: list[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    *config: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    parts = [sources[i].new_empty(sources[i].shape) for i in Config(*config).learned]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), parts
+    read = [*(sources[i] for i in Config(*config).learned), *([] if sinks is None else [sinks])]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), [x.new_empty(x.shape) for x in read]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sources, *ctx.config = inputs
+    q, k, v, sources, sinks, seed, *ctx.config = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, *sources)
+    ctx.save_for_backward(q, k, v, *output, sinks, seed, *sources)
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, *sources = ctx.saved_tensors
-    dq, dk, dv, parts = torch.ops.ringopt.ring_attention_backward(dout, q, k, v, out, lse, sources, *ctx.config)
+    q, k, v, out, lse, sinks, seed, *sources = ctx.saved_tensors
+    beside = (sources, sinks, seed)
+    dq, dk, dv, parts = torch.ops.ringopt.ring_attention_backward(dout, q, k, v, out, lse, *beside, *ctx.config)
+    dsinks = parts.pop() if sinks is not None else None
     dsources: list[Tensor | None] = [None] * len(sources)
     for number, part in zip(Config(*ctx.config).learned, parts, strict=True):
         dsources[number] = part
     # One None per argument; torch.library takes an empty list for a list of tensors, and wants one back.
-    return dq, dk, dv, dsources, *([] if isinstance(x, (list, tuple)) and not x else None for x in ctx.config)
+    rest: Any = ([] if isinstance(x, (list, tuple)) and not x else None for x in ctx.config)
+    return dq, dk, dv, dsources, dsinks, None, *rest
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -149,23 +188,29 @@ class Site:
     attention: Attention
 
 
-def prepare(op: str, q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], config: Config) -> Site:
+def prepare(op: str, given: Operands, config: Config) -> Site:
     """The mesh and the plan, proved on this rank and compared with what the other ranks are about to run."""
-    mesh = mesh_of(config.group)
+    mesh, mask = mesh_of(config.group), Mask.parse(config.mask)
     plan = exchange_of(
         config.pattern, config.q_length, config.kv_length, mesh.size, config.q_layout, config.kv_layout, config.strategy
     )
-    misfit = misfit_of(q, k, v, plan.q_layout, plan.kv_layout, mesh.rank)
-    agree(mesh, key_of(op, misfit, q, k, v, sources, config, mesh.size))
+    misfit = (
+        misfit_of(given, plan.q_layout, plan.kv_layout, mesh.rank)
+        or misfit_of_sources(given.sources, mask, count(plan.q_layout.ranges(mesh.rank)))
+        or misfit_of_extras(given, config.dropout_p)
+    )
+    agree(mesh, key_of(op, misfit, given, config, mesh.size))
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
-    kernel, _reason = choose(config.kernel, q.dtype, q.device, k.shape[3], v.shape[3])
+    kernel, _reason = choose(config.kernel, given.q.dtype, given.q.device, given.k.shape[3], given.v.shape[3])
     prove(plan, mesh.rank)
-    return Site(mesh, Attention(plan, Mask.parse(config.mask), kernel, config.scale, tuple(config.learned)))
+    attention = Attention(plan, mask, kernel, config.scale, tuple(config.learned), config.dropout_p)
+    return Site(mesh, attention)
 
 
-def misfit_of(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, kv_layout: Layout, rank: int) -> str:
+def misfit_of(given: Operands, q_layout: Layout, kv_layout: Layout, rank: int) -> str:
     """What is wrong with the shards, or "". A value, because all ranks must hear of it before they stop."""
+    q, k, v = given.q, given.k, given.v
     for name, shard, layout in (("q", q, q_layout), ("k", k, kv_layout), ("v", v, kv_layout)):
         rows = count(layout.ranges(rank))
         if shard.dim() != 4 or shard.shape[2] != rows:
@@ -181,10 +226,45 @@ def misfit_of(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, kv_layout: Layo
     return ""
 
 
+def misfit_of_sources(sources: Sequence[Tensor], mask: Mask, rows: int) -> str:
+    """Of those that hold the rank's rows only."""
+    for number, dim in mask.row_dims.items():
+        if sources[number].shape[dim] != rows:
+            return (
+                f"source {number} of the mask is {list(sources[number].shape)}, and this rank holds {rows} rows of the "
+                f"queries (dim {dim}); cut it as the queries are"
+            )
+    return ""
+
+
+def misfit_of_extras(given: Operands, dropout_p: float) -> str:
+    """Of sinks and dropout."""
+    (batch, heads), sinks, seed = given.q.shape[:2], given.sinks, given.seed
+    if sinks is not None and list(sinks.shape) not in ([1, heads], [batch, heads]):
+        return f"sinks are {list(sinks.shape)}, and {batch} x {heads} heads take [1, {heads}] or [{batch}, {heads}]"
+    if not 0 <= dropout_p <= 1 or (dropout_p > 0 and seed is None):
+        return f"dropout_p is {dropout_p}, seed {seed}; a probability is from 0 to 1, and above 0 takes a seed"
+    if seed is not None and (seed.dtype != torch.int64 or seed.dim()):
+        return f"the seed is {list(seed.shape)} {seed.dtype}; it must be int64 without dims"
+    return ""
+
+
+def agree_on_seed(mesh: Mesh, seed: Tensor) -> None:
+    """At every call, for generators that ran apart would give every rank another mask, and no error. Raises
+    RingMismatchError on all ranks alike."""
+    seeds = [int(part) for part in mesh.all_gather(seed.detach().to(mesh.device).reshape(1), "seed")]
+    if len(set(seeds)) > 1:
+        raise RingMismatchError(
+            f"ring_attention: the ranks drop weights by seeds {seeds}, and must do so by one. Seed the random number "
+            "generators of all ranks alike, and draw from them alike"
+        )
+
+
 def key_of(
-    op: str, misfit: str, q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], config: Config, size: int
+    op: str, misfit: str, given: Operands, config: Config, size: int
 ) -> tuple[tuple[str, int | float | str | bool], ...]:
     """All that shapes messages, or that would give wrong numbers where ranks differ in it."""
+    q, k, v = given.q, given.k, given.v
     lengths_and_layouts = config._asdict()
     for local in ("mask", "learned", "group"):
         del lengths_and_layouts[local]
@@ -199,7 +279,17 @@ def key_of(
         ("value_dim", v.shape[3]),
         ("dtype", str(q.dtype)),
         ("mask", hashlib.blake2b(config.mask.encode(), digest_size=8).hexdigest()),
-        ("sources", str([list(source.shape) for source in sources])),
+        ("sources", str(shapes_of(given.sources, Mask.parse(config.mask)))),
+        ("sinks", "none" if given.sinks is None else str(list(given.sinks.shape))),
+        ("seed", "none" if given.seed is None else "given"),
         ("learned", str(list(config.learned))),
         *lengths_and_layouts.items(),
     )
+
+
+def shapes_of(sources: Sequence[Tensor], mask: Mask) -> list[list[int | str]]:
+    """Sizes of the sources; the rows of a rank, of which others have more or fewer, are no number."""
+    return [
+        ["rows" if mask.row_dims.get(number) == dim else size for dim, size in enumerate(source.shape)]
+        for number, source in enumerate(sources)
+    ]

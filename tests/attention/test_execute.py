@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringopt.attention import execute, tiles
 from ringopt.attention.exchange import Cargo, Exchange, Step, exchange_of
-from ringopt.attention.execute import Attention, Saved, attend, attend_backward
+from ringopt.attention.execute import Attention, Operands, Saved, attend, attend_backward
 from ringopt.attention.patterns import Kind
 from ringopt.distributed.traffic import Traffic, record_traffic
 from ringopt.errors import PlanError
@@ -40,8 +40,9 @@ def run(
 
     def body(mesh: ThreadMesh) -> tuple[list[Tensor], list[Tensor]]:
         q, k, v, dout = (shard(x, layout, p, mesh.rank) for x in (case.q, case.k, case.v, case.dout))
-        out, lse = attend(site, mesh, q, k, v, sources)
-        *grads, learned = attend_backward(site, mesh, dout, Saved(q, k, v, out, lse, sources))
+        given = Operands(q, k, v, sources)
+        out, lse = attend(site, mesh, given)
+        *grads, learned = attend_backward(site, mesh, dout, Saved(given, out, lse))
         return [out, lse, *grads], learned
 
     results = run_on_threads(p, body)
@@ -265,7 +266,7 @@ def test_a_buffer_that_arrived_is_sent_on_as_it_is(monkeypatch: pytest.MonkeyPat
 
     def body(mesh: ThreadMesh) -> None:
         q, k, v = (shard(x, "contiguous", p, mesh.rank) for x in (case.q, case.k, case.v))
-        attend(attention(case, p, "full", "contiguous", "ring"), mesh, q, k, v, ())
+        attend(attention(case, p, "full", "contiguous", "ring"), mesh, Operands(q, k, v))
 
     monkeypatch.setattr(ThreadMesh, "exchange", spied)
     run_on_threads(p, body)
@@ -282,7 +283,7 @@ def test_rows_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Exchange, "forward", lambda self, rank: stray)
     half = Attention(two, site.mask, site.kernel, site.scale)
     with pytest.raises(PlanError, match=r"rows range\(8, 16\) are not here; here are \(range\(0, 8\),\)"):
-        run_on_threads(1, lambda mesh: attend(half, mesh, case.q[:, :, :8], case.k[:, :, :8], case.v[:, :, :8], ()))
+        run_on_threads(1, lambda mesh: attend(half, mesh, Operands(*(x[:, :, :8] for x in (case.q, case.k, case.v)))))
 
 
 def test_gradients_without_a_way_home_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,27 @@ def ring(n: int, pattern: str, layout: str) -> tuple[list[torch.Tensor], dict[st
     q, k, v = (x.clone().requires_grad_() for x in local[:3])
     with record_traffic() as traffic:
         out, _lse = torch.ops.ringopt.ring_attention(
-            *(q, k, v, [], n, n, pattern, "", [], case.scale, layout, layout, "ring", "auto", mesh.name, ""),
+            *(
+                q,
+                k,
+                v,
+                [],
+                None,
+                None,
+                n,
+                n,
+                pattern,
+                "",
+                [],
+                0.0,
+                case.scale,
+                layout,
+                layout,
+                "ring",
+                "auto",
+                mesh.name,
+                "",
+            ),
         )
         out.backward(local[3])
     posted = [event for event in traffic.events if event.kind == "posted"]
@@ -162,7 +182,8 @@ def mismatch(field: str) -> str:
     pattern = "full" if field == "pattern" and odd else "causal"
     with pytest.raises(RingMismatchError) as raised:
         torch.ops.ringopt.ring_attention(
-            *(q, k, v, [], 12, 12, pattern, "", [], 1.0, "contiguous", "contiguous", "ring", "auto", mesh.name, "")
+            *(q, k, v, [], None, None, 12, 12, pattern, "", [], 0.0, 1.0),
+            *("contiguous", "contiguous", "ring", "auto", mesh.name, ""),
         )
     return str(raised.value)
 

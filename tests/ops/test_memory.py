@@ -31,7 +31,8 @@ def rise() -> float:
         ctypes.CDLL(None).mallopt(option, 65536)
     mesh = process_mesh()
     shard = (1, HEADS, LENGTH // mesh.size, DIM)
-    given = [*(torch.randn(shard) for _ in range(3)), [], LENGTH, LENGTH, "full", "", [], DIM**-0.5]
+    given = [*(torch.randn(shard) for _ in range(3)), [], None, None]
+    given += [LENGTH, LENGTH, "full", "", [], 0.0, DIM**-0.5]
     given += ["contiguous", "contiguous", "ring", "auto", mesh.name, VERSION]
     torch.ops.ringopt.ring_attention(*given)  # threads, sockets and the kernel's own buffers are there from now on
     mesh.all_reduce(torch.ones(1))

@@ -25,10 +25,10 @@ BIAS = Mask(bias=load(1, [axis("h")], torch.float32), visible=load(0, [axis("b")
 def config(
     n: int, m: int, pattern: str = "causal", mask: str = "", learned: tuple[int, ...] = (), **changes: Any
 ) -> tuple[Any, ...]:
-    """Everything behind `sources`."""
+    """Everything behind `seed`."""
     others = {
-        "scale": 0.3, "q_layout": "contiguous", "kv_layout": "contiguous", "strategy": "ring", "kernel": "auto",
-        "group": "pretend:0/1", "version": VERSION, **changes,
+        "dropout_p": 0.0, "scale": 0.3, "q_layout": "contiguous", "kv_layout": "contiguous", "strategy": "ring",
+        "kernel": "auto", "group": "pretend:0/1", "version": VERSION, **changes,
     }  # fmt: skip
     return (n, m, pattern, mask, list(learned), *others.values())
 
@@ -37,7 +37,7 @@ def arguments(dtype: torch.dtype = torch.float32, values: int = 8, bias: bool = 
     """Of one rank of one; `bias`: a padding vector [B, n] and a learned number per head."""
     q, k, v, _ = (x.to(dtype).requires_grad_() for x in vars(problem(7, 9, dims=(8, values))).values())
     sources = [torch.arange(18).view(2, 9) % 3 > 0, torch.arange(4.0).requires_grad_()] if bias else []
-    return q, k, v, sources, *config(7, 9, "full" if bias else "causal", BIAS * bias, (1,) if bias else ())
+    return q, k, v, sources, None, None, *config(7, 9, "full" if bias else "causal", BIAS * bias, (1,) if bias else ())
 
 
 CASES = pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def spread(
         asked = {"scale": case.scale, "q_layout": "zigzag", "kv_layout": "zigzag", "group": mesh.name}
         asked |= change(mesh.rank) if change else {}
         pattern = asked.pop("pattern", "causal")
-        out, _ = forward(*leaves, given, *config(n, n, pattern, mask, learned, **asked))
+        out, _ = forward(*leaves, given, None, None, *config(n, n, pattern, mask, learned, **asked))
         out.backward(dout)
         return [out.detach(), *(x.grad for x in (*leaves, *given) if x.grad is not None)]
 
@@ -198,18 +198,18 @@ def ones(heads: int = 2, rows: int = 6, dim: int = 8, dtype: torch.dtype = torch
 )
 def test_shards_that_do_not_fit(shards: tuple[Tensor, ...], told: str) -> None:
     with pytest.raises(RingMismatchError, match=f"ring_attention: .*{told}"):
-        forward(*shards, [], *config(6, 6))
+        forward(*shards, [], None, None, *config(6, 6))
 
 
 def test_a_kernel_that_cannot_is_refused() -> None:
     with pytest.raises(OptionError, match="option kernel='flash_cpu': kernel flash_cpu needs values as wide as keys"):
-        forward(ones(), ones(), ones(dim=4), [], *config(6, 6, kernel="flash_cpu"))
+        forward(ones(), ones(), ones(dim=4), [], None, None, *config(6, 6, kernel="flash_cpu"))
 
 
 def test_the_constant_mask() -> None:
     """A bias of one number changes nothing, and is still carried out."""
     text = Mask(bias=number(2.0, torch.float32)).text
-    plain = forward(ones(), ones(), ones(), [], *config(6, 6))
-    biased = forward(ones(), ones(), ones(), [], *config(6, 6, mask=text))
+    plain = forward(ones(), ones(), ones(), [], None, None, *config(6, 6))
+    biased = forward(ones(), ones(), ones(), [], None, None, *config(6, 6, mask=text))
     assert_near(biased[0], plain[0], 1e-6)
     assert_near(biased[1], plain[1] + 2, 1e-6)

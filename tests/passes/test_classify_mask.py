@@ -149,7 +149,7 @@ CONSTANT = {
 def test_masks_that_no_input_reaches(make):
     site = only(Attention(make), X)
     pattern, left, name = CONSTANT[make]
-    assert (site.node.args[5], bool(site.node.args[6])) == (pattern, left)
+    assert (site.node.args[7], bool(site.node.args[8])) == (pattern, left)
     assert site.info.pattern == name
     assert {source.op for source in site.node.args[4]} <= {"get_attr"}
 
@@ -230,7 +230,7 @@ READ = {
 def test_masks_that_read_tensors(make):
     extra, pattern, name = READ[make]
     site = only(Attention(make), X, *([] if extra is None else [extra]))
-    assert site.node.args[5] == pattern
+    assert site.node.args[7] == pattern
     assert site.info.pattern == name
     assert all(source.dim() < 3 for source in site.sources) or make in (
         learned_pairs, stored_buffer, given_whole, learned_of_content
@@ -241,7 +241,7 @@ def test_masks_that_read_tensors(make):
 def test_finite_fill_of_padding_stays_a_bias():
     """A row that sees no key attends to all alike: nothing proves that the rows of `extra` hold a 1."""
     site = only(Attention(lambda m, n, extra: (1.0 - extra[:, None, None].float()) * -1e9), X, PADDING)
-    assert site.node.args[5] == "full" and site.mask.visible is None and site.mask.bias is not None
+    assert site.node.args[7] == "full" and site.mask.visible is None and site.mask.bias is not None
 
 
 def test_finite_fill_of_causal_and_padding_stays_whole():
@@ -251,7 +251,7 @@ def test_finite_fill_of_causal_and_padding_stays_whole():
 
     left = PADDING.flip(1)
     site = only(Attention(make), X, left)
-    assert site.node.args[5] == "full" and site.mask.visible is None
+    assert site.node.args[7] == "full" and site.mask.visible is None
 
 
 def test_finite_fill_of_causal_and_documents_hides():
@@ -261,13 +261,13 @@ def test_finite_fill_of_causal_and_documents_hides():
         return (1.0 - documents(m, n, extra).float()) * -1e9
 
     site = only(Attention(make), X, DOCUMENTS)
-    assert site.node.args[5] == "causal" and site.mask.bias is None
+    assert site.node.args[7] == "causal" and site.mask.bias is None
 
 
 @pytest.mark.parametrize("fill", [-1e4, -100.0])
 def test_fill_that_a_score_could_reach_stays_a_bias(fill):
     site = only(Attention(lambda m, n, extra: (1.0 - torch.ones(n, n).tril()) * fill), X)
-    assert site.node.args[5] == "full" and site.mask.visible is None
+    assert site.node.args[7] == "full" and site.mask.visible is None
 
 
 def test_finite_fill_beside_a_bias_of_unknown_size_stays():
@@ -278,7 +278,7 @@ def test_finite_fill_beside_a_bias_of_unknown_size_stays():
         return torch.where(k <= q, 0.0, -1e9) + extra
 
     site = only(Attention(make), X, torch.randn(N, N))
-    assert site.node.args[5] == "full" and site.mask.visible is None
+    assert site.node.args[7] == "full" and site.mask.visible is None
 
 
 def test_soft_mask_is_a_bias():
@@ -300,19 +300,19 @@ class Cross(nn.Module):
 @pytest.mark.parametrize(("offset", "pattern", "left"), [(0, "causal", False), (4, "full", True), (-1, "causal", True)])
 def test_only_upper_left_is_causal_over_different_lengths(offset, pattern, left):
     site = only(Cross(offset), torch.randn(B, H, 12, D), torch.randn(B, H, 16, D))
-    assert (site.node.args[5], bool(site.node.args[6])) == (pattern, left)
+    assert (site.node.args[7], bool(site.node.args[8])) == (pattern, left)
 
 
 def test_long_masks_are_compared_in_blocks(monkeypatch):
     monkeypatch.setattr("ringopt.passes.classify_mask.WHOLE", 1000)
     site = only(Attention(chunks), X.repeat(1, 4, 1))
-    assert site.node.args[5] == "causal"
+    assert site.node.args[7] == "causal"
 
 
 def test_a_difference_from_the_programs_mask_is_refused(monkeypatch):
-    monkeypatch.setattr("ringopt.passes.classify_mask.split", lambda conditions: ("window(3)", []))
+    monkeypatch.setattr("ringopt.graph.reading.split", lambda conditions: ("window(3)", []))
     (site,), _context = classified(Attention(tril_of_ones), X)
-    assert site.node.args[3] is not None and site.node.args[5] == "full"
+    assert site.node.args[3] is not None and site.node.args[7] == "full"
     assert site.info.refusal == (
         "the mask read as window(3) differs from the program's own in queries 0 to 23, keys 0 to 23: "
         "a fault of ringopt, please report it"
@@ -329,7 +329,7 @@ def test_a_mask_made_of_scores_is_refused():
         "matmul makes a tensor [2, 24, 24] over queries and keys from data, and its elements cannot be followed further"
     )
     assert site.info.pattern == "mask"
-    assert site.node.args[3] is not None and site.node.args[4:7] == ([], "full", "")
+    assert site.node.args[3] is not None and site.node.args[4:9] == ([], None, None, "full", "")
 
 
 def test_sites_that_share_a_mask_are_read_alike():

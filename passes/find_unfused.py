@@ -1,0 +1,312 @@
+"""Attention that is spelled out becomes the canonical node.
+
+    scores = matmul(q, k.mT) / 8 + mask                                # any product, any scaling, any mask
+    y = matmul(dropout(softmax(scores, -1)), v)
+        ->
+    y = ringopt::attention(q, k, v, None, [...], sinks, seed, "causal", "{...}", dropout_p, 1/8)
+
+Found by axes (ringopt/graph/spelled.py), proved by reading every score and weight (ringopt/graph/spelled_reading.py).
+The mask is read on the way, so that classify_mask finds nothing left to do. Weights that the program also returns stay
+computed as they were. After: every softmax that is no attention, or could not be proved to be, has its reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
+from ringopt.graph.constants import Constants
+from ringopt.graph.nodes import emit, module_path, op_name, requires_grad, shape_of, value_of
+from ringopt.graph.products import product_of
+from ringopt.graph.reading import Reading, reading_of
+from ringopt.graph.refusal import Refusal
+from ringopt.graph.scores import NotAttention
+from ringopt.graph.spelled import SOFTMAX, Candidate, Roles, candidates
+from ringopt.graph.spelled_reading import Found, Prover
+from ringopt.graph.term_folding import substitute
+from ringopt.graph.terms import Term, constant, dumps, loads
+from ringopt.passes.find_attention import draw_seed
+from ringopt.pipeline import Context, Pass, SiteInfo
+
+aten = torch.ops.aten
+
+
+class FindUnfused(Pass):
+    name = "find_unfused"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        graph = gm.graph
+        softmaxes = [node for node in graph.nodes if op_name(node) in SOFTMAX]
+        if softmaxes:
+            find_all(graph, softmaxes, context)
+            in_order(graph, context)
+
+
+def find_all(graph: fx.Graph, softmaxes: Sequence[fx.Node], context: Context) -> None:
+    products = {node: product for node in graph.nodes if (product := product_of(node)) is not None}
+    carries = requires_grad(graph)
+    prover = Prover(Constants(graph, context.values, context.relied_on), carries.__getitem__)
+    done: dict[fx.Node, fx.Node] = {}
+    reasons: dict[fx.Node, NotAttention] = {}
+    tried: dict[fx.Node, Candidate] = {}
+    for candidate in list(candidates(products)):
+        softmax = candidate.softmax
+        if candidate.values.node in done:
+            continue
+        candidate = as_it_stands(candidate)
+        try:
+            found = prover.prove(candidate)
+            check_escape(candidate, found, context.mesh.size)
+        except NotAttention as problem:
+            if softmax not in reasons or not problem.look_alike:
+                reasons[softmax], tried[softmax] = problem, candidate
+            continue
+        node, info = rewrite(graph, found, carries)
+        context.sites[node] = info
+        done[candidate.values.node] = softmax
+    rewritten = set(done.values())
+    for softmax in softmaxes:
+        if softmax not in rewritten:
+            tell(softmax, reasons.get(softmax), tried.get(softmax), context)
+
+
+def as_it_stands(candidate: Candidate) -> Candidate:
+    """With the operands that its products have now: an attention before it may have been rewritten."""
+    scores, values = product_of(candidate.scores.node), product_of(candidate.values.node)
+    assert scores is not None and values is not None
+    return replace(candidate, scores=scores, values=values)
+
+
+def tell(softmax: fx.Node, reason: NotAttention | None, candidate: Candidate | None, context: Context) -> None:
+    """A softmax without a site: a look-alike is left alone, attention that could not be proved is a refused site."""
+    if reason is not None and candidate is not None and not reason.look_alike:
+        info = SiteInfo(module_path(softmax), "unfused", "mask", True, refusal=reason.sentence)
+        context.sites[candidate.values.node] = info
+        return
+    sentence = reason.sentence if reason else "what it normalises is no product of two activations"
+    where = f" in {module_path(softmax)}" if module_path(softmax) else ""
+    context.left_alone.append(Refusal(f"softmax {list(shape_of(softmax))}{where}: {sentence}", softmax))
+
+
+def in_order(graph: fx.Graph, context: Context) -> None:
+    """Sites in the order of the program."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node, info in sorted(context.sites.items(), key=lambda site: place[site[0]]):
+        del context.sites[node]
+        context.sites[node] = info
+
+
+# ---- weights that are used elsewhere ---------------------------------------------------------------------------------
+KEPT = frozenset(("mean", "sum", "div", "mul", "stack", "cat", "getitem"))  # on the way to an output, with numbers only
+
+
+def check_escape(candidate: Candidate, found: Found, ranks: int) -> None:
+    """Weights that only leave the program may be computed beside the attention; others take part in what follows."""
+    end = candidate.values.node
+    inside = between(candidate.softmax, end)
+    users = [user for node in inside for user in node.users if user not in inside and user is not end]
+    others = [user for user in users if leads_anywhere(user)]
+    if not others:
+        return
+    if not all(map(only_leaves, others)):
+        names = ", ".join(dict.fromkeys(op_name(user) or user.op for user in others))
+        raise NotAttention(f"its weights are used elsewhere too, by {names}", True)
+    if found.dropout_p:
+        raise NotAttention("the program returns its weights after dropout: attention would drop others")
+    if ranks == 1:
+        raise NotAttention("the program returns its weights, so that one process gains nothing by attention", True)
+
+
+def between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """The nodes on the ways from `start` to `end`, without `end`."""
+    found: set[fx.Node] = set()
+    stack = [end]
+    reached = {start}
+    node = start
+    while node is not end:
+        node = node.next
+        if any(arg in reached for arg in node.all_input_nodes):
+            reached.add(node)
+    while stack:
+        for above in stack.pop().all_input_nodes:
+            if above in reached and above not in found:
+                found.add(above)
+                stack.append(above)
+    return found
+
+
+def leads_anywhere(node: fx.Node) -> bool:
+    """Whether an output of the program depends on `node`."""
+    seen, stack = {node}, [node]
+    while stack:
+        each = stack.pop()
+        if each.op == "output":
+            return True
+        for user in each.users:
+            if user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def only_leaves(node: fx.Node) -> bool:
+    """Whether the way from `node` ends in outputs and meets no other value, but for views and means."""
+    if node.op == "output":
+        return True
+    alone = len(node.all_input_nodes) == 1 or op_name(node) in ("stack", "cat")
+    plain = op_name(node) in KEPT or torch.Tag.pointwise not in getattr(node.target, "tags", ())
+    return alone and plain and all(map(only_leaves, node.users))
+
+
+# ---- the canonical node ----------------------------------------------------------------------------------------------
+def rewrite(graph: fx.Graph, found: Found, carries: dict[fx.Node, bool]) -> tuple[fx.Node, SiteInfo]:
+    candidate, roles, scores = found.roles.candidate, found.roles, found.scores
+    end = candidate.values.node
+    with graph.inserting_before(end):
+        q, k, v = operands(graph, roles)
+        q = multiplied(graph, q, scores.factors, roles, end)
+        v = multiplied(graph, v, [factor for factor in found.factors if "k" in factor.axes], roles, end)
+        reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, scores.score, scores.nan)
+        sinks = sinks_of(graph, found, roles, end) if found.sinks is not None else None
+        seed = draw_seed(graph, end) if found.dropout_p else None
+        pattern, text, sources = reading.pattern, reading.mask.text, list(reading.sources)
+        args = (q, k, v, None, sources, sinks, seed, pattern, text, found.dropout_p, scores.scale)
+        node = emit(graph, torch.ops.ringopt.attention.default, args, end)
+        result = multiplied(graph, node, [factor for factor in found.factors if "k" not in factor.axes], roles, end)
+        result = as_product(graph, result, roles, end)
+    end.replace_all_uses_with(result)
+    return node, info_of(candidate, reading, found)
+
+
+def info_of(candidate: Candidate, reading: Reading, found: Found) -> SiteInfo:
+    names = [] if reading.name == "full" else [reading.name]
+    names += ["sinks"] if found.sinks is not None else []
+    info = SiteInfo(module_path(candidate.softmax), "unfused", " & ".join(names) or "full", reading.name != "full")
+    if found.dropout_p:
+        info.notes.append(f"dropout {found.dropout_p:g}: the same weights are dropped on any number of ranks")
+    for node in found.rows:
+        said = f"{op_name(node)} makes its rows of a mask {list(shape_of(node))} on the rank that has the queries"
+        info.notes.append(said)
+    return info
+
+
+def operands(graph: fx.Graph, roles: Roles) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], of one dtype."""
+    candidate, canonical = roles.candidate, roles.canonical
+    scores, values = candidate.scores, candidate.values
+    key_side = candidate.key_side
+    assert key_side is not None
+    features = scores.contracted
+    letters = {letter: (letter,) for letter in scores.sizes()}
+    q = arranged(
+        graph, scores.operands[1 - key_side], [letters[x] if x else () for x in scores.letters[1 - key_side]],
+        [canonical["b"], canonical["h"], canonical["q"], features], roles,
+    )  # fmt: skip
+    k = arranged(
+        graph, scores.operands[key_side], [letters[x] if x else () for x in scores.letters[key_side]],
+        [canonical["b"], roles.kv_heads, canonical["k"], features], roles,
+    )  # fmt: skip
+    own = value_axes(candidate)
+    v = arranged(
+        graph, candidate.value, [own[x] if x else () for x in values.letters[1 - candidate.side]],
+        [canonical["b"], roles.kv_heads, canonical["k"], features_of_values(candidate)], roles,
+    )  # fmt: skip
+    kind = value_of(q).dtype
+    for operand in (k, v):
+        kind = torch.promote_types(kind, value_of(operand).dtype)
+    q, k, v = (x if value_of(x).dtype == kind else emit(graph, aten.to.dtype, (x, kind), x) for x in (q, k, v))
+    return q, k, v
+
+
+def value_axes(candidate: Candidate) -> dict[str, tuple[str, ...]]:
+    """The axes of each letter of the second product: those of the weights, and its own for features."""
+    found: dict[str, tuple[str, ...]] = {}
+    for letter, dim in zip(candidate.values.letters[candidate.side], candidate.dims[candidate.weights], strict=True):
+        if letter:
+            found[letter] = dim
+    for letter in candidate.values.own(1 - candidate.side):
+        found[letter] = (f"{letter}.v",)
+        candidate.axes.sizes[f"{letter}.v"] = candidate.values.sizes()[letter]
+    return found
+
+
+def features_of_values(candidate: Candidate) -> tuple[str, ...]:
+    return tuple(f"{letter}.v" for letter in candidate.values.own(1 - candidate.side))
+
+
+def arranged(
+    graph: fx.Graph, operand: fx.Node, dims: Sequence[Sequence[str]], roles: Sequence[Sequence[str]], of: Roles
+) -> fx.Node:
+    """`operand`, whose dims run along the axes `dims`, with one dim for each of `roles`; axes it lacks are expanded."""
+    axes = of.candidate.axes
+    have = [name for dim in dims for name in axes.whole(dim)]
+    want = [axes.whole(role) for role in roles]
+    flat = [name for role in want for name in role]
+    node = shaped(graph, operand, [axes.sizes[name] for name in have])
+    order = [have.index(name) for name in flat if name in have]
+    if order != sorted(order):
+        node = emit(graph, aten.permute.default, (node, order), operand)
+    missing = [name for name in flat if name not in have]
+    if missing:
+        node = shaped(graph, node, [axes.sizes[name] if name in have else 1 for name in flat])
+        node = emit(graph, aten.expand.default, (node, [axes.sizes[name] for name in flat]), operand)
+    return shaped(graph, node, [axes.size(role) for role in want])
+
+
+def shaped(graph: fx.Graph, node: fx.Node, sizes: list[int]) -> fx.Node:
+    return node if list(shape_of(node)) == sizes else emit(graph, aten.reshape.default, (node, sizes), node)
+
+
+def as_product(graph: fx.Graph, node: fx.Node, roles: Roles, like: fx.Node) -> fx.Node:
+    """The output [B, Hq, Sq, Dv] as the second product had it."""
+    candidate = roles.candidate
+    axes, own = candidate.axes, value_axes(candidate)
+    canonical = roles.canonical
+    flat = [*canonical["b"], *canonical["h"], *canonical["q"], *axes.whole(features_of_values(candidate))]
+    want = [name for letter in candidate.values.out if letter for name in axes.whole(own[letter])]
+    node = shaped(graph, node, [axes.sizes[name] for name in flat])
+    order = [flat.index(name) for name in want]
+    if order != sorted(order):
+        node = emit(graph, aten.permute.default, (node, order), like)
+    node = shaped(graph, node, list(shape_of(like)))
+    kind = value_of(like).dtype
+    return node if value_of(node).dtype == kind else emit(graph, aten.to.dtype, (node, kind), like)
+
+
+# ---- factors and sinks -----------------------------------------------------------------------------------------------
+def multiplied(graph: fx.Graph, node: fx.Node, factors: Sequence[Term], roles: Roles, like: fx.Node) -> fx.Node:
+    """[B, H, S, D] times terms over b, h and rows."""
+    for factor in factors:
+        value = constant(factor)
+        other: Any = value if value is not None else tabulated(graph, factor, roles, like)
+        target = aten.mul.Scalar if value is not None else aten.mul.Tensor
+        product = emit(graph, target, (node, other), like)
+        kind = value_of(node).dtype
+        node = product if value_of(product).dtype == kind else emit(graph, aten.to.dtype, (product, kind), like)
+    return node
+
+
+def sinks_of(graph: fx.Graph, found: Found, roles: Roles, like: fx.Node) -> fx.Node:
+    """[1|B, Hq]."""
+    assert found.sinks is not None
+    table = tabulated(graph, found.sinks, roles, like)
+    batch = shape_of(table)[0]
+    table = emit(graph, aten.reshape.default, (table, [batch, shape_of(table)[1]]), like)
+    sizes = [batch, roles.sizes["h"]]
+    return table if list(shape_of(table)) == sizes else emit(graph, aten.expand.default, (table, sizes), like)
+
+
+def tabulated(graph: fx.Graph, term: Term, roles: Roles, like: fx.Node) -> fx.Node:
+    """[1|B, 1|H, 1|rows, 1]: a term as a tensor."""
+    sources = list(dict.fromkeys(load.source for load in loads(term)))
+    numbers = {source: i for i, source in enumerate(sources)}
+    rows = "k" if "k" in term.axes else "q"
+    sizes = [roles.sizes[name] if name in term.axes else 1 for name in ("b", "h", rows)]
+    text = json.dumps(dumps(substitute(term, sources=numbers)), separators=(",", ":"))
+    return emit(graph, torch.ops.ringopt.tabulate.default, (sources, text, rows, sizes), like)

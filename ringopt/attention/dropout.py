@@ -1,0 +1,65 @@
+"""Dropout of attention weights whose mask is a function of the place, not of the order in which numbers are drawn.
+
+Weight (b, h, q, k) is kept iff a hash of (seed, b, h, q, k) says so: all global, h over query heads. So the mask is the
+same whatever the number of ranks, the layout, the strategy and the cutting into tiles are, and the backward makes it
+anew (counter-based, as Philox in Salmon et al. 2011; the mixing is that of SplitMix64, Steele et al. 2014).
+
+Only int64 operations, which wrap alike in eager code and in compiled code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The constants of SplitMix64 and the increment of its counter, as signed numbers.
+FIRST, SECOND, STEP = (number - 2**64 for number in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
+KEYS = 0x5851F42D4C957F2D  # tells the stream of keys from that of rows
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Weights are zeroed with probability `p`, the others divided by 1 - p. `seed`: int64, no dims."""
+
+    p: float
+    seed: Tensor
+
+    def factor(self, b: int, h: int, q_rows: range, kv_rows: range, dtype: torch.dtype) -> Tensor:
+        """[b, h, queries, keys]: what weights are multiplied with, 0 or 1 / (1 - p). Rows are global."""
+        rest = 1.0 - self.p
+        return self.kept(b, h, q_rows, kv_rows).to(dtype) * (1.0 / rest if rest > 0 else 0.0)
+
+    def kept(self, b: int, h: int, q_rows: range, kv_rows: range) -> Tensor:
+        """[b, h, queries, keys], bool."""
+        device = self.seed.device
+        rows = mixed(self.seed + STEP)
+        for dim, places in enumerate((range(b), range(h), q_rows)):
+            rows = mixed(rows + (1 + counted(places, device)).view([-1 if i == dim else 1 for i in range(4)]) * STEP)
+        keys = mixed(mixed(self.seed ^ KEYS) + (1 + counted(kv_rows, device)) * STEP)
+        least = int(self.p * 2**64) - 2**63  # of the signed numbers, a share of p lies below
+        if least >= 2**63:
+            return torch.zeros((), dtype=torch.bool, device=device).expand(b, h, len(q_rows), len(kv_rows))
+        return scrambled(rows ^ keys) >= least
+
+
+def counted(places: range, device: torch.device) -> Tensor:
+    return torch.arange(places.start, places.stop, device=device)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A bijection of the 64-bit numbers: each bit of `x` changes each bit of the result half of the time."""
+    x = scrambled(x)
+    return x ^ shifted(x, 31)
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """As `mixed`, good in the upper bits only."""
+    x = (x ^ shifted(x, 30)) * FIRST
+    return (x ^ shifted(x, 27)) * SECOND
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right: torch's is arithmetic, and fills in ones."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

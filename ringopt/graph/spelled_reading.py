@@ -1,0 +1,349 @@
+"""Proves that a candidate is attention: its scores and weights are read element by element.
+
+Every score must be a function of the product of its own query and key, every weight that meets a value the softmax of
+its own query and key. What is done on the way becomes a scale, factors, a mask, a bias, sinks, dropout (see
+ringopt/graph/scores.py); anything else is refused with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from ringopt.graph.cone import Cone, Unreadable
+from ringopt.graph.constants import Constants
+from ringopt.graph.nodes import argument, op_name, shape_of, value_of
+from ringopt.graph.peel import conjuncts
+from ringopt.graph.provenance import is_learned, origins
+from ringopt.graph.scores import NotAttention, Scores, peel_scores
+from ringopt.graph.spelled import Candidate, Roles
+from ringopt.graph.term_folding import apply, literal, negate, substitute
+from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, constant, load, loads
+
+
+@dataclass
+class Found:
+    """A proved attention.
+
+    sinks      one more logit of every row, a term over b and h, or None
+    factors    what the weights are multiplied with after the softmax: of whole rows or whole keys
+    dropout_p  of the weights
+    rows       nodes over pairs that the program computes, of which the query's row is read
+    """
+
+    roles: Roles
+    scores: Scores
+    sinks: Term | None = None
+    factors: list[Term] = field(default_factory=list)
+    dropout_p: float = 0.0
+    rows: list[fx.Node] = field(default_factory=list)
+
+
+class Prover:
+    """Of the candidates of one graph. Raises NotAttention."""
+
+    def __init__(self, constants: Constants, learned: Callable[[fx.Node], bool]):
+        self.constants, self.learned = constants, learned
+
+    def prove(self, candidate: Candidate) -> Found:
+        check_axes(candidate)
+        roles = Roles.of(candidate)
+        check_meaning(candidate, roles)
+        return Reading(self, candidate, roles).found()
+
+
+# ---- axes ------------------------------------------------------------------------------------------------------------
+def check_axes(candidate: Candidate) -> None:
+    softmax, keys = candidate.softmax, candidate.keys
+    said = f"softmax {list(shape_of(softmax))} over dim {argument(softmax, 1, 'dim')}"
+    if not keys:
+        raise NotAttention(f"{said}: it normalises a single number", True)
+    if candidate.key_side is None:
+        raise NotAttention(f"{said}: its axis is none that one operand alone brings to the product below", True)
+    if sorted(candidate.summed) != sorted(keys):
+        raise NotAttention(f"{said}: the values are summed over other axes than the softmax normalises", True)
+
+
+def check_meaning(candidate: Candidate, roles: Roles) -> None:
+    """Whether the axis of the keys is a sequence. A look-alike may compute the same as attention; to shard it as if its
+    features or experts were tokens would be no use."""
+    scores, key_side = candidate.scores, candidate.key_side
+    assert key_side is not None
+    key, query = scores.operands[key_side], scores.operands[1 - key_side]
+    if is_learned(key) or is_learned(candidate.value):
+        raise NotAttention("its keys or values are parameters: a router or a memory, not a sequence", True)
+    dim = next(
+        dim
+        for dim, letter in enumerate(scores.letters[key_side])
+        if letter and candidate.axes.whole((letter,)) == candidate.keys
+    )
+    above = origins(key, dim)
+    if any(origin.kind == "features" for origin in above):
+        raise NotAttention("the softmax runs over features: channel attention, not over a sequence", True)
+    if not roles.queried and is_learned(query):
+        raise NotAttention("no axis of queries: the scores are mixed by a parameter", True)
+    if batchless(candidate, roles):
+        raise NotAttention("every element of the batch has the same keys: a router or a memory, not a sequence", True)
+    value_dim = next(
+        dim
+        for dim, letter in enumerate(candidate.values.letters[1 - candidate.side])
+        if letter in candidate.values.contracted
+    )
+    inputs = [*above, *origins(candidate.value, value_dim)]
+    if all(origin.kind == "input" and origin.last and is_floating(origin.node) for origin in inputs):
+        raise NotAttention("the softmax runs over the last dim of its inputs: over features, not over a sequence", True)
+
+
+def is_floating(node: fx.Node) -> bool:
+    return bool(value_of(node).is_floating_point())
+
+
+def batchless(candidate: Candidate, roles: Roles) -> bool:
+    """Queries with a batch, keys without: more than the queries and one axis of heads belong to Q alone."""
+    return not roles.batch and len(roles.groups) > 1
+
+
+# ---- elements --------------------------------------------------------------------------------------------------------
+class Reading:
+    """Terms are read over the axes of the candidate, then rewritten over b, h, q, k."""
+
+    def __init__(self, prover: Prover, candidate: Candidate, roles: Roles):
+        self.candidate, self.roles, self.learned = candidate, roles, prover.learned
+        self.constants = prover.constants
+        axes, product = candidate.axes, candidate.scores
+        self.names = self.cone_names()
+        sizes = {self.names[name]: axes.sizes[name] for group in roles.canonical.values() for name in group}
+        queries, keys = (frozenset(self.names[name] for name in group) for group in (roles.queries, roles.keys))
+        dropouts = [node for node in candidate.dims if op_name(node) == "dropout"]
+        self.stops = {product.node, candidate.softmax, *dropouts}
+        self.below = descendants(product.node, candidate.values.node)
+        self.cone = Cone(prover.constants, sizes, queries, keys, self.stops)
+        self.canonical = Cone(prover.constants, {**roles.sizes, "r": roles.sizes["q"]})
+        self.canonical.known = self.cone.known
+        self.rows: list[fx.Node] = []
+        self.offset = 0
+
+    def cone_names(self) -> dict[str, str]:
+        """The only axis of the queries is called q, as masks know it; so with the keys, batch and heads."""
+        names = {name: f"{name}'" for group in self.roles.canonical.values() for name in group}
+        for role, group in self.roles.canonical.items():
+            if len(group) == 1:
+                names[group[0]] = role
+        return names
+
+    def found(self) -> Found:
+        candidate = self.candidate
+        weights = self.weights()
+        scores, sinks = self.scores()
+        found = Found(self.roles, scores, sinks, *weights, self.rows)
+        if candidate.keys and self.zeroed:
+            scores.nan = False
+        return found
+
+    # ---- indices ---------------------------------------------------------------------------------------------------
+    def index(self, dims: Sequence[Sequence[str]]) -> tuple[Term, ...]:
+        """The place of an element whose dims run along the given axes."""
+        return tuple(self.place(dim) for dim in dims)
+
+    def place(self, dim: Sequence[str]) -> Affine:
+        axes, step = self.candidate.axes, 1
+        steps: dict[str, int] = {}
+        for name in reversed(axes.whole(dim)):
+            steps[self.names[name]] = step
+            step *= axes.sizes[name]
+        return affine(steps, 0)
+
+    def over_bhqk(self, term: Term) -> Term:
+        places: dict[str, Term] = {}
+        for role, group in self.roles.canonical.items():
+            step = self.candidate.axes.size(group)
+            for name in group:
+                size = self.candidate.axes.sizes[name]
+                step //= size
+                place: Term = axis(role)
+                if step > 1:
+                    place = apply("floor_divide", [place, step], place.dtype)
+                if name != group[0]:
+                    place = apply("remainder", [place, size], place.dtype)
+                places[self.names[name]] = place
+        return substitute(term, places)
+
+    def at(self, node: fx.Node, index: Sequence[Term]) -> Term:
+        """An element. A tensor over pairs that cannot be read is taken as it is, a row at a time."""
+        while True:
+            try:
+                return self.cone.at(node, index)
+            except Unreadable as problem:
+                table = problem.refusal.node
+                if table is None or table in self.below or table in self.cone.stops:
+                    raise NotAttention(problem.refusal.sentence, table in self.below) from problem
+                self.rows.append(table)
+                self.cone.stops = {*self.cone.stops, table}
+                self.cone.found.clear()
+
+    # ---- scores ------------------------------------------------------------------------------------------------------
+    def scores(self) -> tuple[Scores, Term | None]:
+        candidate, product = self.candidate, self.candidate.scores
+        softmax, given = candidate.softmax, candidate.softmax.args[0]
+        dim = argument(softmax, 1, "dim") % len(shape_of(softmax))
+        place = list(self.index(candidate.dims[softmax]))
+        place[dim] = apply("add", [place[dim], self.offset], place[dim].dtype)
+        term = self.at(given, place)
+        expected = load(
+            product.node, self.index([(x,) if x else () for x in product.out]), value_of(product.node).dtype
+        )
+        for each in loads(term):
+            if each.source is product.node and each is not expected:
+                raise NotAttention("a score is made of other products than that of its own query and key")
+        if expected not in loads(term):
+            raise NotAttention("the scores do not depend on their product")
+        over = self.over_bhqk(self.own_rows(term))
+        main = next(each for each in loads(over) if each.source is product.node)
+        made_of = self.below.__contains__
+        scores = peel_scores(over, main, self.canonical, self.learned, made_of)
+        return scores, self.sinks(given, place, dim, scores)
+
+    def sinks(self, given: fx.Node, place: list[Term], dim: int, scores: Scores) -> Term | None:
+        """The columns of the softmax that no key has: one logit of every row, the same for all queries of a head."""
+        extra = shape_of(given)[dim] - self.candidate.axes.size(self.candidate.keys)
+        if not extra:
+            return None
+        if extra > 1:
+            raise NotAttention(f"{extra} extra logits beside the keys; one is understood")
+        column = affine({}, 0 if self.offset else shape_of(given)[dim] - 1)
+        term = self.over_bhqk(self.at(given, [*place[:dim], column, *place[dim + 1 :]]))
+        term = without(term, scores.shifts)
+        if term.axes - {"b", "h"} or any(each.source in self.below for each in loads(term)):
+            raise NotAttention("the extra logit beside the keys is not one number a head")
+        return term
+
+    def own_rows(self, term: Term) -> Term:
+        """Tables over pairs are read at the query's own row: the axis r counts the rows that a rank holds."""
+        leaves: dict[Term, Term] = {}
+        for each in loads(term):
+            if each.source not in self.rows:
+                continue
+            at = [dim for dim, index in enumerate(each.index) if index is axis("q")]
+            others = {name for dim, index in enumerate(each.index) if dim not in at for name in index.axes}
+            if len(at) != 1 or len(shape_of(each.source)) <= at[0]:
+                raise NotAttention(
+                    f"{op_name(each.source) or each.source.name} makes a tensor {list(shape_of(each.source))} over "
+                    f"queries and keys, and is not read a row at a time ({', '.join(sorted(others))})"
+                )
+            index = [axis("r") if dim == at[0] else place for dim, place in enumerate(each.index)]
+            leaves[each] = load(each.source, index, each.dtype)
+        return substitute(term, leaves=leaves) if leaves else term
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+    def weights(self) -> tuple[list[Term], float]:
+        """What the weights go through before they meet the values: factors, and how many are dropped."""
+        candidate = self.candidate
+        self.zeroed = False
+        factors: list[Term] = []
+        dropout_p = 0.0
+        term = self.at(candidate.weights, self.index(candidate.dims[candidate.weights]))
+        while not (isinstance(term, Load) and term.source is candidate.softmax):
+            if isinstance(term, Load) and op_name(term.source) == "dropout" and not dropout_p:
+                dropout_p = float(argument(term.source, 1, "p"))
+                term = self.at(term.source.args[0], term.index)
+            elif isinstance(term, Cast) and term.operand.dtype.is_floating_point:
+                term = term.operand
+            else:
+                term = self.inner(term, factors)
+        self.check_weight(term)
+        factors = [self.over_bhqk(factor) for factor in factors]
+        if any({"h", "k"} <= factor.axes for factor in factors):
+            raise NotAttention("the weights of each key are multiplied by a factor of its head after the softmax")
+        return factors, dropout_p
+
+    def inner(self, term: Term, factors: list[Term]) -> Term:
+        """The weight below a factor, or below what puts 0 for NaN."""
+        below: Term | None = None
+        if isinstance(term, Apply) and term.op == "nan_to_num" and self.has_weight(term.args[0]):
+            below, self.zeroed = literal(term.args[0], term.dtype), True
+        elif isinstance(term, Apply) and term.op == "where":
+            below = self.unhidden(term)
+        elif isinstance(term, Apply) and term.op in ("mul", "div") and not term.kwargs:
+            below = self.unscaled(term, factors)
+        if below is None:
+            raise NotAttention("the weights are changed after the softmax, by more than a factor of whole rows or keys")
+        return below
+
+    def has_weight(self, arg: object) -> bool:
+        sources = {each.source for each in loads(arg)} if isinstance(arg, Term) else set()
+        return any(source in self.stops and source is not self.candidate.scores.node for source in sources)
+
+    def unhidden(self, term: Apply) -> Term | None:
+        """The weight of where(c, weight, 0), where that only puts 0 for NaN."""
+        condition, yes, no = (arg for arg in term.args if isinstance(arg, Term))
+        holds, weight, other = (condition, yes, no) if self.has_weight(yes) else (negate(condition), no, yes)
+        if constant(other) != 0 or not (is_number(holds, weight) or self.hides_nothing(holds)):
+            return None
+        self.zeroed = True
+        return weight
+
+    def unscaled(self, term: Apply, factors: list[Term]) -> Term | None:
+        """The weight of a product or quotient; the factor is noted."""
+        weight, other = term.args if self.has_weight(term.args[0]) else term.args[::-1]
+        if not isinstance(weight, Term) or self.has_weight(other) or (term.op == "div" and weight is not term.args[0]):
+            return None
+        factor = literal(other, term.dtype)
+        if self.is_over_pairs(factor) or any(each.source in self.below for each in loads(factor)):
+            return None
+        factors.append(factor if term.op == "mul" else apply("reciprocal", [factor], factor.dtype))
+        return weight
+
+    def is_over_pairs(self, term: Term) -> bool:
+        return bool(term.axes & self.cone.rows and term.axes & self.cone.keys)
+
+    def hides_nothing(self, condition: Term) -> bool:
+        """Whether weights are put to 0 only where the scores were hidden: they are 0 there, but for rows of NaN."""
+        given, softmax = self.candidate.softmax.args[0], self.candidate.softmax
+        term = self.at(given, self.index(self.candidate.dims[softmax]))
+        if self.has_weight(condition) or not isinstance(term, Apply) or term.op != "where":
+            return False
+        shown = term.args[0] if constant(term.args[2]) is not None else negate(term.args[0])  # type: ignore[arg-type]
+        return all(each in conjuncts(shown) for each in conjuncts(condition))  # type: ignore[arg-type]
+
+    def check_weight(self, term: Load) -> None:
+        """The weight must be that of its own query and key; sinks stand before or behind the keys."""
+        candidate = self.candidate
+        softmax = candidate.softmax
+        dim = argument(softmax, 1, "dim") % len(shape_of(softmax))
+        expected = self.index(candidate.dims[softmax])
+        extra = shape_of(softmax)[dim] - candidate.axes.size(candidate.keys)
+        for self.offset in range(extra + 1):
+            shifted = apply("add", [expected[dim], self.offset], expected[dim].dtype)
+            if term.index == (*expected[:dim], shifted, *expected[dim + 1 :]):
+                return
+        raise NotAttention("the weight that a value is multiplied with is not that of its own query and key")
+
+
+def is_number(condition: Term, weight: Term) -> bool:
+    """~isnan(weight), or weight == weight."""
+    inner = negate(condition)
+    if isinstance(inner, Apply) and inner.op == "isnan":
+        return inner.args[0] is weight
+    return isinstance(inner, Apply) and inner.op == "ne" and inner.args[0] is weight and inner.args[1] is weight
+
+
+def without(term: Term, shifts: Sequence[Term]) -> Term:
+    """`term` without what was added to the whole row."""
+    if isinstance(term, Apply) and term.op in ("sub", "add") and len(term.args) == 2:
+        left, right = term.args
+        negated = apply("neg", [right], term.dtype) if term.op == "sub" and isinstance(right, Term) else right
+        if isinstance(left, Term) and any(negated is shift for shift in shifts):
+            return without(left, shifts)
+    return term
+
+
+def descendants(start: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """`start` and the nodes computed from it, up to `end`."""
+    found, node = {start}, start
+    while node is not end:
+        node = node.next
+        if any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
