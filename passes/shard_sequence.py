@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import ringopt.ops.convert  # noqa: F401  (registers the operators)
+import ringopt.ops.convert
+import ringopt.ops.rows  # noqa: F401  (registers the operators)
 from ringopt.attention.layouts import layout_of
+from ringopt.distributed.mesh import ANY
 from ringopt.graph.axes import rule_of
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import argument, module_path, op_name, shape_of, tensor_args, value_of
@@ -48,7 +50,7 @@ class ShardSequence(Pass):
         def rows_here(length: int) -> int:
             return sum(map(len, layout_of(layout, length, mesh.size).ranges(mesh.rank)))
 
-        sharder = Sharder(gm.graph, mesh.name, layout, rows_here)
+        sharder = Sharder(gm.graph, mesh.name, layout, rows_here if mesh.name != ANY else None)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 sharder.keep(node)

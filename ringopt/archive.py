@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import pickle
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +49,38 @@ def load_with_provenance(path: str | Path) -> tuple[ExportedProgram, dict[str, A
     with zipfile.ZipFile(path) as archive:
         check_members(path, archive)
     extra = {PROVENANCE: ""}
-    try:
-        program = torch.export.load(path, extra_files=extra)
-    except Exception as error:
-        raise ProgramError(
-            f"torch {torch.__version__} cannot load {path} ({type(error).__name__}: {first_line(error)}); "
-            "export it again with this torch, and import what defines its custom operators"
-        ) from error
+    with told_causes() as causes:
+        try:
+            program = torch.export.load(path, extra_files=extra)
+        except Exception as error:
+            cause = causes[0] if causes else error
+            raise ProgramError(
+                f"torch {torch.__version__} cannot load {path} ({type(cause).__name__}: {first_line(cause)}); import "
+                "what defines its outputs and operators, or export it again with this torch"
+            ) from error
     return program, json.loads(extra[PROVENANCE]) if extra[PROVENANCE] else None
 
 
-def first_line(error: Exception) -> str:
+@contextmanager
+def told_causes() -> Iterator[list[BaseException]]:
+    """The exceptions that torch.export logs and then hides behind one of its own."""
+    found: list[BaseException] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        cause = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if cause is not None:
+            found.append(cause)
+        return cause is None
+
+    logger = logging.getLogger("torch.export")
+    logger.addFilter(keep)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(keep)
+
+
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 

@@ -30,16 +30,22 @@ HIGHER_ORDER = {
 }
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """The flat ATen graph of Dynamo's `gm`, with the same placeholders in the same order.
+# Regions of an exported program that are run, and so flattened, like any other code.
+REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
-    Sizes are those of `example_inputs`: see `specialize`. Raises GraphRefused for what cannot be flattened without
+
+def capture(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorMode | None = None
+) -> fx.GraphModule:
+    """The flat ATen graph of `gm`, Dynamo's or an exported program's, with the same placeholders in the same order.
+
+    Sizes are those of `example_inputs`: see `specialize`. `mode` is whose fake tensors are made. Raises GraphRefused for what cannot be flattened without
     losing a gradient.
     """
     refuse_higher_order(gm)
     specialize(gm)
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [fake(value, mode) for value in example_inputs]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
         flat = make_fx(
@@ -140,7 +146,7 @@ def refuse_higher_order(gm: fx.GraphModule) -> None:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if isinstance(node.target, HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator) and node.target.name() not in REGIONS:
                 name = node.target.name()
                 why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
                 raise GraphRefused(Refusal(why, node))

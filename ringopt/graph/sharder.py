@@ -36,9 +36,10 @@ class GatherNote:
 
 
 class Sharder:
-    """`group` and `layout` name the ranks and their rows; `rows_here(length)` counts the rows of this rank."""
+    """`group` and `layout` name the ranks and their rows; `rows_here(length)` counts the rows of this rank, or is None
+    where the program has to ask when it runs."""
 
-    def __init__(self, graph: fx.Graph, group: str, layout: str, rows_here: Callable[[int], int]):
+    def __init__(self, graph: fx.Graph, group: str, layout: str, rows_here: Callable[[int], int] | None):
         self.group, self.layout, self.rows_here = group, layout, rows_here
         self.graph = fx.Graph()
         self.carries = requires_grad(graph)
@@ -46,6 +47,7 @@ class Sharder:
         self.placements: dict[fx.Node, Sharded | None] = {}
         self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
         self.gathers: list[GatherNote] = []
+        self.asked: dict[int, fx.Node] = {}
         self.reader: fx.Node | None = None
 
     # ---- what the walk calls ---------------------------------------------------------------------------------------
@@ -111,9 +113,20 @@ class Sharder:
         return self.once(node, placement, lambda: self.climb(node, placement) or self.scatter(node, placement))
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        local = self.rows_here(placement.length)
+        local = self.rows(placement.length)
         args = (self.replicated(node), *self.factors(placement), local, self.layout, self.group)
         return self.call(torch.ops.ringopt.scatter.default, args, node, placement, name=f"{node.name}_rows")
+
+    def rows(self, length: int) -> int | fx.Node:
+        """Rows of this rank, of a sequence of `length`."""
+        if self.rows_here is not None:
+            return self.rows_here(length)
+        if length not in self.asked:
+            args = (length, self.layout, self.group)
+            node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
+            node.meta["placement"] = node.meta["whole"] = None
+            self.asked[length] = node
+        return self.asked[length]
 
     def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
         """Computes only this rank's rows, from rows of the operands."""

@@ -93,7 +93,7 @@ qkv
 
 (no module)
   - %scaled_dot_product_attention = scaled_dot_product_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, None, 0, True)
-  + %attention_ring_attention = ringopt::ring_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, [], 16, 16, 'causal', '', [], 0.353553, 'zigzag', 'zigzag', 'ring', 'flash_cpu', 'pretend:0/4')
+  + %attention_ring_attention = ringopt::ring_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, [], None, None, 16, 16, 'causal', '', [], 0, 0.353553, 'zigzag', 'zigzag', 'ring', 'flash_cpu', 'pretend:0/4')
       shape: f32[1, 1, 16, 8] -> (f32[1, 1, 4, 8], f32[1, 1, 4])
       placement: replicated -> S(2)
       bytes sent: 0 -> 640
