@@ -30,10 +30,11 @@ from ringopt.graph.axes import rule_of
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import argument, module_path, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
+from ringopt.graph.refusal import Refusal
 from ringopt.graph.sharder import Sharder
 from ringopt.ops.dropout import SEEDS
 from ringopt.ops.ring import VERSION
-from ringopt.pipeline import Context, Pass
+from ringopt.pipeline import Context, GraphRefused, Pass
 from ringopt.report import Gather
 
 aten = torch.ops.aten
@@ -48,9 +49,11 @@ class ShardSequence(Pass):
         mesh, layout = context.mesh, context.layout
 
         def rows_here(length: int) -> int:
+            if mesh.name == ANY:
+                raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
             return sum(map(len, layout_of(layout, length, mesh.size).ranges(mesh.rank)))
 
-        sharder = Sharder(gm.graph, mesh.name, layout, rows_here if mesh.name != ANY else None)
+        sharder = Sharder(gm.graph, mesh.name, layout, rows_here, asks=mesh.name == ANY)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 sharder.keep(node)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringopt import errors
+    from ringopt.archive import load
     from ringopt.backend import explain, reports
     from ringopt.compare.programs import diff
+    from ringopt.convert import convert
     from ringopt.distributed.traffic import record_traffic
     from ringopt.functional import attention, shard, unshard
     from ringopt.graph.diff import GraphDiff
@@ -27,9 +29,11 @@ __all__ = [
     "Options",
     "Report",
     "attention",
+    "convert",
     "diff",
     "errors",
     "explain",
+    "load",
     "record_traffic",
     "reports",
     "shard",
@@ -42,8 +46,10 @@ _HOME = {
     "Options": "ringopt.options",
     "Report": "ringopt.report",
     "attention": "ringopt.functional",
+    "convert": "ringopt.convert",
     "diff": "ringopt.compare.programs",
     "explain": "ringopt.backend",
+    "load": "ringopt.archive",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",
     "shard": "ringopt.functional",

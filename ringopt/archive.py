@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-import ringopt.ops.attention
-import ringopt.ops.convert
-import ringopt.ops.dropout
-import ringopt.ops.ring  # noqa: F401  (the operators of converted programs)
+import ringopt.ops  # noqa: F401  (the operators of converted programs)
 from ringopt.errors import ProgramError
 
 # Where provenance is kept in a file that ringopt wrote.
@@ -53,11 +50,11 @@ def load_with_provenance(path: str | Path) -> tuple[ExportedProgram, dict[str, A
         try:
             program = torch.export.load(path, extra_files=extra)
         except Exception as error:
-            cause = causes[0] if causes else error
+            cause = root(causes[0] if causes else error)
             raise ProgramError(
                 f"torch {torch.__version__} cannot load {path} ({type(cause).__name__}: {first_line(cause)}); import "
                 "what defines its outputs and operators, or export it again with this torch"
-            ) from error
+            ) from None
     return program, json.loads(extra[PROVENANCE]) if extra[PROVENANCE] else None
 
 
@@ -78,6 +75,12 @@ def told_causes() -> Iterator[list[BaseException]]:
         yield found
     finally:
         logger.removeFilter(keep)
+
+
+def root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def first_line(error: BaseException) -> str:
@@ -124,7 +127,7 @@ def check_pickle(path: Path, member: str, content: bytes) -> None:
         return
     try:
         torch.load(io.BytesIO(content), weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
         raise ProgramError(
             f"{path}: {member} holds pickled objects other than tensors, which may run any code; it is not loaded"
-        ) from error
+        ) from None

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import re
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,17 +31,20 @@ from ringopt import __version__
 from ringopt.capture import capture, known
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh, mesh_of
 from ringopt.errors import ProgramError, RefusedError
-from ringopt.graph.nodes import is_tensor
+from ringopt.graph.nodes import is_tensor, op_name
+from ringopt.graph.printer import short
 from ringopt.measure import report_of
 from ringopt.options import Options
 from ringopt.passes import LINE
-from ringopt.pipeline import Context, GraphRefused, Pipeline
+from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
 from ringopt.report import Report
 
 KEPT = ("val", "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "unbacked_bindings")
-# What `explain` and the choice of strategies look at, where the number of ranks is open.
+# What the report and the choice of strategies look at, where the number of ranks is open.
 LOOKED_AT = 2
-HERE_ONLY = ("mesh", "check_inputs", "inner_backend", "timeout", "on_refusal")
+# The graph has to be the same for these places (rank, of how many), or it depends on what is known only later.
+PLACES = ((0, LOOKED_AT), (1, 3))
+HERE_ONLY = ("mesh", "inner_backend", "timeout", "on_refusal")
 
 
 class AnyRank(PretendedMesh):
@@ -69,6 +75,7 @@ def converted(
     chosen = options_of(options)
     check(program)
     report = lowered(program, chosen, mesh_of(f"pretend:0/{LOOKED_AT}"))[1]
+    report = dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
     sharded = [site for site in report.sites if site.refusal is None]
     reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]
     reasons += [*report.left_alone, *([report.refusal] if report.refusal else [])]
@@ -79,13 +86,30 @@ def converted(
             return program, report
         why = "; ".join(reasons) or "no attention was found"
         raise ProgramError(f"nothing of this program can be sharded: {why}. allow_empty=True keeps it as it is")
-    gm, _report, context = lowered(program, chosen, AnyRank(0, LOOKED_AT))
+    gm, context = for_any_rank(program, chosen)
     if context.replicated_random:
         raise ProgramError(
-            f"{', '.join(context.replicated_random[:3])} draw random numbers that must be the same on every rank, which "
-            "a converted program cannot check; export the model in eval mode"
+            f"{', '.join(context.replicated_random[:3])} draw random numbers that must be the same on every rank, "
+            "which a converted program cannot check; export the model in eval mode"
         )
+    compare_inputs(program, gm, chosen)
     return rebuilt(program, gm, context), report
+
+
+def for_any_rank(program: ExportedProgram, options: Options) -> tuple[fx.GraphModule, Context]:
+    """The lowered graph, made for two places of different meshes and found to be the same text."""
+    made = [lowered(program, options, AnyRank(*place)) for place in PLACES]
+    texts = [short(gm.graph).splitlines() for gm, _report, _context in made]
+    if texts[0] != texts[1]:
+        one, other = next(pair for pair in zip_longest(*texts, fillvalue="nothing") if pair[0] != pair[1])
+        raise ProgramError(
+            "the sharded program depends on the number of ranks, so one file cannot serve all: "
+            f"{one.strip()} on 2 ranks and {other.strip()} on 3; options strategy and layout may fix it"
+        )
+    refusal = made[0][1].refusal
+    if refusal is not None:
+        raise ProgramError(f"the program cannot be sharded over an open number of ranks: {refusal}")
+    return made[0][0], made[0][2]
 
 
 def options_of(options: Mapping[str, Any] | Options | None) -> Options:
@@ -105,6 +129,23 @@ def check(program: ExportedProgram) -> None:
             f"the program has open sizes ({sizes}), which conversion cannot keep open yet; export it without "
             "dynamic_shapes, one file a length"
         )
+
+
+LOST = (
+    (re.compile(r"\bcheckpoint\("), "activation checkpointing: the program keeps what the model would compute again"),
+    (re.compile(r"\.apply\("), "the backward of a custom autograd.Function: that of its forward is taken instead"),
+)
+
+
+def lost_in_export(program: ExportedProgram) -> list[str]:
+    """What torch.export leaves out without a word, as far as the source lines of the nodes tell."""
+    found: dict[str, str] = {}
+    for node in program.graph.nodes:
+        for line in (node.meta.get("stack_trace") or "").splitlines():
+            for sign, what in LOST:
+                if sign.search(line):
+                    found.setdefault(what, f"export may have lost {what} ({line.strip()})")
+    return list(found.values())
 
 
 def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.GraphModule, Report, Context]:
@@ -146,11 +187,22 @@ def lifted_constants(program: ExportedProgram, gm: fx.GraphModule) -> dict[fx.No
     return {node: program.constants[target] for node, target in constants}
 
 
+def compare_inputs(program: ExportedProgram, gm: fx.GraphModule, options: Options) -> None:
+    """Before the first rows are cut, the ranks compare what they were given."""
+    pairs = zip(program.graph_signature.input_specs, gm.graph.find_nodes(op="placeholder"), strict=True)
+    given = [node for spec, node in pairs if spec.kind is InputKind.USER_INPUT and is_tensor(node)]
+    names, text = [node.name for node in given], hashlib.blake2b(short(gm.graph).encode(), digest_size=8).hexdigest()
+    first = gm.graph.find_nodes(op="call_function", target=torch.ops.ringopt.rows_here.default)[0]
+    first.args = (*first.args[:3], given, ",".join(names), text, options.check_inputs)
+
+
 # ---- from the graph to a program -------------------------------------------------------------------------------------
 def rebuilt(program: ExportedProgram, gm: fx.GraphModule, context: Context) -> ExportedProgram:
     """`gm` under the signature, state and call of `program`."""
+    sites = {node.name: info for node, info in context.sites.items()}
     for node in gm.graph.nodes:
-        note(node, context)
+        note(node, sites)
+    for node in gm.graph.nodes:
         if node.op == "get_attr":
             raise ProgramError(f"a constant of the program ({node.target}) has no place in its signature")
         node.meta = {key: value for key, value in node.meta.items() if key in KEPT}
@@ -166,24 +218,25 @@ def rebuilt(program: ExportedProgram, gm: fx.GraphModule, context: Context) -> E
         renamed(program.graph_signature, gm.graph),
         program.state_dict,
         ranges,
-        copy.deepcopy(program.module_call_graph),
+        [dataclasses.replace(entry, signature=copy.copy(entry.signature)) for entry in program.module_call_graph],
         program.example_inputs,
         program.constants,
         verifiers=program.verifiers,
     )
 
 
-def note(node: fx.Node, context: Context) -> None:
-    """What a file is to tell of a node beyond its operator."""
+def note(node: fx.Node, sites: Mapping[str, SiteInfo]) -> None:
+    """What a file is to tell of a node beyond its operator: placement, and the site that it was made from."""
     if node.op != "call_function":
         return
-    said: dict[str, Any] = {}
-    if node.meta.get("placement") is not None:
-        said["placement"] = str(node.meta["placement"])
-    elif node.meta.get("whole") is None:
-        said["placement"] = "local"
-    if said:
-        node.meta["custom"] = {**(node.meta.get("custom") or {}), "ringopt": said}
+    # Of several results a file keeps the meta of the node that makes them.
+    tells = next(iter(node.users), node) if isinstance(node.meta.get("val"), (list, tuple)) else node
+    alone = "local" if tells.meta.get("whole") is None else "replicated"
+    said: dict[str, Any] = {"placement": str(tells.meta.get("placement") or alone)}
+    site = sites.get(node.name.removesuffix("_ring_attention"))
+    if site is not None and op_name(node) in ("ring_attention", "attention", "scaled_dot_product_attention"):
+        said["site"] = {"pattern": site.pattern, "refusal": site.refusal}
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), "ringopt": said}
 
 
 def renamed(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringopt.tools.command import CommandError, positive
+from ringopt.tools.command import CommandError, import_all, positive
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -49,12 +49,16 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--html", metavar="FILE", help="also write a page to look through, one file that needs no network"
     )
+    parser.add_argument(
+        "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the files name"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     import ringopt
 
+    import_all(arguments.imports)
     diff = ringopt.diff(arguments.before, arguments.after, world_size=arguments.world_size)
     if arguments.html:
         write_html(diff, arguments)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, load_example, positive
+from ringopt.tools.command import CommandError, json_object, load_example, positive
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -60,13 +60,3 @@ def run(arguments: argparse.Namespace) -> int:
 
         Console().print(report)
     return 0
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f'not JSON: {error}; an example: \'{{"layout": "zigzag"}}\'') from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as \'{{"layout": "zigzag"}}\'')
-    return value

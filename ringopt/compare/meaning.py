@@ -8,7 +8,7 @@ this rank hands to the link in one forward, a collective counted as its ring alg
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,22 @@ import torch.fx as fx
 from ringopt.attention.exchange import Cargo, Exchange, exchange_of
 from ringopt.attention.layouts import layout_of
 from ringopt.attention.patterns import pattern_of
+from ringopt.attention.rows import count
 from ringopt.distributed.mesh import registered
 from ringopt.errors import OptionError, PlanError
 from ringopt.graph.diff import SiteView
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import value_of
 from ringopt.graph.placement import Sharded
-from ringopt.measure import matrix_flops
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
 ATTENTION = ("aten::scaled_dot_product_attention", "ringopt::attention", "ringopt::ring_attention")
-PRODUCTS = ("linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+# Operators of products, and the argument whose last size (of a convolution: all but the first) is summed over.
+PRODUCTS = {
+    "aten::linear": 0, "aten::matmul": 0, "aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::addmm": 1,
+    "aten::baddbmm": 1, "aten::conv1d": 1, "aten::conv2d": 1, "aten::conv3d": 1,
+}  # fmt: skip
 BLOCKS = 24  # a mask is drawn in as many blocks a side at most
 
 
@@ -56,6 +60,22 @@ class Reader:
                 self.rank, self.ranks = map(int, name.removeprefix("pretend:").split("/"))
             elif (mesh := registered(name)) is not None:
                 self.rank, self.ranks = mesh.rank, mesh.size
+        self.rows = dict(self.open_rows(graph))
+
+    def open_rows(self, graph: fx.Graph) -> Iterator[tuple[Any, int]]:
+        """The open sizes of a program for any number of ranks, where there are `ranks` of them."""
+        for node in graph.nodes:
+            if qualified(node) == "ringopt::rows_here" and self.ranks is not None:
+                arguments = arguments_of(node)
+                held = layout_of(arguments["layout"], arguments["length"], self.ranks).ranges(self.rank)
+                yield value_of(node).node.expr, count(held)
+
+    def sizes(self, value: Any) -> list[int] | None:
+        """Of a tensor; None where one is open."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        known = [size if isinstance(size, int) else size.node.expr.xreplace(self.rows) for size in value.shape]
+        return list(map(int, known)) if all(isinstance(size, int) or size.is_Integer for size in known) else None
 
     def of(self, node: fx.Node) -> Meaning:
         arguments = arguments_of(node)
@@ -88,18 +108,25 @@ class Reader:
         if name not in ("ringopt::gather", "ringopt::reduce_from_group", "ringopt::ring_attention"):
             return 0
         ranks, value = self.ranks, value_of(node)
-        if ranks is None or not is_fixed(value):
+        if name == "ringopt::ring_attention":
+            return self.attention_bytes(arguments)
+        sizes = self.sizes(value)
+        if ranks is None or sizes is None:
             return None
-        if name == "ringopt::gather":
-            length = arguments["length"]
-            longest = max(len(rows) for rows in rows_of(arguments["layout"], length, ranks))
-            return int(value.nbytes // length * longest * (ranks - 1))
+        whole = math.prod(sizes) * value.element_size()
         if name == "ringopt::reduce_from_group":
-            return int(2 * value.nbytes * (ranks - 1) // ranks)
-        key, other = value_of(arguments["k"]), value_of(arguments["v"])
-        row = key.shape[0] * key.shape[1] * (key.shape[3] + other.shape[3]) * key.element_size()
+            return int(2 * whole * (ranks - 1) // ranks)
+        layout = layout_of(arguments["layout"], arguments["length"], ranks)
+        longest = max(count(layout.ranges(rank)) for rank in range(ranks))
+        return int(whole // layout.length * longest * (ranks - 1))
+
+    def attention_bytes(self, arguments: Mapping[str, Any]) -> int | None:
+        key, value, plan = self.sizes(value_of(arguments["k"])), self.sizes(value_of(arguments["v"]))
         plan = self.plan(arguments)
-        return int(plan.sent_rows(self.rank, Cargo.OUT) * row) if plan is not None else None
+        if key is None or value is None or plan is None:
+            return None
+        row = key[0] * key[1] * (key[3] + value[3]) * value_of(arguments["k"]).element_size()
+        return int(plan.sent_rows(self.rank, Cargo.OUT) * row)
 
     def plan(self, arguments: Mapping[str, Any]) -> Exchange | None:
         """The exchange of a ring_attention; None where these ranks cannot run it."""
@@ -119,23 +146,26 @@ class Reader:
         name = qualified(node)
         if name in ATTENTION:
             return self.attention_flops(name, arguments)
-        if name.removeprefix("aten::") not in PRODUCTS:
+        if name not in PRODUCTS:
             return 0
-        return matrix_flops(node) if all(is_fixed(value_of(x)) for x in (node, *node.all_input_nodes)) else None
+        out, operand = self.sizes(value_of(node)), self.sizes(value_of(node.args[PRODUCTS[name]]))
+        if out is None or operand is None:
+            return None
+        return 2 * math.prod(out) * (math.prod(operand[1:]) if "conv" in name else operand[-1])
 
     def attention_flops(self, name: str, arguments: Mapping[str, Any]) -> int | None:
-        query, key, values = (value_of(arguments[of]) for of in operands_of(name))
-        if not all(map(is_fixed, (query, key, values))) or query.dim() < 2:
+        query, key, value = (self.sizes(value_of(arguments[of])) for of in operands_of(name))
+        if query is None or key is None or value is None or len(query) < 2:
             return None
-        each = 2 * math.prod(query.shape[:-2]) * (query.shape[-1] + values.shape[-1])
+        each = 2 * math.prod(query[:-2]) * (query[-1] + value[-1])
         if name != "ringopt::ring_attention":
-            rows, keys = range(query.shape[-2]), range(key.shape[-2])
-            return int(each * pattern_of(pattern_text(name, arguments), len(rows), len(keys)).pairs(rows, keys))
+            rows, keys = range(query[-2]), range(key[-2])
+            return each * pattern_of(pattern_text(name, arguments), len(rows), len(keys)).pairs(rows, keys)
         plan = self.plan(arguments)
         if plan is None:
             return None
         pieces, keys = plan.q_pieces(self.rank), range(arguments["kv_length"])
-        return int(each * sum(plan.pattern.pairs(piece, keys) for piece in pieces))
+        return each * sum(plan.pattern.pairs(piece, keys) for piece in pieces)
 
     # ---- attention -------------------------------------------------------------------------------------------------
     def site(self, node: fx.Node, arguments: Mapping[str, Any]) -> SiteView | None:
@@ -212,15 +242,3 @@ def square(rows: range, keys: range) -> dict[str, range]:
 def cut(length: int) -> list[range]:
     blocks = min(BLOCKS, length)
     return [range(length * i // blocks, length * (i + 1) // blocks) for i in range(blocks)]
-
-
-def rows_of(layout: str, length: int, ranks: int) -> list[list[int]]:
-    plan = layout_of(layout, length, ranks)
-    return [[row for piece in plan.ranges(rank) for row in piece] for rank in range(ranks)]
-
-
-def is_fixed(value: Any) -> bool:
-    """A tensor of known sizes, or several."""
-    if isinstance(value, (list, tuple)):
-        return all(map(is_fixed, value))
-    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from ringopt.compare.meaning import Meaning, Reader, qualified
 from ringopt.graph.alignment import HANDS_ON
 from ringopt.graph.diff import NodeView
-from ringopt.graph.nodes import module_path, value_of
+from ringopt.graph.nodes import module_path, op_name, value_of
 from ringopt.graph.printer import text
 
 # Arguments that do not change what a node means: the token that tells caches apart.
@@ -55,7 +55,8 @@ class Viewer:
             nested = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
             if isinstance(nested, fx.GraphModule):
                 yield from self.views(nested, f"{prefix}{node.target}/")
-            yield self.view(node, prefix, nested)
+            if not (op_name(node) == "getitem" and not node.users):  # torch.export names results that nobody reads
+                yield self.view(node, prefix, nested)
 
     def view(self, node: fx.Node, prefix: str, nested: Any) -> NodeView:
         inputs: list[str] = []
@@ -69,7 +70,7 @@ class Viewer:
             arguments = f"{prefix}{node.target}" if prefix else self.called.get(node.name, str(node.target))
         shown = fill(arguments, inputs) if inputs else arguments
         line = {"input": f"%{name} = input {shown}", "output": f"return {shown}"}.get(op, f"%{name} = {op}({shown})")
-        shape = self.shape(value_of(node)) if op != "output" else ""
+        shape = self.shape(results_of(node)) if op != "output" else ""
         means = self.reader.of(node) if not prefix and nested is None else Meaning()
         return NodeView(
             name, op, line, arguments.replace("\0", "%"), tuple(inputs), prefix + module_of(node), source_of(node),
@@ -135,6 +136,15 @@ def module_of(node: fx.Node) -> str:
     """The module of a node; a conversion of an input belongs to its first reader."""
     converts = qualified(node) in HANDS_ON
     return module_path(node) or next((module_path(user) for user in node.users if converts), "")
+
+
+def results_of(node: fx.Node) -> Any:
+    """The value of a node; of one with several results that a file does not keep together, what reads them tells."""
+    value = value_of(node)
+    if value is None and node.users and all(op_name(user) == "getitem" for user in node.users):
+        parts = {user.args[1]: value_of(user) for user in node.users}
+        return tuple(parts[key] for key in sorted(parts))
+    return value
 
 
 def fill(template: str, inputs: Sequence[str]) -> str:

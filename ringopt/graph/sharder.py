@@ -36,10 +36,10 @@ class GatherNote:
 
 
 class Sharder:
-    """`group` and `layout` name the ranks and their rows; `rows_here(length)` counts the rows of this rank, or is None
-    where the program has to ask when it runs."""
+    """`group` and `layout` name the ranks and their rows; `rows_here(length)` counts the rows of this rank. Where the
+    program `asks` for that when it runs, no number of rows stands in the graph."""
 
-    def __init__(self, graph: fx.Graph, group: str, layout: str, rows_here: Callable[[int], int] | None):
+    def __init__(self, graph: fx.Graph, group: str, layout: str, rows_here: Callable[[int], int], asks: bool = False):
         self.group, self.layout, self.rows_here = group, layout, rows_here
         self.graph = fx.Graph()
         self.carries = requires_grad(graph)
@@ -47,7 +47,7 @@ class Sharder:
         self.placements: dict[fx.Node, Sharded | None] = {}
         self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
         self.gathers: list[GatherNote] = []
-        self.asked: dict[int, fx.Node] = {}
+        self.asks, self.asked = asks, dict[int, fx.Node]()
         self.reader: fx.Node | None = None
 
     # ---- what the walk calls ---------------------------------------------------------------------------------------
@@ -119,10 +119,10 @@ class Sharder:
 
     def rows(self, length: int) -> int | fx.Node:
         """Rows of this rank, of a sequence of `length`."""
-        if self.rows_here is not None:
+        if not self.asks:
             return self.rows_here(length)
         if length not in self.asked:
-            args = (length, self.layout, self.group)
+            args: Any = (length, self.layout, self.group, [], "", "", "never")
             node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
             node.meta["placement"] = node.meta["whole"] = None
             self.asked[length] = node
