@@ -121,7 +121,7 @@ class Reader:
         return int(whole // layout.length * longest * (ranks - 1))
 
     def attention_bytes(self, arguments: Mapping[str, Any]) -> int | None:
-        key, value, plan = self.sizes(value_of(arguments["k"])), self.sizes(value_of(arguments["v"]))
+        key, value = (self.sizes(value_of(arguments[name])) for name in ("k", "v"))
         plan = self.plan(arguments)
         if key is None or value is None or plan is None:
             return None
