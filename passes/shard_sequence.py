@@ -23,7 +23,7 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.convert
-import ringopt.ops.rows  # noqa: F401  (registers the operators)
+import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
 from ringopt.attention.layouts import layout_of
 from ringopt.distributed.mesh import ANY
 from ringopt.graph.axes import rule_of
