@@ -21,8 +21,9 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
+from ringopt.graph.axes import rule_of
 from ringopt.graph.constants import Constants
-from ringopt.graph.nodes import emit, module_path, op_name, requires_grad, shape_of, value_of
+from ringopt.graph.nodes import emit, is_aten, module_path, op_name, requires_grad, shape_of, value_of
 from ringopt.graph.products import product_of
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
@@ -245,6 +246,7 @@ def arranged(
 ) -> fx.Node:
     """`operand`, whose dims run along the axes `dims`, with one dim for each of `roles`; axes it lacks are expanded."""
     axes = of.candidate.axes
+    operand, dims = untransposed(operand, dims)
     have = [name for dim in dims for name in axes.whole(dim)]
     want = [axes.whole(role) for role in roles]
     flat = [name for role in want for name in role]
@@ -257,6 +259,17 @@ def arranged(
         node = shaped(graph, node, [axes.sizes[name] if name in have else 1 for name in flat])
         node = emit(graph, aten.expand.default, (node, [axes.sizes[name] for name in flat]), operand)
     return shaped(graph, node, [axes.size(role) for role in want])
+
+
+def untransposed(operand: fx.Node, dims: Sequence[Sequence[str]]) -> tuple[fx.Node, Sequence[Sequence[str]]]:
+    """The tensor below transpositions, which are about to be done anew."""
+    while op_name(operand) in ("transpose", "permute", "t", "mT", "swapaxes", "movedim") and is_aten(operand):
+        rule = rule_of(operand)
+        if rule is None:
+            break
+        below = {dim: dims[out] for out, dim in rule.operands[0].items()}
+        operand, dims = operand.args[0], [below[dim] for dim in range(len(dims))]
+    return operand, dims
 
 
 def shaped(graph: fx.Graph, node: fx.Node, sizes: list[int]) -> fx.Node:

@@ -74,8 +74,8 @@ def restore_strides(graph: fx.Graph) -> None:
         if not isinstance(whole, torch.Tensor) or not is_tensor(node) or value_of(node).stride() == whole.stride():
             return node
         order = sorted(range(whole.dim()), key=whole.stride().__getitem__, reverse=True)
-        if len(set(order)) < 2:
-            return node
+        if value_of(node).permute(order).is_contiguous():
+            return node  # the original was a view into something larger, which is not made here
         back = [order.index(dim) for dim in range(len(order))]
         for target, args in ((aten.permute, (order,)), (aten.contiguous, ()), (aten.permute, (back,))):
             with graph.inserting_before(output):

@@ -81,6 +81,8 @@ def attention(
     }
     _refuse(unbuilt, "not built yet: leave it at its default")
     _check_operands(query, key, value, enable_gqa)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise OptionError(f"attention(dropout_p={dropout_p}): a probability is from 0 to 1")
     pattern = _pattern(is_causal, window)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     ranks = _mesh_of(mesh)

@@ -98,6 +98,61 @@ def test_strategy_and_kernel_are_options() -> None:
     assert messages["gather"] == ["forward 0"]
 
 
+def masks() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    numbers = torch.randn(2, 4, 17, 17, dtype=torch.float64, generator=generator)
+    return {"bias": numbers, "for all heads": numbers[:1, :1], "2-D": numbers[0, 0], "bool": numbers[:, :1] > -1}
+
+
+@pytest.mark.parametrize("name", masks())
+@pytest.mark.parametrize(("p", "layout", "causal"), [(2, "contiguous", False), (3, "zigzag", True)])
+def test_a_mask_is_cut_along_its_rows(name: str, p: int, layout: str, causal: bool) -> None:
+    case, mask = problem(17), masks()[name]
+    learned = mask.is_floating_point()
+
+    def attended(where: dict[str, Any]) -> list[Tensor]:
+        whole = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+        given = mask.clone().requires_grad_(learned)
+        local = [shard(x, 2, **where) for x in whole]
+        how: Any = {"is_causal": causal, "enable_gqa": True, "scale": 0.4, **where}
+        out = unshard(attention(*local, shard(given, -2, **where), **how), 2, length=17, **where)
+        return [out.detach(), *torch.autograd.grad(out, [*whole, *[given] * learned], case.dout)]
+
+    expected = attended({})
+    for results in run_on_threads(p, lambda mesh: attended({"mesh": mesh, "layout": layout})):
+        for found, right in zip(results, expected, strict=True):
+            assert_near(found, right, 1e-12)
+
+
+def dropped(mesh: Any, layout: str, strategy: str, seed: int = 3) -> list[Tensor]:
+    """out and gradients with dropout, from a generator of `seed`."""
+    case, where = problem(17), {"mesh": mesh, "layout": layout}
+    whole = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    local = [shard(x, 2, **where) for x in whole]
+    torch.manual_seed(seed)
+    out = attention(*local, dropout_p=0.4, is_causal=True, enable_gqa=True, strategy=strategy, **where)  # type: ignore[arg-type]
+    out = unshard(out, 2, length=17, **where)
+    return [out.detach(), *torch.autograd.grad(out, whole, case.dout)]
+
+
+def test_dropout_is_the_same_on_any_number_of_ranks(ranks: Any) -> None:
+    expected = dropped(None, "contiguous", "ring")
+    for p, layout, strategy in ((2, "zigzag", "ring"), (3, "contiguous", "gather")):
+        for results in ranks(p, dropped, None, layout, strategy):
+            for found, right in zip(results, expected, strict=True):
+                assert_near(found, right, 1e-12)
+    assert not torch.equal(dropped(None, "contiguous", "ring", seed=4)[0], expected[0])
+
+
+def dropped_by_unlike_generators() -> Tensor:
+    return dropped(None, "contiguous", "ring", seed=3 + torch.distributed.get_rank())[0]
+
+
+def test_the_seed_is_that_of_rank_0(ranks: Any) -> None:
+    for found in ranks(2, dropped_by_unlike_generators):
+        assert_near(found, dropped(None, "contiguous", "ring")[0], 1e-12)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 X = torch.ones(1, 2, 4, 8)
 
@@ -128,11 +183,28 @@ def test_what_is_not_built_across_ranks(asked: dict[str, Any], told: str) -> Non
         run_on_threads(2, lambda mesh: attention(X, X, X, mesh=mesh, **asked))
 
 
+@pytest.mark.parametrize("odd", [torch.zeros(8, 8), torch.zeros(4, 4), torch.zeros(3, 1, 4, 8), torch.zeros(1, 8)])
+def test_a_mask_that_does_not_fit(odd: Tensor) -> None:
+    def body(mesh: ThreadMesh) -> str:
+        with pytest.raises(RingMismatchError) as raised:
+            attention(X, X, X, odd if mesh.rank else torch.zeros(4, 8), mesh=mesh)
+        return str(raised.value)
+
+    (told,) = set(run_on_threads(2, body))  # on both ranks
+    assert (
+        f"the attn_mask of rank 1 is {[1] * (4 - odd.dim()) + list(odd.shape)}; expected [1 or 1, 1 or 2, 4, 8]" in told
+    )
+
+
 def test_operands() -> None:
     with pytest.raises(OptionError, match=r"attention\(window=0\): a query sees at least 1 key, itself"):
         attention(X, X, X, window=0)
     with pytest.raises(OptionError, match=r"attention takes \[B, H, S, D\] tensors; found query \[2, 4, 8\]"):
         attention(X[0], X, X)
+    with pytest.raises(OptionError, match=r"attention takes an attn_mask of 2 to 4 dims; found \[4\]"):
+        run_on_threads(2, lambda mesh: attention(X, X, X, torch.zeros(4), mesh=mesh))
+    with pytest.raises(OptionError, match=r"attention\(dropout_p=1\.5\): a probability is from 0 to 1"):
+        attention(X, X, X, dropout_p=1.5)
     with pytest.raises(OptionError, match="4 query heads over 2 KV heads need enable_gqa=True"):
         attention(X.repeat(1, 2, 1, 1), X, X)
 

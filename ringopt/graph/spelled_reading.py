@@ -124,6 +124,8 @@ class Reading:
         self.canonical.known = self.cone.known
         self.rows: list[fx.Node] = []
         self.offset = 0
+        self.zeroed = False
+        self.kept: list[Term] | None = None
 
     def cone_names(self) -> dict[str, str]:
         """The only axis of the queries is called q, as masks know it; so with the keys, batch and heads."""
@@ -202,7 +204,8 @@ class Reading:
         over = self.over_bhqk(self.own_rows(term))
         main = next(each for each in loads(over) if each.source is product.node)
         made_of = self.below.__contains__
-        scores = peel_scores(over, main, self.canonical, self.learned, made_of)
+        kept = None if self.kept is None else [self.over_bhqk(each) for each in self.kept]
+        scores = peel_scores(over, main, self.canonical, self.learned, made_of, kept)
         return scores, self.sinks(given, place, dim, scores)
 
     def sinks(self, given: fx.Node, place: list[Term], dim: int, scores: Scores) -> Term | None:
@@ -240,7 +243,6 @@ class Reading:
     def weights(self) -> tuple[list[Term], float]:
         """What the weights go through before they meet the values: factors, and how many are dropped."""
         candidate = self.candidate
-        self.zeroed = False
         factors: list[Term] = []
         dropout_p = 0.0
         term = self.at(candidate.weights, self.index(candidate.dims[candidate.weights]))
@@ -276,11 +278,13 @@ class Reading:
         return any(source in self.stops and source is not self.candidate.scores.node for source in sources)
 
     def unhidden(self, term: Apply) -> Term | None:
-        """The weight of where(c, weight, 0), where that only puts 0 for NaN."""
+        """The weight of where(c, weight, 0): c tells numbers from NaN, or has to be the mask of the scores."""
         condition, yes, no = (arg for arg in term.args if isinstance(arg, Term))
         holds, weight, other = (condition, yes, no) if self.has_weight(yes) else (negate(condition), no, yes)
-        if constant(other) != 0 or not (is_number(holds, weight) or self.hides_nothing(holds)):
+        if constant(other) != 0 or self.has_weight(holds) != is_number(holds, weight):
             return None
+        if not is_number(holds, weight):
+            self.kept = [*(self.kept or ()), *conjuncts(holds)]
         self.zeroed = True
         return weight
 
@@ -297,15 +301,6 @@ class Reading:
 
     def is_over_pairs(self, term: Term) -> bool:
         return bool(term.axes & self.cone.rows and term.axes & self.cone.keys)
-
-    def hides_nothing(self, condition: Term) -> bool:
-        """Whether weights are put to 0 only where the scores were hidden: they are 0 there, but for rows of NaN."""
-        given, softmax = self.candidate.softmax.args[0], self.candidate.softmax
-        term = self.at(given, self.index(self.candidate.dims[softmax]))
-        if self.has_weight(condition) or not isinstance(term, Apply) or term.op != "where":
-            return False
-        shown = term.args[0] if constant(term.args[2]) is not None else negate(term.args[0])  # type: ignore[arg-type]
-        return all(each in conjuncts(shown) for each in conjuncts(condition))  # type: ignore[arg-type]
 
     def check_weight(self, term: Load) -> None:
         """The weight must be that of its own query and key; sinks stand before or behind the keys."""

@@ -3,6 +3,9 @@
 import ringopt.ops.attention
 import ringopt.ops.convert
 import ringopt.ops.dropout
+import ringopt.ops.extreme
+import ringopt.ops.prefix
 import ringopt.ops.ring
+import ringopt.ops.rows
 import ringopt.ops.rows_here
 import ringopt.ops.tabulate  # noqa: F401

@@ -16,8 +16,10 @@ from ringopt.attention.patterns import Kind
 from ringopt.distributed.traffic import Traffic, record_traffic
 from ringopt.errors import PlanError
 from ringopt.graph.mask import Mask
-from ringopt.graph.terms import applied, axis, load, number
+from ringopt.graph.terms import applied, axis, load, number, score
 from ringopt.kernels.choose import choose
+from ringopt.kernels.cpu_flash import CpuFlash
+from ringopt.kernels.math import Math
 from tests.attention.reference import Problem, assert_near, join, problem, sdpa, shard, visible
 from tests.threads import ThreadMesh, run_on_threads
 
@@ -173,6 +175,26 @@ def test_masks_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert block.kind is Kind.PARTIAL
     assert len(made) > 10
     assert all(tile.mask is not None and tile.mask.numel() <= 200 for tile in made)
+
+
+def test_a_choice_that_a_block_decides_keeps_the_fast_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """masked_fill(score, k > q, -1e9) over blocks of 16: only those on the diagonal have scores to change."""
+    ahead = applied("le", [applied("sub", [axis("k"), axis("q")], torch.int64), 0], torch.bool)
+    zero, score_ = number(0.0, torch.float64), score(torch.float64)
+    choices = ((zero, number(-1e9, torch.float64)), (score_, zero))
+    bias, change = (applied("where", [ahead, yes, no], torch.float64) for yes, no in choices)
+    case, used = problem(64), []
+    for kernel in (CpuFlash, Math):
+        forward = kernel._forward
+        monkeypatch.setattr(
+            kernel,
+            "_forward",
+            lambda self, *args, f=forward: used.append((self.name, args[0].shape[2])) or f(self, *args),
+        )
+    site = attention(case, 4, "full", "contiguous", "gather", mask=Mask(bias=bias, score=change))
+    (out, *_), _ = run(case, site, "contiguous")
+    assert_near(out, sdpa(case, visible("causal", 64, 64))[0], 1e-12)
+    assert ("flash_cpu", 16) in used and ("math", 16) in used
 
 
 def test_strips_are_the_tile() -> None:

@@ -46,6 +46,20 @@ def test_sums_are_kept_wide(dtype: torch.dtype) -> None:
     assert out.eq(1).all() and lse.eq(0).all() and out.is_contiguous() and lse.is_contiguous()
 
 
+def test_a_logit_that_leads_to_no_value() -> None:
+    scores, values = torch.randn(2, 3, 5, 8, dtype=torch.float64), torch.randn(2, 3, 8, 4, dtype=torch.float64)
+    scores[:, :, 2] = -INF  # sees the logit only
+    logits = torch.randn(2, 3, 5, dtype=torch.float64)
+    merged = Merged(scores, 4)
+    merged.add(slice(0, 5), *part(scores, values))
+    merged.add_logits(slice(0, 5), logits)
+    joined = torch.cat([scores, logits.unsqueeze(-1)], -1)
+    out, lse = merged.result()
+    torch.testing.assert_close(out, joined.softmax(-1)[..., :8] @ values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, joined.logsumexp(-1), rtol=1e-12, atol=1e-12)
+    assert not out[:, :, 2].any()
+
+
 def test_no_keys_at_all() -> None:
     out, lse = Merged(torch.ones(1, 2, 3, 4), 5).result()
     assert out.shape == (1, 2, 3, 5) and not out.any() and lse.eq(-INF).all()

@@ -10,8 +10,8 @@ import torch
 
 from ringopt.graph.bands import pattern_around
 from ringopt.graph.mask import Mask
-from ringopt.graph.term_folding import apply, cast
-from ringopt.graph.terms import affine, axis, load
+from ringopt.graph.term_folding import apply, cast, where
+from ringopt.graph.terms import affine, axis, load, score
 
 B, H, Q, K = 2, 3, 11, 13
 INT, FLOAT = torch.int64, torch.float32
@@ -121,6 +121,83 @@ def test_gradients_reach_what_is_added_and_not_what_decides():
     assert Mask(bias=stopped).sources == (0, 1, 2, 3)
     assert Mask(bias=stopped).differentiable == (1, 2)
     assert Mask(visible=compare("le", vector, 0.0)).differentiable == ()
+
+
+def test_gradients_reach_what_changes_the_score():
+    scaled = apply("mul", [score(FLOAT), load(0, [axis("h")], FLOAT)], FLOAT)
+    mask = Mask(score=apply("where", [PADDED, scaled, 0.0], FLOAT))
+    assert mask.sources == (0,) and mask.differentiable == (0,)
+
+
+def test_a_choice_that_a_block_decides_is_no_change():
+    zero = apply("mul", [cast(axis("k"), FLOAT), 0.0], FLOAT)
+    spans = {"b": range(B), "h": range(H), "q": range(5, 8)}
+    fill = Mask(score=where(CAUSAL, score(FLOAT), 0.0, FLOAT), bias=where(CAUSAL, 0.0, -1e9, FLOAT))
+    before, across, after = ({**spans, "k": keys} for keys in (range(0, 6), range(4, 7), range(8, 13)))
+    assert [fill.kind(block, []) for block in (before, across, after)] == ["full", "partial", "partial"]
+    assert [fill.modifies(block, []) for block in (before, across, after)] == [False, True, True]
+    assert Mask(bias=where(CAUSAL, zero, -1e9, FLOAT)).kind(before, []) == "partial"  # 0 is not proven from a sample
+    assert Mask(score=apply("tanh", [score(FLOAT)], FLOAT)).modifies(before, [])
+    assert not Mask().modifies(before, [])
+
+
+def test_the_score_is_changed_in_its_dtype_and_shape():
+    scores = torch.randn(B, H, 2, 3, dtype=torch.float64, requires_grad=True)
+    mask = Mask(score=apply("mul", [score(torch.float64), load(0, [axis("q")], torch.float64)], torch.float64))
+    factor = torch.randn(Q, dtype=torch.float64, requires_grad=True)
+    found = mask.modified(scores, range(4, 6), range(3), [factor])
+    assert torch.equal(found, scores * factor[4:6, None])
+    grads = torch.autograd.grad(found.sum(), (scores, factor))
+    assert torch.equal(grads[1][4:6], scores.sum((0, 1, 3)))
+    assert (
+        Mask(score=apply("abs", [load(0, [], FLOAT)], FLOAT))
+        .modified(scores, range(2), range(3), [-torch.ones(())])
+        .eq(1)
+        .all()
+    )
+    assert Mask().modified(scores, range(2), range(3), []) is scores
+
+
+def test_numbers_far_from_0_in_the_score():
+    filled = where(CAUSAL, score(FLOAT), -1e9, FLOAT)
+    assert Mask(score=filled).far == -1e9
+    assert Mask(score=apply("mul", [apply("tanh", [filled], FLOAT), 2e4], FLOAT)).far in (-1e9, 2e4)
+    hidden = where(CAUSAL, score(FLOAT), -math.inf, FLOAT)
+    assert Mask(score=hidden).far is Mask(bias=where(CAUSAL, 0.0, -1e9, FLOAT)).far is None
+
+
+def test_rows_of_a_rank():
+    whole = torch.randn(1, H, Q, K, generator=torch.Generator().manual_seed(3))
+    mask = Mask(bias=load(0, [axis("b"), axis("h"), axis("r"), axis("k")], FLOAT))
+    assert mask.row_dims == {0: 2} and MASKS["learned"][0].row_dims == {}
+    held = whole[:, :, [0, 1, 8, 9, 10]]  # rows 0, 1 and 8 to 10 of the sequence
+    found = mask.block(1, H, range(8, 10), range(2, 7), [held], FLOAT, local=range(2, 4))
+    assert torch.equal(found, whole[:, :, 8:10, 2:7])
+    assert torch.equal(mask.block(1, H, range(8, 10), range(2, 7), [whole], FLOAT), whole[:, :, 8:10, 2:7])  # r is q
+    low = Mask(visible=compare("gt", load(0, [axis("r")], FLOAT), 0.0))
+    spans = {"b": range(1), "h": range(1), "q": range(8, 10), "k": range(3)}
+    assert low.kind({**spans, "r": range(0, 2)}, [torch.tensor([1.0, 2.0, -1.0])]) == "full"
+    assert low.kind({**spans, "r": range(2, 3)}, [torch.tensor([1.0, 2.0, -1.0])]) == "empty"
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        ([affine({"r": 1}, 1)], "source 0 holds the rows of a rank and is not read at r in one dim"),
+        ([axis("r"), axis("r")], "source 0 holds the rows of a rank and is not read at r in one dim"),
+    ],
+)
+def test_rows_of_a_rank_are_read_at_its_queries_only(index, told):
+    with pytest.raises(ValueError, match=told):
+        _ = Mask(bias=load(0, index, FLOAT)).row_dims
+
+
+def test_a_source_is_cut_in_one_way():
+    rows, keys = load(0, [axis("r"), axis("k")], FLOAT), load(0, [axis("q"), axis("k")], FLOAT)
+    with pytest.raises(ValueError, match="source 0 holds the rows of a rank and is read at other rows as well"):
+        _ = Mask(bias=apply("add", [rows, keys], FLOAT)).row_dims
+    with pytest.raises(ValueError, match="source 0 holds the rows of a rank in dim 0 and 1"):
+        _ = Mask(bias=apply("add", [rows, load(0, [axis("k"), axis("r")], FLOAT)], FLOAT)).row_dims
 
 
 def test_hidden_rows_are_minus_infinity_never_nan():

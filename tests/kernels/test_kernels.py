@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringopt.attention.dropout import Dropout
 from ringopt.kernels import math
 from ringopt.kernels.base import Kernel
 from ringopt.kernels.choose import KERNELS
-from ringopt.kernels.math import Math
+from ringopt.kernels.math import Math, Modifier
 
 INF = float("inf")
 EACH = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -187,6 +191,73 @@ def test_the_gradient_of_the_mask(
         found = Math().backward_with_mask(dout, q, k, v, out, lse, mask, causal, 0.3)
     for got, right in zip(found, expected, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+
+
+def softcapped(temperature: Tensor) -> Modifier:
+    """temperature * tanh(score), [H]; its parts are the gradient."""
+    return Modifier(
+        lambda scores, rows: temperature.view(1, -1, 1, 1) * scores.tanh(),
+        [temperature],
+        [torch.zeros_like(temperature)],
+    )
+
+
+@pytest.mark.parametrize("scores", [1, 8 * 200, 1 << 22])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_are_changed_and_weights_that_are_dropped(
+    causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(math, "SCORES", scores)
+    q, k, v, dout = operands(9, 9)
+    mask, factor = draw(2, 4, 9, 9, seed=9).requires_grad_(), (draw(2, 4, 9, 9, seed=5) > 0).double() * 2
+    leaves, temperature = [x.clone().requires_grad_() for x in (q, k, v)], draw(4, seed=6).requires_grad_()
+    keys, values = (x.repeat_interleave(2, 1) for x in leaves[1:])
+    changed = temperature.view(1, -1, 1, 1) * (leaves[0] @ keys.mT * 0.3).tanh() + mask
+    changed = changed.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -INF) if causal else changed
+    expected = [(changed.softmax(-1) * factor) @ values, changed.logsumexp(-1)]
+    grads = torch.autograd.grad(expected[0], (*leaves, mask, temperature), dout)
+    modifier = softcapped(temperature)
+    kernel = Math(modifier=modifier, factor=lambda rows: factor[:, :, rows])
+    with torch.no_grad():
+        found = [*kernel.forward(q, k, v, mask, causal, 0.3)]
+        found += kernel.backward_with_mask(dout, q, k, v, *found, mask, causal, 0.3)
+    for got, right in zip((*found, *modifier.parts), (*expected, *grads), strict=True):
+        torch.testing.assert_close(got, right.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_modifier_without_the_score_has_no_gradient_of_it() -> None:
+    q, k, v, dout = operands(5, 7)
+    for change in (lambda scores, rows: torch.ones_like(scores), lambda scores, rows: scores.detach()):
+        kernel = Math(modifier=Modifier(change))
+        dq, dk, _ = kernel.backward(dout, q, k, v, *kernel.forward(q, k, v, None, False, 0.3), None, False, 0.3)
+        assert not dq.any() and not dk.any()
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of one tensor that an operation made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                self.bytes = max(self.bytes, x.numel() * x.element_size())
+        return result
+
+
+def test_what_is_held_at_once_stays_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "SCORES", 8 * 2 * 4 * 256 * 4)  # four rows of queries
+    q, k, v, dout = operands(256, 256, dtype=torch.float32)
+    drop = Dropout(0.5, torch.tensor(1))
+    kernel = Math(
+        modifier=Modifier(lambda scores, rows: scores.tanh() * 2),
+        factor=lambda rows: drop.factor(2, 4, range(rows.start, rows.stop), range(256), torch.float32),
+    )
+    with Largest() as made:
+        out, lse = kernel.forward(q, k, v, None, False, 0.3)
+        kernel.backward(dout, q, k, v, out, lse, None, False, 0.3)
+    assert made.bytes == 2 * 4 * 256 * 4 * 8  # [B, Hq, 4, Sk] of int64, and nothing of the size of the tile
 
 
 # ---- what flash_cpu gets wrong, and its adapter is for ---------------------------------------------------------------

@@ -34,10 +34,13 @@ def config(
 
 
 def arguments(dtype: torch.dtype = torch.float32, values: int = 8, bias: bool = False) -> tuple[Any, ...]:
-    """Of one rank of one; `bias`: a padding vector [B, n] and a learned number per head."""
+    """Of one rank of one; `bias`: a padding vector [B, n], a learned number per head, sinks, and dropout."""
     q, k, v, _ = (x.to(dtype).requires_grad_() for x in vars(problem(7, 9, dims=(8, values))).values())
     sources = [torch.arange(18).view(2, 9) % 3 > 0, torch.arange(4.0).requires_grad_()] if bias else []
-    return q, k, v, sources, None, None, *config(7, 9, "full" if bias else "causal", BIAS * bias, (1,) if bias else ())
+    if not bias:
+        return q, k, v, [], None, None, *config(7, 9)
+    extras = torch.ones(1, 4).requires_grad_(), torch.tensor(5)
+    return q, k, v, sources, *extras, *config(7, 9, "full", BIAS, (1,), dropout_p=0.2)
 
 
 CASES = pytest.mark.parametrize(
@@ -53,8 +56,9 @@ CASES = pytest.mark.parametrize(
 
 
 def detached(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, k, v, sources, *rest = args
-    return q.detach(), k.detach(), v.detach(), [x.detach() for x in sources], *rest
+    q, k, v, sources, sinks, *rest = args
+    given = (q.detach(), k.detach(), v.detach(), [x.detach() for x in sources])
+    return *given, sinks if sinks is None else sinks.detach(), *rest
 
 
 # ---- as torch sees them ----------------------------------------------------------------------------------------------
@@ -75,7 +79,7 @@ def test_outputs_are_dense_and_of_the_promised_dtypes(dtype: torch.dtype, values
     grads = backward(out, *strided, out, lse, *args[3:])
     assert (out.dtype, lse.dtype) == (dtype, accumulator(dtype))
     assert [x.dtype for x in grads[:3]] == [dtype] * 3
-    assert [x.shape for x in grads[3]] == [torch.Size([4])] * bias
+    assert [x.shape for x in grads[3]] == [torch.Size([4]), torch.Size([1, 4])][: 2 * bias]
     assert all(x.is_contiguous() for x in (out, lse, *grads[:3], *grads[3]))
 
 
@@ -85,7 +89,7 @@ def test_compiled_code_gives_the_same_numbers(bias: bool) -> None:
         return forward(*args)[0] * 2
 
     args = arguments(bias=bias)
-    leaves = [*args[:3], *args[3][1:]]
+    leaves = [*args[:3], *args[3][1:], *([args[4]] if bias else [])]
     expected = torch.autograd.grad(program(*args).sum(), leaves)
     found = torch.autograd.grad(torch.compile(program, fullgraph=True)(*args).sum(), leaves)
     for got, right in zip(found, expected, strict=True):
