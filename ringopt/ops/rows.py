@@ -52,6 +52,11 @@ class Wanted:
         return " ".join((self.form, *(":".join(map(str, piece)) for piece in self.pieces)))
 
     @property
+    def length(self) -> int:
+        """Rows of the sequence that a move makes."""
+        return sum(count for _start, _step, count in self.pieces)
+
+    @property
     def everywhere(self) -> bool:
         """The result is replicated."""
         return self.form == "take"
