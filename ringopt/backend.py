@@ -24,7 +24,7 @@ from ringopt.graph.nodes import shape_of
 from ringopt.measure import report_of
 from ringopt.options import Options
 from ringopt.passes import LINE, UNDERSTAND
-from ringopt.pipeline import Context, GraphRefused, Pipeline
+from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.watch import Watched
 
@@ -93,16 +93,20 @@ def transform(
     report = report_of(flat.graph, context)
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
-        sites = [(node, info) for node, info in sites if info.masked and mask_is_gone(node)]
+        sites = [(node, info) for node, info in sites if gains_alone(node, info)]
     return (flat if sites else None), report, bool(context.replicated_random)
 
 
-def mask_is_gone(node: fx.Node) -> bool:
-    """The program gave a mask, and SDPA needs none: a causal flag does, or nothing."""
-    q, k, _v, given, _sources, sinks, seed, pattern, mask = node.args[:9]
-    square = shape_of(q)[2] == shape_of(k)[2]
-    plain = given is sinks is seed is None and not any(Mask.parse(mask).terms)
-    return plain and (pattern == "full" or (pattern == "causal" and square))
+def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
+    """On one process: whether SDPA takes the place of products written out, or of SDPA with a mask that is needless; or
+    whether weights are dropped, which are to be the same as on many ranks."""
+    if node.target is not torch.ops.ringopt.attention.default:
+        return False
+    q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
+    mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
+    plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))
+    spelled = info.form == "unfused" and sinks is None and mask.score is None
+    return seed is not None or spelled or (info.masked and plain)
 
 
 def tell(report: Report, options: Options) -> None:

@@ -8,7 +8,7 @@ bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,12 @@ import torch.fx as fx
 import torch.fx.traceback
 from torch._guards import tracing
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.graph.decompose import DECOMPOSED, is_whole_layer
@@ -29,25 +34,26 @@ HIGHER_ORDER = {
     "flex_attention": "flex_attention is not sharded yet",
 }
 
+# Exported programs keep these regions as functions of their own: name, and the context they run in.
+REGIONS: dict[str, Callable[..., Any]] = {
+    "wrap_with_set_grad_enabled": torch.set_grad_enabled,
+    "wrap_with_autocast": torch.autocast,
+}
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """The flat ATen graph of Dynamo's `gm`, with the same placeholders in the same order.
 
-    Sizes are those of `example_inputs`: see `specialize`. Raises GraphRefused for what cannot be flattened without
-    losing a gradient.
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorMode | None = None) -> fx.GraphModule:
+    """The flat ATen graph of `gm`, Dynamo's or an exported program's, with the same placeholders in the same order.
+
+    Sizes are those of `example_inputs`: see `specialize`. `mode` is whose fake tensors are made. Raises GraphRefused
+    for what cannot be flattened without losing a gradient.
     """
     refuse_higher_order(gm)
     specialize(gm)
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [fake(value, mode) for value in example_inputs]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
-        flat = make_fx(
-            lambda *args: Flatten(gm).run(*args),
-            tracing_mode="real",
-            pre_dispatch=True,
-            _allow_non_fake_inputs=True,
-        )(*inputs)
+        flat = flatten(gm, inputs)
     originals = gm.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
     for node, original, given, value in placeholders:
@@ -85,18 +91,43 @@ def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     return {node: value for node, value in (constants | inputs).items() if isinstance(value, torch.Tensor)}
 
 
+def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    trace = make_fx(
+        lambda *args: Flatten(gm).run(*args), tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True
+    )
+    try:
+        return trace(*inputs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        why = f"a number or a size made by {error.func} is known only when the program runs; all sizes must be fixed"
+        raise GraphRefused(Refusal(why)) from error
+
+
 def readable(name: str) -> str:
     """Dynamo's `l_self_modules_linear_parameters_weight_` as `linear_weight`."""
     return re.sub(r"(^|_)(l_self|l|modules|parameters|buffers)(?=_)", "", name).strip("_") or name
 
 
 class Flatten(fx.Interpreter):
-    """Runs Dynamo's graph for the tracer; operators that hold a whole layer are run as their parts."""
+    """Runs Dynamo's graph for the tracer; operators that hold a whole layer, or a region, are run as their
+    parts."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if is_whole_layer(target, kwargs, args):
             return DECOMPOSED[target](*args, **kwargs)
+        if is_region(target):
+            return run_region(REGIONS[target.name()], args)
         return super().call_function(target, args, kwargs)
+
+
+def is_region(target: Any) -> bool:
+    return isinstance(target, HigherOrderOperator) and target.name() in REGIONS
+
+
+def run_region(context: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """A region written out in line: `args` are those of its context, its graph, and the graph's."""
+    at = next(k for k, value in enumerate(args) if isinstance(value, fx.GraphModule))
+    with context(*args[:at]):
+        return Flatten(args[at]).run(*args[at + 1 :])
 
 
 def fake(value: Any, mode: FakeTensorMode) -> Any:
@@ -140,7 +171,7 @@ def refuse_higher_order(gm: fx.GraphModule) -> None:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if isinstance(node.target, HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator) and not is_region(node.target):
                 name = node.target.name()
                 why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
                 raise GraphRefused(Refusal(why, node))

@@ -241,13 +241,13 @@ def test_a_graph_that_would_lose_a_gradient_runs_replicated(ranks, kind, sentenc
 
 
 def test_on_refusal_error_says_the_sites():
-    class Dropped(Attention):
+    class Broadcast(Attention):
         def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+            return F.scaled_dot_product_attention(x, x[:1], x[:1])
 
-    gm, inputs = captured(Dropped(), data()[:, None])
+    gm, inputs = captured(Broadcast(), data()[:, None])
     _, report, _ = transform(gm, inputs, Options(), mesh_of("pretend:0/2"))
-    with pytest.raises(ringopt.errors.RefusedError, match=r"dropout_p is 0\.5; attention dropout is not sharded yet"):
+    with pytest.raises(ringopt.errors.RefusedError, match="are broadcast over batch dims"):
         tell(report, Options(on_refusal="error"))
 
 

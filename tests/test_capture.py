@@ -53,6 +53,35 @@ def test_what_would_lose_a_gradient_is_refused(function, sentence):
         capture(gm, inputs)
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: x * x.max().item(), lambda x: x.nonzero().sum()], ids=["number", "size"]
+)
+def test_what_is_known_only_when_the_program_runs_is_refused(function):
+    open_ended = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+    with open_ended:
+        gm, inputs = captured(function, torch.randn(3))
+    with pytest.raises(GraphRefused, match="is known only when the program runs"):
+        capture(gm, inputs)
+
+
+class Regions(torch.nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            mean = x.mean(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            products = x @ x.T
+        return x * mean + products.float().sum()
+
+
+def test_regions_of_an_exported_program_are_written_out():
+    x = torch.randn(3, 4, requires_grad=True)
+    gm, inputs = captured(torch.export.export(Regions(), (x,)).module(), x)
+    assert {"wrap_with_set_grad_enabled", "wrap_with_autocast"} <= set(map(op_name, gm.graph.nodes))
+    flat = capture(gm, inputs)
+    assert not [node for node in flat.graph.nodes if "wrap" in op_name(node)]
+    assert_same(flat, Regions(), inputs)
+
+
 def test_sizes_become_numbers():
     gm, inputs = captured(lambda x: F.softmax(x.view(x.shape[0], -1), -1), torch.randn(3, 4, 5))
     assert [node.args[1] for node in capture(gm, inputs).graph.nodes if op_name(node) == "view"] == [[3, -1]]

@@ -17,7 +17,7 @@ from ringopt.graph.cone import pairs
 from ringopt.graph.peel import conjuncts
 from ringopt.graph.term_folding import COMPARISONS, substitute
 from ringopt.graph.term_readers import evaluate, show
-from ringopt.graph.terms import Apply, Term, axis, constant, loads
+from ringopt.graph.terms import Apply, Score, Term, axis, constant, loads
 
 # A condition without a name is written out up to this many characters.
 LONGEST = 60
@@ -45,6 +45,8 @@ def name_of_condition(condition: Term) -> str:
         pattern, exact = pattern_around(*band)
         return pattern if exact else show(condition)
     sources = sources_of(condition)
+    if "r" in condition.axes:
+        return other(condition, sources)
     if not condition.axes & {"q", "k"}:
         return f"switch({sources})" if sources else show(condition)
     if not condition.axes & {"q"}:
@@ -90,7 +92,10 @@ def name_of_bias(bias: Term, learned: Callable[[fx.Node], bool]) -> str:
 
 
 def name_of_modifier(score: Term) -> str:
-    """softcap(30) is 30 * tanh(score / 30); any other function is written out, or only named."""
+    """softcap(30) is 30 * tanh(score / 30), filled(c) puts a number where c does not hold; any other function is
+    written out, or only named."""
+    if isinstance(score, Apply) and score.op == "where" and isinstance(score.args[1], Score):
+        return f"filled({' & '.join(map(name_of_condition, conjuncts(score.args[0])))})"  # type: ignore[arg-type]
     operand = score
     while isinstance(operand, Apply) and operand.op in ("mul", "div"):
         tensors = [arg for arg in operand.args if isinstance(arg, Term) and constant(arg) is None]

@@ -58,6 +58,16 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.kwargs.get(name, default)
 
 
+def named(node: fx.Node, name: str) -> Any:
+    """An argument by the name it has in the schema of the op; its default where it was not given. KeyError for a name
+    that the schema has not."""
+    schema: dict[str, Any] = {arg.name: (place, arg) for place, arg in enumerate(node.target._schema.arguments)}
+    place, arg = schema[name]
+    if place < len(node.args):
+        return node.args[place]
+    return node.kwargs.get(name, arg.default_value)
+
+
 def module_path(node: fx.Node) -> str:
     """`model.layers.0.self_attn`: the innermost module the node was traced in; "" outside any."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -87,7 +97,8 @@ def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
     """A new node with its fake value, told to come from where `like` comes from."""
-    new = graph.call_function(target, tuple(args), kwargs or {})
+    name = target._schema.name.split("::")[1]
+    new = graph.create_node("call_function", target, tuple(args), kwargs or {}, name)
     new.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
     given, named = fx.map_arg((new.args, new.kwargs), value_of)
     new.meta["val"] = target(*given, **named)

@@ -14,7 +14,7 @@ that the program gives it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,13 +75,17 @@ def peel_scores(
     cone: Cone,
     learned: Callable[[fx.Node], bool],
     made_of: Callable[[fx.Node], bool],
+    kept: Sequence[Term] | None = None,
 ) -> Scores:
     """Of the element `term` that softmax is given, over b, h, q, k. `made_of` says which nodes are computed from the
-    product. Raises NotAttention."""
+    product; where not all of `kept` hold, weights are put to 0 after the softmax. Raises NotAttention."""
     lowest = HIDES_FLOAT16 if term.dtype == torch.float16 else HIDES
     walker = Walker(product, made_of, lowest)
     walker.walk(term)
-    if walker.found.fills and not proven(walker.found, cone, learned):
+    if kept is not None:
+        if set(folded(list(kept), cone)) != set(folded(walker.found.conditions, cone)):
+            raise NotAttention("the weights are put to 0 under another mask than that of the scores")
+    elif walker.found.fills and not proven(walker.found, cone, learned):
         walker = Walker(product, made_of, -math.inf)
         walker.walk(term)
     return walker.scores(cone, learned)
@@ -104,7 +108,6 @@ class Walker:
         self.shifts: list[Term] = []
         self.floor = -math.inf
         self.rest: Term = product
-        self.fills: list[float] = []
 
     def has(self, term: object) -> bool:
         return isinstance(term, Term) and self.product in set(walk(term))
@@ -210,7 +213,6 @@ class Walker:
         else:
             outside = logic("logical_and", self.gate, negate(holds))
             self.to_bias(where(outside, value, 0, wide(term.dtype)))
-            self.fills.append(value)
             self.gate = logic("logical_and", self.gate, holds)
         return inner
 
@@ -237,7 +239,7 @@ class Walker:
         result = Scores(self.constant, self.factors, conditions, self.found.bias, shifts=self.shifts)
         if self.rest is not self.product:
             self.modifier(result)
-        if self.gate is not TRUE and not all(swallows(fill) for fill in self.fills):
+        if self.gate is not TRUE:
             kind = wide(self.product.dtype)
             result.score = where(self.gate, result.score or score(kind), 0, kind)
         for part in (result.bias, result.score, *conditions, *self.factors):
@@ -277,11 +279,6 @@ RULES: dict[str, Callable[[Walker, Apply], Term | None]] = {
 def source_of(node: fx.Node) -> fx.Node:
     """The call that a tuple's entry comes from."""
     return node.all_input_nodes[0] if op_name(node) == "getitem" else node
-
-
-def swallows(fill: float) -> bool:
-    """Whether a score added to `fill` is lost in rounding, in every dtype: then adding replaces."""
-    return abs(fill) * 2.0**-52 > 1e6
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

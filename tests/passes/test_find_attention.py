@@ -95,21 +95,9 @@ def test_a_whole_encoder_layer_is_taken_apart():
         torch.testing.assert_close(gm(*gm.meta["inputs"])[0], layer(x))
 
 
-def test_attention_that_is_spelled_out_is_named():
-    spelled_out = Calls(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
-    _, context = after(PASSES, spelled_out, *qkv(2, 4))
-    (left,) = context.left_alone
-    assert left.sentence == "softmax [2, 4, 5, 5]: attention spelled out in products is not recognised yet"
-
-
 @pytest.mark.parametrize(
     "call, lead, sentence",
     [
-        (
-            lambda q, k, v: sdpa(q, k, v, dropout_p=0.1),
-            (2, 4),
-            "dropout_p is 0.1; attention dropout is not sharded yet",
-        ),
         (lambda q, k, v: sdpa(q, k[:1], v[:1]), (2, 4), "are broadcast over batch dims"),
         (
             lambda q, k, v: sdpa(q, k, v, torch.ones(2, 1, 1, 5, 5, dtype=torch.bool)),

@@ -1,0 +1,288 @@
+"""The spellings of one attention that people write: `FORMS`, and `LOOKALIKES` that are none.
+
+Each is a function of q [B, H, S, D], k and v (fewer heads where it groups them; k transposed where it says so).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+BATCH, HEADS, KV_HEADS, LENGTH, DEPTH = 2, 4, 2, 13, 8
+SCALE = DEPTH**-0.5
+
+Call = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """`in_float32`: the softmax is, whatever q is."""
+
+    call: Call
+    fused: bool = False
+    grouped: bool = False
+    keys_transposed: bool = False
+    dropout: bool = False
+    in_float32: bool = False
+
+
+FORMS: dict[str, Form] = {}
+LOOKALIKES: dict[str, Form] = {}
+
+
+def form(table: dict[str, Form] = FORMS, **facts: bool) -> Callable[[Call], Call]:
+    def register(call: Call) -> Call:
+        table[call.__name__] = Form(call, **facts)
+        return call
+
+    return register
+
+
+class Spelled(nn.Module):
+    """A form as a program; dropout follows `training`."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.form = (FORMS | LOOKALIKES)[name]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return self.form.call(q, k, v) if not self.form.dropout else self.form.call(q, k, v, self.training)
+
+
+def inputs(name: str, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> list[Tensor]:
+    shape = (FORMS | LOOKALIKES)[name]
+    heads = KV_HEADS if shape.grouped else HEADS
+    keys = (DEPTH, LENGTH) if shape.keys_transposed else (LENGTH, DEPTH)
+    sizes = [(BATCH, HEADS, LENGTH, DEPTH), (BATCH, heads, *keys), (BATCH, heads, LENGTH, DEPTH)]
+    made = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=made, dtype=dtype).requires_grad_(requires_grad) for size in sizes]
+
+
+def causal(q: Tensor) -> Tensor:
+    """0 on and below the diagonal, -inf above."""
+    return torch.full((LENGTH, LENGTH), float("-inf"), dtype=q.dtype).triu(1)
+
+
+def seen() -> Tensor:
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def one_batch(*operands: Tensor) -> list[Tensor]:
+    return [x.reshape(BATCH * HEADS, LENGTH, DEPTH) for x in operands]
+
+
+# ---- where the scale stands ----------------------------------------------------------------------------------------
+
+
+@form()
+def div_scale(q, k, v):
+    weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(DEPTH), -1)
+    return torch.matmul(weights, v)
+
+
+@form()
+def mul_scale(q, k, v):
+    return torch.matmul((torch.matmul(q, k.transpose(-2, -1)) * SCALE).softmax(-1), v)
+
+
+@form()
+def scale_q_first(q, k, v):
+    return ((q * SCALE) @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+@form()
+def scale_k_first(q, k, v):
+    return (q @ (k * SCALE).transpose(-2, -1)).softmax(-1) @ v
+
+
+@form()
+def scale_both_sqrt(q, k, v):
+    part = math.sqrt(SCALE)
+    return ((q * part) @ (k.transpose(-2, -1) * part)).softmax(-1) @ v
+
+
+@form()
+def no_scale(q, k, v):
+    return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+# ---- masks, biases, and what else happens to scores ----------------------------------------------------------------
+
+
+@form()
+def add_mask(q, k, v):
+    return (q @ k.transpose(-2, -1) / math.sqrt(DEPTH) + causal(q)).softmax(-1) @ v
+
+
+@form()
+def mask_fill(q, k, v):
+    scores = q @ k.transpose(-2, -1) / math.sqrt(DEPTH)
+    return scores.masked_fill(~seen(), float("-inf")).softmax(-1) @ v
+
+
+@form()
+def mask_where(q, k, v):
+    scores = q @ k.transpose(-2, -1) * SCALE
+    return torch.where(seen(), scores, torch.finfo(scores.dtype).min).softmax(-1) @ v
+
+
+@form(in_float32=True)
+def softmax_fp32_cast(q, k, v):
+    scores = q @ k.transpose(2, 3) * SCALE + causal(q)
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+@form(in_float32=True)
+def t5_bias_noscale(q, k, v):
+    places = torch.arange(LENGTH, dtype=q.dtype)
+    bias = 0.1 * (places[None, :] - places[:, None]).abs() * torch.arange(1, HEADS + 1).view(1, HEADS, 1, 1)
+    scores = q @ k.transpose(3, 2) + (bias + causal(q))
+    weights = F.softmax(scores.float(), dim=-1).type_as(scores)
+    return F.dropout(weights, p=0.0, training=True) @ v
+
+
+@form()
+def softcap(q, k, v):
+    scores = torch.tanh(q @ k.transpose(-2, -1) * SCALE / 30.0) * 30.0
+    return (scores + causal(q)).softmax(-1) @ v
+
+
+@form()
+def sinks(q, k, v):
+    """One more column takes weight and gives nothing."""
+    scores = q @ k.transpose(-2, -1) * SCALE + causal(q)
+    sink = torch.linspace(-1, 1, HEADS, dtype=q.dtype).view(1, HEADS, 1, 1).expand(BATCH, HEADS, LENGTH, 1)
+    return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+@form(dropout=True)
+def dropout_train(q, k, v, training):
+    weights = (q @ k.transpose(-2, -1) / math.sqrt(DEPTH)).softmax(-1)
+    return F.dropout(weights, 0.1, training) @ v
+
+
+@form()
+def manual_softmax(q, k, v):
+    scores = q @ k.transpose(-2, -1) * SCALE + causal(q)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+@form()
+def returns_weights(q, k, v):
+    weights = (q @ k.transpose(-2, -1) / math.sqrt(DEPTH)).softmax(-1)
+    return weights @ v, weights
+
+
+# ---- products and layouts ------------------------------------------------------------------------------------------
+
+
+@form()
+def einsum_bhqk(q, k, v):
+    weights = (torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(DEPTH)).softmax(-1)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+@form()
+def einsum_bqhd(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(BATCH, LENGTH, HEADS * DEPTH)
+
+
+@form()
+def bmm_3d(q, k, v):
+    q, k, v = one_batch(q, k, v)
+    weights = (torch.bmm(q, k.transpose(1, 2)) / math.sqrt(DEPTH)).softmax(-1)
+    return torch.bmm(weights, v).view(BATCH, HEADS, LENGTH, DEPTH)
+
+
+@form()
+def baddbmm_alibi(q, k, v):
+    q, k, v = one_batch(q, k, v)
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1, dtype=q.dtype).repeat(BATCH)
+    bias = slopes[:, None, None] * torch.arange(LENGTH, dtype=q.dtype)
+    scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=1.0, alpha=SCALE)
+    return torch.bmm((scores + causal(q)).softmax(-1), v)
+
+
+@form(keys_transposed=True)
+def k_pretransposed(q, k, v):
+    return (q @ k / math.sqrt(DEPTH)).softmax(-1) @ v
+
+
+@form(grouped=True)
+def gqa_repeat(q, k, v):
+    group = HEADS // KV_HEADS
+    k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).reshape(BATCH, HEADS, LENGTH, DEPTH) for x in (k, v))
+    return (q @ k.transpose(2, 3) * SCALE + causal(q)).softmax(-1) @ v
+
+
+@form(grouped=True)
+def gqa_5d(q, k, v):
+    queries = q.reshape(BATCH, KV_HEADS, HEADS // KV_HEADS, LENGTH, DEPTH)
+    weights = (queries @ k[:, :, None].transpose(-1, -2) * SCALE).softmax(-1)
+    return (weights @ v[:, :, None]).reshape(BATCH, HEADS, LENGTH, DEPTH)
+
+
+@form()
+def bert_permute(q, k, v):
+    joined = [x.transpose(1, 2).reshape(BATCH, LENGTH, HEADS * DEPTH) for x in (q, k, v)]
+    q, k, v = (x.view(BATCH, LENGTH, HEADS, DEPTH).permute(0, 2, 1, 3) for x in joined)
+    weights = F.softmax(q @ k.transpose(-1, -2) / math.sqrt(DEPTH) + causal(q), -1)
+    return (weights @ v).permute(0, 2, 1, 3).contiguous().view(BATCH, LENGTH, HEADS * DEPTH)
+
+
+@form()
+def scores_transposed(q, k, v):
+    """Keys by queries, normalized over the keys all the same."""
+    weights = (k @ q.transpose(-2, -1) * SCALE).softmax(dim=-2)
+    return weights.transpose(-2, -1) @ v
+
+
+@form()
+def single_head_3d(q, k, v):
+    q, k, v = (x[:, 0] for x in (q, k, v))
+    return (q @ k.transpose(-2, -1) / math.sqrt(DEPTH)).softmax(-1) @ v
+
+
+# ---- fused ---------------------------------------------------------------------------------------------------------
+
+
+@form(fused=True)
+def sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@form(fused=True)
+def sdpa_mask(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen())
+
+
+# ---- no attention over tokens --------------------------------------------------------------------------------------
+
+
+@form(LOOKALIKES)
+def weights_without_values(q, k, v):
+    return (q @ k.transpose(-2, -1)).softmax(-1).square().sum(-1)
+
+
+@form(LOOKALIKES)
+def channels(q, k, v):
+    """The products run over the tokens; channels attend to channels."""
+    weights = (q.transpose(-2, -1) @ k / 10.0).softmax(-1)
+    return weights @ v.transpose(-2, -1)
+
+
+@form(LOOKALIKES)
+def router(q, k, v):
+    """Each token chooses among LENGTH experts, which are weights and no tokens."""
+    gates = (q @ k[0, 0].T).softmax(-1)
+    return gates @ v[0, 0]
