@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from ringopt.graph.autocast import Uncastable, explicit_casts
 from ringopt.graph.functional import Functional, Unwritable
-from ringopt.graph.nodes import argument, op_name, requires_grad, value_of
+from ringopt.graph.nodes import argument, op_name, requires_grad, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
 
@@ -84,8 +84,12 @@ def drop_assertions(graph: fx.Graph) -> None:
 
 
 def drop_identities(graph: fx.Graph) -> None:
-    """Dropout that drops nothing."""
+    """Dropout that drops nothing; broadcast_tensors, which Python's losses put before an op that broadcasts anyway."""
     for node in list(graph.nodes):
+        if op_name(node) == "getitem" and op_name(node.args[0]) == "broadcast_tensors":
+            before = node.args[0].args[0][node.args[1]]
+            if shape_of(before) == shape_of(node):
+                node.replace_all_uses_with(before)
         if op_name(node) == "dropout" and (not argument(node, 2, "train") or argument(node, 1, "p") == 0.0):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)

@@ -5,9 +5,9 @@
     return y                                return gather(y, n)
 
 Everything starts replicated. An attention site demands q, k, v sharded along their rows; its output is sharded; rules
-(ringopt/graph/axes.py) push that forward, and demands climb back to the inputs (ringopt/graph/sharder.py). What no rule
-knows is computed on gathered operands and reported. Losses reduce sum and count apart, for a mean of local means weighs
-tokens wrongly.
+(ringopt/graph/axes.py) push that forward, and demands climb back to the inputs (ringopt/graph/sharder.py). What mixes
+rows in a known way (a slice, a loss, a convolution) is computed on shards with what little the ranks need of each other
+(ringopt/sharding); all else is computed on gathered operands and reported.
 
 Before: functional graph, sites chosen by choose_strategy.
 After: every value replicated (same bits and same complete gradient on every rank) or sharded.
@@ -16,25 +16,23 @@ After: every value replicated (same bits and same complete gradient on every ran
 from __future__ import annotations
 
 import operator
-from math import prod
-from typing import Any
 
 import torch
 import torch.fx as fx
 
-import ringopt.ops.convert  # noqa: F401  (registers the operators)
+import ringopt.ops.convert
+import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
 from ringopt.attention.layouts import layout_of
-from ringopt.graph.axes import rule_of
+from ringopt.distributed.mesh import ANY
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import argument, module_path, op_name, shape_of, tensor_args, value_of
+from ringopt.graph.nodes import module_path, op_name, shape_of, tensor_args
 from ringopt.graph.placement import Sharded
+from ringopt.graph.refusal import Refusal
 from ringopt.graph.sharder import Sharder
-from ringopt.ops.dropout import SEEDS
 from ringopt.ops.ring import VERSION
-from ringopt.pipeline import Context, Pass
+from ringopt.pipeline import Context, GraphRefused, Pass
 from ringopt.report import Gather
-
-aten = torch.ops.aten
+from ringopt.sharding import across
 
 
 class ShardSequence(Pass):
@@ -46,16 +44,18 @@ class ShardSequence(Pass):
         mesh, layout = context.mesh, context.layout
 
         def rows_here(length: int) -> int:
+            if mesh.name == ANY:
+                raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
             return sum(map(len, layout_of(layout, length, mesh.size).ranges(mesh.rank)))
 
-        sharder = Sharder(gm.graph, mesh.name, layout, rows_here)
+        sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, asks=mesh.name == ANY)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 sharder.keep(node)
             elif node.op == "output":
                 sharder.reader = node
                 sharder.graph.output(fx.map_arg(node.args[0], sharder.replicated))
-            else:
+            elif node not in sharder.values:  # a handler of a tuple places its elements with it
                 shard_op(sharder, node, context)
         gm.graph = sharder.finished()
         record(sharder, context)
@@ -66,9 +66,7 @@ def shard_op(sharder: Sharder, node: fx.Node, context: Context) -> None:
     handled = (
         (site is not None and site.refusal is None and attend(sharder, node, context))
         or sharder.along(node)
-        or partial_sums(sharder, node)
-        or (op_name(node) == "cross_entropy_loss" and cross_entropy(sharder, node))
-        or (op_name(node) == "dropout" and dropout(sharder, node))
+        or (any(map(sharder.placements.get, tensor_args(node))) and across(sharder, node))
     )
     if not handled:
         sharder.whole(node)
@@ -105,105 +103,6 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         like=node,
     )
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
-    return True
-
-
-# ---- sums over the sequence ----------------------------------------------------------------------------------------
-def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
-    """A sum over the sharded dim is the sum of local sums; a mean divides it; a product contracts it."""
-    rule, operands = rule_of(node), list(tensor_args(node))
-    if rule is None or not rule.summed:
-        return False
-    for i, arg in enumerate(operands):
-        placement = sharder.placements.get(arg)
-        wanted = rule.sums(i, placement) if placement is not None else None
-        if wanted is None:
-            continue
-        sharder.reader = node
-        args, kwargs = sharder.operands(node, wanted)
-        local = local_sum(sharder, node, args, kwargs)
-        total = sharder.step(torch.ops.ringopt.reduce_from_group.default, local, sharder.group, like=node)
-        if op_name(node) == "mean":
-            count = prod(shape_of(arg)[dim] for dim in reduced_dims(node))
-            total = sharder.step(aten.div.Scalar, total, count, like=node)
-        sharder.set(node, sharder.call(aten.to.dtype, (total, value_of(node).dtype), node, None), None)
-        return True
-    return False
-
-
-def local_sum(sharder: Sharder, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    if op_name(node) not in ("sum", "mean"):
-        return sharder.step(node.target, *args, like=node, **kwargs)
-    keep = bool(argument(node, 2, "keepdim", False))
-    return sharder.step(aten.sum.dim_IntList, args[0], reduced_dims(node), keep, like=node, dtype=wide_dtype(node))
-
-
-def wide_dtype(node: fx.Node) -> torch.dtype:
-    """What partial sums are added up in: of 16 bits, float32, which also counts tokens without rounding."""
-    dtype: torch.dtype = value_of(node).dtype
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def reduced_dims(node: fx.Node) -> list[int]:
-    rank, dims = len(shape_of(node.args[0])), argument(node, 1, "dim")
-    return [dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))]
-
-
-# ---- losses --------------------------------------------------------------------------------------------------------
-NONE, MEAN, SUM = 0, 1, 2  # reductions of aten.cross_entropy_loss
-
-
-def cross_entropy(sharder: Sharder, node: fx.Node) -> bool:
-    """Class indices, sharded over tokens: the sum of losses and what it is divided by are reduced apart."""
-    logits, target = node.args[:2]
-    weight, reduction = argument(node, 2, "weight"), argument(node, 3, "reduction", MEAN)
-    ignored, smoothing = argument(node, 4, "ignore_index", -100), argument(node, 5, "label_smoothing", 0.0)
-    rank = len(shape_of(logits))
-    classes = 1 if rank > 1 else 0
-    placement = sharder.placements.get(logits)
-    if placement is None and (place := sharder.placements.get(target)) is not None:
-        placement = place.at(place.dim + (place.dim >= classes))
-    if placement is None or placement.dim == classes or value_of(target).is_floating_point():
-        return False
-    rows = placement.at(placement.dim - (placement.dim > classes))
-    sharder.reader = node
-    here, wanted = sharder.sharded(logits, placement), sharder.sharded(target, rows)
-    weights = sharder.beside(weight) if weight is not None else None
-
-    def call(op: Any, *args: Any) -> fx.Node:
-        return sharder.step(op, *args, like=node)
-
-    if reduction == NONE:
-        loss = call(aten.cross_entropy_loss.default, here, wanted, weights, NONE, ignored, smoothing)
-        sharder.set(node, loss, rows)
-        return True
-    reduce, wide = torch.ops.ringopt.reduce_from_group.default, wide_dtype(node)
-    loss = call(aten.cross_entropy_loss.default, here, wanted, weights, SUM, ignored, smoothing)
-    loss = call(reduce, call(aten.to.dtype, loss, wide), sharder.group)
-    if reduction == MEAN:
-        counted = call(aten.ne.Scalar, wanted, ignored)
-        if weight is not None:
-            safe = call(aten.where.ScalarOther, counted, wanted, 0)
-            taken = call(aten.index.Tensor, weights, [safe])
-            counted = call(aten.mul.Tensor, taken, counted)
-        count = call(aten.sum.default, counted)
-        count = call(reduce, call(aten.to.dtype, count, wide), sharder.group)
-        loss = call(aten.div.Tensor, loss, count)
-    sharder.set(node, sharder.call(aten.to.dtype, (loss, value_of(node).dtype), node, None), None)
-    return True
-
-
-# ---- random numbers ------------------------------------------------------------------------------------------------
-def dropout(sharder: Sharder, node: fx.Node) -> bool:
-    """Of a shard, each rank from its own stream; of a replicated value, by every rank alike (`whole`)."""
-    x, p = node.args[0], argument(node, 1, "p")
-    placement = sharder.placements[x]
-    if placement is None:
-        return False
-    device = value_of(x).device
-    seed = sharder.step(aten.randint.default, SEEDS, [], like=node, dtype=torch.int64, device=device)
-    both = sharder.step(torch.ops.ringopt.dropout.default, sharder.values[x], seed, p, sharder.group, like=node)
-    sharder.set(node, sharder.call(operator.getitem, (both, 0), node, placement), placement)
     return True
 
 

@@ -41,16 +41,16 @@ REGIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """The flat ATen graph of Dynamo's `gm`, with the same placeholders in the same order.
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorMode | None = None) -> fx.GraphModule:
+    """The flat ATen graph of `gm`, Dynamo's or an exported program's, with the same placeholders in the same order.
 
-    Sizes are those of `example_inputs`: see `specialize`. Raises GraphRefused for what cannot be flattened without
-    losing a gradient.
+    Sizes are those of `example_inputs`: see `specialize`. `mode` is whose fake tensors are made. Raises GraphRefused
+    for what cannot be flattened without losing a gradient.
     """
     refuse_higher_order(gm)
     specialize(gm)
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [fake(value, mode) for value in example_inputs]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
         flat = flatten(gm, inputs)

@@ -7,7 +7,9 @@ from math import prod
 import torch
 import torch.fx as fx
 
+from ringopt.distributed.mesh import Mesh
 from ringopt.graph.nodes import is_tensor, op_name, shape_of, value_of
+from ringopt.ops.rows import fetch_of
 from ringopt.pipeline import Context
 from ringopt.report import Report, Site
 
@@ -30,9 +32,21 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         gathers=tuple(context.gathers),
         sharded_fraction=sharded_fraction(graph, ranks),
         memory=memory(graph),
-        bytes_sent=sum(site.bytes_sent for site in sites) + shares,
+        bytes_sent=sum(site.bytes_sent for site in sites) + shares + fetched(graph, context.mesh),
         refusal=refusal,
     )
+
+
+def fetched(graph: fx.Graph, mesh: Mesh) -> int:
+    """Bytes of rows that this rank sends because another wants them (ringopt/ops/rows.py)."""
+    total = 0
+    for node in graph.nodes:
+        if op_name(node) == "fetch_rows":
+            x, dim, outer, length, inner, wanted, _local, layout, _group = node.args
+            plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, torch.device("cpu"))
+            row = value_of(x).element_size() * outer * inner * prod(shape_of(x)) // shape_of(x)[dim]
+            total += row * sum(len(rows) for _, rows in plan.sends)
+    return total
 
 
 def sharded_fraction(graph: fx.Graph, ranks: int) -> float:

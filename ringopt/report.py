@@ -48,7 +48,7 @@ class Report:
     gathers           values that were needed whole
     sharded_fraction  share of the matrix FLOPs that run on this rank's rows only
     memory            bytes per rank by cause
-    bytes_sent        per rank, one forward pass: attention and gathers
+    bytes_sent        per rank, one forward pass: attention, gathers and rows fetched from other ranks
     refusal           why the whole graph was left unsharded, or None
     """
 

@@ -16,8 +16,9 @@ from math import prod
 
 import torch.fx as fx
 
-from ringopt.graph.axes import ViewRule, rule_of
+from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import argument, is_aten, is_tensor, op_name, shape_of, tensor_args
+from ringopt.graph.rules import ViewRule
 
 Dims = tuple[tuple[str, ...], ...]
 

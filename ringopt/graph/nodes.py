@@ -58,6 +58,16 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.kwargs.get(name, default)
 
 
+def named(node: fx.Node, name: str) -> Any:
+    """An argument by the name it has in the schema of the op; its default where it was not given. KeyError for a name
+    that the schema has not."""
+    schema: dict[str, Any] = {arg.name: (place, arg) for place, arg in enumerate(node.target._schema.arguments)}
+    place, arg = schema[name]
+    if place < len(node.args):
+        return node.args[place]
+    return node.kwargs.get(name, arg.default_value)
+
+
 def module_path(node: fx.Node) -> str:
     """`model.layers.0.self_attn`: the innermost module the node was traced in; "" outside any."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.graph.axes import Rule, ViewRule, rule_of
+from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import is_aten, is_tensor, module_path, op_name, requires_grad, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
+from ringopt.graph.rules import Rule, ViewRule
 
 aten = torch.ops.aten
 
@@ -36,16 +37,28 @@ class GatherNote:
 
 
 class Sharder:
-    """`group` and `layout` name the ranks and their rows; `rows_here(length)` counts the rows of this rank."""
+    """`group` and `layout` name the ranks and their rows; this is `rank` of `ranks`, and `rows_here(length)` counts its
+    rows of a sequence. Where the program `asks` for that when it runs, no number of ranks or rows stands in the graph:
+    `rank` and `ranks` are then only examples."""
 
-    def __init__(self, graph: fx.Graph, group: str, layout: str, rows_here: Callable[[int], int]):
-        self.group, self.layout, self.rows_here = group, layout, rows_here
+    def __init__(
+        self,
+        graph: fx.Graph,
+        group: str,
+        layout: str,
+        rank: int,
+        ranks: int,
+        rows_here: Callable[[int], int],
+        asks: bool = False,
+    ):
+        self.group, self.layout, self.rank, self.ranks, self.rows_here = group, layout, rank, ranks, rows_here
         self.graph = fx.Graph()
         self.carries = requires_grad(graph)
         self.values: dict[fx.Node, fx.Node] = {}
         self.placements: dict[fx.Node, Sharded | None] = {}
         self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
         self.gathers: list[GatherNote] = []
+        self.asks, self.asked = asks, dict[int, fx.Node]()
         self.reader: fx.Node | None = None
 
     # ---- what the walk calls ---------------------------------------------------------------------------------------
@@ -111,9 +124,20 @@ class Sharder:
         return self.once(node, placement, lambda: self.climb(node, placement) or self.scatter(node, placement))
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        local = self.rows_here(placement.length)
+        local = self.rows(placement.length)
         args = (self.replicated(node), *self.factors(placement), local, self.layout, self.group)
         return self.call(torch.ops.ringopt.scatter.default, args, node, placement, name=f"{node.name}_rows")
+
+    def rows(self, length: int) -> int | fx.Node:
+        """Rows of this rank, of a sequence of `length`."""
+        if not self.asks:
+            return self.rows_here(length)
+        if length not in self.asked:
+            args: Any = (length, self.layout, self.group, [], "", "", "never")
+            node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
+            node.meta["placement"] = node.meta["whole"] = None
+            self.asked[length] = node
+        return self.asked[length]
 
     def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
         """Computes only this rank's rows, from rows of the operands."""
@@ -188,9 +212,9 @@ class Sharder:
         new.meta["placement"], new.meta["whole"], new.meta["named"] = placement, value_of(like), name or like.name
         return new
 
-    def step(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+    def step(self, target: Any, *args: Any, like: fx.Node, placement: Sharded | None = None, **kwargs: Any) -> fx.Node:
         """A node on the way to the value of `like`, of a shape of its own."""
-        new = self.call(target, args, like, None, kwargs, name=f"{like.name}_{target._schema.name.split('::')[1]}")
+        new = self.call(target, args, like, placement, kwargs, name=f"{like.name}_{target._schema.name.split('::')[1]}")
         new.meta["whole"] = None
         return new
 

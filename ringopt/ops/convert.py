@@ -30,15 +30,15 @@ LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
 def scatter(x: Tensor, dim: int, outer: int, length: int, inner: int, local: int, layout: str, group: str) -> Tensor:
     """This rank's rows of `x`, which every rank holds whole."""
     mesh = mesh_of(group)
-    parts = _factored(x, dim, outer, inner)
+    parts = factored(x, dim, outer, inner)
     rows = layout_of(layout, length, mesh.size).ranges(mesh.rank)
     pieces = [parts.narrow(dim + 1, piece.start, len(piece)) for piece in rows]
-    return torch.cat(pieces, dim + 1).reshape(_with_dim(x, dim, outer * local * inner)).contiguous()
+    return torch.cat(pieces, dim + 1).reshape(with_dim(x, dim, outer * local * inner)).contiguous()
 
 
 @scatter.register_fake
 def _(x: Tensor, dim: int, outer: int, length: int, inner: int, local: int, layout: str, group: str) -> Tensor:
-    return x.new_empty(_with_dim(x, dim, outer * local * inner))
+    return x.new_empty(with_dim(x, dim, outer * local * inner))
 
 
 @torch.library.custom_op("ringopt::gather", mutates_args=())
@@ -47,7 +47,7 @@ def gather(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str
     mesh = mesh_of(group)
     plan = layout_of(layout, length, mesh.size)
     counts = [sum(map(len, plan.ranges(rank))) for rank in range(mesh.size)]
-    local = _factored(x, dim, outer, inner).movedim(dim + 1, 0)
+    local = factored(x, dim, outer, inner).movedim(dim + 1, 0)
     message = local.new_empty((max(counts), *local.shape[1:]))
     message[: counts[mesh.rank]] = local
     message[counts[mesh.rank] :] = 0
@@ -57,12 +57,12 @@ def gather(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str
         for piece in plan.ranges(rank):
             whole[piece.start : piece.stop] = shard[place : place + len(piece)]
             place += len(piece)
-    return whole.movedim(0, dim + 1).reshape(_with_dim(x, dim, outer * length * inner)).contiguous()
+    return whole.movedim(0, dim + 1).reshape(with_dim(x, dim, outer * length * inner)).contiguous()
 
 
 @gather.register_fake
 def _(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str) -> Tensor:
-    return x.new_empty(_with_dim(x, dim, outer * length * inner))
+    return x.new_empty(with_dim(x, dim, outer * length * inner))
 
 
 @torch.library.custom_op("ringopt::reduce_from_group", mutates_args=())
@@ -119,10 +119,10 @@ LIBRARY.define("copy_to_group(Tensor(a) x, str group) -> Tensor(a)")
 LIBRARY.impl("copy_to_group", _CopyToGroup.apply, "CompositeImplicitAutograd")
 
 
-def _factored(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+def factored(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
     """Dim `dim` taken apart into [outer, rows, inner]."""
     return x.reshape(*x.shape[:dim], outer, x.shape[dim] // (outer * inner), inner, *x.shape[dim + 1 :])
 
 
-def _with_dim(x: Tensor, dim: int, size: int) -> list[int]:
+def with_dim(x: Tensor, dim: int, size: int) -> list[int]:
     return [*x.shape[:dim], size, *x.shape[dim + 1 :]]

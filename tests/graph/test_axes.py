@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ringopt.graph.axes import ViewRule, rule_of
+from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded, through_view
+from ringopt.graph.rules import ViewRule
 
 A, B, C = (3, 4, 6), (4, 6), (3, 6, 4)
 
@@ -28,13 +29,22 @@ OPS = {
     "unsqueeze": (lambda x: x.unsqueeze(1), (A,), {0, 2, 3}),
     "squeeze": (lambda x: x.squeeze(1), ((3, 1, 6),), {0, 1}),
     "expand": (lambda x: x.expand(5, 3, 4, 6), ((3, 1, 6),), {1, 3}),
+    "tile": (lambda x: x.tile(1, 2), (A,), {0, 1}),
+    "unfold": (lambda x: x.unfold(1, 2, 1), (A,), {0, 2}),
+    "as complex": (lambda x: torch.view_as_complex(x), ((3, 4, 2),), {0, 1}),
+    "as real": (lambda x: torch.view_as_real(torch.complex(x, x)), (A,), {0, 1, 2}),
+    "repeat": (lambda x: x.repeat(2, 1, 3, 1), (A,), {1, 3}),
+    "repeat_interleave": (lambda x: x.repeat_interleave(2, 1), (A,), {0, 2}),
     "select": (lambda x: x.select(1, 2), (A,), {0, 1}),
     "slice": (lambda x: x[:, 1:3], (A,), {0, 2}),
     "slice of all": (lambda x: torch.ops.aten.slice(x, 1, 0, 99), (A,), {0, 1, 2}),
+    "narrow": (lambda x: x.narrow(1, 1, 2), (A,), {0, 2}),
     "split": (lambda x: x.split(3, 2)[1], (A,), {0, 1}),
     "chunk": (lambda x: x.chunk(2, -1)[0], (A,), {0, 1}),
     "unbind": (lambda x: x.unbind(1)[1], (A,), {0, 1}),
     "cat": (lambda x, y: torch.cat([x, y], 1), (A, A), {0, 2}),
+    "select_scatter": (lambda x, y: x.select_scatter(y, 1, 2), (A, (3, 6)), {0, 2}),
+    "slice_scatter": (lambda x, y: x.slice_scatter(y, 1, 1, 3), (A, (3, 2, 6)), {0, 2}),
     "stack": (lambda x, y: torch.stack([x, y], 1), (A, A), {0, 2, 3}),
     "softmax": (lambda x: x.softmax(-1), (A,), {0, 1}),
     "cumsum": (lambda x: x.cumsum(1), (A,), {0, 2}),
@@ -51,9 +61,48 @@ OPS = {
     "mean keepdim": (lambda x: x.mean(-1, keepdim=True), (A,), {0, 1}),
     "amax": (lambda x: x.amax(0), (A,), {0, 1}),
     "var of all": (lambda x: x.var(), (A,), set()),
+    "max along": (lambda x: x.max(1)[0], (A,), {0, 1}),
+    "larger of two": (lambda x, y: torch.max(x, y), (A, B), {0, 1, 2}),
+    "max of all": (lambda x: x.max(), (A,), set()),
+    "var and mean": (lambda x: torch.var_mean(x, 1)[1], (A,), {0, 1}),
+    "product": (lambda x: x.prod(1), (A,), {0, 1}),
+    "cummax": (lambda x: x.cummax(1)[0], (A,), {0, 2}),
+    "batch norm in evaluation": (
+        lambda x, m, v: F.batch_norm(x, m, v.abs(), m, v, False), (A, (4,), (4,)), {0, 1, 2},
+    ),
+    "group norm": (lambda x, w: F.group_norm(x, 2, w), (A, (4,)), {0}),
+    "instance norm": (lambda x: F.instance_norm(x), (A,), {0}),
+    "convolution": (lambda x, w: F.conv1d(x, w), (A, (2, 4, 3)), {0}),
+    "prelu": (F.prelu, (A, (4,)), {0, 1, 2}),
+    "prelu of one slope": (F.prelu, (A, (1,)), {0, 1, 2}),
+    "pooling": (lambda x: F.avg_pool1d(x, 2), (A,), {0, 1}),
+    "resampling": (lambda x: F.interpolate(x, scale_factor=2), (A,), {0, 1}),
+    "cosine similarity": (lambda x, y: F.cosine_similarity(x, y, dim=1), (A, (4, 1)), {0, 1}),
+    "distance": (F.pairwise_distance, (A, B), {0, 1}),
+    "number of zeros": (lambda x: torch.count_nonzero(x, 1), (A,), {0, 1}),
+    "sum without nan": (lambda x: x.nansum(1), (A,), {0, 1}),
+    "least and largest": (lambda x: x.aminmax(dim=1)[0], (A,), {0, 1}),
+    "kth value": (lambda x: x.kthvalue(2, 1)[0], (A,), {0, 1}),
+    "special function": (lambda x: torch.special.expit(x), (A,), {0, 1, 2}),
+    "alias": (lambda x, y: torch.multiply(x, y), (A, B), {0, 1, 2}),
     "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), (A,), {0, 1}),
     "gather": (lambda x, y: x.gather(2, (y > 0).long()), (A, (*C[:1], 4, 2)), {0, 1, 2}),
+    "scatter": (lambda x, y: x.scatter(2, (y > 0).long(), y), (A, (*A[:2], 2)), {0, 1}),
+    "scatter of a value": (lambda x, y: x.scatter(2, (y > 0).long(), 1.0), (A, (3, 3, 2)), {0}),
+    "scatter_add": (lambda x, y: x.scatter_add(1, (y > 0).long(), y), (A, A), {0, 2}),
+    "index_add": (lambda x, y: x.index_add(1, torch.tensor([2, 0]), y), (A, (3, 2, 6)), {0, 2}),
+    "take_along_dim": (lambda x, y: x.take_along_dim((y > 0).long(), 1), (A, A), {0, 1, 2}),
+    "bucketize": (lambda x, y: torch.bucketize(x, y.sort()[0]), (A, (5,)), {0, 1, 2}),
+    "isin": (lambda x, y: torch.isin(x, y), (A, (5,)), {0, 1, 2}),
+    "searchsorted": (lambda x, y: torch.searchsorted(y.sort()[0], x), (A, (5,)), {0, 1, 2}),
     "linear": (F.linear, (A, (5, 6), (5,)), {0, 1, 2}),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, ([2], [0])), (A, (6, 5)), {0, 1, 2}),
+    "inner": (lambda x, y: torch.inner(x, y), (A, (5, 6)), {0, 1, 2}),
+    "bilinear": (F.bilinear, (A, A, (5, 6, 6)), {0, 1}),
+    "cdist": (lambda x, y: torch.cdist(x, y), (A, (3, 5, 6)), {0, 1, 2}),
+    "addmv": (torch.addmv, ((4,), B, (6,)), {0}),
+    "einsum with an ellipsis": (lambda x, y: torch.einsum("...d,ed->...e", x, y), (A, (5, 6)), {0, 1, 2}),
+    "einsum that broadcasts": (lambda x, y: torch.einsum("bnd,bnd->bnd", x, y), (A, (3, 1, 6)), {0, 1, 2}),
     "matmul": (lambda x, y: x @ y, (A, (3, 6, 5)), {0, 1, 2}),
     "matmul by matrix": (lambda x, y: x @ y, (A, (6, 5)), {0, 1, 2}),
     "matmul by vector": (lambda x, y: x @ y, (A, (6,)), {0, 1}),
@@ -133,6 +182,8 @@ def test_the_law(name):
         (lambda x: x.sum(1), (A,)),
         (lambda x, y: F.linear(x, y), (A, (5, 6))),
         (lambda x, y: torch.einsum("bnd,bne->bde", x, y), (A, (3, 4, 5))),
+        (lambda x, y: torch.tensordot(x, y, ([1], [1])), (A, (3, 4, 5))),
+        (lambda x: torch.count_nonzero(x > 0, 1), (A,)),
     ],
 )
 def test_partial_sums_add_up(function, shapes):
@@ -144,6 +195,11 @@ def test_partial_sums_add_up(function, shapes):
     wanted = rule.sums(0, Sharded(dim, 1, size, 1))
     parts = [run(node, rule, wanted, values, rows) for rows in (range(0, 1), range(1, size))]
     torch.testing.assert_close(sum(parts), values[node])
+
+
+def test_batch_norm_in_training_mixes_the_batch():
+    gm, _ = captured(lambda x: F.batch_norm(x, None, None, training=True), (A,))
+    assert [rule_of(node) for node in gm.graph.nodes if op_name(node) == "batch_norm"] == [None]
 
 
 def test_random_numbers_have_no_rows():

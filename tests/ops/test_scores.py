@@ -147,7 +147,7 @@ def dense(case: Case, given: Problem, hidden_is: float = 0.0) -> list[Tensor]:
     sinks = case.sinks.clone().requires_grad_() if case.sinks is not None else None
     keys, values = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
     scores = case.change(q @ keys.mT * given.scale, *sources) + case.add(*sources)
-    scores = scores + torch.zeros(N, N, dtype=DOUBLE).masked_fill(~visible(case.pattern, N, N), -INF)
+    scores = scores + torch.zeros(N, N, dtype=given.q.dtype).masked_fill(~visible(case.pattern, N, N), -INF)
     if sinks is not None:
         scores = torch.cat([scores, sinks[..., None, None].expand(2, HEADS, N, 1)], -1)
     hidden = (scores == -INF).all(-1, keepdim=True) & (hidden_is == 0.0)
@@ -242,6 +242,19 @@ def test_bfloat16(name: str) -> None:
         assert found[0].dtype == torch.bfloat16
         for got, right in zip(found, expected, strict=True):
             assert_near(got, right, 4e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("added", [1e9, -1e9])
+def test_large_numbers_are_added_to_some_keys_or_all(added: float, dtype: torch.dtype) -> None:
+    bias = where(KEPT, number(0.0, dtype), added, dtype)
+    add = torch.zeros(2, 1, 1, N, dtype=dtype).masked_fill(UNSEEN, added)
+    case = Case(Mask(bias=bias, nan=True), (PADDING,), add=lambda _: add, pattern="causal")
+    given = problem(N).to(dtype)
+    expected = dense(case, given)
+    for found in (on_one_device(case, given), *(over_ranks(case, given, *way) for way in WAYS)):
+        for got, right in zip(found, expected, strict=True):
+            assert_near(got, right, 1e-5 if dtype == torch.float32 else 1e-12)
 
 
 def test_a_row_of_finite_fills_gives_all_to_its_sink() -> None:

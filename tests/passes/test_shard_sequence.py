@@ -17,56 +17,15 @@ from ringopt.graph.printer import changes, short
 from ringopt.options import Options
 from ringopt.passes import LINE
 from ringopt.pipeline import Context, Pipeline
+from tests.sharding.programs import D, H, Model, case, check, inputs
 from tests.threads import run_on_threads
-from tests.translation import Seat, captured, validate
-
-B, N, D, H = 2, 11, 8, 2
-
-
-class Model(nn.Module):
-    """Attention, a step, attention, and an end."""
-
-    def __init__(self, step=lambda m, x: x, end=lambda m, x: x, causal=True):
-        super().__init__()
-        self.step, self.end, self.causal = step, end, causal
-        self.qkv, self.linear, self.wide = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, 2 * D)
-        self.conv, self.norm, self.table = nn.Conv1d(D, D, 3, padding=1), nn.LayerNorm(D), nn.Embedding(40, D)
-        self.vector = nn.Parameter(torch.randn(D))
-        self.register_buffer("count", torch.zeros(D))
-
-    def attention(self, x):
-        b, n, _ = x.shape
-        q, k, v = (t.view(b, n, H, D // H).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).reshape(b, n, D)
-
-    def forward(self, x, ids):
-        x = x + self.table(ids)
-        x = self.attention(x)
-        x = self.step(self, x)
-        return self.end(self, self.attention(x)), ids
-
-
-def inputs(n=N):
-    return torch.randn(B, n, D, dtype=torch.float64, requires_grad=True), torch.randint(0, 40, (B, n))
-
-
-def check(step=lambda m, x: x, end=lambda m, x: x, p=2, n=N, **options):
-    torch.manual_seed(0)
-    verdict = validate(p, Model(step, end).double(), *inputs(n), **options)
-    assert not verdict.wrong, f"{verdict.wrong}\n{verdict.graph.graph}"
-    return verdict
+from tests.translation import Seat, captured
 
 
 def no_grad(m, x):
     with torch.no_grad():
         y = m.linear(x)
     return m.linear(x) + y
-
-
-def zero_row(m, x):
-    y = x.clone()
-    y[:, 0] = 0
-    return y
 
 
 def write_after_use(m, x):
@@ -79,6 +38,12 @@ def write_after_use(m, x):
 def autocast(m, x):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
         return m.linear(x)
+
+
+def rotated(m, x):
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * torch.arange(D // 2)
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
 
 #: steps that work token by token: nothing may be gathered
@@ -106,6 +71,10 @@ LOCAL = {
     "expand and mask": lambda m, x: x.masked_fill((torch.arange(x.shape[1]) % 3 == 0)[None, :, None].expand_as(x), 0.5),
     "stack": lambda m, x: torch.stack([x, x * 2], -1).mean(-1),
     "cat of channels": lambda m, x: torch.cat([x, -x], -1)[..., :D],
+    "cosine similarity": lambda m, x: x * F.cosine_similarity(x, m.vector, dim=-1)[..., None],
+    "rotary by complex numbers": rotated,
+    "new rows": lambda m, x: x * x.new_ones(x.shape[1], 1) + x.new_zeros(()),
+    "einsum with an ellipsis": lambda m, x: torch.einsum("...d,ed->...e", x, m.linear.weight),
     "no_grad": no_grad,
     "write after use": write_after_use,
     "autocast off": autocast,
@@ -115,27 +84,15 @@ LOCAL = {
 
 #: steps that mix rows: gathered, told, and right
 MIXING = {
-    "convolution": lambda m, x: m.conv(x.transpose(1, 2)).transpose(1, 2),
-    "cumsum": lambda m, x: x.cumsum(1),
-    "flip": lambda m, x: x.flip(1),
-    "roll": lambda m, x: x.roll(1, 1),
-    "softmax over the sequence": lambda m, x: x.softmax(1),
-    "first row": lambda m, x: x + x[:, :1],
-    "last row": lambda m, x: x + x[:, -1][:, None],
-    "shift": lambda m, x: F.pad(x[:, :-1], (0, 0, 1, 0)),
     "sorted": lambda m, x: x.sort(1)[0],
-    "a row is zeroed": zero_row,
-    "largest": lambda m, x: x - x.amax(1, keepdim=True),
-    "variance": lambda m, x: x / (1 + x.var(1, keepdim=True)),
+    "product of all rows": lambda m, x: x * x.prod(1, keepdim=True),
     "fft": lambda m, x: torch.fft.fft(x, dim=1).real,
 }
-
-CASES = [(2, "contiguous"), (3, "zigzag"), (3, "contiguous"), (2, "zigzag")]
 
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_token_wise_steps_stay_sharded(name):
-    p, layout = CASES[list(LOCAL).index(name) % len(CASES)]
+    p, layout = case(LOCAL, name)
     verdict = check(LOCAL[name], p=p, layout=layout)
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
     assert verdict.report.sharded_fraction == 1.0
@@ -143,43 +100,9 @@ def test_token_wise_steps_stay_sharded(name):
 
 @pytest.mark.parametrize("name", MIXING)
 def test_steps_that_mix_rows_are_right_and_told(name):
-    p, layout = CASES[list(MIXING).index(name) % len(CASES)]
+    p, layout = case(MIXING, name)
     verdict = check(MIXING[name], p=p, layout=layout)
     assert len(verdict.report.gathers) > 1 and all(gather.why for gather in verdict.report.gathers)
-
-
-def labels(m, x):
-    """Class indices out of nothing, ignored labels in the first third only."""
-    wanted = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2]) % D
-    return wanted.masked_fill(torch.arange(x.shape[1]) < x.shape[1] // 3, -100)
-
-
-LOSSES = {
-    "mean": lambda m, x: F.cross_entropy(x.reshape(-1, D), labels(m, x).reshape(-1)),
-    "sum": lambda m, x: F.cross_entropy(x.reshape(-1, D), labels(m, x).reshape(-1), reduction="sum"),
-    "none": lambda m, x: F.cross_entropy(x.reshape(-1, D), labels(m, x).reshape(-1), reduction="none"),
-    "class dim second": lambda m, x: F.cross_entropy(x.transpose(1, 2), labels(m, x)),
-    "weights": lambda m, x: F.cross_entropy(x.reshape(-1, D), labels(m, x).reshape(-1), weight=m.vector.abs().detach()),
-    "smoothing": lambda m, x: F.cross_entropy(x.reshape(-1, D), labels(m, x).reshape(-1), label_smoothing=0.2),
-    "weights and smoothing": lambda m, x: F.cross_entropy(
-        x.reshape(-1, D), labels(m, x).reshape(-1), weight=m.vector.abs().detach(), label_smoothing=0.2
-    ),
-    "probabilities": lambda m, x: F.cross_entropy(x.reshape(-1, D), (2 * x.detach()).softmax(-1).reshape(-1, D)),
-    "shift by pad": lambda m, x: F.cross_entropy(
-        x.reshape(-1, D), F.pad(labels(m, x), (0, 1), value=-100)[:, 1:].reshape(-1)
-    ),
-    "shift by slice": lambda m, x: F.cross_entropy(x[:, :-1].reshape(-1, D), labels(m, x)[:, 1:].reshape(-1)),
-    "mean of squares": lambda m, x: (x**2).mean(),
-    "mse": lambda m, x: F.mse_loss(x, torch.ones_like(x)),
-    "mean pooling": lambda m, x: m.linear(x.mean(1)).sum(),
-    "last token": lambda m, x: m.linear(x[:, -1]).sum(),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses(name):
-    p, layout = CASES[list(LOSSES).index(name) % len(CASES)]
-    check(end=LOSSES[name], p=p, layout=layout)
 
 
 @pytest.mark.parametrize("n", (2, 3, 4, 5, 7))

@@ -1,0 +1,94 @@
+"""Values put together along the sequence: cat, and writes into some of its rows.
+
+    y = cat([a, x], 1)   ->   moved  = fetch_rows(x_rows, "move -2:1:13")
+                              y_rows = where(rows >= 2, moved, index_select(copy_to_group(a), 1, clamp(rows, 0, 1)))
+    y[:, 0] = 0          ->   y_rows = where(rows == 0, 0, y_rows)
+
+`rows` are the numbers of this rank's rows: by `where`, not by a sum of values padded with zeros, because 0 + x is not
+always x.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.nodes import named, shape_of, value_of
+from ringopt.graph.placement import Sharded
+from ringopt.graph.sharder import Sharder
+from ringopt.ops.rows import moved
+from ringopt.sharding.steps import Handler, Steps, enough_rows, sequence_at
+
+aten = torch.ops.aten
+
+
+class Joined(Steps):
+    """The steps of `node`, a sequence along `dim` that is put together from parts; it is sharded as `out`."""
+
+    def __init__(self, sharder: Sharder, node: fx.Node, dim: int):
+        super().__init__(sharder, node)
+        self.out = Sharded(dim, 1, shape_of(node)[dim], 1)
+        self.rows = self.row_numbers(self.out.length, value_of(node).device)
+        sizes = [-1 if other == dim else 1 for other in range(len(shape_of(node)))]
+        self.column = self(aten.reshape.default, self.rows, sizes)
+
+    def part(self, x: fx.Node, start: int) -> fx.Node:
+        """What this rank's rows are where `x` begins at row `start`; anything outside `x`."""
+        place, count = self.sharder.placements[x], shape_of(x)[self.out.dim]
+        if place == Sharded(self.out.dim, 1, count, 1):
+            local = self.fetch(self.sharder.values[x], place, moved((-start, 1, self.out.length)), self.out)
+        else:
+            at = self(aten.clamp.default, self(aten.sub.Scalar, self.rows, start), 0, count - 1)
+            whole = self.sharder.beside(x)
+            local = self(aten.index_select.default, whole, self.out.dim, at, placement=self.out)
+        return self.cast(local, value_of(self.node).dtype)
+
+    def where(self, from_row: int, to_row: int, inside: fx.Node, outside: fx.Node) -> fx.Node:
+        after = self(aten.ge.Scalar, self.column, from_row)
+        among = self(aten.logical_and.default, after, self(aten.lt.Scalar, self.column, to_row))
+        return self(aten.where.self, among, inside, outside, placement=self.out)
+
+
+def cat(sharder: Sharder, node: fx.Node) -> bool:
+    parts = node.args[0]
+    rank, length = len(shape_of(node)), shape_of(node)[named(node, "dim")]
+    dim = named(node, "dim") % rank
+    ends = list(accumulate(shape_of(x)[dim] if len(shape_of(x)) == rank else 0 for x in parts))
+    cut = any(sequence_at(sharder, x, [dim]) is not None for x in parts)
+    if not cut or not enough_rows(sharder, length) or any(a == b for a, b in zip([0, *ends], ends, strict=False)):
+        return False
+    step = Joined(sharder, node, dim)
+    value = step.part(parts[0], 0)
+    for x, start, end in zip(parts[1:], ends, ends[1:], strict=False):
+        value = step.where(start, end, step.part(x, start), value)
+    return step.done(value, step.out)
+
+
+def select_scatter(sharder: Sharder, node: fx.Node) -> bool:
+    base, written, dim, index = node.args
+    place = sequence_at(sharder, base, [dim])
+    if place is None:
+        return False
+    step, row = Joined(sharder, node, place.dim), index % place.length
+    whole = step(aten.unsqueeze.default, sharder.beside(written), place.dim)
+    return step.done(step.where(row, row + 1, whole, sharder.values[base]), place)
+
+
+def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
+    base, written, dim = node.args[0], node.args[1], named(node, "dim")
+    place = sequence_at(sharder, base, [dim])
+    rows = range(shape_of(base)[dim])[named(node, "start") : named(node, "end") : named(node, "step")]
+    if place is None or not rows or rows.step != 1:
+        return False
+    step = Joined(sharder, node, place.dim)
+    inside = step.part(written, rows.start)
+    return step.done(step.where(rows.start, rows.stop, inside, sharder.values[base]), place)
+
+
+JOINS: dict[str, Handler] = {
+    **dict.fromkeys(("cat", "concat", "concatenate"), cat),
+    "select_scatter": select_scatter,
+    "slice_scatter": slice_scatter,
+}

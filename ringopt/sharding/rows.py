@@ -1,0 +1,193 @@
+"""Rows picked and moved along the sequence.
+
+    y = x[:, 0]              ->   y      = select(fetch_rows(x_rows, "take 0:1:1"), 1, 0)      # the owner tells all
+    y = x[:, 1:]             ->   y_rows = fetch_rows(x_rows, "move 1:1:10")                   # a row from a neighbour
+    y = pad(x, (0, 0, 1, 0)) ->   y_rows = fetch_rows(x_rows, "move -1:1:12")
+    y = x[b, last]           ->   y      = index(look_up_rows(x_rows, last), [b, arange(2)])   # rows known when it runs
+
+A slice of many rows is a sequence of its own, sharded by the same layout: two values of equally many rows line up,
+whatever they were cut from. A slice of a few rows, too few for every chunk of the layout to have one, is replicated.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from math import prod
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.nodes import named, op_name, shape_of, value_of
+from ringopt.graph.placement import Sharded
+from ringopt.graph.sharder import Sharder
+from ringopt.ops.rows import Piece, moved, taken
+from ringopt.sharding.steps import Handler, Steps, enough_rows, getitems, sequence_at
+
+aten = torch.ops.aten
+
+
+def select(sharder: Sharder, node: fx.Node) -> bool:
+    """One place along the sharded dim, of which the sequence may be a factor."""
+    x, dim, index = node.args[:3]
+    place = sharder.placements[x]
+    if place is None or dim % len(shape_of(x)) != place.dim:
+        return False
+    outer, rest = divmod(index % place.size, place.length * place.inner)
+    row, inner = divmod(rest, place.inner)
+    rows = Steps(sharder, node).fetch(sharder.values[x], place, taken((row, 1, 1)), None)
+    args = (rows, place.dim, outer * place.inner + inner)
+    sharder.set(node, sharder.call(aten.select.int, args, node, None), None)
+    return True
+
+
+def slice_(sharder: Sharder, node: fx.Node) -> bool:
+    x, dim = node.args[0], named(node, "dim")
+    rows = range(shape_of(x)[dim])[named(node, "start") : named(node, "end") : named(node, "step")]
+    return cut(sharder, node, dim, rows, node)
+
+
+def narrow(sharder: Sharder, node: fx.Node) -> bool:
+    x, dim, start, length = node.args[:4]
+    if isinstance(start, fx.Node):
+        return False
+    start %= shape_of(x)[dim]
+    return cut(sharder, node, dim, range(start, start + length), node)
+
+
+def split(sharder: Sharder, node: fx.Node) -> bool:
+    """Each element of the tuple that is used is cut out by itself."""
+    dim, sizes = named(node, "dim"), [value.shape[named(node, "dim")] for value in value_of(node)]
+    users = getitems(node)
+    if users is None or not all(sizes[user.args[1]] for user in users):
+        return False
+    ends = list(accumulate(sizes))
+    pieces = {user: range(ends[user.args[1]] - sizes[user.args[1]], ends[user.args[1]]) for user in users}
+    return all(cut(sharder, node, dim, rows, user) for user, rows in pieces.items())
+
+
+def cut(sharder: Sharder, node: fx.Node, dim: int, rows: range, of: fx.Node) -> bool:
+    """`of` (`node`, or an element of its tuple) is these rows of the argument of `node`."""
+    place = sequence_at(sharder, node.args[0], [dim])
+    if place is None or not rows:
+        return False
+    return rearranged(Steps(sharder, node), place, (rows.start, rows.step, len(rows)), of=of)
+
+
+def rearranged(step: Steps, place: Sharded, *pieces: Piece, of: fx.Node | None = None) -> bool:
+    """The node's rows are these of its argument, one after the other."""
+    sharder, node = step.sharder, of or step.node
+    length = sum(count for _, _, count in pieces)
+    out = Sharded(place.dim, 1, length, 1) if enough_rows(sharder, length) else None
+    wanted = moved(*pieces) if out is not None else taken(*pieces)
+    sharder.set(node, step.fetch(sharder.values[step.node.args[0]], place, wanted, out, node), out)
+    return True
+
+
+def roll(sharder: Sharder, node: fx.Node) -> bool:
+    shifts, place = named(node, "shifts"), sequence_at(sharder, node.args[0], named(node, "dims"))
+    if place is None:
+        return False
+    first = -shifts[0] % place.length
+    return rearranged(Steps(sharder, node), place, (first, 1, place.length - first), (0, 1, first))
+
+
+def flip(sharder: Sharder, node: fx.Node) -> bool:
+    place = sequence_at(sharder, node.args[0], named(node, "dims"))
+    if place is None:
+        return False
+    return rearranged(Steps(sharder, node), place, (place.length - 1, -1, place.length))
+
+
+def pad(sharder: Sharder, node: fx.Node) -> bool:
+    """Padding of the sequence alone, by zeros or by rows of its own."""
+    amounts = list(named(node, "pad"))
+    touched = [len(shape_of(node)) - 1 - i for i in range(len(amounts) // 2) if any(amounts[2 * i : 2 * i + 2])]
+    place = sequence_at(sharder, node.args[0], touched)
+    if place is None:
+        return False
+    at = 2 * (len(shape_of(node)) - 1 - place.dim)
+    before, after = amounts[at : at + 2]
+    pieces = padded(node, before, after, place.length)
+    return pieces is not None and rearranged(Steps(sharder, node), place, *pieces)
+
+
+def padded(node: fx.Node, before: int, after: int, n: int) -> tuple[Piece, ...] | None:
+    mode = "constant" if op_name(node) == "constant_pad_nd" else named(node, "mode")
+    if mode == "constant" and not named(node, "value"):
+        return ((-before, 1, n + before + after),)
+    if mode == "constant" or min(before, after) < 0:
+        return None
+    first, last = {
+        "circular": ((n - before, 1, before), (0, 1, after)),
+        "replicate": ((0, 0, before), (n - 1, 0, after)),
+        "reflect": ((before, -1, before), (n - 2, -1, after)),
+    }[mode]
+    return first, (0, 1, n), last
+
+
+def diff(sharder: Sharder, node: fx.Node) -> bool:
+    """Each row less the one before it."""
+    x, place = node.args[0], sequence_at(sharder, node.args[0], [named(node, "dim")])
+    plain = (named(node, "n"), named(node, "prepend"), named(node, "append")) == (1, None, None)
+    if place is None or not plain or not enough_rows(sharder, place.length - 1):
+        return False
+    out, step = Sharded(place.dim, 1, place.length - 1, 1), Steps(sharder, node)
+    later, earlier = (step.fetch(sharder.values[x], place, moved((a, 1, out.length)), out) for a in (1, 0))
+    op = aten.ne.Tensor if value_of(x).dtype == torch.bool else aten.sub.Tensor
+    sharder.set(node, sharder.call(op, (later, earlier), node, out), out)
+    return True
+
+
+# ---- by index ------------------------------------------------------------------------------------------------------
+def index(sharder: Sharder, node: fx.Node) -> bool:
+    """x[..., i, ...], of which `i` counts rows of the sequence."""
+    x, indices = node.args
+    place = sharder.placements[x]
+    if place is None or len(indices) <= place.dim or indices[place.dim] is None:
+        return False
+    found = looked_up(sharder, node, indices[place.dim])
+    if found is None:
+        return False
+    others = [None if i is None else sharder.replicated(i) for i in indices]
+    others[place.dim] = found[1]
+    sharder.set(node, sharder.call(node.target, (found[0], others), node, None), None)
+    return True
+
+
+def index_select(sharder: Sharder, node: fx.Node) -> bool:
+    """index_select, and gather along the sequence."""
+    x, dim, rows = node.args[:3]
+    found = looked_up(sharder, node, rows) if sequence_at(sharder, x, [dim]) is not None else None
+    if found is None:
+        return False
+    sharder.set(node, sharder.call(node.target, (found[0], dim, found[1]), node, None), None)
+    return True
+
+
+def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The rows asked for, from their owners, and what `rows` is as an index into these. None where so many are asked
+    for that every rank would hold more than its shard: then the sequence is better gathered."""
+    x, count = node.args[0], prod(shape_of(rows))
+    place, numbers = sharder.placements[x], value_of(rows).dtype in (torch.int32, torch.int64)
+    if place is None or place.outer * place.inner > 1 or not numbers or count * sharder.ranks > place.length:
+        return None
+    step = Steps(sharder, node)
+    flat = step(aten.reshape.default, step(aten.to.dtype, sharder.replicated(rows), torch.int64), [-1])
+    args = (sharder.values[x], flat, place.dim, place.length, sharder.layout, sharder.group)
+    picked = step(torch.ops.ringopt.look_up_rows.default, *args)
+    order = step(aten.arange.default, count, device=value_of(rows).device)
+    return picked, step(aten.reshape.default, order, list(shape_of(rows)))
+
+
+ROWS: dict[str, Handler] = {
+    "index": index,
+    **dict.fromkeys(("index_select", "gather"), index_select),
+    "select": select,
+    "slice": slice_,
+    "narrow": narrow,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
+    "roll": roll,
+    "flip": flip,
+    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    "diff": diff,
+}

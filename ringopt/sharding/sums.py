@@ -1,0 +1,73 @@
+"""Sums over the sequence: local sums, added up over the ranks.
+
+y = mean(x, 1)   ->   y = div(reduce_from_group(sum(x_rows, 1)), n)
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.axes import rule_of
+from ringopt.graph.nodes import argument, named, op_name, shape_of, tensor_args, value_of
+from ringopt.graph.sharder import Sharder
+from ringopt.sharding.steps import Handler, Steps, dims_of, sequence_at, wide_dtype
+
+aten = torch.ops.aten
+
+
+def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
+    """A sum over the sharded dim is the sum of local sums; a mean divides it; a product contracts it."""
+    rule, operands = rule_of(node), list(tensor_args(node))
+    if rule is None or not rule.summed:
+        return False
+    for i, arg in enumerate(operands):
+        placement = sharder.placements.get(arg)
+        wanted = rule.sums(i, placement) if placement is not None else None
+        if wanted is None:
+            continue
+        step = Steps(sharder, node)
+        args, kwargs = sharder.operands(node, wanted)
+        total = step.total(local_sum(step, args, kwargs))
+        if op_name(node) == "mean":
+            count = prod(shape_of(arg)[dim] for dim in dims_of(node))
+            total = step(aten.div.Scalar, total, count)
+        return step.done(total)
+    return False
+
+
+def local_sum(step: Steps, args: Any, kwargs: Any) -> fx.Node:
+    node = step.node
+    if op_name(node) not in ("sum", "mean"):
+        return step(node.target, *args, **kwargs)
+    dims, keep = dims_of(node), bool(argument(node, 2, "keepdim", False))
+    return step(aten.sum.dim_IntList, args[0], dims, keep, dtype=wide_dtype(value_of(node)))
+
+
+def pooled_to_one(sharder: Sharder, node: fx.Node) -> bool:
+    """adaptive_avg_pool1d to one row: the mean."""
+    x = node.args[0]
+    place = sequence_at(sharder, x, [-1])
+    if place is None or list(named(node, "output_size")) != [1]:
+        return False
+    step = Steps(sharder, node)
+    total = step.total(step(aten.sum.dim_IntList, sharder.values[x], [-1], True, dtype=wide_dtype(value_of(node))))
+    return step.done(step(aten.div.Scalar, total, place.length))
+
+
+def like(sharder: Sharder, node: fx.Node) -> bool:
+    """new_zeros and its kin take from their argument a dtype and a device: any rows will do."""
+    sharder.reader = node
+    rest, kwargs = fx.map_arg((node.args[1:], node.kwargs), sharder.replicated)
+    args = (sharder.values[node.args[0]], *rest)
+    sharder.set(node, sharder.call(node.target, args, node, None, dict(kwargs)), None)
+    return True
+
+
+SUMS: dict[str, Handler] = {
+    "adaptive_avg_pool1d": pooled_to_one,
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), like),
+}

@@ -1,0 +1,61 @@
+"""One program with an op of every family, on real ranks and through the compilers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import ringopt
+from tests.models import difference
+from tests.sharding.programs import D, Model
+
+T = lambda x: x.transpose(1, 2)  # noqa: E731
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.convolution, self.norm = Model(), nn.Conv1d(D, D, 4, padding=3, groups=D), nn.BatchNorm1d(D)
+
+    def forward(self, x, labels):
+        x = self.model.attention(x)
+        x = x + T(self.norm(self.convolution(T(x))[..., : x.shape[1]]))
+        x = torch.cat([self.model.vector.expand(x.shape[0], 1, D), x[:, 1:]], 1)
+        x = x * x.softmax(1) + x.cumsum(1) / x.amax(1, keepdim=True) + x.flip(1)
+        logits = self.model.attention(x)
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, D), labels[:, 1:].reshape(-1))
+        return loss, logits[:, 0], logits[:, -1:].max(1)[0]
+
+
+def results(run, module, x, labels):
+    x = x.clone().requires_grad_()
+    outputs = run(x, labels)
+    sum(out.sum() * (i + 1) for i, out in enumerate(outputs)).backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return [out.detach() for out in outputs] + [x.grad, *gradients] + [b.double() for b in module.buffers()]
+
+
+def on_rank(inner, layout):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, labels = torch.randn(2, 13, D, dtype=torch.float64), torch.randint(0, D, (2, 13))
+    made = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        module = Everything().double()
+        options = {"inner_backend": inner, "layout": layout, "timeout": 60}
+        run = torch.compile(module, backend="ring", options=options) if compiled else module
+        made.append(results(run, module, x, labels))
+    bits = [float(value.sum()) for value in made[1]]
+    return difference(made[1], made[0]), ringopt.reports()[-1].gathers, bits
+
+
+@pytest.mark.parametrize("p, inner, layout", [(2, "inductor", "zigzag"), (3, "aot_eager", "contiguous")])
+def test_everything(ranks, p, inner, layout):
+    found = ranks(p, on_rank, inner, layout, timeout=240)
+    for error, gathers, bits in found:
+        assert error < 1e-9
+        assert gathers == ()
+        assert bits == found[0][2], "the ranks differ"

@@ -1,0 +1,149 @@
+"""Convolution, pooling, running sums and joins along a sharded sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ringopt.graph.nodes import op_name
+from tests.sharding.programs import D, H, Model, case, check, inputs
+from tests.translation import validate
+
+N = 13
+
+T = lambda x: x.transpose(1, 2)  # noqa: E731
+
+
+class Convolved(nn.Module):
+    """Attention, a convolution along the sequence, an end of any length."""
+
+    def __init__(self, convolution, step=lambda m, x: T(m.layer(T(x)))):
+        super().__init__()
+        self.model, self.layer, self.step = Model(), convolution, step
+
+    def forward(self, x, ids):
+        x = self.step(self, self.model.attention(x))
+        return self.model.attention(x)
+
+
+CONVOLUTIONS = {
+    "padded": lambda: nn.Conv1d(D, D, 3, padding=1),
+    "same": lambda: nn.Conv1d(D, D, 4, padding="same"),
+    "same, dilated": lambda: nn.Conv1d(D, D, 3, padding="same", dilation=2),
+    "valid": lambda: nn.Conv1d(D, D, 3, padding="valid"),
+    "longer than the input": lambda: nn.Conv1d(D, D, 4, padding=3),
+    "depthwise": lambda: nn.Conv1d(D, D, 4, padding=3, groups=D, bias=False),
+    "wide": lambda: nn.Conv1d(D, D, 9, padding=4, groups=2),
+    "one row": lambda: nn.Conv1d(D, D, 1),
+    "stride": lambda: nn.Conv1d(D, D, 3, stride=2, padding=3),
+    "stride wider than the kernel": lambda: nn.Conv1d(D, D, 1, stride=2),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name):
+    p, layout = case(CONVOLUTIONS, name)
+    torch.manual_seed(0)
+    n = 26 if "stride" in name else N
+    verdict = validate(p, Convolved(CONVOLUTIONS[name]()).double(), *inputs(n), layout=layout)
+    assert not verdict.wrong, verdict.wrong
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+    assert verdict.report.sharded_fraction == 1.0
+
+
+def causal(m, x):
+    """As state space models write it: pad both sides, cut the end off."""
+    return T(F.silu(m.layer(T(x))[..., : x.shape[1]]))
+
+
+@pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous"), (4, "zigzag")])
+def test_causal_convolution(p, layout):
+    torch.manual_seed(0)
+    module = Convolved(nn.Conv1d(D, D, 4, padding=3, groups=D), causal).double()
+    verdict = validate(p, module, *inputs(11), layout=layout)
+    assert not verdict.wrong
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def test_convolution_over_rows_and_channels():
+    torch.manual_seed(0)
+    module = Convolved(nn.Conv2d(1, 1, 3, padding=1), lambda m, x: m.layer(x[:, None])[:, 0]).double()
+    verdict = validate(3, module, *inputs(N), layout="contiguous")
+    assert not verdict.wrong
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def test_convolution_to_a_few_rows_is_gathered():
+    verdict = check(end=lambda m, x: F.conv1d(T(x), m.conv.weight, stride=5), n=N)
+    assert [gather.op for gather in verdict.report.gathers] == ["conv1d"]
+
+
+STEPS = {
+    "average pooling": lambda m, x: x + T(F.avg_pool1d(T(x), 3, 1, 1)),
+    "average of every two": lambda m, x: x + F.pad(T(F.avg_pool1d(T(x), 2)), (0, 0, 0, N - N // 2)),
+    "max pooling": lambda m, x: x + F.pad(T(F.max_pool1d(T(x), 3, 1)), (0, 0, 1, 1)),
+    "unfold": lambda m, x: x + F.pad(x.unfold(1, 4, 1).sum(-1), (0, 0, 3, 0)),
+    "cumsum": lambda m, x: x.cumsum(1),
+    "cumsum of booleans": lambda m, x: x * (x > 0).cumsum(1),
+    "positions of the unmasked": lambda m, x: x + m.table((x[..., 0] > 0).long().cumsum(1)),
+    "running mean": lambda m, x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None],
+    "cumsum behind heads": lambda m, x: T(T(x.view(*x.shape[:2], H, -1)).cumsum(-2)).flatten(2),
+    "a row before": lambda m, x: torch.cat([m.vector.expand(x.shape[0], 1, D), x], 1)[:, :-1],
+    "zeros before": lambda m, x: m.linear(torch.cat([torch.zeros_like(x[:, :2]), x[:, :-2]], 1)),
+    "turned by cat": lambda m, x: m.linear(torch.cat([x[:, 4:], x[:, :4]], 1)),
+    "three parts": lambda m, x: torch.cat([x[:, :1], m.linear(x[:, 1:-1]), x[:, -1:]], 1),
+    "a longer sequence": lambda m, x: torch.cat([x, m.linear(x)], 1)[:, 3 : 3 + x.shape[1]],
+}  # fmt: skip
+
+
+def written(write):
+    def step(m, x):
+        y = m.linear(x)
+        write(m, y, x)
+        return y
+
+    return step
+
+
+def put(y, place, value):
+    y[place] = value
+
+
+WRITES = {
+    "a row is zeroed": written(lambda m, y, x: put(y, (slice(None), 0), 0)),
+    "the last row": written(lambda m, y, x: put(y, (slice(None), -1), m.vector)),
+    "the first rows": written(lambda m, y, x: put(y, (slice(None), slice(2)), m.vector)),
+    "rows from elsewhere": written(lambda m, y, x: put(y, (slice(None), slice(1, None)), x[:, :-1])),
+    "channels": written(lambda m, y, x: put(y, (..., slice(3)), x[..., 3:6])),
+    "one channel": written(lambda m, y, x: put(y, (..., 2), x[..., 1])),
+}
+
+
+@pytest.mark.parametrize("name", {**STEPS, **WRITES})
+def test_steps(name):
+    steps = {**STEPS, **WRITES}
+    p, layout = case(steps, name)
+    verdict = check(steps[name], p=p, layout=layout, n=N)
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+@pytest.mark.parametrize(
+    "step, op",
+    [
+        (lambda m, x: x.cumprod(1), "cumprod"),
+        (lambda m, x: x + T(F.max_pool1d(T(x), 3, 1, 1)), "max_pool1d"),
+        (lambda m, x: x + T(F.avg_pool1d(T(x), 3, 1, 1, count_include_pad=False)), "avg_pool1d"),
+        (written(lambda m, y, x: put(y, (slice(None), slice(0, None, 2)), 0)), "slice_scatter"),
+    ],
+)
+def test_what_is_not_known_is_gathered(step, op):
+    verdict = check(step)
+    assert [gather.op for gather in verdict.report.gathers] == [op, "output"]
+
+
+def test_the_convolution_of_a_shard_is_one_of_its_chunks():
+    torch.manual_seed(0)
+    verdict = validate(2, Convolved(CONVOLUTIONS["padded"]()).double(), *inputs(N), layout="zigzag")
+    assert sum(op_name(node) == "conv1d" for node in verdict.graph.graph.nodes) == 2
