@@ -65,7 +65,21 @@ REFUSED = {
     ],
     "xt/sparse_topk": ["the mask is made of the scores themselves, by topk"],
 }
-SWEPT = 37
+EXPORTED = [
+    "hand/nano_einsum_blhd",
+    "hand/nano_causal_and_padding",
+    "hand/nano_gqa_repeat_interleave",
+    "nn/nn_mha_weights",
+    "nn/nn_decoder",
+    "hf/bert@eager",
+    "hf/llama_pad@eager",
+    "hf/gpt_oss@eager",
+    "hf/umt5@eager",
+    "hf/perceiver@eager",
+    "timm/vit_relpos@eager",
+    "diffusers/pixart@eager",
+]
+SWEPT = 37  # tokens; 2 ranks
 
 
 def needs(name: str) -> None:
@@ -149,13 +163,23 @@ def test_how_many_forms():
 # ---- exported programs ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLE if TRUTH[name].eligible])
-def test_the_sample_exported_has_the_same_sites(name):
+def same_sites_when_exported(name):
     needs(name)
     module, keywords = build(name, SAMPLE[name][0])
     exported = torch.export.export(module, (), keywords).module()
     found, _ = sites(exported, keywords)
     assert len(found) == TRUTH[name].eligible
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_models_have_the_same_sites(name):
+    same_sites_when_exported(name)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [name for name in SAMPLE if TRUTH[name].eligible and name not in EXPORTED])
+def test_the_rest_of_the_sample_exported(name):
+    same_sites_when_exported(name)
 
 
 # ---- everything ----------------------------------------------------------------------------------------------------
@@ -180,9 +204,13 @@ def test_sweep(name):
 
 @pytest.mark.zoo
 def test_recall(capsys):
-    """Over what `test_sweep` ran: at least 99% of the sites are rewritten, or refused with a reason."""
-    totals = Totals.of(OUTCOMES.values())
+    """Over what `test_sweep` ran: at least 99% of the sites in models that Dynamo takes whole are rewritten, or refused
+    with a reason. Of a model that it breaks into pieces a backend may see no attention at all."""
+    if not OUTCOMES:
+        pytest.skip("no entry was swept")
+    found = list(OUTCOMES.values())
+    totals = Totals.of(one for one in found if TRUTH[one.name].whole)
     with capsys.disabled():
-        Console(width=160).print("\n", table(OUTCOMES.values(), ERRORS), str(totals))
+        Console(width=160).print("\n", table(found, ERRORS), f"all: {Totals.of(found)}", f"whole: {totals}", sep="\n")
     assert totals.known >= 0.99 * totals.eligible
-    assert totals.false_rewrites == 0
+    assert Totals.of(found).false_rewrites == 0
