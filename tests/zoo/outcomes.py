@@ -27,6 +27,7 @@ NEGATIVES = ("neg_", "xcit", "edgenext", "davit", "lambda_net", "fnet", "poolfor
 RANDOM = {
     "hf/vit_mae@eager": "the patches to keep are drawn at run time",
     "hf/vit_mae@sdpa": "the patches to keep are drawn at run time",
+    "hf/informer@eager": "the keys that tell which queries matter are drawn at run time",
     "hf/reformer@eager": "the directions that keys are hashed by are drawn at run time",
 }
 
