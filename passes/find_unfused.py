@@ -24,7 +24,7 @@ import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
 from ringopt.attention.agreement import of_scores
 from ringopt.graph.axes import rule_of
 from ringopt.graph.constants import Constants
-from ringopt.graph.nodes import emit, is_aten, module_path, op_name, requires_grad, shape_of, value_of
+from ringopt.graph.nodes import emit, is_aten, module_path, op_name, requires_grad, shape_of, source_line, value_of
 from ringopt.graph.products import product_of
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
@@ -91,7 +91,8 @@ def as_it_stands(candidate: Candidate) -> Candidate:
 def tell(softmax: fx.Node, reason: NotAttention | None, candidate: Candidate | None, context: Context) -> None:
     """A softmax without a site: a look-alike is left alone, attention that could not be proved is a refused site."""
     if reason is not None and candidate is not None and not reason.look_alike:
-        info = SiteInfo(module_path(softmax), "unfused", "mask", True, refusal=reason.sentence)
+        where = source_line(softmax)
+        info = SiteInfo(module_path(softmax), "unfused", "mask", True, where, refusal=reason.sentence)
         context.sites[candidate.values.node] = info
         return
     sentence = reason.sentence if reason else "what it normalises is no product of two activations"
@@ -200,7 +201,8 @@ def rewrite(graph: fx.Graph, found: Found, reading: Reading) -> fx.Node:
 def info_of(candidate: Candidate, reading: Reading, found: Found) -> SiteInfo:
     names = [] if reading.name == "full" else [reading.name]
     names += ["sinks"] if found.sinks is not None else []
-    info = SiteInfo(module_path(candidate.softmax), "unfused", " & ".join(names) or "full", reading.name != "full")
+    softmax, pattern = candidate.softmax, " & ".join(names) or "full"
+    info = SiteInfo(module_path(softmax), "unfused", pattern, reading.name != "full", source_line(softmax))
     if found.dropout_p:
         info.notes.append(f"dropout {found.dropout_p:g}: the same weights are dropped on any number of ranks")
     info.notes += reading.notes

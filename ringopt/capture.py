@@ -70,13 +70,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorM
 def belongs_to_program(node: fx.Node) -> bool:
     """Whether an input of Dynamo's graph is a tensor of the model (a buffer, an attribute) or of its file; not one that
     the caller passes."""
-    argument = node.meta.get("grapharg")
-    source = getattr(argument, "source", None)
-    if source is None:
-        return False
-    where = source.guard_source
-    name = (where() if callable(where) else where).name  # a method up to torch 2.12
-    return "NN_MODULE" in name or name.startswith("GLOBAL")
+    if "belongs_to_program" not in node.meta:  # noted, because Dynamo takes the source away after its backend has run
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        where = getattr(source, "guard_source", None)
+        name = getattr(where() if callable(where) else where, "name", "")  # a method up to torch 2.12
+        node.meta["belongs_to_program"] = "NN_MODULE" in name or name.startswith("GLOBAL")
+    return bool(node.meta["belongs_to_program"])
 
 
 def holds_numbers(value: Any) -> bool:

@@ -8,7 +8,8 @@ import torch
 import torch.fx as fx
 
 from ringopt.distributed.mesh import Mesh
-from ringopt.graph.nodes import is_tensor, op_name, shape_of, value_of
+from ringopt.graph.nodes import is_tensor, op_name, shape_of, source_line, value_of
+from ringopt.graph.refusal import Refusal
 from ringopt.ops.rows import fetch_of
 from ringopt.pipeline import Context
 from ringopt.report import Report, Site
@@ -19,7 +20,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
     sites = tuple(
         Site(
             info.module, info.form, info.pattern, info.strategy, info.kernel, info.layout, info.refusal,
-            info.bytes_sent, tuple(info.notes),
+            info.bytes_sent, tuple(info.notes), info.source,
         )
         for info in context.sites.values()
     )  # fmt: skip
@@ -28,13 +29,18 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
     return Report(
         world_size=ranks,
         sites=sites,
-        left_alone=tuple(refused.sentence for refused in context.left_alone),
+        left_alone=tuple(map(told, context.left_alone)),
         gathers=tuple(context.gathers),
         sharded_fraction=sharded_fraction(graph, ranks),
         memory=memory(graph),
         bytes_sent=sum(site.bytes_sent for site in sites) + shares + fetched(graph, context.mesh),
         refusal=refusal,
     )
+
+
+def told(refused: Refusal) -> str:
+    where = source_line(refused.node) if refused.node is not None else ""
+    return f"{refused.sentence} ({where})" if where else refused.sentence
 
 
 def fetched(graph: fx.Graph, mesh: Mesh) -> int:

@@ -17,7 +17,7 @@ from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.nodes import argument, op_name, shape_of, value_of
 from ringopt.graph.peel import conjuncts
-from ringopt.graph.provenance import is_learned, origins
+from ringopt.graph.provenance import Origin, is_learned, origins
 from ringopt.graph.row_tables import element, own_rows
 from ringopt.graph.scores import NotAttention, Scores, peel_scores
 from ringopt.graph.spelled import Candidate, Roles
@@ -84,7 +84,7 @@ def check_meaning(candidate: Candidate, roles: Roles) -> None:
         if letter and candidate.axes.whole((letter,)) == candidate.keys
     )
     above = origins(key, dim)
-    if any(origin.kind == "features" for origin in above):
+    if any(origin.kind == "features" for origin in above) and not any(map(is_row, above)):
         raise NotAttention("the softmax runs over features: channel attention, not over a sequence", True)
     if not roles.queried and is_learned(query):
         raise NotAttention("no axis of queries: the scores are mixed by a parameter", True)
@@ -96,12 +96,13 @@ def check_meaning(candidate: Candidate, roles: Roles) -> None:
         if letter in candidate.values.contracted
     )
     inputs = [*above, *origins(candidate.value, value_dim)]
-    if all(origin.kind == "input" and origin.last and is_floating(origin.node) for origin in inputs):
+    if all(origin.kind == "input" and not is_row(origin) for origin in inputs):
         raise NotAttention("the softmax runs over the last dim of its inputs: over features, not over a sequence", True)
 
 
-def is_floating(node: fx.Node) -> bool:
-    return bool(value_of(node).is_floating_point())
+def is_row(origin: Origin) -> bool:
+    """A dim of an input that is no feature dim: any of ids, all but the last of numbers."""
+    return origin.kind == "input" and not (origin.last and value_of(origin.node).is_floating_point())
 
 
 def batchless(candidate: Candidate, roles: Roles) -> bool:
