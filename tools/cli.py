@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import ringopt
 from ringopt.errors import RingError
-from ringopt.tools import explain
+from ringopt.tools import bench, explain
 from ringopt.tools.command import CommandError
 
 # Exit codes: 0 done, 2 a usage error (argparse uses 2 as well) or the command failed.
@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ringopt {ringopt.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     explain.add(commands)
+    bench.add(commands)
     return top
 
 
