@@ -100,6 +100,8 @@ def transform(
 def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     """On one process: whether SDPA takes the place of products written out, or of SDPA with a mask that is needless; or
     whether weights are dropped, which are to be the same as on many ranks."""
+    if node.target is not torch.ops.ringopt.attention.default:
+        return False
     q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
     mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
     plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))

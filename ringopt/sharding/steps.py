@@ -63,8 +63,11 @@ class Steps:
         `of` is the node whose value they are, where nothing is left to do."""
         sharder, target = self.sharder, torch.ops.ringopt.fetch_rows.default
         rows = Wanted.parse(wanted)
-        moves = rows.form == "move"
-        local: Any = sharder.rows(rows.length) if moves else len(rows.rows(sharder.layout, sharder.ranks, sharder.rank))
+        local: Any = (
+            sharder.rows(rows.length)
+            if rows.form == "move"
+            else len(rows.rows(sharder.layout, sharder.ranks)[sharder.rank])
+        )
         args = (x, *sharder.factors(place), wanted, local, sharder.layout, sharder.group)
         return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
 
