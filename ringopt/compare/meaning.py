@@ -25,7 +25,7 @@ from ringopt.graph.diff import SiteView
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import value_of
 from ringopt.graph.placement import Sharded
-from ringopt.ops.rows import Wanted, plan_fetch
+from ringopt.ops.rows import fetch_of
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
@@ -132,9 +132,7 @@ class Reader:
         if ranks is None or sizes is None or ranks * length > PLANNED:
             return None
         here = count(layout_of(arguments["layout"], length, ranks).ranges(self.rank))
-        plan = plan_fetch(
-            Wanted.parse(arguments["wanted"]), arguments["layout"], length, ranks, self.rank, torch.device("cpu")
-        )
+        plan = fetch_of(arguments["wanted"], arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
         row = math.prod(sizes) * value_of(x).element_size() // max(here, 1)
         return sum(len(rows) for _peer, rows in plan.sends) * int(row)
 
