@@ -52,9 +52,8 @@ def ring(
     flat, report, random = transform(gm, example_inputs, chosen, mesh)
     _reports.append(report)
     tell(report, chosen)
-    talks = flat is not None and mesh.size > 1
-    run = inner(flat if flat is not None else gm, example_inputs, chosen, mode, talks)
-    if not talks:
+    run = inner(flat if flat is not None else gm, example_inputs, chosen, mode)
+    if flat is None or mesh.size == 1:
         return run
     return CheckedInputs(run, mesh, program, names, chosen.check_inputs, random)
 
@@ -109,10 +108,7 @@ def tell(report: Report, options: Options) -> None:
     log.warning(message)
 
 
-def inner(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, talks: bool
-) -> Compiled:
-    """`gm` compiled; `talks`: with messages in it, whose order all ranks must keep."""
+def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:
     run: Compiled = gm
     if options.inner_backend == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
@@ -124,7 +120,7 @@ def inner(
 
         from ringopt.lockstep import inductor_settings
 
-        patches = {**(list_mode_options(mode) if mode else {}), **(inductor_settings() if talks else {})}
+        patches = {**(list_mode_options(mode) if mode else {}), **inductor_settings(gm)}
         run = compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[assignment]
     return run
 

@@ -2,7 +2,8 @@
 
 The sharded graphs of two ranks differ in sizes where the rows do not divide evenly, and Inductor orders and fuses by
 size: of two messages that do not depend on each other one rank would send the first first, another the second, and both
-would wait for ever. Here each operator of ours is made to depend on the one before it, in forward and backward graphs.
+would wait for ever. Here each operator that talks is made to depend on the one before it, in the forward graph and in
+the backward one.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ class Lockstep(CustomGraphPass):
     """Runs after Inductor's own passes over a graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        ours = [node for node in graph.nodes if is_ours(node)]
-        preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in pairwise(ours)})
+        talk = [node for node in graph.nodes if talks(node)]
+        preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in pairwise(talk)})
 
     def uuid(self) -> str:
         return "ringopt lockstep 1"  # compiled code is cached by it
 
 
-def is_ours(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"
+def talks(node: fx.Node) -> bool:
+    """An operator of ours that names a group of ranks."""
+    ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"
+    return ours and any(argument.name == "group" for argument in node.target._schema.arguments)
 
 
-def inductor_settings() -> dict[str, Any]:
-    """For compile_fx, which hands them to the backward too, however late that is compiled. What Inductor reorders to
-    save memory it reorders by sizes, and these differ by rank."""
+def inductor_settings(gm: fx.GraphModule) -> dict[str, Any]:
+    """For compile_fx, which hands them to the backward too, however late that is compiled; none for a graph of one
+    process. What Inductor reorders to save memory it reorders by sizes, and these differ by rank."""
+    if not any(map(talks, gm.graph.nodes)):
+        return {}
     return {"post_grad_custom_post_pass": Lockstep(), "reorder_for_peak_memory": False}
