@@ -28,9 +28,10 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ringopt import __version__
+from ringopt.backend import tell
 from ringopt.capture import capture, known
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh, mesh_of
-from ringopt.errors import ProgramError, RefusedError
+from ringopt.errors import ProgramError
 from ringopt.graph.nodes import is_tensor, op_name
 from ringopt.graph.printer import short
 from ringopt.measure import report_of
@@ -76,16 +77,13 @@ def converted(
     check(program)
     report = lowered(program, chosen, mesh_of(f"pretend:0/{LOOKED_AT}"))[1]
     report = dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
-    sharded = [site for site in report.sites if site.refusal is None]
-    reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]
-    reasons += [*report.left_alone, *([report.refusal] if report.refusal else [])]
-    if reasons and chosen.on_refusal == "error":
-        raise RefusedError("not sharded: " + "; ".join(reasons))
-    if not sharded:
+    if not any(site.refusal is None for site in report.sites):
+        reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites]
+        why = "; ".join([*reasons, *report.left_alone, *filter(None, [report.refusal])]) or "no attention was found"
         if allow_empty:
             return program, report
-        why = "; ".join(reasons) or "no attention was found"
         raise ProgramError(f"nothing of this program can be sharded: {why}. allow_empty=True keeps it as it is")
+    tell(report, chosen)
     gm, context = for_any_rank(program, chosen)
     if context.replicated_random:
         raise ProgramError(

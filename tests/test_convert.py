@@ -112,6 +112,54 @@ def test_an_input_gets_its_whole_gradient_on_every_rank(ranks: Callable[..., lis
         torch.testing.assert_close(found, wanted)
 
 
+class MixingRows(Mixer):
+    """Ops that mix rows: what they need of the number of ranks is asked when the program runs, or they gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y = y + self.conv(y.transpose(1, 2)).transpose(1, 2)
+        y = y - y.roll(1, 1) + y.cumsum(1) + y.amax(1, keepdim=True) + y.flip(1)
+        y = y + y.max(1, keepdim=True).values * (y > 3).any(1, keepdim=True)
+        return y[:, 2:] * y[:, :-2] + F.pad(y, (0, 0, 1, 0))[:, :-3] + y[:, :1]
+
+
+def mixed(file: Path) -> tuple[list[Tensor], int]:
+    """Outputs and gradients; and the bytes that a second forward sends."""
+    module = ringopt.load(file).module()
+    found = run(lambda x: module(x), module, {"x": rows(17).double()})
+    with torch.no_grad(), ringopt.record_traffic() as traffic:
+        module(rows(17).double())
+    return found, traffic.bytes_sent
+
+
+def test_ops_that_mix_rows_are_exact(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    program = export(MixingRows().double(), (rows(17).double(),))
+    whole, after = program.module(), ringopt.convert(program)
+    wanted = run(lambda x: whole(x), whole, {"x": rows(17).double()})
+    torch.export.save(after, tmp_path / "mixing.pt2")
+    for p in (1, 2, 3):
+        for found, _sent in ranks(p, mixed, tmp_path / "mixing.pt2"):
+            assert difference(found, wanted) < TOLERANCE
+
+
+class Shifted(Mixer):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y[:, 1:] - y[:, :-1]).square().mean()
+
+
+def test_bytes_are_those_that_were_sent(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    after = ringopt.convert(export(Shifted().double(), (rows(17).double(),)))
+    torch.export.save(after, tmp_path / "shifted.pt2")
+    for p in (2, 3):
+        _found, sent = ranks(p, mixed, tmp_path / "shifted.pt2")[0]
+        assert ringopt.diff(after, tmp_path / "shifted.pt2", world_size=p).after.bytes_sent == sent
+
+
 def error_of(file: Path, n: int, alike: bool) -> str:
     try:
         ringopt.load(file).module()(rows(n, seed=1 if alike else dist.get_rank()))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import ringopt
 from ringopt.errors import RingError
-from ringopt.tools import convert, diff, explain
+from ringopt.tools import bench, convert, diff, explain
 from ringopt.tools.command import CommandError
 
 # Exit codes: 0 done, 1 diff found differences, 2 a usage error (argparse uses 2 as well) or the command failed.
@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add(commands)
     diff.add(commands)
     convert.add(commands)
+    bench.add(commands)
     return top
 
 

@@ -25,6 +25,7 @@ from ringopt.graph.diff import SiteView
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import value_of
 from ringopt.graph.placement import Sharded
+from ringopt.ops.rows import fetch_of
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
@@ -34,6 +35,9 @@ PRODUCTS = {
     "aten::linear": 0, "aten::matmul": 0, "aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::addmm": 1,
     "aten::baddbmm": 1, "aten::conv1d": 1, "aten::conv2d": 1, "aten::conv3d": 1,
 }  # fmt: skip
+# Operators of a group that send nothing in the forward.
+SILENT = ("ringopt::scatter", "ringopt::copy_to_group", "ringopt::dropout", "ringopt::rows_here")
+PLANNED = 1 << 24  # a fetch of more rows times ranks is not unrolled to be counted
 BLOCKS = 24  # a mask is drawn in as many blocks a side at most
 
 
@@ -105,20 +109,32 @@ class Reader:
     # ---- what is sent ----------------------------------------------------------------------------------------------
     def bytes_sent(self, node: fx.Node, arguments: Mapping[str, Any]) -> int | None:
         name = qualified(node)
-        if name not in ("ringopt::gather", "ringopt::reduce_from_group", "ringopt::ring_attention"):
+        if name in SILENT or "group" not in arguments:
             return 0
-        ranks, value = self.ranks, value_of(node)
         if name == "ringopt::ring_attention":
             return self.attention_bytes(arguments)
-        sizes = self.sizes(value)
-        if ranks is None or sizes is None:
+        if name == "ringopt::fetch_rows":
+            return self.fetch_bytes(arguments)
+        ranks, sizes = self.ranks, self.sizes(value_of(node))
+        if ranks is None or sizes is None or name not in ("ringopt::gather", "ringopt::reduce_from_group"):
             return None
-        whole = math.prod(sizes) * value.element_size()
+        whole = math.prod(sizes) * value_of(node).element_size()
         if name == "ringopt::reduce_from_group":
             return int(2 * whole * (ranks - 1) // ranks)
         layout = layout_of(arguments["layout"], arguments["length"], ranks)
         longest = max(count(layout.ranges(rank)) for rank in range(ranks))
         return int(whole // layout.length * longest * (ranks - 1))
+
+    def fetch_bytes(self, arguments: Mapping[str, Any]) -> int | None:
+        """Rows for other ranks, by the plan that the operator follows."""
+        x, length, ranks = arguments["x"], arguments["length"], self.ranks
+        sizes = self.sizes(value_of(x))
+        if ranks is None or sizes is None or ranks * length > PLANNED:
+            return None
+        here = count(layout_of(arguments["layout"], length, ranks).ranges(self.rank))
+        plan = fetch_of(arguments["wanted"], arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
+        row = math.prod(sizes) * value_of(x).element_size() // max(here, 1)
+        return sum(len(rows) for _peer, rows in plan.sends) * int(row)
 
     def attention_bytes(self, arguments: Mapping[str, Any]) -> int | None:
         key, value = (self.sizes(value_of(arguments[name])) for name in ("k", "v"))

@@ -73,7 +73,7 @@ class Viewer:
         shape = self.shape(results_of(node)) if op != "output" else ""
         means = self.reader.of(node) if not prefix and nested is None else Meaning()
         return NodeView(
-            name, op, line, arguments.replace("\0", "%"), tuple(inputs), prefix + module_of(node), source_of(node),
+            name, op, line, arguments.replace("\0", "%"), tuple(inputs), module_of(node), source_of(node),
             shape, means.placement, means.bytes_sent, means.flops, means.site,
         )  # fmt: skip
 
