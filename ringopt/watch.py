@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringopt.check import bytes_of, digest
+from ringopt.distributed.same import bytes_of, digest
 
 log = logging.getLogger(__name__)
 
