@@ -22,6 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ringopt.graph.flex import FlexCall, example, flex_nodes, is_functorch, over_pairs
 from ringopt.graph.refusal import Refusal
 
+IN_PLACE = tuple(
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+)
+
 ROWS = 128  # mask_mod is asked about so many queries at a time
 
 
@@ -114,8 +119,12 @@ def erase_tables(graph: fx.Graph) -> None:
     for node in calls:
         mask = FlexCall(*node.args).block_mask
         node.args = (*node.args[:4], mask[-1:], *node.args[5:])
+    batched = set[fx.Node]()  # what vmap makes may also go nowhere
+    for node in graph.nodes:
+        if is_functorch(node) or not batched.isdisjoint(node.all_input_nodes):
+            batched.add(node)
     for node in reversed(graph.nodes):
-        if node in making and is_unused(node):
+        if node in making | batched and is_unused(node):
             graph.erase_node(node)
     if not any(is_functorch(node) and node.all_input_nodes for node in graph.nodes):
         for node in [node for node in graph.nodes if is_functorch(node)]:
@@ -126,10 +135,19 @@ def is_unused(node: fx.Node) -> bool:
     """Nothing reads the node or what it writes; and it writes nowhere else, draws nothing."""
     if node.target is operator.setitem:
         base = node.args[0]
-        return isinstance(base, fx.Node) and base.op == "call_method" and set(base.users) == {node}
+        return isinstance(base, fx.Node) and base.target == "new_zeros" and serves_only(base, node)
+    return not node.users and not writes(node) and not node.is_impure()
+
+
+def writes(node: fx.Node) -> bool:
+    if node.target in IN_PLACE or getattr(node.target, "__module__", "") == "_operator":
+        return node.target in IN_PLACE
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
-    writes = name.endswith("_") and not name.endswith("__")
-    return not node.users and not writes and (node.op == "get_attr" or not node.is_impure())
+    return name.endswith("_") and not name.endswith("__")
+
+
+def serves_only(node: fx.Node, end: fx.Node) -> bool:
+    return all(user is end or serves_only(user, end) for user in node.users)
 
 
 # ---- what they say ---------------------------------------------------------------------------------------------------
