@@ -9,6 +9,7 @@ become false is the graph compiled anew, which refuses it.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -20,6 +21,7 @@ from ringopt.graph.block_tables import Claim, is_hollow
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
+State = tuple["weakref.ref[Tensor]", int, int]
 Made = tuple[Compiled, Sequence[int], Sequence[Claim]]
 
 
@@ -41,7 +43,7 @@ class Watched:
         self.digests = {i: numbers(inputs[i]) for i in self.seen}
 
     def __call__(self, *inputs: Any) -> Any:
-        touched = [i for i, before in self.seen.items() if before is None or state(inputs[i]) != before]
+        touched = [i for i, before in self.seen.items() if not is_untouched(before, inputs[i])]
         found = {i: numbers(inputs[i]) for i in touched}
         changed = {i for i, now in found.items() if now != self.digests[i]}
         said = self.broken(changed, inputs)
@@ -67,6 +69,14 @@ def numbers(value: Tensor) -> list[int] | None:
     return None if is_hollow(value) else digest(bytes_of(value))
 
 
-def state(buffer: Tensor) -> tuple[int, int] | None:
-    """Changes with every write; None for a tensor that does not count them."""
-    return None if buffer.is_inference() else (buffer.data_ptr(), buffer._version)
+def state(value: Tensor) -> State | None:
+    """What another tensor, or the same after a write, does not have; None for a tensor that does not count writes."""
+    return None if value.is_inference() else (weakref.ref(value), value.data_ptr(), value._version)
+
+
+def is_untouched(before: State | None, value: Tensor) -> bool:
+    """Whether `value` is the very tensor: the memory of one that is gone may hold the next."""
+    if before is None:
+        return False
+    known, *rest = before
+    return known() is value and rest == [value.data_ptr(), value._version]

@@ -33,7 +33,7 @@ ROWS = 128  # mask_mod is asked about so many queries at a time
 @dataclass(frozen=True)
 class Claim:
     """Of one call. `made` computes its tables and the buffers of mask_mod from the inputs of the graph; `places` are
-    those of the inputs that it reads, `sizes` those of b, h, q, k, `block` the queries and keys of a block."""
+    those of the tensors that it reads, `sizes` those of b, h, q, k, `block` the queries and keys of a block."""
 
     made: fx.GraphModule
     places: tuple[int, ...]
@@ -47,7 +47,7 @@ class Claim:
 
     def holds(self, inputs: Sequence[Any]) -> bool:
         with unset_fake_temporarily(), torch.no_grad():
-            tables, buffers = self.made(*inputs)
+            tables, buffers = self.made(*(int(x) if isinstance(x, torch.SymInt) else x for x in inputs))
             rows, keys = (-(-length // size) for length, size in zip(self.sizes[2:], self.block, strict=True))
             blocks = seen_blocks(tables, rows, keys)
             mask = over_pairs(self.mask_mod, False, len(buffers))
@@ -55,6 +55,7 @@ class Claim:
 
 
 def is_hollow(value: Any) -> bool:
+    """Whether a tensor has no numbers."""
     return isinstance(value, FakeTensor) or value.device.type == "meta"
 
 
@@ -68,10 +69,11 @@ def claims(gm: fx.GraphModule) -> list[Claim] | Refusal:
         if any(each.op == "placeholder" and is_floating(each) for each in above):
             return Refusal("its block mask is computed from floating-point inputs, inside the compiled region", node)
         made = part(gm, [tables(call), list(call.mask_buffers)])
-        places = tuple(i for i, each in enumerate(made.graph.find_nodes(op="placeholder")) if each.users)
+        inputs = enumerate(made.graph.find_nodes(op="placeholder"))
+        places = tuple(i for i, each in inputs if each.users and isinstance(example(each), Tensor))
         q, k = example(call.query), example(call.key)
         sizes = tuple(map(int, (*q.shape[:3], k.shape[2])))
-        rows, keys = (min(int(size), length) for size, length in zip(call.block_mask[-3:-1], sizes[2:], strict=True))
+        rows, keys = (min(int(example(size)), length) for size, length in zip(call.block_mask[-3:-1], sizes[2:], strict=True))
         found.append(Claim(made, places, getattr(gm, call.mask_mod.target), sizes, (rows, keys)))
     return found
 

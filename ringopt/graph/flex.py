@@ -145,14 +145,21 @@ def written_out(*args: Any) -> tuple[Tensor, None, None]:
     query, key, value = call.query, call.key, call.value
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+        query, key, value = (cast(x, torch.get_autocast_dtype(device)) for x in (query, key, value))
     with torch.autocast(device, enabled=False):
-        sizes = (query.shape[0], *key.shape[1:3])
-        key, value = (x.to(query.dtype).expand(*sizes, x.shape[3]) for x in (key, value))
         kind, groups = wide(query.dtype), query.shape[1] // key.shape[1]
+        key, value = (cast(of_batch(x, query.shape[0]), query.dtype) for x in (key, value))
         every = key.repeat_interleave(groups, 1) if groups > 1 else key
-        product = query.to(kind) @ every.to(kind).mT
+        product = cast(query, kind) @ cast(every, kind).mT
         at = places(query, key)
-        scores = call.score_mod(product * call.scale, *at, *call.score_buffers).to(kind)
+        scores = cast(call.score_mod(product * call.scale, *at, *call.score_buffers), kind)
         scores = torch.where(call.mask_mod(*at, *call.mask_buffers), scores, -math.inf)
         return torch.ops.ringopt.flex.default(query, key, value, product, scores), None, None
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def of_batch(x: Tensor, batch: int) -> Tensor:
+    return x if x.shape[0] == batch else x.expand(batch, -1, -1, -1)
