@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 import ringopt
+from ringopt.tools.resident import reset_peak, resident
 
 MIB = 2**20
-STATUS = Path("/proc/self/status")
 
 
 @dataclass
@@ -51,23 +48,6 @@ class Run:
         begin = time.perf_counter()
         yield
         self.seconds.append(time.perf_counter() - begin)
-
-
-def resident(key: str) -> int:
-    """VmRSS or VmHWM (its peak) in bytes. Without /proc, the peak since the process began."""
-    if STATUS.exists():
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def reset_peak() -> int:
-    """Begin VmHWM anew, and the bytes resident now. What malloc keeps of freed memory is given back first."""
-    if STATUS.exists():
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
 
 
 def single_process(script: str, arguments: Sequence[str]) -> Run:

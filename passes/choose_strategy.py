@@ -15,6 +15,7 @@ from ringopt.attention.exchange import Cargo, Exchange, exchange_of
 from ringopt.attention.patterns import Window
 from ringopt.attention.rows import count
 from ringopt.errors import OptionError
+from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import shape_of, value_of
 from ringopt.kernels.choose import choose
 from ringopt.pipeline import Context, Pass, SiteInfo
@@ -39,6 +40,9 @@ def lengths(node: fx.Node) -> tuple[int, int]:
 
 def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     options, ranks = context.options, context.mesh.size
+    far = Mask.parse(node.args[8]).far
+    if far is not None:
+        return f"its scores go through a function that holds {far:g}; beside such a number partial sums are not exact"
     shortest = min(lengths(node))
     if shortest >= ranks:
         return None

@@ -14,28 +14,27 @@ compared with the mask of the program here.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringopt.attention.patterns import pattern_of
+from ringopt.attention.agreement import of_mask
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.mask import places
 from ringopt.graph.nodes import requires_grad, shape_of
-from ringopt.graph.peel import HIDES_FLOAT16, peel
+from ringopt.graph.peel import peel
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
+from ringopt.graph.row_tables import element, own_rows
 from ringopt.graph.term_readers import evaluate
 from ringopt.graph.terms import Term
 from ringopt.pipeline import Context, Pass
 
-# A mask of more elements is compared at some blocks of BLOCK x BLOCK instead of whole.
-WHOLE, BLOCK, BLOCKS = 1 << 22, 64, 12
+# A mask of more elements is compared at some blocks instead of whole.
+WHOLE = 1 << 22
 
 
 class ClassifyMask(Pass):
@@ -55,6 +54,7 @@ class ClassifyMask(Pass):
             q, k, v, _given, _sources, sinks, seed, _pattern, _mask, *how = node.args
             node.args = (q, k, v, None, list(found.sources), sinks, seed, found.pattern, found.mask.text, *how)
             info.pattern = found.name
+            info.notes += found.notes
 
 
 class Reader:
@@ -76,7 +76,8 @@ class Reader:
     def reading(self, given: fx.Node, cone: Cone) -> Reading | Refusal:
         learned: Callable[[fx.Node], bool] = self.carries.__getitem__
         try:
-            term = cone.element(given)
+            term = element(cone, given, cone.index(shape_of(given), "bhqk"))
+            term = own_rows(term, cone.stops)
         except Unreadable as problem:
             return problem.refusal
         peeled = peel(term, cone, learned)
@@ -84,54 +85,15 @@ class Reader:
         return check(reading, given, term, cone) or reading
 
 
-# ---- the reading against the mask of the program ---------------------------------------------------------------------
 def check(reading: Reading, given: fx.Node, term: Term, cone: Cone) -> Refusal | None:
-    """Of a mask that no input reaches. A difference would be a fault of ringopt; the site then keeps its mask."""
+    """Against the mask of the program, where no input reaches it."""
     if not cone.is_known(term) or any(source not in cone.known for source in reading.sources):
         return None
     whole = cone.constants.get(given) if math.prod(shape_of(given)) <= WHOLE else None
-    with unset_fake_temporarily(), torch.no_grad():
-        for rows, keys in blocks(cone.sizes, whole is not None):
-            place = places(cone.sizes["b"], cone.sizes["h"], rows, keys)
-            original = whole if whole is not None else evaluate(term, place, cone.known)
-            if not agree(original, additive(reading, rows, keys, term.dtype, cone)):
-                return Refusal(
-                    f"the mask read as {reading.name} differs from the program's own in queries {rows.start} to "
-                    f"{rows.stop - 1}, keys {keys.start} to {keys.stop - 1}: a fault of ringopt, please report it",
-                    given,
-                )
-    return None
 
+    def original(rows: range, keys: range) -> Tensor:
+        place = places(cone.sizes["b"], cone.sizes["h"], rows, keys)
+        return whole if whole is not None else evaluate(term, place, cone.known)
 
-def blocks(sizes: Mapping[str, int], whole: bool) -> list[tuple[range, range]]:
-    """All rows and keys, or some blocks: on the diagonal, at the corners and anywhere, the same on every rank."""
-    q, k = sizes["q"], sizes["k"]
-    if whole:
-        return [(range(q), range(k))]
-    draw = random.Random(0)
-    starts = [(0, 0), (q - BLOCK, k - BLOCK), (0, k - BLOCK), (q - BLOCK, 0)]
-    starts += [(place, place) for place in (draw.randrange(min(q, k)) for _ in range(BLOCKS))]
-    starts += [(draw.randrange(q), draw.randrange(k)) for _ in range(BLOCKS)]
-    return [(stretch(i, q), stretch(j, k)) for i, j in starts]
-
-
-def stretch(start: int, length: int) -> range:
-    return range(max(start, 0), min(max(start, 0) + BLOCK, length))
-
-
-def additive(reading: Reading, rows: range, keys: range, dtype: torch.dtype, cone: Cone) -> Tensor:
-    """The mask as the pattern and the terms say it: -inf where hidden."""
-    kind = dtype if dtype.is_floating_point else torch.float32
-    sources = [cone.known[source] for source in reading.sources]
-    total = reading.mask.block(cone.sizes["b"], cone.sizes["h"], rows, keys, sources, kind)
-    pattern = pattern_of(reading.pattern, cone.sizes["q"], cone.sizes["k"])
-    seen = torch.tensor([[key in pattern.span(row) for key in keys] for row in rows])
-    return total.masked_fill(~seen, -math.inf)
-
-
-def agree(original: Tensor, found: Tensor) -> bool:
-    hidden = found == -math.inf
-    if original.dtype == torch.bool:
-        return bool((original == ~hidden).all())
-    same = (original == found) | (original.isnan() & found.isnan())
-    return bool(torch.where(hidden, original <= HIDES_FLOAT16, same).all())
+    said = of_mask(reading, cone.sizes, cone.known, term.dtype, original, whole is not None)
+    return Refusal(said, given) if said else None

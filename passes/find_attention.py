@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.attention  # noqa: F401  (registers the operator)
-from ringopt.graph.nodes import emit, module_path, shape_of, value_of
+from ringopt.graph.nodes import emit, module_path, shape_of, source_line, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.ops.dropout import SEEDS
 from ringopt.pipeline import Context, Pass, SiteInfo
@@ -55,7 +55,8 @@ class FindAttention(Pass):
                 continue
             site = Sdpa.of(node)
             pattern = "causal" if site.is_causal else "full"
-            info = SiteInfo(module_path(node), form_of(node), pattern, site.attn_mask is not None)
+            masked = site.attn_mask is not None
+            info = SiteInfo(module_path(node), form_of(node), pattern, masked, source_line(node))
             refusal = check(node, site)
             if refusal is None:
                 context.sites[rewrite(gm.graph, node, site)] = info

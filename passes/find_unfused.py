@@ -21,9 +21,10 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
+from ringopt.attention.agreement import of_scores
 from ringopt.graph.axes import rule_of
 from ringopt.graph.constants import Constants
-from ringopt.graph.nodes import emit, is_aten, module_path, op_name, requires_grad, shape_of, value_of
+from ringopt.graph.nodes import emit, is_aten, module_path, op_name, requires_grad, shape_of, source_line, value_of
 from ringopt.graph.products import product_of
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
@@ -63,13 +64,16 @@ def find_all(graph: fx.Graph, softmaxes: Sequence[fx.Node], context: Context) ->
         candidate = as_it_stands(candidate)
         try:
             found = prover.prove(candidate)
-            check_escape(candidate, found, context.mesh.size)
+            reading = read(found, carries)
+            alone = escapes(candidate, found) and context.mesh.size == 1
         except NotAttention as problem:
             if softmax not in reasons or not problem.look_alike:
                 reasons[softmax], tried[softmax] = problem, candidate
             continue
-        node, info = rewrite(graph, found, carries)
-        context.sites[node] = info
+        info = info_of(candidate, reading, found)
+        if alone:
+            info.notes.append("the program returns its weights: one process computes them, and the attention as it was")
+        context.sites[candidate.values.node if alone else rewrite(graph, found, reading)] = info
         done[candidate.values.node] = softmax
     rewritten = set(done.values())
     for softmax in softmaxes:
@@ -87,7 +91,8 @@ def as_it_stands(candidate: Candidate) -> Candidate:
 def tell(softmax: fx.Node, reason: NotAttention | None, candidate: Candidate | None, context: Context) -> None:
     """A softmax without a site: a look-alike is left alone, attention that could not be proved is a refused site."""
     if reason is not None and candidate is not None and not reason.look_alike:
-        info = SiteInfo(module_path(softmax), "unfused", "mask", True, refusal=reason.sentence)
+        where = source_line(softmax)
+        info = SiteInfo(module_path(softmax), "unfused", "mask", True, where, refusal=reason.sentence)
         context.sites[candidate.values.node] = info
         return
     sentence = reason.sentence if reason else "what it normalises is no product of two activations"
@@ -107,21 +112,19 @@ def in_order(graph: fx.Graph, context: Context) -> None:
 KEPT = frozenset(("mean", "sum", "div", "mul", "stack", "cat", "getitem"))  # on the way to an output, with numbers only
 
 
-def check_escape(candidate: Candidate, found: Found, ranks: int) -> None:
-    """Weights that only leave the program may be computed beside the attention; others take part in what follows."""
+def escapes(candidate: Candidate, found: Found) -> bool:
+    """Whether the program returns its weights too: they may be computed beside the attention. Raises NotAttention for
+    weights that take part in what follows."""
     end = candidate.values.node
     inside = between(candidate.softmax, end)
     users = [user for node in inside for user in node.users if user not in inside and user is not end]
     others = [user for user in users if leads_anywhere(user)]
-    if not others:
-        return
     if not all(map(only_leaves, others)):
         names = ", ".join(dict.fromkeys(op_name(user) or user.op for user in others))
         raise NotAttention(f"its weights are used elsewhere too, by {names}", True)
-    if found.dropout_p:
+    if others and found.dropout_p:
         raise NotAttention("the program returns its weights after dropout: attention would drop others")
-    if ranks == 1:
-        raise NotAttention("the program returns its weights, so that one process gains nothing by attention", True)
+    return bool(others)
 
 
 def between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
@@ -166,14 +169,24 @@ def only_leaves(node: fx.Node) -> bool:
 
 
 # ---- the canonical node ----------------------------------------------------------------------------------------------
-def rewrite(graph: fx.Graph, found: Found, carries: dict[fx.Node, bool]) -> tuple[fx.Node, SiteInfo]:
+def read(found: Found, carries: dict[fx.Node, bool]) -> Reading:
+    """Raises NotAttention where the reading is not what the program does."""
+    scores = found.scores
+    reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, scores.score, scores.nan)
+    if found.original is not None and not scores.shifts:
+        said = of_scores(reading, scores, found.roles.sizes, found.known, found.original)
+        if said:
+            raise NotAttention(said)
+    return reading
+
+
+def rewrite(graph: fx.Graph, found: Found, reading: Reading) -> fx.Node:
     candidate, roles, scores = found.roles.candidate, found.roles, found.scores
     end = candidate.values.node
     with graph.inserting_before(end):
         q, k, v = operands(graph, roles)
         q = multiplied(graph, q, scores.factors, roles.sizes, end)
         v = multiplied(graph, v, [factor for factor in found.factors if "k" in factor.axes], roles.sizes, end)
-        reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, scores.score, scores.nan)
         sinks = sinks_of(graph, found, roles, end) if found.sinks is not None else None
         seed = draw_seed(graph, end) if found.dropout_p else None
         pattern, text, sources = reading.pattern, reading.mask.text, list(reading.sources)
@@ -183,18 +196,17 @@ def rewrite(graph: fx.Graph, found: Found, carries: dict[fx.Node, bool]) -> tupl
         result = multiplied(graph, node, rows, roles.sizes, end)
         result = as_product(graph, result, roles, end)
     end.replace_all_uses_with(result)
-    return node, info_of(candidate, reading, found)
+    return node
 
 
 def info_of(candidate: Candidate, reading: Reading, found: Found) -> SiteInfo:
     names = [] if reading.name == "full" else [reading.name]
     names += ["sinks"] if found.sinks is not None else []
-    info = SiteInfo(module_path(candidate.softmax), "unfused", " & ".join(names) or "full", reading.name != "full")
+    softmax, pattern = candidate.softmax, " & ".join(names) or "full"
+    info = SiteInfo(module_path(softmax), "unfused", pattern, reading.name != "full", source_line(softmax))
     if found.dropout_p:
         info.notes.append(f"dropout {found.dropout_p:g}: the same weights are dropped on any number of ranks")
-    for node in found.rows:
-        said = f"{op_name(node)} makes its rows of a mask {list(shape_of(node))} on the rank that has the queries"
-        info.notes.append(said)
+    info.notes += reading.notes
     return info
 
 

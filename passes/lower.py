@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 from ringopt.graph.nodes import is_tensor, value_of
 from ringopt.pipeline import Context, Pass
@@ -43,6 +44,9 @@ class LocalValues(fx.Interpreter):
         value = super().run_node(node)
         if node.op == "call_function":
             node.meta["val"] = value
+            shape_env = getattr(torch._guards.detect_fake_mode(), "shape_env", None)
+            if shape_env is not None and (symbols := compute_unbacked_bindings(shape_env, value)):
+                node.meta["unbacked_bindings"] = symbols
         return value
 
 
@@ -72,11 +76,12 @@ def restore_strides(graph: fx.Graph) -> None:
         order = sorted(range(whole.dim()), key=whole.stride().__getitem__, reverse=True)
         if value_of(node).permute(order).is_contiguous():
             return node  # the original was a view into something larger, which is not made here
-        with graph.inserting_before(output):
-            new = graph.call_function(aten.permute.default, (node, order))
-            new = graph.call_function(aten.contiguous.default, (new,))
-            new = graph.call_function(aten.permute.default, (new, [order.index(dim) for dim in range(len(order))]))
-        new.meta = {**node.meta, "val": whole}
-        return new
+        back = [order.index(dim) for dim in range(len(order))]
+        for target, args in ((aten.permute, (order,)), (aten.contiguous, ()), (aten.permute, (back,))):
+            with graph.inserting_before(output):
+                new = graph.call_function(target.default, (node, *args))
+            new.meta = {**node.meta, "val": target.default(value_of(node), *args)}
+            node = new
+        return node
 
     output.args = (fx.map_arg(output.args[0], restored),)

@@ -5,6 +5,7 @@
     with no_grad: f(x)                    ->   f(detach(x))
     with autocast(bf16): linear(x, w)     ->   linear(to(x, bf16), to(w, bf16))
     dropout(x, 0.1, False)                ->   x
+    type_as(x, y)                         ->   to(x, bf16)
 
 After: no mutable op but the final copy_ into inputs the program changes, so a value may be read anywhere. Moving a read
 past a write, or a producer out of its no_grad region, is what makes hoisting lose or leak gradients.
@@ -17,7 +18,7 @@ import torch.fx as fx
 
 from ringopt.graph.autocast import Uncastable, explicit_casts
 from ringopt.graph.functional import Functional, Unwritable
-from ringopt.graph.nodes import argument, op_name, requires_grad, shape_of
+from ringopt.graph.nodes import argument, op_name, requires_grad, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
 
@@ -39,6 +40,7 @@ class Normalize(Pass):
             raise GraphRefused(problem.refusal) from problem
         drop_assertions(gm.graph)
         drop_identities(gm.graph)
+        name_types(gm.graph)
 
 
 PYTHON_CALLS = ("getitem", "_set_grad_enabled", "_enter_autocast", "_exit_autocast")
@@ -91,3 +93,13 @@ def drop_identities(graph: fx.Graph) -> None:
         if op_name(node) == "dropout" and (not argument(node, 2, "train") or argument(node, 1, "p") == 0.0):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def name_types(graph: fx.Graph) -> None:
+    """Of what a cast is told by another value, its type is all that it reads: that value need not be at hand."""
+    for node in graph.nodes:
+        if node.target not in (aten.type_as.default, aten.to.other) or len(node.args) != 2 or node.kwargs:
+            continue
+        source, found = value_of(node.args[0]), value_of(node)
+        if source.device == found.device:
+            node.target, node.args = aten.to.dtype, (node.args[0], found.dtype)

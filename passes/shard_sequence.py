@@ -20,14 +20,17 @@ import operator
 import torch
 import torch.fx as fx
 
-import ringopt.ops.convert  # noqa: F401  (registers the operators)
+import ringopt.ops.convert
+import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
 from ringopt.attention.layouts import layout_of
+from ringopt.distributed.mesh import ANY
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import module_path, op_name, shape_of, tensor_args
 from ringopt.graph.placement import Sharded
+from ringopt.graph.refusal import Refusal
 from ringopt.graph.sharder import Sharder
 from ringopt.ops.ring import VERSION
-from ringopt.pipeline import Context, Pass
+from ringopt.pipeline import Context, GraphRefused, Pass
 from ringopt.report import Gather
 from ringopt.sharding import across
 
@@ -41,9 +44,11 @@ class ShardSequence(Pass):
         mesh, layout = context.mesh, context.layout
 
         def rows_here(length: int) -> int:
+            if mesh.name == ANY:
+                raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
             return sum(map(len, layout_of(layout, length, mesh.size).ranges(mesh.rank)))
 
-        sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here)
+        sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, asks=mesh.name == ANY)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 sharder.keep(node)

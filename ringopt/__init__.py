@@ -12,20 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringopt import errors
+    from ringopt.archive import load
     from ringopt.backend import explain, reports
+    from ringopt.compare.programs import diff
+    from ringopt.convert import convert
     from ringopt.distributed.traffic import record_traffic
     from ringopt.functional import attention, shard, unshard
+    from ringopt.graph.diff import GraphDiff
     from ringopt.options import Options
     from ringopt.report import Report
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GraphDiff",
     "Options",
     "Report",
     "attention",
+    "convert",
+    "diff",
     "errors",
     "explain",
+    "load",
     "record_traffic",
     "reports",
     "shard",
@@ -34,10 +42,14 @@ __all__ = [
 
 # Where each public name lives; errors is a module itself.
 _HOME = {
+    "GraphDiff": "ringopt.graph.diff",
     "Options": "ringopt.options",
     "Report": "ringopt.report",
     "attention": "ringopt.functional",
+    "convert": "ringopt.convert",
+    "diff": "ringopt.compare.programs",
     "explain": "ringopt.backend",
+    "load": "ringopt.archive",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",
     "shard": "ringopt.functional",

@@ -22,6 +22,7 @@ from ringopt.errors import OptionError, RefusedError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import requires_grad, shape_of, value_of
 from ringopt.measure import report_of
+from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from ringopt.passes import LINE, UNDERSTAND
 from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
@@ -101,6 +102,8 @@ def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     """On one process: whether SDPA takes the place of products written out, or of SDPA with a mask that is needless; or
     whether weights are dropped, which are to be the same as on many ranks; or flex_attention whose backward the CPU
     lacks."""
+    if node.target is not torch.ops.ringopt.attention.default:
+        return False
     q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
     mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
     plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))
@@ -133,7 +136,10 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
         from torch._inductor.compile_fx import compile_fx
 
         patches = list_mode_options(mode) if mode else None
-        run = compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[assignment]
+        # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it.
+        tag = f"{torch.compiler.config.cache_key_tag} ringopt {VERSION}"
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            run = compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[assignment]
     return run
 
 

@@ -44,18 +44,18 @@ REGIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """The flat ATen graph of Dynamo's `gm`, with the same placeholders in the same order.
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorMode | None = None) -> fx.GraphModule:
+    """The flat ATen graph of `gm`, Dynamo's or an exported program's, with the same placeholders in the same order.
 
-    Sizes are those of `example_inputs`: see `specialize`. Raises GraphRefused for what cannot be flattened without
-    losing a gradient.
+    Sizes are those of `example_inputs`: see `specialize`. `mode` is whose fake tensors are made. Raises GraphRefused
+    for what cannot be flattened without losing a gradient.
     """
     claimed = claims_of_flex(gm, example_inputs)
     specialize(gm)
     given, gm = gm, without_tables(gm) if claimed else gm
     refuse_higher_order(gm)
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [fake(value, mode) for value in example_inputs]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
         flex.with_mods(gm, lambda value: fake(value, mode))
@@ -85,7 +85,10 @@ def claims_of_flex(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Cl
         raise GraphRefused(found)
     for node, claim in zip(flex.flex_nodes(gm.graph), found, strict=True):
         if claim.readable(example_inputs) and not claim.holds(example_inputs):
-            why = "the block tables of flex_attention do not say what mask_mod says: one of them hides more"
+            why = (
+                "the block tables of flex_attention do not say what mask_mod says: a block that they leave out is not "
+                "hidden whole by it, or one that they list as full is not seen whole"
+            )
             raise GraphRefused(Refusal(why, node))
     return found
 
@@ -101,13 +104,12 @@ def without_tables(gm: fx.GraphModule) -> fx.GraphModule:
 def belongs_to_program(node: fx.Node) -> bool:
     """Whether an input of Dynamo's graph is a tensor of the model (a buffer, an attribute) or of its file; not one that
     the caller passes."""
-    argument = node.meta.get("grapharg")
-    source = getattr(argument, "source", None)
-    if source is None:
-        return False
-    where = source.guard_source
-    name = (where() if callable(where) else where).name  # a method up to torch 2.12
-    return "NN_MODULE" in name or name.startswith("GLOBAL")
+    if "belongs_to_program" not in node.meta:  # noted, because Dynamo takes the source away after its backend has run
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        where = getattr(source, "guard_source", None)
+        name = getattr(where() if callable(where) else where, "name", "")  # a method up to torch 2.12
+        node.meta["belongs_to_program"] = "NN_MODULE" in name or name.startswith("GLOBAL")
+    return bool(node.meta["belongs_to_program"])
 
 
 def holds_numbers(value: Any) -> bool:

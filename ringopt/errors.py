@@ -25,3 +25,7 @@ class RingCommError(RingError, RuntimeError):
 
 class RefusedError(RingError):
     """`on_refusal="error"`: an attention site or a graph was left unsharded."""
+
+
+class ProgramError(RingError, ValueError):
+    """A program (an ExportedProgram, a graph, a .pt2 file) cannot be read, compared or converted."""

@@ -7,7 +7,10 @@ from math import prod
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import is_tensor, op_name, shape_of, value_of
+from ringopt.distributed.mesh import Mesh
+from ringopt.graph.nodes import is_tensor, op_name, shape_of, source_line, value_of
+from ringopt.graph.refusal import Refusal
+from ringopt.ops.rows import fetch_of
 from ringopt.pipeline import Context
 from ringopt.report import Report, Site
 
@@ -17,7 +20,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
     sites = tuple(
         Site(
             info.module, info.form, info.pattern, info.strategy, info.kernel, info.layout, info.refusal,
-            info.bytes_sent, tuple(info.notes),
+            info.bytes_sent, tuple(info.notes), info.source,
         )
         for info in context.sites.values()
     )  # fmt: skip
@@ -26,13 +29,30 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
     return Report(
         world_size=ranks,
         sites=sites,
-        left_alone=tuple(refused.sentence for refused in context.left_alone),
+        left_alone=tuple(map(told, context.left_alone)),
         gathers=tuple(context.gathers),
         sharded_fraction=sharded_fraction(graph, ranks),
         memory=memory(graph),
-        bytes_sent=sum(site.bytes_sent for site in sites) + shares,
+        bytes_sent=sum(site.bytes_sent for site in sites) + shares + fetched(graph, context.mesh),
         refusal=refusal,
     )
+
+
+def told(refused: Refusal) -> str:
+    where = source_line(refused.node) if refused.node is not None else ""
+    return f"{refused.sentence} ({where})" if where else refused.sentence
+
+
+def fetched(graph: fx.Graph, mesh: Mesh) -> int:
+    """Bytes of rows that this rank sends because another wants them (ringopt/ops/rows.py)."""
+    total = 0
+    for node in graph.nodes:
+        if op_name(node) == "fetch_rows":
+            x, dim, outer, length, inner, wanted, _local, layout, _group = node.args
+            plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, torch.device("cpu"))
+            row = value_of(x).element_size() * outer * inner * prod(shape_of(x)) // shape_of(x)[dim]
+            total += row * sum(len(rows) for _, rows in plan.sends)
+    return total
 
 
 def sharded_fraction(graph: fx.Graph, ranks: int) -> float:

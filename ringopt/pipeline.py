@@ -26,12 +26,13 @@ log = logging.getLogger(__name__)
 @dataclass
 class SiteInfo:
     """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a
-    mask."""
+    mask; `source`: the line of the program that it comes from."""
 
     module: str
     form: str
     pattern: str = "full"
     masked: bool = False
+    source: str = ""
     strategy: str = "none"
     layout: str = "none"
     kernel: str = "none"

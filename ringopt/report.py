@@ -15,8 +15,8 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Site:
-    """One attention site. `refusal` is None where it was rewritten, else the reason; `bytes_sent` is per rank,
-    forward."""
+    """One attention site. `refusal` is None where it was rewritten, else the reason; `bytes_sent` is per rank, forward;
+    `source` is the line of the program that the attention comes from, "" where that is not known."""
 
     module: str
     form: str
@@ -27,6 +27,7 @@ class Site:
     refusal: str | None
     bytes_sent: int
     notes: tuple[str, ...] = ()
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Report:
     gathers           values that were needed whole
     sharded_fraction  share of the matrix FLOPs that run on this rank's rows only
     memory            bytes per rank by cause
-    bytes_sent        per rank, one forward pass: attention and gathers
+    bytes_sent        per rank, one forward pass: attention, gathers and rows fetched from other ranks
     refusal           why the whole graph was left unsharded, or None
     """
 
@@ -126,7 +127,8 @@ def site_table(report: Report) -> Table:
         cells = (site.module or "-", site.form, site.pattern, *end)
         table.add_row(*(escape(cell) for cell in cells))
         if site.refusal:
-            table.add_row("", Text(f"refused: {site.refusal}", style="yellow"))
+            where = f" ({site.source})" if site.source else ""
+            table.add_row("", Text(f"refused: {site.refusal}{where}", style="yellow"))
     return table
 
 

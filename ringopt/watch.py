@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringopt.check import bytes_of, digest
+from ringopt.distributed.same import bytes_of, digest
 from ringopt.graph.block_tables import Claim, is_hollow
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Watched:
         if any(i in changed for i in self.buffers):
             return "a buffer that a mask was read from has changed"
         if any(not changed.isdisjoint(claim.places) and not claim.holds(inputs) for claim in self.claims):
-            return "block tables hide more than their mask_mod"
+            return "the block tables of flex_attention no longer say what mask_mod says"
         return ""
 
 

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 
 from ringopt.passes import UNDERSTAND
+from ringopt.tools.benchmarks.spellings import FORMS, LOOKALIKES, Spelled, inputs
 from tests.capturing import after
 from tests.translation import TOLERANCE, validate
 from tests.zoo import TRUTH, build, family, missing, names
-from tests.zoo.forms import FORMS, LOOKALIKES, Spelled, inputs
 from tests.zoo.outcomes import Outcome, Totals, outcome, table
 
 # Two ranks but where a number stands; lengths are no other size of the models, and not all even.
@@ -59,7 +59,27 @@ SAMPLE = {
     "hand/neg_retention": (21, 2),
     "timm/xcit@eager": (21, 2),
 }
-SWEPT = 37
+REFUSED = {
+    "hf/deberta@eager": [
+        "matmul makes a tensor [2, 4, 21, 42] over queries and keys, and is not read a row at a time (b, h, k, q)"
+    ],
+    "xt/sparse_topk": ["the mask is made of the scores themselves, by topk"],
+}
+EXPORTED = [
+    "hand/nano_einsum_blhd",
+    "hand/nano_causal_and_padding",
+    "hand/nano_gqa_repeat_interleave",
+    "nn/nn_mha_weights",
+    "nn/nn_decoder",
+    "hf/bert@eager",
+    "hf/llama_pad@eager",
+    "hf/gpt_oss@eager",
+    "hf/umt5@eager",
+    "hf/perceiver@eager",
+    "timm/vit_relpos@eager",
+    "diffusers/pixart@eager",
+]
+SWEPT = 37  # tokens; 2 ranks
 
 
 def needs(name: str) -> None:
@@ -76,9 +96,11 @@ def test_sample(name):
     length, p = SAMPLE[name]
     found = outcome(name, length, p)
     assert not found.wrong
-    assert len(found.report.sites) == found.eligible, found.report
     if found.is_negative:
         assert found.rewritten == 0
+    else:
+        assert len(found.report.sites) == found.eligible, found.report
+        assert sorted(set(found.refusals)) == REFUSED.get(name, []), found.report
 
 
 def test_the_sample_has_every_kind():
@@ -94,7 +116,7 @@ def test_the_sample_has_every_kind():
 
 
 def sites(module, *args):
-    _, context = after(UNDERSTAND, module, *args)
+    _, context = after(UNDERSTAND, module, *args, ranks=2)
     return list(context.sites.values()), [refusal.sentence for refusal in context.left_alone]
 
 
@@ -135,19 +157,29 @@ def test_lookalikes_are_left_alone_with_a_reason(name):
 
 def test_how_many_forms():
     fused = [form for form in FORMS.values() if form.fused]
-    assert (len(FORMS) - len(fused), len(fused), len(LOOKALIKES)) == (26, 2, 3)
+    assert (len(FORMS) - len(fused), len(fused), len(LOOKALIKES)) == (26, 2, 4)
 
 
 # ---- exported programs ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLE if TRUTH[name].eligible])
-def test_the_sample_exported_has_the_same_sites(name):
+def same_sites_when_exported(name):
     needs(name)
     module, keywords = build(name, SAMPLE[name][0])
     exported = torch.export.export(module, (), keywords).module()
     found, _ = sites(exported, keywords)
     assert len(found) == TRUTH[name].eligible
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_models_have_the_same_sites(name):
+    same_sites_when_exported(name)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [name for name in SAMPLE if TRUTH[name].eligible and name not in EXPORTED])
+def test_the_rest_of_the_sample_exported(name):
+    same_sites_when_exported(name)
 
 
 # ---- everything ----------------------------------------------------------------------------------------------------
@@ -161,7 +193,7 @@ ERRORS: dict[str, str] = {}
 def test_sweep(name):
     needs(name)
     try:
-        OUTCOMES[name] = found = outcome(name, SWEPT, 2)
+        OUTCOMES[name] = found = outcome(name, SWEPT, 2, also_float32=True)
     except Exception as error:
         ERRORS[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise
@@ -172,9 +204,13 @@ def test_sweep(name):
 
 @pytest.mark.zoo
 def test_recall(capsys):
-    """Over what `test_sweep` ran: at least 99% of the sites are rewritten, or refused with a reason."""
-    totals = Totals.of(OUTCOMES.values())
+    """Over what `test_sweep` ran: at least 99% of the sites in models that Dynamo takes whole are rewritten, or refused
+    with a reason. Of a model that it breaks into pieces a backend may see no attention at all."""
+    if not OUTCOMES:
+        pytest.skip("no entry was swept")
+    found = list(OUTCOMES.values())
+    totals = Totals.of(one for one in found if TRUTH[one.name].whole)
     with capsys.disabled():
-        Console(width=160).print("\n", table(OUTCOMES.values(), ERRORS), str(totals))
+        Console(width=160).print("\n", table(found, ERRORS), f"all: {Totals.of(found)}", f"whole: {totals}", sep="\n")
     assert totals.known >= 0.99 * totals.eligible
-    assert totals.false_rewrites == 0
+    assert Totals.of(found).false_rewrites == 0

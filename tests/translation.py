@@ -129,12 +129,17 @@ def is_dense(x: torch.Tensor) -> bool:
 
 def relative_error(expected: torch.Tensor, found: torch.Tensor, group: Sequence[Any]) -> float:
     """The largest error by the largest entry. Gradients that are zero in exact arithmetic (a key's bias) are rounding
-    noise, not to be divided by: the largest entry of the whole `group` counts for 1e-4 at least."""
-    if torch.equal(expected, found):
-        return 0.0  # also where infinities are equal
-    largest = max((float(x.double().abs().max()) for x in group if x is not None and x.numel()), default=0.0)
-    size = max(float(expected.double().abs().max()), 1e-4 * largest + 1e-12)
-    return float((expected.double() - found.double()).abs().max()) / size
+    noise, not to be divided by: the largest entry of the whole `group` counts for 1e-4 at least. NaN equals NaN."""
+    apart = (expected != found) & ~(expected.isnan() & found.isnan())
+    if not apart.any():
+        return 0.0
+    error = float((expected[apart].double() - found[apart].double()).abs().max())
+    return error / max(largest(expected), 1e-4 * max(largest(x) for x in group if x is not None) + 1e-12)
+
+
+def largest(x: torch.Tensor) -> float:
+    """Of the finite entries."""
+    return float(torch.where(x.isfinite(), x, 0).double().abs().max()) if x.numel() else 0.0
 
 
 def own_error(exact: Values, rounded: Values) -> float:

@@ -1,6 +1,7 @@
 """The console script `ringopt`: reads the command line and hands it to the command.
 
-A command is a module of this folder with `add(commands)`, which describes it to argparse, and `run(arguments)`.
+A command is a module of this folder with `add(commands)`, which describes it to argparse, and `run(arguments)`, which
+returns the exit code.
 Torch is imported when a command runs, so that --help and --version are quick.
 """
 
@@ -13,10 +14,10 @@ from collections.abc import Sequence
 
 import ringopt
 from ringopt.errors import RingError
-from ringopt.tools import explain
+from ringopt.tools import bench, convert, diff, explain
 from ringopt.tools.command import CommandError
 
-# Exit codes: 0 done, 2 a usage error (argparse uses 2 as well) or the command failed.
+# Exit codes: 0 done, 1 diff found differences, 2 a usage error (argparse uses 2 as well) or the command failed.
 FAILED = 2
 
 
@@ -25,6 +26,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ringopt {ringopt.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     explain.add(commands)
+    diff.add(commands)
+    convert.add(commands)
+    bench.add(commands)
     return top
 
 
@@ -32,13 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     chosen = parser().parse_args(arguments)
     try:
-        chosen.run(chosen)
+        return int(chosen.run(chosen))
     except (CommandError, RingError) as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print(f"ringopt: error: {error}", file=sys.stderr)
         return FAILED
-    return 0
 
 
 if __name__ == "__main__":

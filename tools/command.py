@@ -1,11 +1,13 @@
-"""What the commands share: their error, and finding a model by name."""
+"""What the commands share: their error, types of arguments, and finding a model by name."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,3 +63,28 @@ def find(target: str) -> Callable[[], Any]:
         found = "is not callable" if hasattr(module, attribute) else "does not exist"
         raise CommandError(f"{target}: {attribute} {found} in {module.__file__}")
     return factory  # type: ignore[no-any-return]
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 1 or more")
+    return int(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f'not JSON: {error}; an example: \'{{"layout": "zigzag"}}\'') from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as \'{{"layout": "zigzag"}}\'')
+    return value
+
+
+def import_all(names: Sequence[str]) -> None:
+    """Modules that define what a .pt2 file names: operators, classes of outputs."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise CommandError(f"cannot import {name!r}: {type(error).__name__}: {error}") from None

@@ -4,7 +4,8 @@ Weight (b, h, q, k) is kept iff a hash of (seed, b, h, q, k) says so: all global
 same whatever the number of ranks, the layout, the strategy and the cutting into tiles are, and the backward makes it
 anew (counter-based, as Philox in Salmon et al. 2011; the mixing is that of SplitMix64, Steele et al. 2014).
 
-Only int64 operations, which wrap alike in eager code and in compiled code.
+Only int64 operations, which wrap alike in eager code and in compiled code. But a place is never multiplied: compiled
+code would have its products in the arithmetic of loop variables, where C++ takes overflow for impossible.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 # The constants of SplitMix64 and the increment of its counter, as signed numbers.
-FIRST, SECOND, STEP = (number - 2**64 for number in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
-KEYS = 0x5851F42D4C957F2D  # tells the stream of keys from that of rows
+FIRST, SECOND, ROWS = (number - 2**64 for number in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
+KEYS = 0x5851F42D4C957F2D  # another increment: the numbers of keys are not those of rows
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Dropout:
     def kept(self, b: int, h: int, q_rows: range, kv_rows: range) -> Tensor:
         """[b, h, queries, keys], bool."""
         device = self.seed.device
-        rows = mixed(self.seed + STEP)
+        rows = mixed(self.seed + ROWS)
         for dim, places in enumerate((range(b), range(h), q_rows)):
-            rows = mixed(rows + (1 + counted(places, device)).view([-1 if i == dim else 1 for i in range(4)]) * STEP)
-        keys = mixed(mixed(self.seed ^ KEYS) + (1 + counted(kv_rows, device)) * STEP)
+            rows = mixed(rows ^ counted(places, device).view([-1 if i == dim else 1 for i in range(4)]))
+        keys = mixed(mixed(self.seed + KEYS) ^ counted(kv_rows, device))
         least = int(self.p * 2**64) - 2**63  # of the signed numbers, a share of p lies below
         if least >= 2**63:
             return torch.zeros((), dtype=torch.bool, device=device).expand(b, h, len(q_rows), len(kv_rows))

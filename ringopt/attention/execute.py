@@ -96,7 +96,7 @@ class Tiles:
         if attention.dropout_p > 0:
             if given.seed is None:
                 raise ValueError(f"dropout_p is {attention.dropout_p}, and there is no seed to draw from")
-            self.dropout = Dropout(attention.dropout_p, given.seed)
+            self.dropout = Dropout(attention.dropout_p, given.seed.to(q.device))
         self._kernel, self._learned, self._parts = attention.kernel, learned, parts
 
     def kernel(self, tile: Tile) -> Kernel:

@@ -4,7 +4,8 @@ time.
 A program may hide keys by adding a large number, such as -3.4e38, in place of -inf. A row that sees no key then weighs
 all its keys alike: their scores vanish in the rounding of the sum. So does what is small in the row's log-sum-exp,
 which could no longer tell a tile of ten keys from one of a thousand. Such rows have a `level`, the largest number
-added to a score of the row, and their tiles are computed with the level taken off after the rounding.
+added to a score of the row, and their tiles are computed with the level taken off after the rounding. So have rows to
+which a large positive number is added.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ringopt.attention.exchange import Block
 from ringopt.attention.packing import Local
 from ringopt.attention.patterns import Kind, Pattern
 from ringopt.attention.rows import meet
-from ringopt.graph.mask import Mask
+from ringopt.graph.mask import FAR, Mask
 from ringopt.graph.term_bounds import bounds
 from ringopt.graph.terms import axes_of
 from ringopt.kernels.base import HIDDEN, accumulator
@@ -28,9 +29,6 @@ from ringopt.kernels.base import HIDDEN, accumulator
 # Elements of one mask: 16 MiB in float32. A tile with a mask is cut over its queries to stay below, so that memory does
 # not grow with the square of the rows of a rank.
 MASK_ELEMENTS = 1 << 22
-
-# Rows with nothing above this added to their scores have a level: scores of a few hundred still count beside it.
-LOW = -1e4
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,9 @@ class Scores:
             return
         modified = self._modifies(block.queries, block.keys)
         if verdict == "full" and block.kind is not Kind.PARTIAL:
-            yield Tile(block.queries, block.keys, causal=block.kind is Kind.CAUSAL, modified=modified)
+            # Here 0 is added: what is far below that elsewhere leaves the level at 0.
+            level = self.level(block.queries) if self._added[1] >= FAR else None
+            yield Tile(block.queries, block.keys, None, block.kind is Kind.CAUSAL, level, modified)
             return
         step = self._queries_at_once(len(block.keys))
         if verdict == "partial" and block.kind is Kind.CAUSAL and len(block.queries) <= step:
@@ -129,20 +129,21 @@ class Scores:
         return mask if mask.dim() == 4 else mask[None, None]
 
     def level(self, queries: range) -> Tensor | None:
-        """[1|B, 1|Hq, queries, 1]: the largest number added in each row where that is below LOW, else 0."""
+        """[1|B, 1|Hq, queries, 1]: the largest number added in each row where that is FAR from 0, else 0."""
         if queries not in self._levels:
-            self._levels[queries] = self._largest(queries) if self._lowest <= LOW else None
+            self._levels[queries] = self._largest(queries) if self._added[0] <= -FAR or self._added[1] >= FAR else None
         return self._levels[queries]
 
     @cached_property
-    def _lowest(self) -> float:
-        """No number added to a score is below this."""
+    def _added(self) -> tuple[float, float]:
+        """All numbers that are added to scores lie between these."""
         if self.mask.bias is None:
-            return 0.0
+            return 0.0, 0.0
         rows = self.pattern.q_length if self.local is None else self.local.rows
         lengths = (self.batch, self.heads, self.pattern.q_length, self.pattern.kv_length, rows)
         spans = {axis: range(length) for axis, length in zip("bhqkr", lengths, strict=True)}
-        return float(bounds(self.mask.bias, spans, self.sources)[0])
+        low, high = bounds(self.mask.bias, spans, self.sources)
+        return float(low), float(high)
 
     @torch.no_grad()
     def _largest(self, queries: range) -> Tensor | None:
@@ -150,7 +151,7 @@ class Scores:
         pieces = (range(start, min(start + step, keys.stop)) for start in range(keys.start, keys.stop, step))
         parts = [self._within(self._additive(queries, piece), queries, piece).amax(3, keepdim=True) for piece in pieces]
         largest = torch.stack(parts).amax(0).to(accumulator(self.dtype))
-        level = largest.masked_fill((largest > LOW) | (largest == HIDDEN), 0.0)
+        level = largest.masked_fill((largest.abs() < FAR) | (largest == HIDDEN), 0.0)
         return level if bool(level.any()) else None
 
     def modified(self, scores: Tensor, queries: range, keys: range) -> Tensor:

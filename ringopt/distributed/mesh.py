@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringopt.distributed.traffic import log_event
@@ -193,6 +194,9 @@ class PretendedMesh(Mesh):
 
 _meshes: dict[str, Mesh] = {}
 
+# The name in programs that run on any number of ranks: whoever runs them. A whole world, or one process alone.
+ANY = "any"
+
 
 def register(mesh: Mesh) -> None:
     """Makes `mesh` the one that `mesh_of(mesh.name)` returns from now on."""
@@ -213,12 +217,22 @@ def mesh_of(name: str) -> Mesh:
     if name.startswith("pretend:"):
         return _pretended(name)
     mesh = registered(name)
+    if mesh is None and name == ANY:
+        return _whoever_runs()
     if mesh is None:
         raise RingCommError(
             f"no mesh {name!r} in this process; known are {sorted(_meshes) or 'none'}. Start the process group "
             "(torch.distributed.init_process_group) and make the mesh (ringopt.distributed.process.process_mesh) first"
         )
     return mesh
+
+
+def _whoever_runs() -> Mesh:
+    if dist.is_available() and dist.is_initialized():
+        from ringopt.distributed.process import process_mesh  # which stands on this module
+
+        return process_mesh()
+    return _pretended("pretend:0/1")
 
 
 def _pretended(name: str) -> PretendedMesh:

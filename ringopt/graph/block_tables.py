@@ -24,7 +24,21 @@ from ringopt.graph.refusal import Refusal
 
 IN_PLACE = tuple(
     getattr(operator, f"i{name}")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
 )
 
 ROWS = 128  # mask_mod is asked about so many queries at a time
@@ -73,7 +87,9 @@ def claims(gm: fx.GraphModule) -> list[Claim] | Refusal:
         places = tuple(i for i, each in inputs if each.users and isinstance(example(each), Tensor))
         q, k = example(call.query), example(call.key)
         sizes = tuple(map(int, (*q.shape[:3], k.shape[2])))
-        rows, keys = (min(int(example(size)), length) for size, length in zip(call.block_mask[-3:-1], sizes[2:], strict=True))
+        rows, keys = (
+            min(int(example(size)), length) for size, length in zip(call.block_mask[-3:-1], sizes[2:], strict=True)
+        )
         found.append(Claim(made, places, getattr(gm, call.mask_mod.target), sizes, (rows, keys)))
     return found
 

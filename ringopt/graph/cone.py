@@ -53,13 +53,15 @@ class Cone:
         sizes: Mapping[str, int],
         rows: frozenset[str] = frozenset("q"),
         keys: frozenset[str] = frozenset("k"),
-        stops: Collection[fx.Node] = (),
+        stops: Collection[fx.Node] = frozenset(),
     ):
         self.constants = constants
         self.sizes = sizes
         self.rows, self.keys = rows, keys
         self.stops = stops
         self.spans = {name: range(size) for name, size in sizes.items()}
+        if "q" in sizes:
+            self.spans["r"] = self.spans["q"]  # the query's row, of those that a rank holds
         self.known: dict[fx.Node, Tensor] = {}  # loaded values that no input reaches
         self.found: dict[tuple[fx.Node, Index], Term] = {}
         self.depth = 0
@@ -182,7 +184,7 @@ class Cone:
             low, high = self.bounds(term)
             if low == high:
                 return number(low, torch.bool)
-        places = math.prod(self.sizes[name] for name in term.axes)
+        places = math.prod(len(self.spans[name]) for name in term.axes)
         if (term.axes & self.rows and term.axes & self.keys) or places > LARGEST or not self.is_known(term):
             return term
         return self.affine_from_values(term) or term

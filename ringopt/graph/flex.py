@@ -66,8 +66,8 @@ def is_functorch(node: fx.Node) -> bool:
 
 
 def example(node: Any) -> Any:
-    """The value that Dynamo has traced a node with; of what is no node, itself."""
-    return node.meta["example_value"] if isinstance(node, fx.Node) else node
+    """The value that Dynamo or torch.export has traced a node with; of what is no node, itself."""
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else node
 
 
 def check(node: fx.Node) -> Refusal | None:

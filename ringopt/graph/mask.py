@@ -29,9 +29,25 @@ from torch import Tensor
 
 from ringopt.graph.term_bounds import bounds
 from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import Apply, Load, Score, Term, axes_of, axis, children, constant, dumps, loads, loads_terms
+from ringopt.graph.terms import (
+    Apply,
+    Load,
+    Score,
+    Term,
+    axes_of,
+    axis,
+    children,
+    constant,
+    dumps,
+    loads,
+    loads_terms,
+    walk,
+)
 
 Kind = Literal["empty", "full", "partial"]
+
+# Scores of a few hundred are not lost beside a number nearer to 0 than this, be it in float32.
+FAR = 1e4
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,14 @@ class Mask:
             if load.source in found and "r" not in load.axes:
                 raise ValueError(f"source {load.source} holds the rows of a rank and is read at other rows as well")
         return found
+
+    @property
+    def far(self) -> float | None:
+        """A number FAR from 0 that `score` holds. A row of nothing else would have a log-sum-exp that rounds its scores
+        away: over several ranks it takes a bias, of which the level is known."""
+        args = [arg for term in walk(self.score) for arg in (term, *(term.args if isinstance(term, Apply) else ()))]
+        numbers = (constant(arg) for arg in args)
+        return next((float(x) for x in numbers if x is not None and FAR <= abs(x) < math.inf), None)
 
     def kind(self, spans: Mapping[str, range], sources: Sequence[Tensor]) -> Kind:
         """What is known of the block `spans` ("b", "h", "q", "k" -> nonempty range) without computing it.

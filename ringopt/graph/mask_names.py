@@ -45,6 +45,8 @@ def name_of_condition(condition: Term) -> str:
         pattern, exact = pattern_around(*band)
         return pattern if exact else show(condition)
     sources = sources_of(condition)
+    if "r" in condition.axes:
+        return other(condition, sources)
     if not condition.axes & {"q", "k"}:
         return f"switch({sources})" if sources else show(condition)
     if not condition.axes & {"q"}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -75,6 +76,15 @@ def module_path(node: fx.Node) -> str:
         return ""
     path = re.sub(r"^(L\['\w+'\]|L__\w+?__)", "", stack[-1][0])
     return re.sub(r"\[?'?(?:_modules)?'?\]?[\[\].']+", ".", path).strip(".")
+
+
+def source_line(node: fx.Node) -> str:
+    """`modeling_llama.py:210: weights = softmax(scores, -1)`: where the program has it; "" where that is not known."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n\s*([^\n]*))?', node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    path, number, code = frames[-1]
+    return f"{os.path.basename(path)}:{number}" + (f": {code.strip()}" if code.strip() else "")
 
 
 def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:

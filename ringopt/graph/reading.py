@@ -10,6 +10,7 @@ import torch.fx as fx
 from ringopt.graph.bands import split
 from ringopt.graph.mask import Mask
 from ringopt.graph.mask_names import name_of_mask
+from ringopt.graph.nodes import op_name, shape_of
 from ringopt.graph.peel import every
 from ringopt.graph.term_folding import substitute
 from ringopt.graph.terms import Term, loads
@@ -23,6 +24,16 @@ class Reading:
     mask: Mask
     sources: tuple[fx.Node, ...]
     name: str
+
+    @property
+    def notes(self) -> list[str]:
+        """For the report: what is computed whole rows at a time."""
+        tables = dict.fromkeys(load.source for load in loads(*self.mask.terms) if "r" in load.axes)
+        return [
+            f"{op_name(node) or node.name} {list(shape_of(node))} is not read element by element: every rank computes "
+            "the rows of its own queries"
+            for node in (self.sources[number] for number in tables)
+        ]
 
 
 def reading_of(

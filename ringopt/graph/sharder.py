@@ -38,10 +38,18 @@ class GatherNote:
 
 class Sharder:
     """`group` and `layout` name the ranks and their rows; this is `rank` of `ranks`, and `rows_here(length)` counts its
-    rows of a sequence."""
+    rows of a sequence. Where the program `asks` for that when it runs, no number of ranks or rows stands in the graph:
+    `rank` and `ranks` are then only examples."""
 
     def __init__(
-        self, graph: fx.Graph, group: str, layout: str, rank: int, ranks: int, rows_here: Callable[[int], int]
+        self,
+        graph: fx.Graph,
+        group: str,
+        layout: str,
+        rank: int,
+        ranks: int,
+        rows_here: Callable[[int], int],
+        asks: bool = False,
     ):
         self.group, self.layout, self.rank, self.ranks, self.rows_here = group, layout, rank, ranks, rows_here
         self.graph = fx.Graph()
@@ -50,6 +58,7 @@ class Sharder:
         self.placements: dict[fx.Node, Sharded | None] = {}
         self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
         self.gathers: list[GatherNote] = []
+        self.asks, self.asked = asks, dict[int, fx.Node]()
         self.reader: fx.Node | None = None
 
     # ---- what the walk calls ---------------------------------------------------------------------------------------
@@ -115,9 +124,20 @@ class Sharder:
         return self.once(node, placement, lambda: self.climb(node, placement) or self.scatter(node, placement))
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        local = self.rows_here(placement.length)
+        local = self.rows(placement.length)
         args = (self.replicated(node), *self.factors(placement), local, self.layout, self.group)
         return self.call(torch.ops.ringopt.scatter.default, args, node, placement, name=f"{node.name}_rows")
+
+    def rows(self, length: int) -> int | fx.Node:
+        """Rows of this rank, of a sequence of `length`."""
+        if not self.asks:
+            return self.rows_here(length)
+        if length not in self.asked:
+            args: Any = (length, self.layout, self.group, [], "", "", "never")
+            node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
+            node.meta["placement"] = node.meta["whole"] = None
+            self.asked[length] = node
+        return self.asked[length]
 
     def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
         """Computes only this rank's rows, from rows of the operands."""

@@ -7,20 +7,22 @@ ringopt/graph/scores.py); anything else is refused with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.fx as fx
+from torch import Tensor
 
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.nodes import argument, op_name, shape_of, value_of
 from ringopt.graph.peel import conjuncts
-from ringopt.graph.provenance import is_learned, origins
+from ringopt.graph.provenance import Origin, is_learned, origins
+from ringopt.graph.row_tables import element, own_rows
 from ringopt.graph.scores import NotAttention, Scores, peel_scores
 from ringopt.graph.spelled import Candidate, Roles
 from ringopt.graph.term_folding import apply, literal, negate, substitute
-from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, constant, load, loads
+from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, constant, load, loads, score
 
 
 @dataclass
@@ -30,7 +32,8 @@ class Found:
     sinks      one more logit of every row, a term over b and h, or None
     factors    what the weights are multiplied with after the softmax: of whole rows or whole keys
     dropout_p  of the weights
-    rows       nodes over pairs that the program computes, of which the query's row is read
+    original   what is done to the product, as a function of it, where no input reaches that; else None
+    known      the tensors that `original` reads
     """
 
     roles: Roles
@@ -38,7 +41,8 @@ class Found:
     sinks: Term | None = None
     factors: list[Term] = field(default_factory=list)
     dropout_p: float = 0.0
-    rows: list[fx.Node] = field(default_factory=list)
+    original: Term | None = None
+    known: Mapping[fx.Node, Tensor] = field(default_factory=dict)
 
 
 class Prover:
@@ -80,7 +84,7 @@ def check_meaning(candidate: Candidate, roles: Roles) -> None:
         if letter and candidate.axes.whole((letter,)) == candidate.keys
     )
     above = origins(key, dim)
-    if any(origin.kind == "features" for origin in above):
+    if any(origin.kind == "features" for origin in above) and not any(map(is_row, above)):
         raise NotAttention("the softmax runs over features: channel attention, not over a sequence", True)
     if not roles.queried and is_learned(query):
         raise NotAttention("no axis of queries: the scores are mixed by a parameter", True)
@@ -92,12 +96,13 @@ def check_meaning(candidate: Candidate, roles: Roles) -> None:
         if letter in candidate.values.contracted
     )
     inputs = [*above, *origins(candidate.value, value_dim)]
-    if all(origin.kind == "input" and origin.last and is_floating(origin.node) for origin in inputs):
+    if all(origin.kind == "input" and not is_row(origin) for origin in inputs):
         raise NotAttention("the softmax runs over the last dim of its inputs: over features, not over a sequence", True)
 
 
-def is_floating(node: fx.Node) -> bool:
-    return bool(value_of(node).is_floating_point())
+def is_row(origin: Origin) -> bool:
+    """A dim of an input that is no feature dim: any of ids, all but the last of numbers."""
+    return origin.kind == "input" and not (origin.last and value_of(origin.node).is_floating_point())
 
 
 def batchless(candidate: Candidate, roles: Roles) -> bool:
@@ -120,11 +125,11 @@ class Reading:
         self.stops = {product.node, candidate.softmax, *dropouts}
         self.below = descendants(product.node, candidate.values.node)
         self.cone = Cone(prover.constants, sizes, queries, keys, self.stops)
-        self.canonical = Cone(prover.constants, {**roles.sizes, "r": roles.sizes["q"]})
+        self.canonical = Cone(prover.constants, roles.sizes)
         self.canonical.known = self.cone.known
-        self.rows: list[fx.Node] = []
         self.offset = 0
         self.zeroed = False
+        self.original: Term | None = None
         self.kept: list[Term] | None = None
 
     def cone_names(self) -> dict[str, str]:
@@ -139,7 +144,7 @@ class Reading:
         candidate = self.candidate
         weights = self.weights()
         scores, sinks = self.scores()
-        found = Found(self.roles, scores, sinks, *weights, self.rows)
+        found = Found(self.roles, scores, sinks, *weights, self.original, self.cone.known)
         if candidate.keys and self.zeroed:
             scores.nan = False
         return found
@@ -174,16 +179,14 @@ class Reading:
 
     def at(self, node: fx.Node, index: Sequence[Term]) -> Term:
         """An element. A tensor over pairs that cannot be read is taken as it is, a row at a time."""
-        while True:
-            try:
-                return self.cone.at(node, index)
-            except Unreadable as problem:
-                table = problem.refusal.node
-                if table is None or table in self.below or table in self.cone.stops:
-                    raise NotAttention(problem.refusal.sentence, table in self.below) from problem
-                self.rows.append(table)
-                self.cone.stops = {*self.cone.stops, table}
-                self.cone.found.clear()
+        try:
+            return element(self.cone, node, index, self.below)
+        except Unreadable as problem:
+            raise NotAttention(problem.refusal.sentence, problem.refusal.node in self.below) from problem
+
+    @property
+    def tables(self) -> list[fx.Node]:
+        return [node for node in self.cone.stops if node not in self.stops]
 
     # ---- scores ------------------------------------------------------------------------------------------------------
     def scores(self) -> tuple[Scores, Term | None]:
@@ -203,6 +206,8 @@ class Reading:
             raise NotAttention("the scores do not depend on their product")
         over = self.over_bhqk(self.own_rows(term))
         main = next(each for each in loads(over) if each.source is product.node)
+        original = substitute(over, leaves={main: score(main.dtype)})
+        self.original = original if self.canonical.is_known(original) else None
         made_of = self.below.__contains__
         kept = None if self.kept is None else [self.over_bhqk(each) for each in self.kept]
         scores = peel_scores(over, main, self.canonical, self.learned, made_of, kept)
@@ -223,21 +228,10 @@ class Reading:
         return term
 
     def own_rows(self, term: Term) -> Term:
-        """Tables over pairs are read at the query's own row: the axis r counts the rows that a rank holds."""
-        leaves: dict[Term, Term] = {}
-        for each in loads(term):
-            if each.source not in self.rows:
-                continue
-            at = [dim for dim, index in enumerate(each.index) if index is axis("q")]
-            others = {name for dim, index in enumerate(each.index) if dim not in at for name in index.axes}
-            if len(at) != 1 or len(shape_of(each.source)) <= at[0]:
-                raise NotAttention(
-                    f"{op_name(each.source) or each.source.name} makes a tensor {list(shape_of(each.source))} over "
-                    f"queries and keys, and is not read a row at a time ({', '.join(sorted(others))})"
-                )
-            index = [axis("r") if dim == at[0] else place for dim, place in enumerate(each.index)]
-            leaves[each] = load(each.source, index, each.dtype)
-        return substitute(term, leaves=leaves) if leaves else term
+        try:
+            return own_rows(term, self.tables)
+        except Unreadable as problem:
+            raise NotAttention(problem.refusal.sentence) from problem
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     def weights(self) -> tuple[list[Term], float]:

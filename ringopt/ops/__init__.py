@@ -1,1 +1,11 @@
-"""The `ringopt::` operators that compiled graphs call."""
+"""The `ringopt::` operators, which compiled graphs and converted programs call. Importing this package defines them."""
+
+import ringopt.ops.attention
+import ringopt.ops.convert
+import ringopt.ops.dropout
+import ringopt.ops.extreme
+import ringopt.ops.prefix
+import ringopt.ops.ring
+import ringopt.ops.rows
+import ringopt.ops.rows_here
+import ringopt.ops.tabulate  # noqa: F401

@@ -51,9 +51,11 @@ def attention_reference(
     causal = pattern == "causal" and q.shape[2] == k.shape[2]
     if plain and sinks is None and not dropout_p and (pattern == "full" or causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    wide = parsed.bias is not None and parsed.bias.dtype.itemsize > q.dtype.itemsize
-    if wide or sinks is not None or dropout_p or parsed.score is not None:
-        drop = Dropout(dropout_p, seed) if dropout_p and seed is not None else None
+    # A row of finite fills: SDPA's fast kernels round its log-sum-exp, and their backward takes it for the truth.
+    # softmax does not, so a program that spelled it out (`nan`) keeps its own. Nor has it 16 bits if its bias has more.
+    bias = parsed.bias is not None and (parsed.nan or parsed.bias.dtype.itemsize > q.dtype.itemsize)
+    if bias or sinks is not None or dropout_p or parsed.score is not None:
+        drop = Dropout(dropout_p, seed.to(q.device)) if dropout_p and seed is not None else None
         return written_out(q, k, v, attn_mask, sources, sinks, drop, pattern, parsed, scale)
     whole = whole_mask(q, k, attn_mask, sources, pattern, parsed, q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, whole, scale=scale, enable_gqa=grouped)

@@ -70,7 +70,7 @@ class Config(NamedTuple):
 def _version() -> str:
     """The version of ringopt and a hash of the sources that the operators run."""
     digest = hashlib.blake2b(digest_size=4)
-    for room in ("ops", "attention", "kernels"):
+    for room in ("ops", "attention", "kernels", "graph"):
         folder = files("ringopt") / room
         for path in sorted(folder.iterdir(), key=lambda path: path.name):
             if path.name.endswith(".py"):

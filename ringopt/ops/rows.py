@@ -52,6 +52,11 @@ class Wanted:
         return " ".join((self.form, *(":".join(map(str, piece)) for piece in self.pieces)))
 
     @property
+    def length(self) -> int:
+        """Rows of the sequence that a move makes."""
+        return sum(count for _start, _step, count in self.pieces)
+
+    @property
     def everywhere(self) -> bool:
         """The result is replicated."""
         return self.form == "take"
@@ -63,13 +68,16 @@ class Wanted:
         edges = [(plan.edge(chunk), plan.edge(chunk + 1)) for chunk in plan.chunks(rank)]
         return [range(a * stride + start, (b - 1) * stride + start + width) for a, b in edges if a < b]
 
-    def rows(self, layout: str, ranks: int, rank: int) -> Tensor:
-        """The rows that `rank` wants, in order; those below 0 or past the end are zeros."""
+    def rows(self, layout: str, ranks: int) -> list[Tensor]:
+        """The rows that each rank wants, in order; those below 0 or past the end are zeros."""
         if self.form == "halo":
-            pieces = [torch.arange(rows.start, rows.stop) for rows in self.ranges(layout, ranks, rank)]
-            return torch.cat(pieces) if pieces else torch.arange(0)
+            windows = [self.ranges(layout, ranks, rank) for rank in range(ranks)]
+            return [torch.cat([torch.arange(0), *map(row_numbers, rows)]) for rows in windows]
         whole = torch.cat([start + step * torch.arange(count) for start, step, count in self.pieces])
-        return whole if self.everywhere else whole[held(layout_of(layout, len(whole), ranks), rank)]
+        if self.everywhere:
+            return [whole] * ranks
+        plan = layout_of(layout, len(whole), ranks)
+        return [whole[held(plan, rank)] for rank in range(ranks)]
 
 
 def moved(*pieces: Piece) -> str:
@@ -87,8 +95,11 @@ def windows(length: int, stride: int, start: int, width: int) -> Wanted:
 
 def held(layout: Layout, rank: int) -> Tensor:
     """The rows of `rank`, in the order of its local tensor."""
-    pieces = [torch.arange(piece.start, piece.stop) for piece in layout.ranges(rank)]
-    return torch.cat(pieces) if pieces else torch.arange(0)
+    return torch.cat([torch.arange(0), *map(row_numbers, layout.ranges(rank))])
+
+
+def row_numbers(rows: range) -> Tensor:
+    return torch.arange(rows.start, rows.stop)
 
 
 @dataclass(frozen=True)
@@ -115,15 +126,15 @@ def plan_fetch(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, 
         rows = held(plan, other)
         owner[rows], place[rows] = other, torch.arange(len(rows))
 
-    def wants(other: int) -> Tensor:
-        rows = wanted.rows(layout, ranks, other)
+    def known(rows: Tensor) -> Tensor:
         return torch.where((rows >= 0) & (rows < length), rows, length)  # row `length` has no owner
 
-    def places(peer: int) -> Tensor:
-        rows = wants(peer)
-        return place[rows[owner[rows] == rank]].to(device)
+    wants = [known(rows) for rows in wanted.rows(layout, ranks)]
 
-    mine = wants(rank)
+    def places(peer: int) -> Tensor:
+        return place[wants[peer][owner[wants[peer]] == rank]].to(device)
+
+    mine = wants[rank]
     peers = [peer for peer in range(ranks) if peer != rank]
     sends = [(peer, places(peer)) for peer in peers]
     receives = [(peer, (owner[mine] == peer).nonzero()[:, 0].to(device)) for peer in peers]

@@ -103,8 +103,8 @@ Local = Callable[[Steps, fx.Node, Sharded], fx.Node]
 def by_chunks(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, local: Local) -> bool:
     """`node` is `local` of the rows that each chunk sees, one chunk after the other."""
     length = shape_of(node)[place.dim]
-    if place.outer * place.inner > 1 or not enough_rows(sharder, length):
-        return False
+    if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.asks:
+        return False  # how many chunks, and of which sizes, stands in the graph
     out, step = Sharded(place.dim, 1, length, 1), Steps(sharder, node)
     seen = step.fetch(sharder.values[node.args[0]], place, str(wanted), out)
     counts = [len(rows) for rows in wanted.ranges(sharder.layout, sharder.ranks, sharder.rank)]

@@ -62,14 +62,19 @@ class Steps:
         """Rows of `x`, sharded as `place`, by a text of ringopt/ops/rows.py: sharded as `out`, or replicated;
         `of` is the node whose value they are, where nothing is left to do."""
         sharder, target = self.sharder, torch.ops.ringopt.fetch_rows.default
-        local = len(Wanted.parse(wanted).rows(sharder.layout, sharder.ranks, sharder.rank))
+        rows = Wanted.parse(wanted)
+        local: Any = (
+            sharder.rows(rows.length)
+            if rows.form == "move"
+            else len(rows.rows(sharder.layout, sharder.ranks)[sharder.rank])
+        )
         args = (x, *sharder.factors(place), wanted, local, sharder.layout, sharder.group)
         return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
 
     def row_numbers(self, length: int, device: torch.device) -> fx.Node:
         """Which rows of a sequence this rank holds."""
         sharder, whole = self.sharder, self(aten.arange.default, length, device=device)
-        args = (whole, 0, 1, length, 1, sharder.rows_here(length), sharder.layout, sharder.group)
+        args = (whole, 0, 1, length, 1, sharder.rows(length), sharder.layout, sharder.group)
         return self(torch.ops.ringopt.scatter.default, *args)
 
     # ---- the result --------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ MASKS = {
 
 
 def over_all(mod):
-    return lambda b, h, q, k: mod(
-        b[:, None, None, None], h[:, None, None], q[:, None], k
-    ).expand(len(b), len(h), len(q), len(k))
+    return lambda b, h, q, k: mod(b[:, None, None, None], h[:, None, None], q[:, None], k).expand(
+        len(b), len(h), len(q), len(k)
+    )
 
 
 def tables_of(mod, separate):

@@ -158,6 +158,14 @@ def test_the_score_is_changed_in_its_dtype_and_shape():
     assert Mask().modified(scores, range(2), range(3), []) is scores
 
 
+def test_numbers_far_from_0_in_the_score():
+    filled = where(CAUSAL, score(FLOAT), -1e9, FLOAT)
+    assert Mask(score=filled).far == -1e9
+    assert Mask(score=apply("mul", [apply("tanh", [filled], FLOAT), 2e4], FLOAT)).far in (-1e9, 2e4)
+    hidden = where(CAUSAL, score(FLOAT), -math.inf, FLOAT)
+    assert Mask(score=hidden).far is Mask(bias=where(CAUSAL, 0.0, -1e9, FLOAT)).far is None
+
+
 def test_rows_of_a_rank():
     whole = torch.randn(1, H, Q, K, generator=torch.Generator().manual_seed(3))
     mask = Mask(bias=load(0, [axis("b"), axis("h"), axis("r"), axis("k")], FLOAT))

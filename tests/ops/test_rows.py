@@ -32,7 +32,7 @@ def whole(text, x):
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
     def of(rank, p, layout):
-        rows = Wanted.parse(text).rows(layout, p, rank)
+        rows = Wanted.parse(text).rows(layout, p)[rank]
         return padded[torch.where((rows >= 0) & (rows < len(x)), rows, len(x))]
 
     return of
@@ -57,7 +57,7 @@ def test_rows_and_their_gradient(name, p, layout):
     def body(mesh):
         mine = held(layout_of(layout, N, p), mesh.rank)
         here = merged(x.detach()[mine]).clone().requires_grad_()
-        count = len(Wanted.parse(text).rows(layout, p, mesh.rank))
+        count = len(Wanted.parse(text).rows(layout, p)[mesh.rank])
         out = ops.fetch_rows(here, *factors, text, count, layout, mesh.name)
         assert torch.equal(out, merged(whole(text, x.detach())(mesh.rank, p, layout)))
         (out * merged(weights[mesh.rank])).sum().backward()

@@ -15,6 +15,7 @@ from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.normalize import Normalize
 from tests.capturing import after
 from tests.masks import assert_same_mask, classified, only
+from tests.translation import validate
 
 B, N, H, D = 2, 24, 4, 8
 
@@ -319,14 +320,31 @@ def test_a_difference_from_the_programs_mask_is_refused(monkeypatch):
     )
 
 
-def test_a_mask_made_of_scores_is_refused():
+def largest(extra):
+    scores = extra @ extra.transpose(1, 2)
+    return (scores >= scores.topk(4, -1).values[..., -1:])[:, None]
+
+
+@pytest.mark.parametrize("turned", (False, True))
+def test_a_mask_made_of_pairs_is_computed_a_row_at_a_time(turned):
     def make(m, n, extra):
-        scores = extra @ extra.transpose(1, 2)
-        return (scores >= scores.topk(4, -1).values[..., -1:])[:, None]
+        return largest(extra).mT if turned else largest(extra)
+
+    (site,), _context = classified(Attention(make), X, X)
+    assert site.info.refusal is None and site.info.pattern == "mask(x)"
+    assert site.info.notes == [
+        "matmul [2, 24, 24] is not read element by element: every rank computes the rows of its own queries"
+    ]
+    assert validate(2, Attention(make).double(), X.double(), X.double()).wrong == ""
+
+
+def test_a_mask_made_of_other_rows_pairs_is_refused():
+    def make(m, n, extra):
+        return largest(extra).flip(2)
 
     (site,), _context = classified(Attention(make), X, X)
     assert site.info.refusal == (
-        "matmul makes a tensor [2, 24, 24] over queries and keys from data, and its elements cannot be followed further"
+        "matmul makes a tensor [2, 24, 24] over queries and keys from data, and it is not read a row at a time"
     )
     assert site.info.pattern == "mask"
     assert site.node.args[3] is not None and site.node.args[4:9] == ([], None, None, "full", "")

@@ -77,7 +77,10 @@ SCORES = {
     "a factor of each key": (lambda s: lambda score, b, h, q, k: score * (1 + k), "score((score * float64(k+1)))"),
     "hidden": (lambda s: lambda score, b, h, q, k: torch.where(q >= k, score, -math.inf), "causal"),
     "hidden by a number": (lambda s: lambda score, b, h, q, k: torch.where(q >= k, score, -1e9), "causal"),
-    "a stored triangle": (lambda s: lambda score, b, h, q, k: torch.where(s.triangle[q, k], score, -math.inf), "causal"),
+    "a stored triangle": (
+        lambda s: lambda score, b, h, q, k: torch.where(s.triangle[q, k], score, -math.inf),
+        "causal",
+    ),
 }
 
 
@@ -155,9 +158,7 @@ SHAPES = {
     "fewer queries": lambda s, q, k, v, m: flex_attention(
         q[:, :, :7], k, v, block_mask=tables(lambda b, h, q, k: q + 6 >= k, 7)
     ),
-    "one batch of keys": lambda s, q, k, v, m: flex_attention(
-        q, k[:1], v[:1], block_mask=tables(causal, batch=BATCH)
-    ),
+    "one batch of keys": lambda s, q, k, v, m: flex_attention(q, k[:1], v[:1], block_mask=tables(causal, batch=BATCH)),
     "narrower values": lambda s, q, k, v, m: flex_attention(q, k, v[..., :4]).repeat(1, 1, 1, 2),
     "a scale": lambda s, q, k, v, m: flex_attention(q, k, v, scale=0.5),
     "two calls": lambda s, q, k, v, m: flex_attention(flex_attention(q, k, v), k, v, block_mask=tables(causal)),
@@ -174,7 +175,9 @@ def test_shapes(name):
 def test_autocast_casts_the_operands_only():
     def core(s, q, k, v, m):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = flex_attention(q.float(), k.float(), v.float(), lambda score, b, h, q, k: score + s.slopes[h] * (k - q))
+            out = flex_attention(
+                q.float(), k.float(), v.float(), lambda score, b, h, q, k: score + s.slopes[h] * (k - q)
+            )
         assert out.dtype == torch.bfloat16
         return out.double()
 
@@ -264,7 +267,9 @@ def test_the_diff():
     inputs = [*(torch.randn(BATCH, HEADS, ROWS, DEPTH) for _ in range(3)), torch.randn(HEADS, 2 * ROWS)]
     before, _ = after([Normalize()], Program(), *inputs)
     now, _ = after([Normalize(), FindFlex()], Program(), *inputs)
-    assert_expected_inline(changes(short(before.graph), short(now.graph)), """\
+    assert_expected_inline(
+        changes(short(before.graph), short(now.graph)),
+        """\
   %q = input
   %k = input
   %v = input
@@ -289,4 +294,5 @@ def test_the_diff():
 - %expand_1 = expand(%expand, [2, 3, 13, 13])
 - %where = where(%expand_1, %add_1, -inf)
 - %flex = flex(%q, %k, %v, %matmul, %where)
-- return [%flex]""")
+- return [%flex]""",
+    )

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
+from ringopt.graph.nodes import is_tensor, shape_of
 from ringopt.graph.printer import changes, short
 from ringopt.passes import UNDERSTAND
 from ringopt.passes.find_softmax import FindSoftmax
@@ -33,7 +34,7 @@ class Model(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.temperature, self.sink = nn.Parameter(torch.rand(HEADS, 1, 1) + 0.5), nn.Parameter(torch.randn(HEADS))
         self.table, self.places = nn.Parameter(torch.randn(2 * ROWS, HEADS)), nn.Parameter(torch.randn(2 * ROWS, DEPTH))
-        self.mix = nn.Parameter(torch.randn(HEADS, HEADS))
+        self.mix, self.mixer = nn.Parameter(torch.randn(HEADS, HEADS)), nn.Linear(ROWS, ROWS)
         self.register_buffer("triangle", torch.ones(ROWS, ROWS).tril())
         self.double()
 
@@ -161,6 +162,8 @@ def test_what_is_done_to_scores(name):
     (site,) = verdict.report.sites
     assert (site.form, site.pattern, site.refusal) == ("unfused", pattern, None)
     assert verdict.wrong == ""
+    whole = [node for node in verdict.graph.graph.nodes if node.op == "call_function" and is_tensor(node)]
+    assert [node for node in whole if shape_of(node).count(ROWS) > 1] == []  # no rank holds a number for every pair
 
 
 @pytest.mark.parametrize("value", [LOWEST, -1e9, -1e4])
@@ -236,6 +239,7 @@ SHAPES = {
         torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1), v.flatten(0, 1)
     ).view(BATCH, HEADS, ROWS, DEPTH),
     "the keys of each head alone": lambda s, q, k, v, m: (q[:, :1] @ k.mT).softmax(-1) @ v,
+    "tokens that a layer has mixed": lambda s, q, k, v, m: (q @ (k + s.mixer(k.mT).mT).mT).softmax(-1) @ v,
     "products squeezed together": lambda s, q, k, v, m: torch.einsum(
         "...qk,...kd->...qd", torch.einsum("...qd,...kd->...qk", q, k).softmax(-1), v
     ),

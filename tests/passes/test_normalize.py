@@ -114,6 +114,18 @@ def test_same_bits_without_writes_or_regions(function):
     assert_same(gm, captured, gm.meta["inputs"])
 
 
+def type_of_another(m, x):
+    return m.linear(x) + torch.arange(8).type_as(x)
+
+
+def test_the_value_that_gives_a_type_is_not_needed():
+    captured, _ = after([], Body(type_of_another), torch.randn(2, 5, 8))
+    gm, _ = after([Normalize()], Body(type_of_another), torch.randn(2, 5, 8))
+    (cast,) = [node for node in gm.graph.nodes if node.target is torch.ops.aten.to.dtype]
+    assert "type_as" in ops(captured) and cast.args[1] == torch.float32
+    assert_same(gm, captured, gm.meta["inputs"])
+
+
 def test_autocast_around_the_call_counts_too():
     function = lambda m, x: F.scaled_dot_product_attention(m.linear(x), x * 2, m.linear(x))  # noqa: E731
     with torch.autocast("cpu", dtype=torch.bfloat16):

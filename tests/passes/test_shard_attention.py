@@ -93,6 +93,16 @@ def test_the_sharded_program_is_the_program(name: str) -> None:
         assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
+def test_a_fill_inside_a_function_of_the_score_is_refused() -> None:
+    verdict = validate(
+        2, model(lambda m, x, s, seen: (s.masked_fill(~seen, -1e9) * m.temperature).softmax(-1)), *inputs()
+    )
+    assert not verdict.wrong, verdict.wrong
+    (site,) = verdict.report.sites
+    told = "its scores go through a function that holds -1e+09; beside such a number partial sums are not exact"
+    assert site.refusal == told
+
+
 def test_a_tensor_over_pairs_is_held_by_rows() -> None:
     verdict = validate(3, model(WEIGHTS["pairs"]), *inputs(), layout="zigzag")
     (site,) = (node for node in verdict.graph.graph.nodes if op_name(node) == "ring_attention")

@@ -131,9 +131,8 @@ def test_steps(name):
 
 
 @pytest.mark.parametrize("name", ("amax over ties", "max along, ties", "softmax", "var", "argmax"))
-@pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous"), (4, "zigzag")])
-def test_on_any_number_of_ranks(name, p, layout):
-    verdict = check(STEPS[name], p=p, layout=layout, n=11)
+def test_on_four_ranks(name):
+    verdict = check(STEPS[name], p=4, layout="zigzag", n=11)
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 

@@ -61,7 +61,7 @@ def family(name: str) -> str:
     return name.partition("/")[0]
 
 
-def build(name: str, length: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Any]]:
+def build(name: str, length: int) -> tuple[nn.Module, dict[str, Any]]:
     """The model in eval mode, with the same weights on every call, and the keyword arguments of its forward.
 
     A model of images takes the largest square of patches that has at most `length` of them, or, where its stages fix
@@ -73,7 +73,7 @@ def build(name: str, length: int, dtype: torch.dtype = torch.float32) -> tuple[n
         raise ImportError(reason)
     model, _, implementation = name.partition("/")[2].partition("@")
     module, inputs = build_in(family(name), model, implementation, length)
-    return module.to(dtype).eval(), {key: to_dtype(value, dtype) for key, value in inputs.items()}
+    return module.eval(), inputs
 
 
 def build_in(family: str, model: str, implementation: str, length: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -83,8 +83,3 @@ def build_in(family: str, model: str, implementation: str, length: int) -> tuple
         return with_implementation[family].build(model, implementation, length)
     plain = {"hand": handwritten, "nn": torch_nn, "xt": x_transformers_models, "vitp": vit_pytorch_models}
     return plain[family].build(model, length)
-
-
-def to_dtype(value: Any, dtype: torch.dtype) -> Any:
-    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if floating else value

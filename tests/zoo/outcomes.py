@@ -3,6 +3,7 @@ one process."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringopt.report import Report
-from tests.translation import TOLERANCE, Values, captured_graphs, own_error, validate_graph, values_and_gradients
+from tests.translation import TOLERANCE, captured_graphs, own_error, validate_graph, values_and_gradients
 from tests.zoo import TRUTH, build
 
 Graph = tuple[fx.GraphModule, list[Any]]
@@ -26,16 +27,9 @@ NEGATIVES = ("neg_", "xcit", "edgenext", "davit", "lambda_net", "fnet", "poolfor
 RANDOM = {
     "hf/vit_mae@eager": "the patches to keep are drawn at run time",
     "hf/vit_mae@sdpa": "the patches to keep are drawn at run time",
+    "hf/informer@eager": "the keys that tell which queries matter are drawn at run time",
     "hf/reformer@eager": "the directions that keys are hashed by are drawn at run time",
 }
-
-# What cannot run in float64, and the error allowed in float32 where no float64 is there to measure it by: gradients that
-# are zero in exact arithmetic are some 1e-4 of what `relative_error` divides by.
-SINGLE = {
-    "xt/dynamic_pos": "feeds distances in float32 to its layers",
-    "hf/autoformer@eager": "feeds time features in float32 to its layers",
-}
-SINGLE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -68,47 +62,49 @@ class Outcome:
         return any(part in self.name for part in NEGATIVES)
 
 
-def outcome(name: str, length: int, p: int) -> Outcome:
-    """Every graph of the model on p ranks; where Dynamo takes the whole model as one, it has to be one."""
-    compared = with_tolerances(name, length)
+def outcome(name: str, length: int, p: int, also_float32: bool = False) -> Outcome:
+    """Every graph of the model on p ranks, with every float32 in it made float64, and as it is if `also_float32`; where
+    Dynamo takes the whole model as one graph, it has to be one."""
+    module, keywords = build(name, length)
+    graphs = captured_graphs(module, (), keywords, fullgraph=TRUTH[name].whole)
+    # torch's flash kernel for the CPU gives rows that a finite minimum hides from all keys the wrong gradient: the log
+    # of their sum is lost beside the minimum.
     with sdpa_kernel(SDPBackend.MATH):
-        verdicts = [validate_graph(p, *graph, tolerance) for graph, tolerance in compared]
+        verdicts = [validate_graph(p, *in_float64(*graph), TOLERANCE) for graph in graphs]
+        if also_float32:
+            verdicts = [validate_graph(p, *graph, float32_tolerance(*graph)) for graph in graphs] + verdicts
     wrong = [verdict.wrong for verdict in verdicts if verdict.wrong]
-    report = Report.merged([verdict.report for verdict in verdicts], p)
+    report = Report.merged([verdict.report for verdict in verdicts[: len(graphs)]], p)
     return Outcome(name, report, None if name in RANDOM else wrong[0] if wrong else "")
 
 
-def with_tolerances(name: str, length: int) -> list[tuple[Graph, float]]:
-    """The graphs of a model in float64; or, where it computes in float32 all the same, in float32 with three times the
-    error that eager has there."""
-    if name in SINGLE:
-        return [(graph, SINGLE_TOLERANCE) for graph in graphs_of(name, length, torch.float32)]
-    graphs = graphs_of(name, length, torch.float64)
-    if not any(rounds_to_float32(gm) for gm, _ in graphs):
-        return [(graph, TOLERANCE) for graph in graphs]
-    if not TRUTH[name].whole:  # where it breaks may depend on its numbers: two precisions need not pair up
-        return [(graph, SINGLE_TOLERANCE) for graph in graphs]
-    rounded = graphs_of(name, length, torch.float32)
-    errors = [own_error(values(*a), values(*b)) for a, b in zip(graphs, rounded, strict=True)]
-    return [(graph, 3 * error) for graph, error in zip(rounded, errors, strict=True)]
+def float32_tolerance(gm: fx.GraphModule, inputs: list[Any]) -> float:
+    """Three times the error that eager has in float32."""
+    exact = values_and_gradients(*in_float64(gm, inputs))
+    return 3 * own_error(exact, values_and_gradients(gm, inputs))
 
 
-def graphs_of(name: str, length: int, dtype: torch.dtype) -> list[Graph]:
-    module, keywords = build(name, length, dtype)
-    return captured_graphs(module, (), keywords, fullgraph=TRUTH[name].whole)
+def in_float64(gm: fx.GraphModule, inputs: list[Any]) -> Graph:
+    """The program with every float32 in it made float64, a softmax or norm that asks for float32 included."""
+    wide = copy.deepcopy(gm)
+    for part in wide.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            node.args, node.kwargs = (fx.node.map_aggregate(given, widened) for given in (node.args, node.kwargs))
+            if node.op == "call_method" and node.target == "float":
+                node.target = "double"
+            if node.op == "call_function" and not node.all_input_nodes and is_float32(node.meta.get("example_value")):
+                node.update_kwarg("dtype", torch.float64)
+        if isinstance(part, fx.GraphModule):
+            part.recompile()
+    return wide, [x.detach().double().requires_grad_(x.requires_grad) if is_float32(x) else x for x in inputs]
 
 
-def values(gm: fx.GraphModule, inputs: list[Any]) -> Values:
-    """In torch's own products and softmax: its flash kernel for the CPU gives rows that a finite minimum hides from
-    every key the wrong gradient (the log of their sum is lost beside the minimum)."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return values_and_gradients(gm, inputs)
+def widened(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
 
 
-def rounds_to_float32(gm: fx.GraphModule) -> bool:
-    """Whether a program in float64 computes in float32 in between (a softmax, a norm)."""
-    found = [node.meta.get("example_value") for node in gm.graph.nodes]
-    return any(isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.requires_grad for x in found)
+def is_float32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
 # ---- a sweep in one table ------------------------------------------------------------------------------------------
@@ -149,7 +145,7 @@ class Totals:
         )
 
     def __str__(self) -> str:
-        known, rewritten = self.known / self.eligible, self.rewritten / self.eligible
+        known, rewritten = (count / max(self.eligible, 1) for count in (self.known, self.rewritten))
         return (
             f"{self.eligible} eligible sites: {known:.1%} known, {rewritten:.1%} rewritten, the others refused with a "
             f"reason; {self.false_rewrites} rewrites of what is no attention"

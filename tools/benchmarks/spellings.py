@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BATCH, HEADS, KV_HEADS, LENGTH, DEPTH = 2, 4, 2, 13, 8
-SCALE = DEPTH**-0.5
+SCALE = 1 / math.sqrt(DEPTH)
 
-Call = Callable[[Tensor, Tensor, Tensor], Any]
+Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -82,34 +82,34 @@ def one_batch(*operands: Tensor) -> list[Tensor]:
 
 
 @form()
-def div_scale(q, k, v):
+def div_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(DEPTH), -1)
     return torch.matmul(weights, v)
 
 
 @form()
-def mul_scale(q, k, v):
+def mul_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul((torch.matmul(q, k.transpose(-2, -1)) * SCALE).softmax(-1), v)
 
 
 @form()
-def scale_q_first(q, k, v):
+def scale_q_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q * SCALE) @ k.transpose(-2, -1)).softmax(-1) @ v
 
 
 @form()
-def scale_k_first(q, k, v):
+def scale_k_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ (k * SCALE).transpose(-2, -1)).softmax(-1) @ v
 
 
 @form()
-def scale_both_sqrt(q, k, v):
+def scale_both_sqrt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     part = math.sqrt(SCALE)
     return ((q * part) @ (k.transpose(-2, -1) * part)).softmax(-1) @ v
 
 
 @form()
-def no_scale(q, k, v):
+def no_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
 
@@ -117,30 +117,30 @@ def no_scale(q, k, v):
 
 
 @form()
-def add_mask(q, k, v):
+def add_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1) / math.sqrt(DEPTH) + causal(q)).softmax(-1) @ v
 
 
 @form()
-def mask_fill(q, k, v):
+def mask_fill(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.transpose(-2, -1) / math.sqrt(DEPTH)
     return scores.masked_fill(~seen(), float("-inf")).softmax(-1) @ v
 
 
 @form()
-def mask_where(q, k, v):
+def mask_where(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.transpose(-2, -1) * SCALE
     return torch.where(seen(), scores, torch.finfo(scores.dtype).min).softmax(-1) @ v
 
 
 @form(in_float32=True)
-def softmax_fp32_cast(q, k, v):
+def softmax_fp32_cast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.transpose(2, 3) * SCALE + causal(q)
     return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 @form(in_float32=True)
-def t5_bias_noscale(q, k, v):
+def t5_bias_noscale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     places = torch.arange(LENGTH, dtype=q.dtype)
     bias = 0.1 * (places[None, :] - places[:, None]).abs() * torch.arange(1, HEADS + 1).view(1, HEADS, 1, 1)
     scores = q @ k.transpose(3, 2) + (bias + causal(q))
@@ -149,13 +149,13 @@ def t5_bias_noscale(q, k, v):
 
 
 @form()
-def softcap(q, k, v):
+def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.tanh(q @ k.transpose(-2, -1) * SCALE / 30.0) * 30.0
     return (scores + causal(q)).softmax(-1) @ v
 
 
 @form()
-def sinks(q, k, v):
+def sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One more column takes weight and gives nothing."""
     scores = q @ k.transpose(-2, -1) * SCALE + causal(q)
     sink = torch.linspace(-1, 1, HEADS, dtype=q.dtype).view(1, HEADS, 1, 1).expand(BATCH, HEADS, LENGTH, 1)
@@ -163,20 +163,20 @@ def sinks(q, k, v):
 
 
 @form(dropout=True)
-def dropout_train(q, k, v, training):
+def dropout_train(q: Tensor, k: Tensor, v: Tensor, training: bool) -> Tensor:
     weights = (q @ k.transpose(-2, -1) / math.sqrt(DEPTH)).softmax(-1)
     return F.dropout(weights, 0.1, training) @ v
 
 
 @form()
-def manual_softmax(q, k, v):
+def manual_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.transpose(-2, -1) * SCALE + causal(q)
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
     return (weights / weights.sum(-1, keepdim=True)) @ v
 
 
 @form()
-def returns_weights(q, k, v):
+def returns_weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     weights = (q @ k.transpose(-2, -1) / math.sqrt(DEPTH)).softmax(-1)
     return weights @ v, weights
 
@@ -185,27 +185,27 @@ def returns_weights(q, k, v):
 
 
 @form()
-def einsum_bhqk(q, k, v):
+def einsum_bhqk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = (torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(DEPTH)).softmax(-1)
     return torch.einsum("bhqk,bhkd->bhqd", weights, v)
 
 
 @form()
-def einsum_bqhd(q, k, v):
+def einsum_bqhd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).reshape(BATCH, LENGTH, HEADS * DEPTH)
 
 
 @form()
-def bmm_3d(q, k, v):
+def bmm_3d(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = one_batch(q, k, v)
     weights = (torch.bmm(q, k.transpose(1, 2)) / math.sqrt(DEPTH)).softmax(-1)
     return torch.bmm(weights, v).view(BATCH, HEADS, LENGTH, DEPTH)
 
 
 @form()
-def baddbmm_alibi(q, k, v):
+def baddbmm_alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = one_batch(q, k, v)
     slopes = 2.0 ** -torch.arange(1, HEADS + 1, dtype=q.dtype).repeat(BATCH)
     bias = slopes[:, None, None] * torch.arange(LENGTH, dtype=q.dtype)
@@ -214,26 +214,26 @@ def baddbmm_alibi(q, k, v):
 
 
 @form(keys_transposed=True)
-def k_pretransposed(q, k, v):
+def k_pretransposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k / math.sqrt(DEPTH)).softmax(-1) @ v
 
 
 @form(grouped=True)
-def gqa_repeat(q, k, v):
+def gqa_repeat(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     group = HEADS // KV_HEADS
     k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).reshape(BATCH, HEADS, LENGTH, DEPTH) for x in (k, v))
     return (q @ k.transpose(2, 3) * SCALE + causal(q)).softmax(-1) @ v
 
 
 @form(grouped=True)
-def gqa_5d(q, k, v):
+def gqa_5d(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     queries = q.reshape(BATCH, KV_HEADS, HEADS // KV_HEADS, LENGTH, DEPTH)
     weights = (queries @ k[:, :, None].transpose(-1, -2) * SCALE).softmax(-1)
     return (weights @ v[:, :, None]).reshape(BATCH, HEADS, LENGTH, DEPTH)
 
 
 @form()
-def bert_permute(q, k, v):
+def bert_permute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     joined = [x.transpose(1, 2).reshape(BATCH, LENGTH, HEADS * DEPTH) for x in (q, k, v)]
     q, k, v = (x.view(BATCH, LENGTH, HEADS, DEPTH).permute(0, 2, 1, 3) for x in joined)
     weights = F.softmax(q @ k.transpose(-1, -2) / math.sqrt(DEPTH) + causal(q), -1)
@@ -241,14 +241,14 @@ def bert_permute(q, k, v):
 
 
 @form()
-def scores_transposed(q, k, v):
+def scores_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Keys by queries, normalized over the keys all the same."""
     weights = (k @ q.transpose(-2, -1) * SCALE).softmax(dim=-2)
     return weights.transpose(-2, -1) @ v
 
 
 @form()
-def single_head_3d(q, k, v):
+def single_head_3d(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x[:, 0] for x in (q, k, v))
     return (q @ k.transpose(-2, -1) / math.sqrt(DEPTH)).softmax(-1) @ v
 
@@ -257,12 +257,12 @@ def single_head_3d(q, k, v):
 
 
 @form(fused=True)
-def sdpa(q, k, v):
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 @form(fused=True)
-def sdpa_mask(q, k, v):
+def sdpa_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen())
 
 
@@ -270,19 +270,25 @@ def sdpa_mask(q, k, v):
 
 
 @form(LOOKALIKES)
-def weights_without_values(q, k, v):
+def weights_without_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).softmax(-1).square().sum(-1)
 
 
 @form(LOOKALIKES)
-def channels(q, k, v):
+def channels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The products run over the tokens; channels attend to channels."""
     weights = (q.transpose(-2, -1) @ k / 10.0).softmax(-1)
     return weights @ v.transpose(-2, -1)
 
 
 @form(LOOKALIKES)
-def router(q, k, v):
+def router(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each token chooses among LENGTH experts, which are weights and no tokens."""
     gates = (q @ k[0, 0].T).softmax(-1)
     return gates @ v[0, 0]
+
+
+@form(LOOKALIKES)
+def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The weights of a key sum to one, those of a query do not."""
+    return (q @ k.transpose(-2, -1) * SCALE).softmax(-2) @ v

@@ -1,0 +1,260 @@
+"""What a node means beyond its operator: where its rows are, what this rank sends for it, its FLOPs, its attention.
+
+Of a graph that the passes made, placements are in the nodes' meta; of a file that ringopt wrote, in meta["custom"], the
+part that torch.export keeps. Else they are read off ringopt's own operators. Bytes follow distributed/mesh.py: what
+this rank hands to the link in one forward, a collective counted as its ring algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.attention.exchange import Cargo, Exchange, exchange_of
+from ringopt.attention.layouts import layout_of
+from ringopt.attention.patterns import pattern_of
+from ringopt.attention.rows import count
+from ringopt.distributed.mesh import registered
+from ringopt.errors import OptionError, PlanError
+from ringopt.graph.diff import SiteView
+from ringopt.graph.mask import Mask
+from ringopt.graph.nodes import value_of
+from ringopt.graph.placement import Sharded
+from ringopt.ops.rows import fetch_of
+
+# Local: each rank has its own, such as its part of a sum.
+REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
+ATTENTION = ("aten::scaled_dot_product_attention", "ringopt::attention", "ringopt::ring_attention")
+# Operators of products, and the argument whose last size (of a convolution: all but the first) is summed over.
+PRODUCTS = {
+    "aten::linear": 0, "aten::matmul": 0, "aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::addmm": 1,
+    "aten::baddbmm": 1, "aten::conv1d": 1, "aten::conv2d": 1, "aten::conv3d": 1,
+}  # fmt: skip
+# Operators of a group that send nothing in the forward.
+SILENT = ("ringopt::scatter", "ringopt::copy_to_group", "ringopt::dropout", "ringopt::rows_here")
+PLANNED = 1 << 24  # a fetch of more rows times ranks is not unrolled to be counted
+BLOCKS = 24  # a mask is drawn in as many blocks a side at most
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """See NodeView for the fields."""
+
+    placement: str = REPLICATED
+    bytes_sent: int | None = 0
+    flops: int | None = 0
+    site: SiteView | None = None
+
+
+class Reader:
+    """Reads one graph. `ranks` holds where the graph does not tell how many there are."""
+
+    def __init__(self, graph: fx.Graph, ranks: int | None = None):
+        self.ranks, self.rank = ranks, 0
+        ours = [arguments_of(node) for node in graph.nodes if qualified(node).startswith("ringopt::")]
+        names = {str(arguments["group"]) for arguments in ours if "group" in arguments}
+        self.sharded = bool(names)
+        for name in sorted(names):
+            if name.startswith("pretend:"):
+                self.rank, self.ranks = map(int, name.removeprefix("pretend:").split("/"))
+            elif (mesh := registered(name)) is not None:
+                self.rank, self.ranks = mesh.rank, mesh.size
+        self.rows = dict(self.open_rows(graph))
+
+    def open_rows(self, graph: fx.Graph) -> Iterator[tuple[Any, int]]:
+        """The open sizes of a program for any number of ranks, where there are `ranks` of them."""
+        for node in graph.nodes:
+            if qualified(node) == "ringopt::rows_here" and self.ranks is not None:
+                arguments = arguments_of(node)
+                held = layout_of(arguments["layout"], arguments["length"], self.ranks).ranges(self.rank)
+                yield value_of(node).node.expr, count(held)
+
+    def sizes(self, value: Any) -> list[int] | None:
+        """Of a tensor; None where one is open."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        known = [size if isinstance(size, int) else size.node.expr.xreplace(self.rows) for size in value.shape]
+        return list(map(int, known)) if all(isinstance(size, int) or size.is_Integer for size in known) else None
+
+    def of(self, node: fx.Node) -> Meaning:
+        arguments = arguments_of(node)
+        return Meaning(
+            self.placement(node, arguments), self.bytes_sent(node, arguments), self.flops(node, arguments),
+            self.site(node, arguments),
+        )  # fmt: skip
+
+    # ---- where the rows are ----------------------------------------------------------------------------------------
+    def placement(self, node: fx.Node, arguments: Mapping[str, Any]) -> str:
+        noted = (node.meta.get("custom") or {}).get("ringopt", {}).get("placement")
+        name = qualified(node)
+        if not self.sharded or node.op in ("placeholder", "get_attr", "output"):
+            return REPLICATED
+        if name == "ringopt::ring_attention":
+            return str(Sharded(2, 1, 1, 1))
+        if name == "ringopt::reduce_from_group":
+            return REPLICATED
+        if noted:
+            return str(noted)
+        if "placement" in node.meta:
+            return str(node.meta["placement"] or (REPLICATED if node.meta.get("whole") is not None else LOCAL))
+        if name == "ringopt::scatter":
+            return str(Sharded(*(arguments[key] for key in ("dim", "outer", "length", "inner"))))
+        return REPLICATED if name == "ringopt::gather" else UNKNOWN
+
+    # ---- what is sent ----------------------------------------------------------------------------------------------
+    def bytes_sent(self, node: fx.Node, arguments: Mapping[str, Any]) -> int | None:
+        name = qualified(node)
+        if name in SILENT or "group" not in arguments:
+            return 0
+        if name == "ringopt::ring_attention":
+            return self.attention_bytes(arguments)
+        if name == "ringopt::fetch_rows":
+            return self.fetch_bytes(arguments)
+        ranks, sizes = self.ranks, self.sizes(value_of(node))
+        if ranks is None or sizes is None or name not in ("ringopt::gather", "ringopt::reduce_from_group"):
+            return None
+        whole = math.prod(sizes) * value_of(node).element_size()
+        if name == "ringopt::reduce_from_group":
+            return int(2 * whole * (ranks - 1) // ranks)
+        layout = layout_of(arguments["layout"], arguments["length"], ranks)
+        longest = max(count(layout.ranges(rank)) for rank in range(ranks))
+        return int(whole // layout.length * longest * (ranks - 1))
+
+    def fetch_bytes(self, arguments: Mapping[str, Any]) -> int | None:
+        """Rows for other ranks, by the plan that the operator follows."""
+        x, length, ranks = arguments["x"], arguments["length"], self.ranks
+        sizes = self.sizes(value_of(x))
+        if ranks is None or sizes is None or ranks * length > PLANNED:
+            return None
+        here = count(layout_of(arguments["layout"], length, ranks).ranges(self.rank))
+        plan = fetch_of(arguments["wanted"], arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
+        row = math.prod(sizes) * value_of(x).element_size() // max(here, 1)
+        return sum(len(rows) for _peer, rows in plan.sends) * int(row)
+
+    def attention_bytes(self, arguments: Mapping[str, Any]) -> int | None:
+        key, value = (self.sizes(value_of(arguments[name])) for name in ("k", "v"))
+        plan = self.plan(arguments)
+        if key is None or value is None or plan is None:
+            return None
+        row = key[0] * key[1] * (key[3] + value[3]) * value_of(arguments["k"]).element_size()
+        return int(plan.sent_rows(self.rank, Cargo.OUT) * row)
+
+    def plan(self, arguments: Mapping[str, Any]) -> Exchange | None:
+        """The exchange of a ring_attention; None where these ranks cannot run it."""
+        names = ("pattern", "q_length", "kv_length", "q_layout", "kv_layout", "strategy")
+        pattern, q_length, kv_length, *layouts_and_strategy = (arguments[name] for name in names)
+        lengths = isinstance(q_length, int) and isinstance(kv_length, int)
+        if self.ranks is None or not lengths:
+            return None
+        try:
+            return exchange_of(pattern, q_length, kv_length, self.ranks, *layouts_and_strategy)
+        except (PlanError, OptionError):
+            return None
+
+    # ---- what is computed ------------------------------------------------------------------------------------------
+    def flops(self, node: fx.Node, arguments: Mapping[str, Any]) -> int | None:
+        """2 a multiplication; of attention only the pairs that the pattern's structure lets see each other."""
+        name = qualified(node)
+        if name in ATTENTION:
+            return self.attention_flops(name, arguments)
+        if name not in PRODUCTS:
+            return 0
+        out, operand = self.sizes(value_of(node)), self.sizes(value_of(node.args[PRODUCTS[name]]))
+        if out is None or operand is None:
+            return None
+        return 2 * math.prod(out) * (math.prod(operand[1:]) if "conv" in name else operand[-1])
+
+    def attention_flops(self, name: str, arguments: Mapping[str, Any]) -> int | None:
+        query, key, value = (self.sizes(value_of(arguments[of])) for of in operands_of(name))
+        if query is None or key is None or value is None or len(query) < 2:
+            return None
+        each = 2 * math.prod(query[:-2]) * (query[-1] + value[-1])
+        if name != "ringopt::ring_attention":
+            rows, keys = range(query[-2]), range(key[-2])
+            return each * pattern_of(pattern_text(name, arguments), len(rows), len(keys)).pairs(rows, keys)
+        plan = self.plan(arguments)
+        if plan is None:
+            return None
+        pieces, keys = plan.q_pieces(self.rank), range(arguments["kv_length"])
+        return each * sum(plan.pattern.pairs(piece, keys) for piece in pieces)
+
+    # ---- attention -------------------------------------------------------------------------------------------------
+    def site(self, node: fx.Node, arguments: Mapping[str, Any]) -> SiteView | None:
+        name = qualified(node)
+        if name not in ATTENTION:
+            return None
+        noted = (node.meta.get("custom") or {}).get("ringopt", {}).get("site", {})
+        pattern = noted.get("pattern") or described_pattern(name, arguments)
+        reason = noted.get("refusal") or ""
+        drawn = draw(name, arguments)
+        if name != "ringopt::ring_attention":
+            return SiteView(pattern, "none", "none", "none", reason, drawn)
+        kernel, layout = arguments["kernel"], arguments["q_layout"]
+        return SiteView(pattern, arguments["strategy"], layout, kernel, reason, drawn)
+
+
+def qualified(node: fx.Node) -> str:
+    """`aten::linear`; "" for what is no operator."""
+    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Arguments by the names of the schema, defaults included; {} for what is no operator."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    schema = node.target._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    given = dict(zip([argument.name for argument in schema], node.args, strict=False))
+    return {**defaults, **given, **node.kwargs}
+
+
+def operands_of(name: str) -> tuple[str, str, str]:
+    return ("query", "key", "value") if name == ATTENTION[0] else ("q", "k", "v")
+
+
+def pattern_text(name: str, arguments: Mapping[str, Any]) -> str:
+    if name == ATTENTION[0]:
+        return "causal" if arguments.get("is_causal") else "full"
+    return str(arguments["pattern"])
+
+
+def described_pattern(name: str, arguments: Mapping[str, Any]) -> str:
+    """The structure, and "mask" beside it where more than that hides keys or changes scores."""
+    more = arguments.get("attn_mask") is not None or bool(arguments.get("mask"))
+    structure = pattern_text(name, arguments)
+    return (f"{structure} & mask" if structure != "full" else "mask") if more else structure
+
+
+def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The mask in at most BLOCKS x BLOCKS blocks; () where it depends on an input, or sizes are open."""
+    query, key, _values = (value_of(arguments[of]) for of in operands_of(name))
+    mask = Mask.parse(arguments.get("mask") or "")
+    rows = arguments.get("q_length", query.shape[-2] if isinstance(query, torch.Tensor) else None)
+    keys = arguments.get("kv_length", key.shape[-2] if isinstance(key, torch.Tensor) else None)
+    given = arguments.get("attn_mask") is not None or bool(mask.sources)
+    if given or not isinstance(rows, int) or not isinstance(keys, int):
+        return ()
+    pattern = pattern_of(pattern_text(name, arguments), rows, keys)
+    lines = []
+    for some in cut(rows):
+        kinds = []
+        for others in cut(keys):
+            banded, seen = pattern.kind(some, others).value, mask.kind(square(some, others), [])
+            hidden = "empty" in (banded, seen)
+            kinds.append("." if hidden else "#" if banded == seen == "full" else "/")
+        lines.append("".join(kinds))
+    return tuple(lines)
+
+
+def square(rows: range, keys: range) -> dict[str, range]:
+    return {"b": range(1), "h": range(1), "q": rows, "k": keys}
+
+
+def cut(length: int) -> list[range]:
+    blocks = min(BLOCKS, length)
+    return [range(length * i // blocks, length * (i + 1) // blocks) for i in range(blocks)]

@@ -1,0 +1,71 @@
+"""`ringopt.diff`: two programs, however they are given, as one GraphDiff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+from ringopt.archive import load
+from ringopt.compare.views import views_of
+from ringopt.errors import ProgramError
+from ringopt.graph.diff import GraphDiff, diff_views, with_values
+
+Program: TypeAlias = ExportedProgram | fx.GraphModule
+
+
+def diff(before: Program | str | Path, after: Program | str | Path, *, world_size: int | None = None) -> GraphDiff:
+    """What the two differ in: nodes matched by structure and provenance, and what changed in meaning.
+
+    Each is an ExportedProgram, an fx.GraphModule or the path of a .pt2 file; ringopt need not have made either.
+    `world_size` is the number of ranks to count bytes and FLOPs of rank 0 for, where a graph does not tell its own.
+    Values of parameters, buffers and constants are compared too. Raises ProgramError.
+    """
+    if world_size is not None and world_size < 1:
+        raise ProgramError(f"world_size={world_size}: expected at least 1 rank")
+    programs = opened(before), opened(after)
+    views = [views_of(program, world_size) for program in programs]
+    tensors = [tensors_of(program) for program in programs]
+    return with_values(diff_views(*views), lambda one, other: differ(tensors[0].get(one), tensors[1].get(other)))
+
+
+def opened(program: Program | str | Path) -> Program:
+    if isinstance(program, (str, Path)):
+        return load(program)
+    if not isinstance(program, (ExportedProgram, fx.GraphModule)):
+        raise ProgramError(
+            f"{type(program).__name__} cannot be compared; expected an ExportedProgram, a GraphModule or a .pt2 file"
+        )
+    return program
+
+
+def tensors_of(program: Program) -> dict[str, torch.Tensor]:
+    """The values that are part of the program, by the name of the node that reads them."""
+    if isinstance(program, ExportedProgram):
+        known = {**program.constants, **program.state_dict}
+        specs = program.graph_signature.input_specs
+        targets = {spec.arg.name: spec.target for spec in specs if spec.target is not None}
+    else:
+        known = {node.target: attribute(program, node.target) for node in program.graph.find_nodes(op="get_attr")}
+        targets = {node.name: node.target for node in program.graph.find_nodes(op="get_attr")}
+    return {name: known[to] for name, to in targets.items() if isinstance(known.get(to), torch.Tensor)}
+
+
+def attribute(module: object, path: str) -> object:
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+def differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Two known values of different bits; of different shape is told elsewhere."""
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.is_meta or other.is_meta:
+        return False
+    a, b = one.detach().cpu(), other.detach().cpu()
+    return not (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))

@@ -1,0 +1,265 @@
+"""`ringopt.convert`: an ExportedProgram to one that runs on any number of ranks.
+
+    q, k, v = linear(x)                     n = rows_here(4096, "zigzag", "any")
+    y = sdpa(q, k, v)              ->       q, k, v = linear(scatter(x, n))
+    return y                                return gather(ring_attention(q, k, v, 4096, ...))
+
+The passes are those of the backend. What differs: rank and number of ranks are not known, so local sizes are open
+(unbacked symbols that follow from `rows_here`), and the mesh is called "any": the default process group of whoever runs
+the program, or that process alone. The program keeps its signature, state and call; what an operator of ringopt means
+is noted in meta["custom"], which torch.export saves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ringopt import __version__
+from ringopt.backend import tell
+from ringopt.capture import capture, known
+from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh, mesh_of
+from ringopt.errors import ProgramError
+from ringopt.graph.nodes import is_tensor, op_name
+from ringopt.graph.printer import short
+from ringopt.graph.refusal import Refusal
+from ringopt.measure import report_of
+from ringopt.options import Options
+from ringopt.passes import LINE
+from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
+from ringopt.report import Report
+
+KEPT = ("val", "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "unbacked_bindings")
+# What the report and the choice of strategies look at, where the number of ranks is open.
+LOOKED_AT = 2
+# The graph has to be the same for these places (rank, of how many), or it depends on what is known only later.
+PLACES = ((0, LOOKED_AT), (1, 3))
+HERE_ONLY = ("mesh", "inner_backend", "timeout", "on_refusal")
+
+
+class AnyRank(PretendedMesh):
+    """Rank 0 of some, for the passes: the program asks again when it runs."""
+
+    @property
+    def name(self) -> str:
+        return ANY
+
+
+def convert(
+    program: ExportedProgram, options: Mapping[str, Any] | Options | None = None, *, allow_empty: bool = False
+) -> ExportedProgram:
+    """A program of the same signature and state that shards its sequence over the ranks of whoever runs it.
+
+    On one process it computes what `program` does; under torchrun every rank passes the same full inputs and has the
+    whole outputs and, if it calls backward, the complete gradients. `allow_empty`: a program of which nothing can be
+    sharded is returned as it is. Raises ProgramError (converted already, open sizes, nothing to shard), RefusedError
+    (on_refusal="error"), OptionError.
+    """
+    return converted(program, options, allow_empty)[0]
+
+
+def converted(
+    program: ExportedProgram, options: Mapping[str, Any] | Options | None = None, allow_empty: bool = False
+) -> tuple[ExportedProgram, Report]:
+    """The program, and the report of it on LOOKED_AT ranks."""
+    chosen = options_of(options)
+    check(program)
+    report = lowered(program, chosen, mesh_of(f"pretend:0/{LOOKED_AT}"))[1]
+    report = dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
+    if not any(site.refusal is None for site in report.sites):
+        reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites]
+        why = "; ".join([*reasons, *report.left_alone, *filter(None, [report.refusal])]) or "no attention was found"
+        if allow_empty:
+            return program, report
+        raise ProgramError(f"nothing of this program can be sharded: {why}. allow_empty=True keeps it as it is")
+    tell(report, chosen)
+    gm, context = for_any_rank(program, chosen)
+    if context.replicated_random:
+        raise ProgramError(
+            f"{', '.join(context.replicated_random[:3])} draw random numbers that must be the same on every rank, "
+            "which a converted program cannot check; export the model in eval mode"
+        )
+    compare_inputs(program, gm, chosen)
+    return rebuilt(program, gm, context), report
+
+
+def for_any_rank(program: ExportedProgram, options: Options) -> tuple[fx.GraphModule, Context]:
+    """The lowered graph, made for two places of different meshes and found to be the same text."""
+    made = [lowered(program, options, AnyRank(*place)) for place in PLACES]
+    texts = [short(gm.graph).splitlines() for gm, _report, _context in made]
+    if texts[0] != texts[1]:
+        one, other = next(pair for pair in zip_longest(*texts, fillvalue="nothing") if pair[0] != pair[1])
+        raise ProgramError(
+            "the sharded program depends on the number of ranks, so one file cannot serve all: "
+            f"{one.strip()} on 2 ranks and {other.strip()} on 3; options strategy and layout may fix it"
+        )
+    refusal = made[0][1].refusal
+    if refusal is not None:
+        raise ProgramError(f"the program cannot be sharded over an open number of ranks: {refusal}")
+    return made[0][0], made[0][2]
+
+
+def options_of(options: Mapping[str, Any] | Options | None) -> Options:
+    chosen = Options.of(options)
+    if chosen.mesh is not None:
+        raise ProgramError("option mesh belongs to one run; a converted program takes the ranks of whoever runs it")
+    return chosen
+
+
+def check(program: ExportedProgram) -> None:
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt":
+            raise ProgramError(f"the program is converted already: {node.name} is {node.target}")
+    if program.range_constraints:
+        sizes = ", ".join(f"{symbol} in {bounds}" for symbol, bounds in program.range_constraints.items())
+        raise ProgramError(
+            f"the program has open sizes ({sizes}), which conversion cannot keep open yet; export it without "
+            "dynamic_shapes, one file a length"
+        )
+
+
+LOST = (
+    (re.compile(r"\bcheckpoint\("), "activation checkpointing: the program keeps what the model would compute again"),
+    (re.compile(r"\.apply\("), "the backward of a custom autograd.Function: that of its forward is taken instead"),
+)
+
+
+def lost_in_export(program: ExportedProgram) -> list[str]:
+    """What torch.export leaves out without a word, as far as the source lines of the nodes tell."""
+    found: dict[str, str] = {}
+    for node in program.graph.nodes:
+        for line in (node.meta.get("stack_trace") or "").splitlines():
+            for sign, what in LOST:
+                if sign.search(line):
+                    found.setdefault(what, f"export may have lost {what} ({line.strip()})")
+    return list(found.values())
+
+
+def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.GraphModule, Report, Context]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    context = Context(options, mesh)
+    try:
+        gm = capture(copy.deepcopy(program.graph_module), inputs_of(program), mode)
+        if any(claim.places for claim in gm.meta["claims"]):
+            raise GraphRefused(
+                Refusal("a converted program cannot check the block tables of flex_attention at each run")
+            )
+        context.values = {node: value for node, value in known(gm).items() if node.op == "get_attr"}
+        context.values |= lifted_constants(program, gm)
+        Pipeline(LINE).run(gm, context)
+    except GraphRefused as refused:
+        return fx.GraphModule({}, fx.Graph()), refused_report(refused, options, mesh), context
+    report = report_of(gm.graph, context) if mesh.name != ANY else Report(mesh.size)
+    return gm, report, context
+
+
+def refused_report(refused: GraphRefused, options: Options, mesh: Mesh) -> Report:
+    return report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
+
+
+def inputs_of(program: ExportedProgram) -> list[Any]:
+    """What each placeholder is given while the program is captured. An input may need a gradient when the program runs,
+    so every floating one is taken to need it."""
+    given = []
+    placeholders = program.graph.find_nodes(op="placeholder")
+    for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
+        value = program.state_dict.get(spec.target, program.constants.get(spec.target, node.meta.get("val")))
+        if spec.kind is InputKind.USER_INPUT and isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = value.detach().requires_grad_()
+        given.append(value)
+    return given
+
+
+def lifted_constants(program: ExportedProgram, gm: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
+    """Tensors that the program was written with. Not its buffers: those may hold something else in the next state."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    pairs = zip(program.graph_signature.input_specs, placeholders, strict=True)
+    constants = [(node, spec.target) for spec, node in pairs if spec.kind is InputKind.CONSTANT_TENSOR]
+    return {node: program.constants[target] for node, target in constants}
+
+
+def compare_inputs(program: ExportedProgram, gm: fx.GraphModule, options: Options) -> None:
+    """Before the first rows are cut, the ranks compare what they were given."""
+    pairs = zip(program.graph_signature.input_specs, gm.graph.find_nodes(op="placeholder"), strict=True)
+    given = [node for spec, node in pairs if spec.kind is InputKind.USER_INPUT and is_tensor(node)]
+    names, text = [node.name for node in given], hashlib.blake2b(short(gm.graph).encode(), digest_size=8).hexdigest()
+    first = gm.graph.find_nodes(op="call_function", target=torch.ops.ringopt.rows_here.default)[0]
+    first.args = (*first.args[:3], given, ",".join(names), text, options.check_inputs)
+
+
+# ---- from the graph to a program -------------------------------------------------------------------------------------
+def rebuilt(program: ExportedProgram, gm: fx.GraphModule, context: Context) -> ExportedProgram:
+    """`gm` under the signature, state and call of `program`."""
+    sites = {node.name: info for node, info in context.sites.items()}
+    for node in gm.graph.nodes:
+        note(node, sites)
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            raise ProgramError(f"a constant of the program ({node.target}) has no place in its signature")
+        node.meta = {key: value for key, value in node.meta.items() if key in KEPT}
+        if node.op == "placeholder" and is_tensor(node) and node.meta["val"].is_leaf:
+            node.meta["val"].requires_grad_(False)
+    ranges = {}
+    for node in gm.graph.nodes:
+        for symbol in node.meta.get("unbacked_bindings", ()):
+            ranges[symbol] = node.meta["val"].node.shape_env.var_to_range[symbol]
+    return ExportedProgram(
+        gm,
+        gm.graph,
+        renamed(program.graph_signature, gm.graph),
+        program.state_dict,
+        ranges,
+        [dataclasses.replace(entry, signature=copy.copy(entry.signature)) for entry in program.module_call_graph],
+        program.example_inputs,
+        program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def note(node: fx.Node, sites: Mapping[str, SiteInfo]) -> None:
+    """What a file is to tell of a node beyond its operator: placement, and the site that it was made from."""
+    if node.op != "call_function":
+        return
+    # Of several results a file keeps the meta of the node that makes them.
+    tells = next(iter(node.users), node) if isinstance(node.meta.get("val"), (list, tuple)) else node
+    alone = "local" if tells.meta.get("whole") is None else "replicated"
+    said: dict[str, Any] = {"placement": str(tells.meta.get("placement") or alone)}
+    site = sites.get(node.name.removesuffix("_ring_attention"))
+    if site is not None and op_name(node) in ("ring_attention", "attention", "scaled_dot_product_attention"):
+        said["site"] = {"pattern": site.pattern, "refusal": site.refusal}
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), "ringopt": said}
+
+
+def renamed(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
+    """The signature with the names of `graph`, whose inputs and outputs stand in the same order."""
+    found = copy.deepcopy(signature)
+    for spec, node in zip(found.input_specs, graph.find_nodes(op="placeholder"), strict=True):
+        spec.arg = dataclasses.replace(spec.arg, name=node.name)
+    for out, value in zip(found.output_specs, graph.output_node().args[0], strict=True):
+        if isinstance(value, fx.Node):
+            out.arg = dataclasses.replace(out.arg, name=value.name)
+    return found
+
+
+def provenance(options: Mapping[str, Any] | Options | None, report: Report) -> dict[str, Any]:
+    """What a file tells of its making."""
+    chosen = Options.of(options)
+    kept = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
+    return {
+        "ringopt": __version__,
+        "torch": torch.__version__,
+        "options": {name: value for name, value in kept.items() if name not in HERE_ONLY},
+        "report": report.to_dict(),
+    }

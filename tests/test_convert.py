@@ -1,0 +1,324 @@
+"""`ringopt.convert`: one file, exact on any number of ranks, eager and compiled; what it keeps and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+from torch.utils.checkpoint import checkpoint
+
+import ringopt
+from ringopt.convert import converted
+from ringopt.errors import OptionError, PlanError, ProgramError, RefusedError, RingMismatchError
+from tests.models import build, difference, run
+
+TOLERANCE = 1e-9  # float64, relative to the largest entry
+
+
+class Mixer(nn.Module):
+    """Causal attention between two projections."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(F.dropout(mixed.squeeze(1), self.dropout, self.training))  # type: ignore[no-any-return]
+
+
+def rows(n: int = 16, seed: int = 1) -> Tensor:
+    return torch.randn(2, n, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def exported(module: nn.Module | None = None, n: int = 16) -> ExportedProgram:
+    return export(module or Mixer(), (rows(n),))
+
+
+# ---- exact on any number of ranks ------------------------------------------------------------------------------------
+FEW, OTHERS = ("llama_padded", "vit", "encoder_causal"), ("gpt2", "bert", "t5", "mistral")
+
+
+def save_both(folder: Path, name: str) -> list[Tensor]:
+    """A model as an exported and as a converted file in float64; what the first computes, gradients included."""
+    model, inputs = build(name, 21, torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.export, about transformers
+        program = export(model, (), inputs)
+        torch.export.save(program, folder / f"{name}_whole.pt2")
+        torch.export.save(ringopt.convert(program), folder / f"{name}.pt2")
+    whole = ringopt.load(folder / f"{name}_whole.pt2").module()
+    return run(whole, whole, inputs)
+
+
+def distances(folder: Path, names: tuple[str, ...], wanted: dict[str, list[Tensor]]) -> dict[str, float]:
+    import transformers.modeling_outputs  # noqa: F401  (files name its classes)
+
+    found = {}
+    for name in names:
+        module = ringopt.load(folder / f"{name}.pt2").module()
+        found[name] = difference(run(module, module, build(name, 21, torch.float64)[1]), wanted[name])
+    return found
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.zoo)])
+def test_one_file_is_exact_on_any_number_of_ranks(
+    names: tuple[str, ...], ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Outputs and the gradients of all parameters, of a length that neither 2 nor 3 ranks share evenly."""
+    wanted = {name: save_both(tmp_path, name) for name in names}
+    for p in (1, 2, 3):
+        for found in ranks(p, distances, tmp_path, names, wanted):
+            assert max(found.values()) < TOLERANCE, (p, found)
+
+
+def compiled_distance(file: Path, wanted: list[Tensor]) -> float:
+    module = ringopt.load(file).module()
+    compiled = torch.compile(module, backend="inductor")
+    return difference(run(lambda x: compiled(x), module, {"x": rows().double()}), wanted)  # an exported x has no name
+
+
+def test_through_inductor_on_2_ranks(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    program = export(Mixer().double(), (rows().double(),))
+    torch.export.save(ringopt.convert(program), tmp_path / "mixer.pt2")
+    whole = program.module()
+    wanted = run(lambda x: whole(x), whole, {"x": rows().double()})
+    assert max(ranks(2, compiled_distance, tmp_path / "mixer.pt2", wanted)) < TOLERANCE
+
+
+def input_gradient(file: Path) -> Tensor:
+    x = rows().requires_grad_()
+    ringopt.load(file).module()(x).sin().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_an_input_gets_its_whole_gradient_on_every_rank(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    torch.export.save(exported(), tmp_path / "whole.pt2")
+    torch.export.save(ringopt.convert(exported()), tmp_path / "mixer.pt2")
+    wanted = input_gradient(tmp_path / "whole.pt2")
+    for found in ranks(2, input_gradient, tmp_path / "mixer.pt2"):
+        torch.testing.assert_close(found, wanted)
+
+
+class MixingRows(Mixer):
+    """Ops that mix rows: what they need of the number of ranks is asked when the program runs, or they gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y = y + self.conv(y.transpose(1, 2)).transpose(1, 2)
+        y = y - y.roll(1, 1) + y.cumsum(1) + y.amax(1, keepdim=True) + y.flip(1)
+        y = y + y.max(1, keepdim=True).values * (y > 3).any(1, keepdim=True)
+        return y[:, 2:] * y[:, :-2] + F.pad(y, (0, 0, 1, 0))[:, :-3] + y[:, :1]
+
+
+def mixed(file: Path) -> tuple[list[Tensor], int]:
+    """Outputs and gradients; and the bytes that a second forward sends."""
+    module = ringopt.load(file).module()
+    found = run(lambda x: module(x), module, {"x": rows(17).double()})
+    with torch.no_grad(), ringopt.record_traffic() as traffic:
+        module(rows(17).double())
+    return found, traffic.bytes_sent
+
+
+def test_ops_that_mix_rows_are_exact(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    program = export(MixingRows().double(), (rows(17).double(),))
+    whole, after = program.module(), ringopt.convert(program)
+    wanted = run(lambda x: whole(x), whole, {"x": rows(17).double()})
+    torch.export.save(after, tmp_path / "mixing.pt2")
+    for p in (1, 2, 3):
+        for found, _sent in ranks(p, mixed, tmp_path / "mixing.pt2"):
+            assert difference(found, wanted) < TOLERANCE
+
+
+class Shifted(Mixer):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y[:, 1:] - y[:, :-1]).square().mean()
+
+
+def test_bytes_are_those_that_were_sent(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    after = ringopt.convert(export(Shifted().double(), (rows(17).double(),)))
+    torch.export.save(after, tmp_path / "shifted.pt2")
+    for p in (2, 3):
+        _found, sent = ranks(p, mixed, tmp_path / "shifted.pt2")[0]
+        assert ringopt.diff(after, tmp_path / "shifted.pt2", world_size=p).after.bytes_sent == sent
+
+
+def error_of(file: Path, n: int, alike: bool) -> str:
+    try:
+        ringopt.load(file).module()(rows(n, seed=1 if alike else dist.get_rank()))
+    except (PlanError, RingMismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_ranks_with_other_inputs_are_told(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    torch.export.save(ringopt.convert(exported(n=15)), tmp_path / "checked.pt2")
+    torch.export.save(ringopt.convert(exported(n=15), {"check_inputs": "never"}), tmp_path / "trusting.pt2")
+    for said in ranks(2, error_of, tmp_path / "checked.pt2", 15, False):
+        assert said.startswith("RingMismatchError: inputs differ from those of rank 0: x on ranks [1]")
+    assert ranks(2, error_of, tmp_path / "trusting.pt2", 15, False) == ["", ""]
+
+
+def test_too_many_ranks_are_told(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    torch.export.save(ringopt.convert(exported(n=7), {"layout": "contiguous"}), tmp_path / "short.pt2")
+    torch.export.save(ringopt.convert(exported(n=6)), tmp_path / "zigzag.pt2")
+    assert ranks(4, error_of, tmp_path / "short.pt2", 7, True) == [""] * 4
+    for said in ranks(4, error_of, tmp_path / "zigzag.pt2", 6, True):
+        assert said == "PlanError: this program has a zigzag sequence of 6 rows, and 4 ranks need 8; use fewer"
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+def test_signature_state_and_call_are_those_of_the_program() -> None:
+    before, after = exported(), ringopt.convert(exported())
+    kinds = [(spec.kind, spec.target) for spec in before.graph_signature.input_specs]
+    assert [(spec.kind, spec.target) for spec in after.graph_signature.input_specs] == kinds
+    assert before.call_spec == after.call_spec
+    assert list(after.state_dict) == ["qkv.weight", "qkv.bias", "out.weight", "out.bias"]
+
+
+def test_the_program_given_is_not_changed() -> None:
+    program = exported()
+    ringopt.convert(program)
+    assert ringopt.diff(program, exported()).same
+
+
+def test_converting_twice_gives_one_program(tmp_path: Path) -> None:
+    torch.export.save(ringopt.convert(exported()), tmp_path / "first.pt2")
+    assert ringopt.diff(tmp_path / "first.pt2", ringopt.convert(exported())).same
+
+
+def test_a_buffer_that_the_program_writes_is_written(tmp_path: Path) -> None:
+    class Counting(Mixer):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return super().forward(x)
+
+    torch.export.save(ringopt.convert(exported(Counting())), tmp_path / "counting.pt2")
+    module = ringopt.load(tmp_path / "counting.pt2").module()
+    module(rows())
+    module(rows())
+    assert float(module.count) == 2
+
+
+def test_a_diff_lists_the_sites_that_explain_lists() -> None:
+    model, inputs = build("llama", 24)
+    program = export(model, (), inputs)
+    after = ringopt.convert(program)
+    report = ringopt.explain(model, **inputs, world_size=2)
+    diff = ringopt.diff(program, after, world_size=2)
+    found = [
+        (c.after.module, c.after.site.pattern, c.after.site.strategy) for c in diff.sites if c.after and c.after.site
+    ]
+    assert found == [(site.module, site.pattern, site.strategy) for site in report.sites]
+    assert [c.after.bytes_sent for c in diff.sites if c.after] == [site.bytes_sent for site in report.sites]
+    assert diff.after.bytes_sent is not None and diff.after.flops is not None
+    assert ringopt.diff(program, after).after.bytes_sent is None
+
+
+def test_options_choose() -> None:
+    program = ringopt.convert(exported(), {"layout": "contiguous", "strategy": "gather"})
+    [site] = [c.after.site for c in ringopt.diff(program, program).sites if c.after]
+    assert site is not None and (site.layout, site.strategy) == ("contiguous", "gather")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "function"])
+def test_what_export_may_have_lost_is_noted(kind: str) -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    class Lossy(Mixer):
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "function":
+                return Doubled.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    report = converted(exported(Lossy()))[1]
+    wanted = {"checkpoint": "activation checkpointing", "function": "the backward of a custom autograd.Function"}[kind]
+    assert any(note.startswith(f"export may have lost {wanted}") for note in report.notes)
+    assert converted(exported())[1].notes == ()
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+def test_nothing_to_shard_is_refused_unless_allowed() -> None:
+    program = export(Plain(), (rows(),))
+    with pytest.raises(ProgramError, match="nothing of this program can be sharded: no attention was found"):
+        ringopt.convert(program)
+    assert ringopt.convert(program, allow_empty=True) is program
+
+
+def test_a_converted_program_is_refused() -> None:
+    with pytest.raises(ProgramError, match="the program is converted already: "):
+        ringopt.convert(ringopt.convert(exported()))
+
+
+def test_open_sizes_are_refused() -> None:
+    program = export(Mixer(), (rows(),), dynamic_shapes=({1: Dim("n", min=4, max=64)},))
+    with pytest.raises(ProgramError, match=r"the program has open sizes \(s\d+ in .*export it without dynamic_shapes"):
+        ringopt.convert(program)
+
+
+def test_options_of_one_run_and_unknown_ones_are_refused() -> None:
+    with pytest.raises(OptionError, match="unknown option 'laout'"):
+        ringopt.convert(exported(), {"laout": "zigzag"})
+
+
+def test_a_refused_site_is_an_error_where_that_is_asked_for() -> None:
+    class Short(Mixer):
+        def forward(self, x: Tensor) -> Tensor:
+            first = x[:, :1].unsqueeze(1)
+            return super().forward(x) + F.scaled_dot_product_attention(first, first, first).squeeze(1)
+
+    assert sum(site.refusal is None for site in converted(exported(Short()))[1].sites) == 1
+    with pytest.raises(RefusedError, match=r"not sharded: .*1 rows for 2 ranks"):
+        ringopt.convert(exported(Short()), {"on_refusal": "error"})
+
+
+def test_a_program_whose_text_depends_on_the_ranks_is_refused() -> None:
+    """Four rows are enough for zigzag on 2 ranks, and not on 3."""
+    with pytest.raises(ProgramError, match="the sharded program depends on the number of ranks, so one file cannot"):
+        ringopt.convert(exported(n=4))
+    ringopt.convert(exported(n=4), {"layout": "contiguous"})
+
+
+def test_dropout_of_replicated_values_is_refused() -> None:
+    class Before(Mixer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + F.dropout(self.out.weight, 0.5, self.training).sum()
+
+    with pytest.raises(ProgramError, match="draw random numbers that must be the same on every rank"):
+        ringopt.convert(exported(Before()))
+    ringopt.convert(exported(Before().eval()))

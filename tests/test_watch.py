@@ -1,0 +1,96 @@
+"""A mask kept as a buffer becomes a pattern; when the buffer changes, so does what is computed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+
+import ringopt
+
+ROWS = 12
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("kept", torch.ones(ROWS, ROWS).tril())
+
+    def forward(self, q, k, v):
+        return (q @ k.mT).masked_fill(self.kept == 0, -math.inf).softmax(-1) @ v
+
+
+def given():
+    return [torch.randn(2, 3, ROWS, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    made = len(ringopt.reports())
+    run = torch.compile(model, backend="ring", options={"inner_backend": "eager"})
+    return run, lambda: [report.sites[0].pattern for report in ringopt.reports()[made:]]
+
+
+def windowed():
+    return torch.ones(ROWS, ROWS).tril().triu(-3)
+
+
+def test_the_buffer_is_read_once():
+    model = Masked()
+    run, patterns = compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(run(*given()), model(*given()))
+    assert patterns() == ["causal"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model: model.kept.copy_(windowed()),
+        lambda model: model.load_state_dict({"kept": windowed()}),
+        lambda model: setattr(model, "kept", windowed()),
+    ],
+    ids=["in place", "by load_state_dict", "another tensor"],
+)
+def test_a_change_is_noticed(write):
+    model = Masked()
+    run, patterns = compiled(model)
+    run(*given())
+    write(model)
+    torch.testing.assert_close(run(*given()), model(*given()))
+    assert patterns() == ["causal", "window(4)"]
+
+
+def test_writing_the_same_numbers_changes_nothing():
+    model = Masked()
+    run, patterns = compiled(model)
+    run(*given())
+    model.kept.mul_(1)
+    torch.testing.assert_close(run(*given()), model(*given()))
+    assert patterns() == ["causal"]
+
+
+def test_in_inference_mode():
+    """Tensors do not count their writes there."""
+    with torch.inference_mode():
+        model = Masked()
+        run, patterns = compiled(model)
+        run(*given())
+        model.kept.copy_(windowed())
+        torch.testing.assert_close(run(*given()), model(*given()))
+    assert patterns() == ["causal", "window(4)"]
+
+
+def test_a_mask_that_the_caller_passes_is_no_part_of_the_program():
+    class Given(nn.Module):
+        def forward(self, q, k, v, kept):
+            return (q @ k.mT).masked_fill(kept == 0, -math.inf).softmax(-1) @ v
+
+    model = Given()
+    run, patterns = compiled(model)
+    for kept in (torch.ones(ROWS, ROWS).tril(), windowed()):
+        torch.testing.assert_close(run(*given(), kept), model(*given(), kept))
+    assert patterns() == ["stored"]

@@ -1,0 +1,87 @@
+"""`ringopt bench`: measures this machine, ringopt beside the alternatives in one run, and whether the numbers agree."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringopt.tools.benchmarks import forms, one_process
+from ringopt.tools.command import CommandError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from ringopt.tools.benchmarks.machine import Machine
+    from ringopt.tools.benchmarks.result import Result
+
+EXAMPLES = """\
+examples:
+  ringopt bench forms --only div_scale bert_permute
+  ringopt bench one-process --lengths 1024 --repeats 3 --json bench.json
+"""
+
+TABLES = (forms, one_process)
+# Of output that is no terminal: every table fits.
+WIDTH = 100
+
+
+def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure this machine: ringopt beside Inductor, with a column of correctness",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", metavar="FILE", type=Path, help="also write machine, rows and totals as JSON")
+    tables = parser.add_subparsers(title="tables", metavar="TABLE", required=True)
+    for table in TABLES:
+        table.add(tables, common)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ringopt.tools.benchmarks.machine import this_machine
+
+    if arguments.json:
+        check_target(arguments.json)
+    told = Console(stderr=True)
+    with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
+        result: Result = arguments.measure(arguments, progress)
+    machine = this_machine()
+    show(machine, result)
+    if arguments.json:
+        write(arguments.json, machine, result)
+    return 0
+
+
+def show(machine: Machine, result: Result) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    console.print(str(machine), result.rich(), *result.sentences, *result.notes, sep="\n", markup=False)
+
+
+def check_target(target: Path) -> None:
+    """Before anything is measured: raises CommandError where the file could not be written afterwards."""
+    if target.is_dir():
+        raise CommandError(f"--json {target}: it is a folder")
+    if not target.parent.is_dir():
+        raise CommandError(f"--json {target}: there is no folder {target.parent}")
+
+
+def write(target: Path, machine: Machine, result: Result) -> None:
+    found = {"machine": dataclasses.asdict(machine), **result.to_dict()}
+    try:
+        target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise CommandError(f"--json {target}: {problem.strerror}") from None

@@ -1,0 +1,107 @@
+"""Unfused models on one process, with no rank to share with: backend="ring" beside backend="inductor"."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import TYPE_CHECKING
+
+from ringopt.tools.benchmarks.result import Column, Result, Row, chosen, error
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from rich.progress import Progress
+
+EXAMPLES = """\
+examples:
+  ringopt bench one-process --lengths 1024 --only causal alibi
+  ringopt bench one-process --repeats 9 --json one-process.json
+"""
+
+BACKENDS = ("ring", "inductor")
+MIB = 2**20
+
+
+def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    parser = tables.add_parser(
+        "one-process",
+        parents=[common],
+        help="time, peak memory and error of unfused models, beside Inductor",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--lengths", metavar="N", nargs="+", type=whole, default=[1024, 4096], help="of the sequence (1024 4096)"
+    )
+    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
+    parser.add_argument("--only", metavar="MODEL", nargs="+", help="only these models")
+    parser.set_defaults(measure=measure)
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
+    """Raises CommandError for an unknown MODEL, and where memory does not suffice."""
+    from ringopt.tools.benchmarks.beside import rows_of
+    from ringopt.tools.benchmarks.unfused import CASES, HEADS, LAYERS, WIDTH
+
+    names = chosen(arguments.only, list(CASES))
+    cases = [(name, length) for length in arguments.lengths for name in names]
+    rows: list[Row] = []
+    for name, length in progress.track(cases, description="models"):
+        rows += rows_of(name, length, arguments.repeats)
+    title = f"Unfused attention on one process: {LAYERS} layers, {HEADS} heads, width {WIDTH}, float32"
+    sums = totals(rows)
+    return Result(title, COLUMNS, rows, sums, (sentence(sums),), NOTES)
+
+
+def totals(rows: list[Row]) -> Row:
+    from ringopt.tools.benchmarks.numbers import WRONG
+
+    wrong = {f"{backend}_wrong": sum((row[f"{backend}_error"] or 0) > WRONG for row in rows) for backend in BACKENDS}
+    ratios = {f"{what}_ratio": [row[f"{what}_ratio"] for row in rows if row[f"{what}_ratio"]] for what in WHAT}
+    means = {key: statistics.geometric_mean(found) if found else None for key, found in ratios.items()}
+    return {"rows": len(rows), **means, **wrong}
+
+
+def sentence(sums: Row) -> str:
+    means = " and ".join(f"{what} {ratio(sums[f'{what}_ratio'])}" for what in WHAT)
+    wrong = ", ".join(f"{backend} {sums[f'{backend}_wrong']}" for backend in BACKENDS)
+    return f"ring / inductor, geometric mean of {sums['rows']} rows: {means}; wrong numbers: {wrong}"
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def milliseconds(backend: str) -> Column:
+    return Column(f"{backend},\nms", lambda row: f"{row[f'{backend}_seconds'] * 1e3:,.1f}")
+
+
+def mebibytes(backend: str) -> Column:
+    key = f"{backend}_bytes"
+    return Column(f"{backend},\nMiB", lambda row: "-" if row[key] is None else f"{row[key] / MIB:,.0f}")
+
+
+WHAT = ("time", "memory")
+COLUMNS = (
+    Column("model", lambda row: row["model"], right=False),
+    Column("n", lambda row: str(row["length"])),
+    Column("", lambda row: row["mode"], right=False),
+    *(milliseconds(backend) for backend in BACKENDS),
+    Column("ratio", lambda row: ratio(row["time_ratio"])),
+    *(mebibytes(backend) for backend in BACKENDS),
+    Column("ratio", lambda row: ratio(row["memory_ratio"])),
+    *(Column(f"{backend},\nerror", error(f"{backend}_error")) for backend in BACKENDS),
+)
+NOTES = (
+    "training: forward and backward. ratio: ring / inductor. ms: median, the two by turns in one process.",
+    "MiB: peak of a call above what was resident before it, in a process of its own.",
+    "error: from eager, relative to the largest entry, gradients included; none where dropout draws.",
+)

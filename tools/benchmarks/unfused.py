@@ -1,0 +1,91 @@
+"""Small models whose attention is spelled out, each with another mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+HEADS, DEPTH, LAYERS = 8, 64, 2
+WIDTH = HEADS * DEPTH
+
+
+@dataclass(frozen=True)
+class Case:
+    """`mask(layer, scores [B, H, S, S], kept [B, S])` gives the scores to normalise."""
+
+    mask: Callable[[Attention, Tensor, Tensor], Tensor] = lambda layer, scores, kept: scores
+    kv_heads: int = HEADS
+    dropout: float = 0.0
+
+
+class Attention(nn.Module):
+    """[B, S, WIDTH] -> the same."""
+
+    triangle: Tensor
+    slopes: Tensor
+
+    def __init__(self, case: Case, length: int):
+        super().__init__()
+        self.case = case
+        self.project = nn.Linear(WIDTH, WIDTH + 2 * case.kv_heads * DEPTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("triangle", torch.ones(length, length).tril())
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, HEADS + 1))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        sizes = [WIDTH, self.case.kv_heads * DEPTH, self.case.kv_heads * DEPTH]
+        q, k, v = (part.unflatten(-1, (-1, DEPTH)).transpose(1, 2) for part in self.project(x).split(sizes, -1))
+        if self.case.kv_heads < HEADS:
+            k, v = (part.repeat_interleave(HEADS // self.case.kv_heads, dim=1) for part in (k, v))
+        scores = self.case.mask(self, q @ k.transpose(-2, -1) / math.sqrt(DEPTH), kept)
+        weights = F.dropout(scores.softmax(-1), self.case.dropout, self.training)
+        mixed: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Unfused(nn.Module):
+    def __init__(self, name: str, length: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(CASES[name], length) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x, (WIDTH,)), kept)
+        return x
+
+
+def causal(layer: Attention, scores: Tensor, _kept: Tensor) -> Tensor:
+    length = scores.shape[-1]
+    return scores.masked_fill(layer.triangle[:length, :length] == 0, -math.inf)
+
+
+def padding(_layer: Attention, scores: Tensor, kept: Tensor) -> Tensor:
+    return scores.masked_fill(kept[:, None, None] == 0, -math.inf)
+
+
+def alibi(layer: Attention, scores: Tensor, kept: Tensor) -> Tensor:
+    places = torch.arange(scores.shape[-1])
+    return causal(layer, scores + layer.slopes[:, None, None] * (places - places[:, None]), kept)
+
+
+CASES = {
+    "plain": Case(),
+    "causal": Case(causal),
+    "padding": Case(padding),
+    "alibi": Case(alibi),
+    "dropout": Case(dropout=0.1),
+    "gqa": Case(causal, kv_heads=2),
+}
+
+
+def build(name: str, length: int) -> tuple[Unfused, Tensor, Tensor]:
+    """The model, x [1, length, WIDTH], and kept [1, length]: the last quarter is padding. The same on every call."""
+    torch.manual_seed(0)
+    kept = (torch.arange(length) < length - length // 4).long()[None]
+    return Unfused(name, length), torch.randn(1, length, WIDTH), kept

@@ -1,0 +1,90 @@
+"""`ringopt diff`: what two programs differ in: nodes, placements, bytes, FLOPs, attention."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringopt.tools.command import CommandError, import_all, positive
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from ringopt.graph.diff import GraphDiff
+
+EXAMPLES = """\
+Exit code: 0 no difference, 1 some, 2 an error. A .pt2 file is a program: compare files you trust.
+
+marks:
+  + added   - removed   -+ replaced, or with other arguments   ~ reads other values   = only shape or placement
+
+examples:
+  ringopt diff before.pt2 after.pt2 --stat
+  ringopt diff before.pt2 after.pt2 --world-size 8 --html diff.html
+"""
+
+# Of output that is no terminal: every table fits.
+WIDTH = 100
+
+
+def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "diff",
+        help="show what two exported programs differ in",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", metavar="A.pt2", help="file of torch.export.save")
+    parser.add_argument("after", metavar="B.pt2", help="file of torch.export.save")
+    parser.add_argument(
+        "--world-size", metavar="N", type=positive, help="count bytes and FLOPs for N ranks where a file serves any"
+    )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--all", action="store_true", help="fold nothing")
+    shown.add_argument("--stat", action="store_true", help="numbers of nodes by module only")
+    shown.add_argument("--json", action="store_true", help="print the diff as JSON (see ringopt.GraphDiff.to_dict)")
+    parser.add_argument(
+        "--html", metavar="FILE", help="also write a page to look through, one file that needs no network"
+    )
+    parser.add_argument(
+        "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the files name"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import ringopt
+
+    import_all(arguments.imports)
+    diff = ringopt.diff(arguments.before, arguments.after, world_size=arguments.world_size)
+    if arguments.html:
+        write_html(diff, arguments)
+    if arguments.json:
+        print(json.dumps(diff.to_dict(), indent=2))
+    elif not diff.same:
+        show(diff, arguments)
+    return 0 if diff.same else 1
+
+
+def show(diff: GraphDiff, arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from ringopt.tools.diff_text import rendered
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    console.print(rendered(diff, arguments.all, arguments.stat), soft_wrap=not console.is_terminal)
+
+
+def write_html(diff: GraphDiff, arguments: argparse.Namespace) -> None:
+    from ringopt.tools.diff_html import page
+
+    text = page(diff, arguments.before, arguments.after)
+    try:
+        Path(arguments.html).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {arguments.html}: {error.strerror}") from None

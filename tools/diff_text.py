@@ -1,0 +1,171 @@
+"""A GraphDiff as text for terminals, logs and goldens.
+
+model.layers.0.self_attn  (and 31 like it: model.layers.1.self_attn .. model.layers.31.self_attn)
+  - %y = scaled_dot_product_attention(%q, %k, %v, None, 0, True)
+  + %y_ring = ringopt::ring_attention(%q, %k, %v, ...)
+      shape f32[1, 2, 64, 8] -> f32[1, 2, 16, 8]
+  ... 3 resized, 5 same
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ringopt.graph.diff import Change, GraphDiff, NodeView, SiteView, Totals
+
+MARKS = {"added": ("+", "green"), "removed": ("-", "red"), "resized": ("=", "dim"), "same": (" ", "dim")}
+# Told by number, unless there is nothing else to tell.
+FOLDED = ("resized", "same")
+# Longer text in quotes (the terms of a mask) is cut.
+QUOTED, LONGEST = re.compile(r"'[^']{60,}'"), 40
+
+
+@dataclass
+class Block:
+    """The changes of one module; `like` names the modules whose changes read the same."""
+
+    module: str
+    changes: list[Change] = field(default_factory=list)
+    like: list[str] = field(default_factory=list)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What the block says but for names."""
+        return tuple(
+            (change.kind, *((view.op, view.arguments, view.shape) for view in (change.before, change.after) if view))
+            for change in self.changes
+        )
+
+
+def blocks_of(diff: GraphDiff, every: bool) -> list[Block]:
+    """By module, in order; equal ones (layers) as one unless `every`."""
+    blocks: dict[str, Block] = {}
+    for change in diff.changes:
+        module = "(inputs)" if change.node.op == "input" else change.node.module or "(no module)"
+        blocks.setdefault(module, Block(module)).changes.append(change)
+    if every:
+        return list(blocks.values())
+    first: dict[tuple[object, ...], Block] = {}
+    for block in blocks.values():
+        known = first.setdefault(block.signature, block)
+        if known is not block:
+            known.like.append(block.module)
+    return list(first.values())
+
+
+def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
+    """`every`: nothing folded. `stat`: numbers of nodes only. Of a diff without changes: nothing to read but that."""
+    parts: list[Text | Table] = [Text(str(diff)), *totals(diff.before, diff.after)]
+    folded = () if every else FOLDED if any(change.kind not in FOLDED for change in diff.changes) else ("same",)
+    if diff.sites:
+        parts.append(site_table(diff.sites))
+    if stat:
+        parts.append(stat_table(blocks_of(diff, True)))
+        return Group(*parts)
+    hidden = Counter[str]()
+    for block in blocks_of(diff, every):
+        if all(change.kind in folded for change in block.changes):
+            for change in block.changes:
+                hidden[change.kind] += 1 + len(block.like)
+            continue
+        parts += block_lines(block, folded)
+    if hidden:
+        parts.append(Text(f"elsewhere: {counted(hidden)}", style="dim"))
+    return Group(*parts)
+
+
+def totals(before: Totals, after: Totals) -> Iterator[Text]:
+    for name, one, other in (
+        ("sent by this rank in one forward, bytes", before.bytes_sent, after.bytes_sent),
+        ("FLOPs of products on this rank", before.flops, after.flops),
+    ):
+        if one != other:
+            yield Text(f"{name}: {known(one)} -> {known(other)}")
+
+
+def known(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"
+
+
+def block_lines(block: Block, fold: Sequence[str]) -> Iterator[Text]:
+    like = f"  (and {len(block.like)} like it: {span(block.like)})" if block.like else ""
+    yield Text(f"\n{block.module}{like}", style="bold")
+    folded = Counter[str]()
+    for change in block.changes:
+        if change.kind in fold:
+            folded[change.kind] += 1
+        else:
+            yield from change_lines(change)
+    if folded:
+        yield Text(f"  ... {counted(folded)}", style="dim")
+
+
+def span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def counted(kinds: Counter[str]) -> str:
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in FOLDED if kinds[kind])
+
+
+def change_lines(change: Change) -> Iterator[Text]:
+    if change.kind in ("replaced", "changed") and change.before is not None and change.after is not None:
+        yield line("removed", change.before, sized=False)
+        yield line("added", change.after, sized=False)
+    elif change.kind == "rerouted":
+        yield Text(f"  ~ {shortened(change.node.text)}", style="yellow")
+    else:
+        yield line(change.kind, change.node)
+    said = [aspect for aspect in change.aspects if aspect.name not in ("op", "arguments")]
+    for aspect in said:
+        yield Text(f"      {aspect.name}: {aspect.before} -> {aspect.after}", style="dim")
+
+
+def line(kind: str, view: NodeView, sized: bool = True) -> Text:
+    mark, style = MARKS[kind]
+    size = f"  # {view.shape} {view.placement}" if sized and view.shape else ""
+    return Text(f"  {mark} {shortened(view.text)}{size}", style=style)
+
+
+def shortened(text: str) -> str:
+    return QUOTED.sub(lambda found: f"{found[0][:LONGEST]}...'", text)
+
+
+def site_table(sites: Sequence[Change]) -> Table:
+    table = Table(title=f"{len(sites)} attention sites", title_justify="left")
+    for name in ("module", "before", "after", "reason"):
+        table.add_column(name, overflow="fold")
+    for change in sites:
+        views = [view.site if view else None for view in (change.before, change.after)]
+        reason = next((view.reason for view in views[::-1] if view is not None and view.reason), "")
+        cells = (change.node.module or "-", *(site_text(view) for view in views), reason)
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def site_text(site: SiteView | None) -> str:
+    if site is None:
+        return "-"
+    if site.strategy == "none":
+        return site.pattern
+    return f"{site.pattern}: {site.strategy}, {site.layout}, {site.kernel}"
+
+
+def stat_table(blocks: Sequence[Block]) -> Table:
+    kinds = ("added", "removed", "replaced", "rerouted", "changed", "resized", "same")
+    table = Table(title="nodes by module", title_justify="left")
+    table.add_column("module", overflow="fold")
+    for kind in kinds:
+        table.add_column(kind, justify="right")
+    for block in blocks:
+        found = Counter[str](change.kind for change in block.changes)
+        if set(found) != {"same"}:
+            table.add_row(Text(block.module), *(str(found[kind] or "") for kind in kinds))
+    return table
