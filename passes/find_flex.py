@@ -59,7 +59,7 @@ def sentence_of(problem: NotAttention | Unreadable) -> str:
 
 
 def sizes_of(node: fx.Node) -> dict[str, int]:
-    return dict(zip("bhqk", shape_of(node.args[3]), strict=True))  # type: ignore[arg-type]
+    return dict(zip("bhqk", shape_of(node.args[3]), strict=True))
 
 
 def read(node: fx.Node, constants: Constants, carries: dict[fx.Node, bool]) -> tuple[Scores, Reading]:

@@ -22,24 +22,22 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ringopt.graph.flex import FlexCall, example, flex_nodes, is_functorch, over_pairs
 from ringopt.graph.refusal import Refusal
 
-IN_PLACE = tuple(
-    getattr(operator, f"i{name}")
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    )
+ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
 )
+IN_PLACE = tuple(getattr(operator, f"i{name}") for name in ARITHMETIC)
 
 ROWS = 128  # mask_mod is asked about so many queries at a time
 
