@@ -39,6 +39,8 @@ ARITHMETIC = (
 )
 IN_PLACE = tuple(getattr(operator, f"i{name}") for name in ARITHMETIC)
 
+NESTING = ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting")
+
 ROWS = 128  # mask_mod is asked about so many queries at a time
 
 
@@ -83,12 +85,12 @@ def claims(gm: fx.GraphModule) -> list[Claim] | Refusal:
         made = part(gm, [tables(call), list(call.mask_buffers)])
         inputs = enumerate(made.graph.find_nodes(op="placeholder"))
         places = tuple(i for i, each in inputs if each.users and isinstance(example(each), Tensor))
-        q, k = example(call.query), example(call.key)
-        sizes = tuple(map(int, (*q.shape[:3], k.shape[2])))
-        rows, keys = (
-            min(int(example(size)), length) for size, length in zip(call.block_mask[-3:-1], sizes[2:], strict=True)
-        )
-        found.append(Claim(made, places, getattr(gm, call.mask_mod.target), sizes, (rows, keys)))
+        batch, heads, queries = map(int, example(call.query).shape[:3])
+        keys = int(example(call.key).shape[2])
+        rows, columns = (int(example(size)) for size in call.block_mask[-3:-1])
+        mask_mod = getattr(gm, call.mask_mod.target)
+        block = min(rows, queries), min(columns, keys)
+        found.append(Claim(made, places, mask_mod, (batch, heads, queries, keys), block))
     return found
 
 
@@ -119,10 +121,11 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def part(gm: fx.GraphModule, outputs: list[list[Any]]) -> fx.GraphModule:
     """`gm` with other outputs, and nothing in it that they do not need."""
     kept = ancestors(node for each in outputs for node in each if isinstance(node, fx.Node))
-    batched = any(is_functorch(node) for node in kept)
+    if any(is_functorch(node) for node in kept):
+        kept |= ancestors(filter(is_nesting, gm.graph.nodes))
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in gm.graph.nodes:
-        if node.op == "placeholder" or node in kept or (batched and is_functorch(node) and not node.all_input_nodes):
+        if node.op == "placeholder" or node in kept:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(fx.map_arg(outputs, copies.__getitem__))
     return fx.GraphModule(gm, graph)
@@ -140,11 +143,16 @@ def erase_tables(graph: fx.Graph) -> None:
         if is_functorch(node) or not batched.isdisjoint(node.all_input_nodes):
             batched.add(node)
     for node in reversed(graph.nodes):
-        if node in making | batched and is_unused(node):
+        if node in making | batched and not is_nesting(node) and is_unused(node):
             graph.erase_node(node)
-    if not any(is_functorch(node) and node.all_input_nodes for node in graph.nodes):
-        for node in [node for node in graph.nodes if is_functorch(node)]:
+    if not any(is_functorch(node) and not is_nesting(node) for node in graph.nodes):
+        for node in list(filter(is_nesting, graph.nodes)):
             graph.erase_node(node)
+
+
+def is_nesting(node: fx.Node) -> bool:
+    """Whether the call begins or ends a vmap; it has no result."""
+    return is_functorch(node) and getattr(node.target, "__name__", "") in NESTING
 
 
 def is_unused(node: fx.Node) -> bool:
