@@ -6,6 +6,7 @@
 from ringopt.passes.choose_strategy import ChooseStrategy
 from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.find_attention import FindAttention
+from ringopt.passes.find_flex import FindFlex
 from ringopt.passes.find_softmax import FindSoftmax
 from ringopt.passes.find_unfused import FindUnfused
 from ringopt.passes.lower import Lower
@@ -17,6 +18,7 @@ UNDERSTAND = (
     Normalize(),  # functional: values may be read anywhere
     FindSoftmax(),  # every softmax is one node
     FindAttention(),  # every attention that is called is one canonical node
+    FindFlex(),  # so is every call of flex_attention, its mods read
     FindUnfused(),  # and every one that is spelled out, its mask read
     StripRepeatKv(),  # K and V have only their own heads
     ClassifyMask(),  # no [n, n] mask is left: a pattern, and a term evaluated block by block

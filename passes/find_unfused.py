@@ -13,7 +13,7 @@ computed as they were. After: every softmax that is no attention, or could not b
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -185,14 +185,15 @@ def rewrite(graph: fx.Graph, found: Found, reading: Reading) -> fx.Node:
     end = candidate.values.node
     with graph.inserting_before(end):
         q, k, v = operands(graph, roles)
-        q = multiplied(graph, q, scores.factors, roles, end)
-        v = multiplied(graph, v, [factor for factor in found.factors if "k" in factor.axes], roles, end)
+        q = multiplied(graph, q, scores.factors, roles.sizes, end)
+        v = multiplied(graph, v, [factor for factor in found.factors if "k" in factor.axes], roles.sizes, end)
         sinks = sinks_of(graph, found, roles, end) if found.sinks is not None else None
         seed = draw_seed(graph, end) if found.dropout_p else None
         pattern, text, sources = reading.pattern, reading.mask.text, list(reading.sources)
         args = (q, k, v, None, sources, sinks, seed, pattern, text, found.dropout_p, scores.scale)
         node = emit(graph, torch.ops.ringopt.attention.default, args, end)
-        result = multiplied(graph, node, [factor for factor in found.factors if "k" not in factor.axes], roles, end)
+        rows = [factor for factor in found.factors if "k" not in factor.axes]
+        result = multiplied(graph, node, rows, roles.sizes, end)
         result = as_product(graph, result, roles, end)
     end.replace_all_uses_with(result)
     return node
@@ -305,11 +306,13 @@ def as_product(graph: fx.Graph, node: fx.Node, roles: Roles, like: fx.Node) -> f
 
 
 # ---- factors and sinks -----------------------------------------------------------------------------------------------
-def multiplied(graph: fx.Graph, node: fx.Node, factors: Sequence[Term], roles: Roles, like: fx.Node) -> fx.Node:
-    """[B, H, S, D] times terms over b, h and rows."""
+def multiplied(
+    graph: fx.Graph, node: fx.Node, factors: Sequence[Term], sizes: Mapping[str, int], like: fx.Node
+) -> fx.Node:
+    """[B, H, S, D] times terms over b, h and rows; `sizes` of the axes."""
     for factor in factors:
         value = constant(factor)
-        other: Any = value if value is not None else tabulated(graph, factor, roles, like)
+        other: Any = value if value is not None else tabulated(graph, factor, sizes, like)
         target = aten.mul.Scalar if value is not None else aten.mul.Tensor
         product = emit(graph, target, (node, other), like)
         kind = value_of(node).dtype
@@ -320,18 +323,18 @@ def multiplied(graph: fx.Graph, node: fx.Node, factors: Sequence[Term], roles: R
 def sinks_of(graph: fx.Graph, found: Found, roles: Roles, like: fx.Node) -> fx.Node:
     """[1|B, Hq]."""
     assert found.sinks is not None
-    table = tabulated(graph, found.sinks, roles, like)
+    table = tabulated(graph, found.sinks, roles.sizes, like)
     batch = shape_of(table)[0]
     table = emit(graph, aten.reshape.default, (table, [batch, shape_of(table)[1]]), like)
     sizes = [batch, roles.sizes["h"]]
     return table if list(shape_of(table)) == sizes else emit(graph, aten.expand.default, (table, sizes), like)
 
 
-def tabulated(graph: fx.Graph, term: Term, roles: Roles, like: fx.Node) -> fx.Node:
+def tabulated(graph: fx.Graph, term: Term, axes: Mapping[str, int], like: fx.Node) -> fx.Node:
     """[1|B, 1|H, 1|rows, 1]: a term as a tensor."""
     sources = list(dict.fromkeys(load.source for load in loads(term)))
     numbers = {source: i for i, source in enumerate(sources)}
     rows = "k" if "k" in term.axes else "q"
-    sizes = [roles.sizes[name] if name in term.axes else 1 for name in ("b", "h", rows)]
+    sizes = [axes[name] if name in term.axes else 1 for name in ("b", "h", rows)]
     text = json.dumps(dumps(substitute(term, sources=numbers)), separators=(",", ":"))
     return emit(graph, torch.ops.ringopt.tabulate.default, (sources, text, rows, sizes), like)

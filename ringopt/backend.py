@@ -20,14 +20,14 @@ from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
 from ringopt.errors import OptionError, RefusedError
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import shape_of
+from ringopt.graph.nodes import requires_grad, shape_of, value_of
 from ringopt.measure import report_of
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from ringopt.passes import LINE, UNDERSTAND
 from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
 from ringopt.report import Report
-from ringopt.watch import Watched
+from ringopt.watch import Made, Watched
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +53,16 @@ def ring(
     program = gm.print_readable(print_output=False)
     names = [readable(node.name) for node in gm.graph.find_nodes(op="placeholder")]
 
-    def make(inputs: Sequence[Any]) -> tuple[Compiled, list[int]]:
+    def make(inputs: Sequence[Any]) -> Made:
         flat, report, random = transform(gm, inputs, chosen, mesh)
         _reports.append(report)
         tell(report, chosen)
         run = inner(flat if flat is not None else gm, inputs, chosen, mode)
         if flat is None:
-            return run, []
+            return run, [], []
         if mesh.size > 1:
             run = CheckedInputs(run, mesh, program, names, chosen.check_inputs, random)
-        return run, flat.meta["relied_on"]
+        return run, flat.meta["relied_on"], flat.meta["claims"]
 
     watched = Watched(make, example_inputs)
     return watched if watched.seen else watched.run
@@ -100,14 +100,16 @@ def transform(
 
 def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     """On one process: whether SDPA takes the place of products written out, or of SDPA with a mask that is needless; or
-    whether weights are dropped, which are to be the same as on many ranks."""
+    whether weights are dropped, which are to be the same as on many ranks; or flex_attention whose backward the CPU
+    lacks."""
     if node.target is not torch.ops.ringopt.attention.default:
         return False
     q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
     mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
     plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))
     spelled = info.form == "unfused" and sinks is None and mask.score is None
-    return seed is not None or spelled or (info.masked and plain)
+    backward = info.form == "flex" and value_of(q).device.type == "cpu" and requires_grad(node.graph)[node]
+    return seed is not None or spelled or backward or (info.masked and plain)
 
 
 def tell(report: Report, options: Options) -> None:

@@ -24,14 +24,17 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ringopt.graph import flex
+from ringopt.graph.block_tables import Claim, claims, erase_tables
 from ringopt.graph.decompose import DECOMPOSED, is_whole_layer
 from ringopt.graph.refusal import Refusal
+from ringopt.ops import flex as flex_operator  # noqa: F401  (registers the operator)
 from ringopt.pipeline import GraphRefused
 
 HIGHER_ORDER = {
     "tag_activation_checkpoint": "activation checkpointing is not sharded yet: recomputing would repeat exchanges",
+    "flex_attention": "flex_attention inside a region of an exported program is not sharded yet",
     "autograd_function_apply": "a custom autograd.Function is not sharded yet: flattening it would lose its backward",
-    "flex_attention": "flex_attention is not sharded yet",
 }
 
 # Exported programs keep these regions as functions of their own: name, and the context they run in.
@@ -47,14 +50,18 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorM
     Sizes are those of `example_inputs`: see `specialize`. `mode` is whose fake tensors are made. Raises GraphRefused
     for what cannot be flattened without losing a gradient.
     """
-    refuse_higher_order(gm)
+    claimed = claims_of_flex(gm, example_inputs)
     specialize(gm)
+    given, gm = gm, without_tables(gm) if claimed else gm
+    refuse_higher_order(gm)
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [fake(value, mode) for value in example_inputs]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
+        flex.with_mods(gm, lambda value: fake(value, mode))
         flat = flatten(gm, inputs)
-    originals = gm.graph.find_nodes(op="placeholder")
+    flat.meta["claims"] = claimed
+    originals = given.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
     for node, original, given, value in placeholders:
         node.meta["input"] = original.name
@@ -65,6 +72,33 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorM
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return flat
+
+
+def claims_of_flex(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Claim]:
+    """What is taken for granted of the block tables of flex_attention. Raises GraphRefused."""
+    for node in flex.flex_nodes(gm.graph):
+        refusal = flex.check(node)
+        if refusal is not None:
+            raise GraphRefused(refusal)
+    found = claims(gm)
+    if isinstance(found, Refusal):
+        raise GraphRefused(found)
+    for node, claim in zip(flex.flex_nodes(gm.graph), found, strict=True):
+        if claim.readable(example_inputs) and not claim.holds(example_inputs):
+            why = (
+                "the block tables of flex_attention do not say what mask_mod says: a block that they leave out is not "
+                "hidden whole by it, or one that they list as full is not seen whole"
+            )
+            raise GraphRefused(Refusal(why, node))
+    return found
+
+
+def without_tables(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph in which nothing makes block tables."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    erase_tables(graph)
+    return fx.GraphModule(gm, graph)
 
 
 def belongs_to_program(node: fx.Node) -> bool:
@@ -115,6 +149,8 @@ class Flatten(fx.Interpreter):
             return DECOMPOSED[target](*args, **kwargs)
         if is_region(target):
             return run_region(REGIONS[target.name()], args)
+        if flex.is_flex(target):
+            return flex.written_out(*args)
         return super().call_function(target, args, kwargs)
 
 
@@ -170,9 +206,10 @@ def refuse_higher_order(gm: fx.GraphModule) -> None:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
-            if isinstance(node.target, HigherOrderOperator) and not is_region(node.target):
+            understood = is_region(node.target) or (flex.is_flex(node.target) and module is gm)
+            if isinstance(node.target, HigherOrderOperator) and not understood:
                 name = node.target.name()
                 why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
                 raise GraphRefused(Refusal(why, node))
-            if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            if flex.is_functorch(node):
                 raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))

@@ -34,6 +34,7 @@ from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh, mesh_of
 from ringopt.errors import ProgramError
 from ringopt.graph.nodes import is_tensor, op_name
 from ringopt.graph.printer import short
+from ringopt.graph.refusal import Refusal
 from ringopt.measure import report_of
 from ringopt.options import Options
 from ringopt.passes import LINE
@@ -151,6 +152,10 @@ def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.
     context = Context(options, mesh)
     try:
         gm = capture(copy.deepcopy(program.graph_module), inputs_of(program), mode)
+        if any(claim.places for claim in gm.meta["claims"]):
+            raise GraphRefused(
+                Refusal("a converted program cannot check the block tables of flex_attention at each run")
+            )
         context.values = {node: value for node, value in known(gm).items() if node.op == "get_attr"}
         context.values |= lifted_constants(program, gm)
         Pipeline(LINE).run(gm, context)

@@ -1,51 +1,82 @@
-"""A compiled graph that took the numbers of some buffers for granted is compiled anew when they change.
+"""A compiled graph that took the numbers of some inputs for granted is compiled anew when they change.
 
 A causal mask is often kept as a buffer of ones and zeros. Reading it while compiling turns it into a pattern; a model
-that loads or writes another mask later must not go on with the old one.
+that loads or writes another mask later must not go on with the old one. The block tables of flex_attention may change
+with every batch, as long as they say what mask_mod says: for them the claim is asked again, and only where it has
+become false is the graph compiled anew, which refuses it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from torch import Tensor
 
 from ringopt.distributed.same import bytes_of, digest
+from ringopt.graph.block_tables import Claim, is_hollow
 
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
+State = tuple["weakref.ref[Tensor]", int, int]
+Made = tuple[Compiled, Sequence[int], Sequence[Claim]]
 
 
 class Watched:
-    """`make(inputs)` gives the compiled graph and the places of the buffers it relies on.
+    """`make(inputs)` gives the compiled graph, the places of the buffers it relies on, and the claims it makes.
 
-    Looking costs nothing where no buffer was written: every tensor counts its writes. Where one was, its numbers are
+    Looking costs nothing where no tensor was written: every tensor counts its writes. Where one was, its numbers are
     compared.
     """
 
-    def __init__(self, make: Callable[[Sequence[Any]], tuple[Compiled, Collection[int]]], inputs: Sequence[Any]):
+    def __init__(self, make: Callable[[Sequence[Any]], Made], inputs: Sequence[Any]):
         self.make = make
-        self.run, places = make(inputs)
-        self.note(inputs, places)
+        self.note(make(inputs), inputs)
 
-    def note(self, inputs: Sequence[Any], places: Collection[int]) -> None:
-        self.seen = {i: state(inputs[i]) for i in places}
-        self.digests = {i: digest(bytes_of(inputs[i])) for i in places}
+    def note(self, made: Made, inputs: Sequence[Any]) -> None:
+        self.run, self.buffers, self.claims = made
+        read = (i for claim in self.claims for i in claim.places)
+        self.seen = {i: state(inputs[i]) for i in (*self.buffers, *read)}
+        self.digests = {i: numbers(inputs[i]) for i in self.seen}
 
     def __call__(self, *inputs: Any) -> Any:
-        touched = [i for i, before in self.seen.items() if before is None or state(inputs[i]) != before]
-        if any(digest(bytes_of(inputs[i])) != self.digests[i] for i in touched):
-            log.warning("a buffer that a mask was read from has changed: the graph is compiled anew")
-            self.run, places = self.make(inputs)
-            self.note(inputs, places)
+        touched = [i for i, before in self.seen.items() if not is_untouched(before, inputs[i])]
+        found = {i: numbers(inputs[i]) for i in touched}
+        changed = {i for i, now in found.items() if now != self.digests[i]}
+        said = self.broken(changed, inputs)
+        if said:
+            log.warning("%s: the graph is compiled anew", said)
+            self.note(self.make(inputs), inputs)
         for i in touched:
-            self.seen[i] = state(inputs[i])
+            if i in self.seen:
+                self.seen[i], self.digests[i] = state(inputs[i]), found[i]
         return self.run(*inputs)
 
+    def broken(self, changed: Set[int], inputs: Sequence[Any]) -> str:
+        """What no longer holds; "" where all does."""
+        if any(i in changed for i in self.buffers):
+            return "a buffer that a mask was read from has changed"
+        if any(not changed.isdisjoint(claim.places) and not claim.holds(inputs) for claim in self.claims):
+            return "the block tables of flex_attention no longer say what mask_mod says"
+        return ""
 
-def state(buffer: Tensor) -> tuple[int, int] | None:
-    """Changes with every write; None for a tensor that does not count them."""
-    return None if buffer.is_inference() else (buffer.data_ptr(), buffer._version)
+
+def numbers(value: Tensor) -> list[int] | None:
+    """A digest; None for a tensor of a dry run, which has no numbers."""
+    return None if is_hollow(value) else digest(bytes_of(value))
+
+
+def state(value: Tensor) -> State | None:
+    """What another tensor, or the same after a write, does not have; None for a tensor that does not count writes."""
+    return None if value.is_inference() else (weakref.ref(value), value.data_ptr(), value._version)
+
+
+def is_untouched(before: State | None, value: Tensor) -> bool:
+    """Whether `value` is the very tensor: the memory of one that is gone may hold the next."""
+    if before is None:
+        return False
+    known, *rest = before
+    return known() is value and rest == [value.data_ptr(), value._version]

@@ -1,0 +1,98 @@
+"""Every call of flex_attention becomes the canonical node.
+
+    product = q @ k.mT
+    scores = where(k <= q, product / 8 + table[h, k - q], -inf)         # mask_mod, score_mod
+    y = ringopt::flex(q, k, v, product, scores)
+        ->
+    y = ringopt::attention(q, k, v, None, [table], None, None, "causal", "{...}", 0, 1/8)
+
+What a score is made of is read element by element (ringopt/graph/scores.py), as for attention that is spelled out.
+After: no node is over queries and keys for the sake of flex_attention. Where a score cannot be read the whole graph is
+refused, because only the original operator can do without scores of all pairs.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.fx as fx
+
+from ringopt.attention.agreement import of_scores
+from ringopt.graph.cone import Cone, Unreadable
+from ringopt.graph.constants import Constants
+from ringopt.graph.nodes import emit, module_path, requires_grad, shape_of, source_line, value_of
+from ringopt.graph.reading import Reading, reading_of
+from ringopt.graph.refusal import Refusal
+from ringopt.graph.scores import NotAttention, Scores, peel_scores
+from ringopt.graph.spelled_reading import descendants
+from ringopt.graph.term_folding import substitute
+from ringopt.graph.terms import load, loads, score
+from ringopt.passes.find_unfused import in_order, multiplied
+from ringopt.pipeline import Context, GraphRefused, Pass, SiteInfo
+
+OF_TORCH = re.compile(r'\s*File "[^"]*nn/attention/flex_attention\.py"')  # frames below the line of the program
+
+
+class FindFlex(Pass):
+    name = "find_flex"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        graph = gm.graph
+        calls = graph.find_nodes(op="call_function", target=torch.ops.ringopt.flex.default)
+        if not calls:
+            return
+        constants = Constants(graph, context.values, context.relied_on)
+        carries = requires_grad(graph)
+        for node in calls:
+            try:
+                scores, reading = read(node, constants, carries)
+            except (NotAttention, Unreadable) as problem:
+                raise GraphRefused(Refusal(f"flex_attention: {sentence_of(problem)}", node)) from problem
+            new, info = rewrite(graph, node, scores, reading)
+            context.sites[new] = info
+        in_order(graph, context)
+
+
+def sentence_of(problem: NotAttention | Unreadable) -> str:
+    return problem.sentence if isinstance(problem, NotAttention) else problem.refusal.sentence
+
+
+def sizes_of(node: fx.Node) -> dict[str, int]:
+    return dict(zip("bhqk", shape_of(node.args[3]), strict=True))
+
+
+def read(node: fx.Node, constants: Constants, carries: dict[fx.Node, bool]) -> tuple[Scores, Reading]:
+    """What is done to the product. Raises NotAttention and Unreadable."""
+    _q, _k, _v, product, given = node.args
+    assert isinstance(product, fx.Node) and isinstance(given, fx.Node)
+    cone = Cone(constants, sizes_of(node), stops={product})
+    main = load(product, cone.index(shape_of(product), "bhqk"), value_of(product).dtype)
+    term = cone.element(given)
+    if [each for each in loads(term) if each.source is product] != [main]:
+        raise NotAttention("a score is no function of the product of its own query and key")
+    below = descendants(product, node)
+    scores = peel_scores(term, main, cone, carries.__getitem__, below.__contains__)
+    scores.nan = False  # flex_attention makes rows that see nothing 0
+    reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, scores.score)
+    original = substitute(term, leaves={main: score(main.dtype)})
+    if cone.is_known(original) and not scores.shifts:
+        said = of_scores(reading, scores, cone.sizes, cone.known, original)
+        if said:
+            raise NotAttention(said)
+    return scores, reading
+
+
+def rewrite(graph: fx.Graph, node: fx.Node, scores: Scores, reading: Reading) -> tuple[fx.Node, SiteInfo]:
+    q, k, v, _product, _scores = node.args
+    assert isinstance(q, fx.Node)
+    node.meta["stack_trace"] = OF_TORCH.split(node.meta.get("stack_trace") or "")[0]
+    with graph.inserting_before(node):
+        q = multiplied(graph, q, scores.factors, sizes_of(node), node)
+        args = (q, k, v, None, list(reading.sources), None, None, reading.pattern, reading.mask.text, 0.0, scores.scale)
+        new = emit(graph, torch.ops.ringopt.attention.default, args, node)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    info = SiteInfo(module_path(new), "flex", reading.name, reading.name != "full", source_line(new))
+    info.notes += reading.notes
+    return new, info
