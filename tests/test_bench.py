@@ -128,10 +128,10 @@ def test_rows_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
 def test_the_peak_is_that_of_one_call() -> None:
-    """In eager a layer of 8 heads has scores, scaled scores and weights of 4 * 8 * n^2 bytes; some at a time."""
+    """In eager both layers hold scores of 4 * 8 * n^2 bytes and what is made of them; in training for the backward."""
     found, scores = beside.peaks("plain", 512, "eager"), 4 * HEADS * 512**2
-    assert scores < found["inference"] < 4 * scores
-    assert 2 * scores < found["training"] < 10 * scores
+    assert found["inference"] is not None and found["training"] is not None
+    assert scores < found["inference"] < found["training"] < 20 * scores
 
 
 def test_wide_numbers_fit_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,10 +202,11 @@ def test_the_distance_is_that_of_the_worst_tensor() -> None:
 
 
 def test_gradients_are_among_the_numbers() -> None:
-    x = torch.ones(2, requires_grad=True)
-    outputs, gradient = numbers(lambda x: 3 * x, [x], [x])
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    outputs, gradient, none = numbers(lambda x, unused: 3 * x, [x, unused], [x, unused])
     assert not outputs.requires_grad
     torch.testing.assert_close(gradient, torch.tensor([1.5, 4.5]))
+    torch.testing.assert_close(none, torch.zeros(3))
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
