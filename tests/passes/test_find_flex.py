@@ -208,6 +208,17 @@ def of_floats(s, q, k, v, m):
     return flex_attention(q, k, v, block_mask=tables(lambda b, h, q, k: loud[b, h, k], batch=BATCH, heads=HEADS))
 
 
+def of_writes(s, q, k, v, m):
+    m = m.clone()
+    m[:, 3:] += 1
+    return flex_attention(q, k, v, block_mask=tables(documents(s, m), batch=BATCH))
+
+
+def of_chance(s, q, k, v, m):
+    kept = torch.rand(ROWS) > 0.5
+    return flex_attention(q, k, v, block_mask=tables(lambda b, h, q, k: kept[k]))
+
+
 def computed_pairs(s, q, k, v, m):
     near = torch.cdist(v, v)
     return flex_attention(q, k, v, lambda score, b, h, q, k: score - near[b, h, q, k])
@@ -216,7 +227,9 @@ def computed_pairs(s, q, k, v, m):
 REFUSED = {
     "tables by hand": (by_hand, "the block tables of flex_attention do not say what mask_mod says"),
     "blocks called whole": (called_whole, "the block tables of flex_attention do not say what mask_mod says"),
-    "a mask of activations": (of_floats, "its block mask is computed from floating-point inputs"),
+    "a mask of activations": (of_floats, "the block mask of flex_attention is computed from parameters"),
+    "a mask that is written": (of_writes, "is computed by writes into tensors"),
+    "a mask of random numbers": (of_chance, "is computed from random numbers"),
     "a bias over pairs": (computed_pairs, "makes a tensor [2, 3, 13, 13] over queries and keys from data"),
     "scores of nothing": (
         lambda s, q, k, v, m: flex_attention(q, k, v, lambda score, b, h, q, k: s.table[h, q - k + ROWS]),
