@@ -135,7 +135,9 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        patches = list_mode_options(mode) if mode else None
+        from ringopt.lockstep import inductor_settings
+
+        patches = {**(list_mode_options(mode) if mode else {}), **inductor_settings(gm)}
         # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it.
         tag = f"{torch.compiler.config.cache_key_tag} ringopt {VERSION}"
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ringopt.errors import RingError
 from ringopt.tools.benchmarks import forms, one_process
 from ringopt.tools.command import CommandError
 
@@ -45,21 +46,32 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from ringopt.tools.benchmarks.machine import this_machine
 
     if arguments.json:
         check_target(arguments.json)
-    told = Console(stderr=True)
-    with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
-        result: Result = arguments.measure(arguments, progress)
+    result = measured(arguments)
     machine = this_machine()
     show(machine, result)
     if arguments.json:
         write(arguments.json, machine, result)
     return 0
+
+
+def measured(arguments: argparse.Namespace) -> Result:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    told = Console(stderr=True)
+    try:
+        with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
+            result: Result = arguments.measure(arguments, progress)
+    except (CommandError, RingError):
+        raise
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise CommandError(f"the measurement failed: {type(error).__name__}: {said}") from error
+    return result
 
 
 def show(machine: Machine, result: Result) -> None:

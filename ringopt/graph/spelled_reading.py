@@ -61,7 +61,7 @@ class Prover:
 # ---- axes ------------------------------------------------------------------------------------------------------------
 def check_axes(candidate: Candidate) -> None:
     softmax, keys = candidate.softmax, candidate.keys
-    said = f"softmax {list(shape_of(softmax))} over dim {argument(softmax, 1, 'dim')}"
+    said = f"over dim {argument(softmax, 1, 'dim')}"
     if not keys:
         raise NotAttention(f"{said}: it normalises a single number", True)
     if candidate.key_side is None:

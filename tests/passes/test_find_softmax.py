@@ -17,9 +17,11 @@ class Program(nn.Module):
     def __init__(self, call):
         super().__init__()
         self.call = call
+        self.register_buffer("triangle", torch.ones(5, 7, dtype=torch.float64).tril())
+        self.register_buffer("numbers", torch.rand(5, 7, dtype=torch.float64))
 
     def forward(self, x, v, kept):
-        return self.call(x, v, kept)
+        return self.call(x, v, {"triangle": self.triangle, "numbers": self.numbers, "given": kept})
 
 
 def given():
@@ -51,8 +53,9 @@ SPELLINGS = {
     "normalised late, einsum": lambda x, v, kept: (
         torch.einsum("bhqk,bhkd->bhqd", (e := careful(x)), v) / e.sum(-1, keepdim=True)
     ),
-    "kept entries only": lambda x, v, kept: normalised(careful(x) * kept),
-    "kept entries of a softmax": lambda x, v, kept: normalised(x.softmax(-1) * kept.double()),
+    "kept entries only": lambda x, v, kept: normalised(careful(x) * kept["given"]),
+    "kept entries of a softmax": lambda x, v, kept: normalised(x.softmax(-1) * kept["given"].double()),
+    "entries that a buffer keeps": lambda x, v, kept: normalised(x.softmax(-1) * kept["triangle"]),
 }
 
 
@@ -69,6 +72,7 @@ NO_SOFTMAX = {
     "an epsilon in the sum": lambda x, v, kept: (e := x.exp()) / (e.sum(-1, keepdim=True) + 1e-3),
     "the sum over another dim": lambda x, v, kept: (e := x.exp()) @ v / e.sum(-2, keepdim=True).sum(-1, keepdim=True),
     "weights of any size": lambda x, v, kept: normalised(x.exp() * v[:, :, :5, :1]),
+    "weights that a buffer holds": lambda x, v, kept: normalised(x.exp() * kept["numbers"]),
     "another sum": lambda x, v, kept: x.exp() / careful(x).sum(-1, keepdim=True),
     "no exponential": lambda x, v, kept: normalised(x.square()),
 }

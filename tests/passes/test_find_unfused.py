@@ -267,7 +267,7 @@ LEFT_ALONE = {
     "channels": (channels, "the softmax runs over features: channel attention, not over a sequence"),
     "queries": (
         lambda s, q, k, v, m: (q @ k.mT).softmax(-2) @ v,
-        "softmax [2, 3, 13, 13] over dim -2: the values are summed over other axes than the softmax normalises",
+        "softmax [2, 3, 13, 13]: over dim -2: the values are summed over other axes than the softmax normalises",
     ),
     "talking heads": (talking, "no axis of queries: the scores are mixed by a parameter"),
     "a router": (

@@ -146,7 +146,5 @@ class Totals:
 
     def __str__(self) -> str:
         known, rewritten = (count / max(self.eligible, 1) for count in (self.known, self.rewritten))
-        return (
-            f"{self.eligible} eligible sites: {known:.1%} known, {rewritten:.1%} rewritten, the others refused with a "
-            f"reason; {self.false_rewrites} rewrites of what is no attention"
-        )
+        counts = f"{known:.1%} rewritten or refused with a reason, {rewritten:.1%} rewritten"
+        return f"{self.eligible} eligible sites: {counts}; {self.false_rewrites} rewrites of what is no attention"

@@ -13,13 +13,14 @@ WRONG = 1e-4
 
 
 def numbers(run: Callable[..., Any], args: Sequence[Any], differentiated: Iterable[Tensor] = ()) -> list[Tensor]:
-    """The tensors that `run(*args)` returns and the gradients of `differentiated`, for unequal weights of the outputs.
-    Without any to differentiate, the call is made under no_grad."""
+    """The tensors that `run(*args)` returns and the gradients of `differentiated`, for unequal weights of the outputs:
+    zeros for what takes no part. Without any to differentiate, the call is made under no_grad."""
     wanted = list(differentiated)
     with torch.set_grad_enabled(bool(wanted)):
         found = run(*args)
     outputs = [found] if isinstance(found, Tensor) else list(found)
-    gradients = torch.autograd.grad(outputs, wanted, [weights(out) for out in outputs]) if wanted else ()
+    seeds = [weights(out) for out in outputs]
+    gradients = torch.autograd.grad(outputs, wanted, seeds, materialize_grads=True) if wanted else ()
     return [out.detach() for out in outputs] + list(gradients)
 
 

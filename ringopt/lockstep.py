@@ -1,0 +1,43 @@
+"""All ranks must talk in one order, whatever a compiler makes of the graph.
+
+The sharded graphs of two ranks differ in sizes where the rows do not divide evenly, and Inductor orders and fuses by
+size: of two messages that do not depend on each other one rank would send the first first, another the second, and both
+would wait for ever. Here each operator that talks is made to depend on the one before it, in the forward graph and in
+the backward one.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+
+class Lockstep(CustomGraphPass):
+    """Runs after Inductor's own passes over a graph."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        talk = [node for node in graph.nodes if talks(node)]
+        preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in pairwise(talk)})
+
+    def uuid(self) -> str:
+        return "ringopt lockstep 1"  # compiled code is cached by it
+
+
+def talks(node: fx.Node) -> bool:
+    """An operator of ours that names a group of ranks."""
+    ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"
+    return ours and any(argument.name == "group" for argument in node.target._schema.arguments)
+
+
+def inductor_settings(gm: fx.GraphModule) -> dict[str, Any]:
+    """For compile_fx, which hands them to the backward too, however late that is compiled; none for a graph of one
+    process. What Inductor reorders to save memory it reorders by sizes, and these differ by rank."""
+    if not any(map(talks, gm.graph.nodes)):
+        return {}
+    return {"post_grad_custom_post_pass": Lockstep(), "reorder_for_peak_memory": False}

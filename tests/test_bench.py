@@ -1,0 +1,275 @@
+"""`ringopt bench`: what its tables hold, their JSON, and what its errors say. No time is asserted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import ringopt
+from ringopt.tools import bench
+from ringopt.tools.benchmarks import beside, forms, one_process
+from ringopt.tools.benchmarks.finding import by_inductor, by_ringopt
+from ringopt.tools.benchmarks.machine import this_machine
+from ringopt.tools.benchmarks.numbers import WRONG, distance, numbers
+from ringopt.tools.benchmarks.spellings import FORMS, LOOKALIKES
+from ringopt.tools.benchmarks.timing import interleaved
+from ringopt.tools.benchmarks.unfused import CASES, DEPTH, HEADS, build
+from ringopt.tools.cli import main, parser
+from ringopt.tools.resident import STATUS
+
+
+def tables(*arguments: str) -> dict[str, Any]:
+    """The JSON of one run."""
+    target = Path(arguments[-1])
+    assert main(["bench", *arguments[:-1], "--json", str(target)]) == 0
+    return dict(json.loads(target.read_text()))
+
+
+# ---- forms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    target = tmp_path_factory.mktemp("bench") / "forms.json"
+    return tables("forms", "--only", "dropout_train", "softcap", "over_queries", str(target))
+
+
+def test_a_row_of_forms(found: dict[str, Any]) -> None:
+    rows = {row["form"]: row for row in found["rows"]}
+    assert list(rows) == ["softcap", "dropout_train", "over_queries"]
+    for name in ("softcap", "dropout_train"):
+        assert rows[name]["ringopt_inference"] and rows[name]["ringopt_training"] and not rows[name]["lookalike"]
+    assert rows["over_queries"]["lookalike"]
+    assert not rows["over_queries"]["ringopt_inference"] and not rows["over_queries"]["ringopt_training"]
+    assert all(row["ringopt_error"] < WRONG for row in rows.values())
+
+
+def test_the_totals_of_forms_count_rows(found: dict[str, Any]) -> None:
+    expected = {"forms": 2, "lookalikes": 1, "ringopt_inference": 2, "ringopt_training": 2}
+    expected |= {"ringopt_left_alone": 1, "ringopt_wrong": 0}
+    assert expected.items() <= found["totals"].items()
+    assert set(found["totals"]) == {key.replace("ringopt", who) for key in expected for who in forms.WHO}
+
+
+def test_the_machine_is_named(found: dict[str, Any]) -> None:
+    machine = found["machine"]
+    assert (machine["torch"], machine["ringopt"]) == (torch.__version__, ringopt.__version__)
+    assert machine["cpu"] and machine["cores"] >= 1
+
+
+def test_without_only_every_unfused_form_and_lookalike_has_a_row() -> None:
+    arguments = argparse.Namespace(only=None)
+    with patch.object(forms, "look", lambda name, lookalike: dict.fromkeys(ROW, 0) | {"lookalike": lookalike}):
+        result = forms.measure(arguments, Silent())
+    assert len(result.rows) == 26 + len(LOOKALIKES) == len(FORMS) - 2 + len(LOOKALIKES)
+
+
+ROW = [f"{who}_{what}" for who in forms.WHO for what in ("inference", "training", "error")]
+
+
+class Silent:
+    """In the place of rich's progress."""
+
+    def track(self, items: Any, description: str) -> Any:
+        return items
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_inductor_is_asked_by_its_own_counter(training: bool) -> None:
+    """The first of Inductor's patterns, and one that is not among them."""
+    assert by_inductor("div_scale", training).rewritten
+    assert not by_inductor("softcap", training).rewritten
+
+
+def test_where_dropout_draws_no_numbers_are_compared() -> None:
+    assert by_ringopt("dropout_train", True).error is None
+    assert by_inductor("dropout_train", True).error is None
+    assert by_ringopt("dropout_train", False).error is not None
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+
+def without_code_generation(model: torch.nn.Module, backend: str, compile: Any = torch.compile) -> Any:
+    """Compiling C++ takes the better part of a minute."""
+    if backend == "ring":
+        return compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    return compile(model, backend="aot_eager")
+
+
+def test_rows_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["one-process", "--lengths", "16", "--repeats", "1", "--only", "causal"]
+    held = dict.fromkeys(("inference", "training"), 2**20 if STATUS.exists() else None)
+    with patch.object(torch, "compile", without_code_generation), patch.object(beside, "peaks", lambda *_: held):
+        result = tables(*asked, str(tmp_path / "one.json"))
+    assert [(row["model"], row["length"], row["mode"]) for row in result["rows"]] == [
+        ("causal", 16, "inference"),
+        ("causal", 16, "training"),
+    ]
+    for row in result["rows"]:
+        assert row["ring_error"] < WRONG and row["inductor_error"] < WRONG
+        assert row["time_ratio"] == pytest.approx(row["ring_seconds"] / row["inductor_seconds"])
+        assert (row["ring_bytes"] is not None) == STATUS.exists()
+    assert result["totals"]["rows"] == 2 and result["totals"]["ring_wrong"] == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed)) <= bench.WIDTH and "\x1b" not in "".join(printed)
+    assert printed[0].endswith(f"torch {torch.__version__}, ringopt {ringopt.__version__}")
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
+def test_the_peak_is_that_of_one_call() -> None:
+    """In eager both layers hold scores of 4 * 8 * n^2 bytes and what is made of them; in training for the backward."""
+    found, scores = beside.peaks("plain", 512, "eager"), 4 * HEADS * 512**2
+    assert found["inference"] is not None and found["training"] is not None
+    assert scores < found["inference"] < found["training"] < 20 * scores
+
+
+def test_wide_numbers_fit_too(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers_of = {f"{who}_{what}": value for who in one_process.BACKENDS for what, value in WIDE.items()}
+    row = {"model": "dropout", "length": 65536, "mode": "inference", "time_ratio": 10.25, "memory_ratio": 0.01}
+    result = one_process.Result("title", one_process.COLUMNS, [row | numbers_of], {}, (), ())
+    bench.show(this_machine(), result)
+    printed = capsys.readouterr().out
+    assert "…" not in printed and "12,345.7" in printed
+    assert max(map(len, printed.splitlines())) <= bench.WIDTH
+
+
+WIDE = {"seconds": 12.3456789, "bytes": 20 * 2**30, "error": 1.234e-7}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_is_what_its_name_says(name: str) -> None:
+    """One layer, against SDPA with the mask written down here."""
+    length = 8
+    model, x, kept = build(name, length)
+    layer = model.eval().layers[0]
+    expected, groups = MASKS.get(name, lambda kept: None)(kept), HEADS // CASES[name].kv_heads
+    sizes = [HEADS * DEPTH, HEADS // groups * DEPTH, HEADS // groups * DEPTH]
+    q, k, v = (part.unflatten(-1, (-1, DEPTH)).transpose(1, 2) for part in layer.project(x).split(sizes, -1))
+    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, expected, enable_gqa=groups > 1)
+    torch.testing.assert_close(layer(x, kept), layer.out(mixed.transpose(1, 2).flatten(2)), rtol=1e-5, atol=1e-6)
+
+
+def triangle(kept: torch.Tensor) -> torch.Tensor:
+    length = kept.shape[1]
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def slopes(kept: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(kept.shape[1])
+    bias = torch.tensor([2.0**-head for head in range(1, HEADS + 1)]).view(-1, 1, 1) * (places - places[:, None])
+    return bias.masked_fill(~triangle(kept), float("-inf"))
+
+
+MASKS = {
+    "causal": triangle,
+    "gqa": triangle,
+    "alibi": slopes,
+    "padding": lambda kept: kept.bool()[:, None, None],
+}
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_timed_by_turns() -> None:
+    order: list[str] = []
+    seconds = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, 3)  # type: ignore[misc]
+    assert "".join(order) == "abbaab"
+    assert set(seconds) == {"a", "b"}
+
+
+def test_the_median_is_taken() -> None:
+    clock = iter([0, 1, 0, 2, 0, 90])
+    with patch.object(time, "perf_counter", lambda: next(clock)):
+        assert interleaved({"a": lambda: None}, 3) == {"a": 2}
+
+
+def test_the_distance_is_that_of_the_worst_tensor() -> None:
+    one, two = torch.tensor([4.0, 1.0]), torch.tensor([4.0, 2.0])
+    assert distance([one, one], [one, two]) == 0.25
+    assert distance([one * torch.nan], [one]) == float("inf")
+
+
+def test_gradients_are_among_the_numbers() -> None:
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    outputs, gradient, none = numbers(lambda x, unused: 3 * x, [x, unused], [x, unused])
+    assert not outputs.requires_grad
+    torch.testing.assert_close(gradient, torch.tensor([1.5, 4.5]))
+    torch.testing.assert_close(none, torch.zeros(3))
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["forms", "--only", "softcup"], "--only softcup: expected one of div_scale, mul_scale, "),
+        (["one-process", "--only", "mamba"], "--only mamba: expected one of plain, causal, padding, alibi, "),
+        (["forms", "--json", "not_there/forms.json"], "--json not_there/forms.json: there is no folder not_there"),
+        (["forms", "--json", "."], "--json .: it is a folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_measuring(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"ringopt: error: {sentence}") and captured.out == ""
+
+
+def test_what_fails_while_measuring_comes_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(forms, "look", side_effect=RuntimeError("no compiler\nmore of it")):
+        assert main(["bench", "forms"]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("ringopt: error: the measurement failed: RuntimeError: no compiler\n")
+    assert "Traceback" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "the following arguments are required: TABLE"),
+        (["speed"], "invalid choice: 'speed' (choose from "),
+        (["one-process", "--lengths", "0"], "'0' is not a whole number, 1 or more"),
+        (["one-process", "--repeats", "x"], "'x' is not a whole number, 1 or more"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_code_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *arguments])
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [bench, *bench.TABLES])
+def test_the_examples_of_the_help_are_commands(module: Any) -> None:
+    _, *examples = module.EXAMPLES.splitlines()
+    assert len(examples) == 2
+    for example in examples:
+        program, *arguments = shlex.split(example)
+        chosen = parser().parse_args(arguments)
+        assert program == "ringopt" and set(chosen.only or ()) <= {*FORMS, *LOOKALIKES, *CASES}
+
+
+@pytest.mark.parametrize("arguments", [["bench", "--help"], ["bench", "one-process", "--help"]])
+def test_help_loads_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import atexit, sys; from ringopt.tools.cli import main;"
+        f"atexit.register(lambda: print('torch' in sys.modules)); main({arguments})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ringopt bench one-process --" in result.stdout and result.stdout.endswith("False\n")
