@@ -37,7 +37,8 @@ ARITHMETIC = (
     "lshift",
     "rshift",
 )
-IN_PLACE = tuple(getattr(operator, f"i{name}") for name in ARITHMETIC)
+IN_PLACE = (operator.setitem, *(getattr(operator, f"i{name}") for name in ARITHMETIC))
+IN_PLACE_METHODS = ("__setitem__", *(f"__i{name}__" for name in ARITHMETIC))
 
 NESTING = ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting")
 
@@ -79,9 +80,9 @@ def claims(gm: fx.GraphModule) -> list[Claim] | Refusal:
     for node in flex_nodes(gm.graph):
         call = FlexCall(*node.args)
         computed = [each for each in (*tables(call), *call.mask_buffers) if isinstance(each, fx.Node)]
-        above = ancestors([each for each in computed if each.op != "placeholder"])
-        if any(each.op == "placeholder" and is_floating(each) for each in above):
-            return Refusal("its block mask is computed from floating-point inputs, inside the compiled region", node)
+        refusal = check([each for each in computed if each.op != "placeholder"], node)
+        if refusal is not None:
+            return refusal
         made = part(gm, [tables(call), list(call.mask_buffers)])
         inputs = enumerate(made.graph.find_nodes(op="placeholder"))
         places = tuple(i for i, each in inputs if each.users and isinstance(example(each), Tensor))
@@ -94,15 +95,29 @@ def claims(gm: fx.GraphModule) -> list[Claim] | Refusal:
     return found
 
 
+def check(computed: Sequence[fx.Node], node: fx.Node) -> Refusal | None:
+    """Whether what the graph computes of a block mask can be computed beside it, at every call that changes it."""
+    above = ancestors(computed)
+    if any(each.op == "placeholder" and is_learned(each) for each in above):
+        why = "from parameters, or from what carries a gradient"
+    elif any(writes(each) and not is_fill(each) for each in above):
+        why = "by writes into tensors"
+    elif any(draws(each) and not writes(each) for each in above):
+        why = "from random numbers"
+    else:
+        return None
+    return Refusal(f"the block mask of flex_attention is computed {why}, inside the compiled region", node)
+
+
 def tables(call: FlexCall) -> list[Any]:
     """Number and indices of: partial blocks of keys, full ones, partial blocks of queries, full ones; None where there
     are none."""
     return list(call.block_mask[2:10])
 
 
-def is_floating(node: fx.Node) -> bool:
+def is_learned(node: fx.Node) -> bool:
     value = example(node)
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and (value.requires_grad or "_parameters_" in node.name)
 
 
 # ---- the part of a graph that makes them -----------------------------------------------------------------------------
@@ -114,7 +129,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
-            stack.extend(user for user in node.users if user.target is operator.setitem and user.args[0] is node)
+            stack.extend(user for user in node.users if writes(user) and user.args[:1] == (node,))
     return found
 
 
@@ -157,17 +172,26 @@ def is_nesting(node: fx.Node) -> bool:
 
 def is_unused(node: fx.Node) -> bool:
     """Nothing reads the node or what it writes; and it writes nowhere else, draws nothing."""
-    if node.target is operator.setitem:
-        base = node.args[0]
-        return isinstance(base, fx.Node) and base.target == "new_zeros" and serves_only(base, node)
-    return not node.users and not writes(node) and not node.is_impure()
+    if is_fill(node):
+        return serves_only(node.args[0], node)
+    return node.op != "placeholder" and not node.users and not writes(node) and not draws(node)
+
+
+def is_fill(node: fx.Node) -> bool:
+    """How torch makes a table: ones are written into new zeros."""
+    base = node.args[0] if node.target is operator.setitem else None
+    return isinstance(base, fx.Node) and base.target == "new_zeros"
 
 
 def writes(node: fx.Node) -> bool:
-    if node.target in IN_PLACE or getattr(node.target, "__module__", "") == "_operator":
+    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
         return node.target in IN_PLACE
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
-    return name.endswith("_") and not name.endswith("__")
+    return name in IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
+
+
+def draws(node: fx.Node) -> bool:
+    return node.op != "placeholder" and (node.is_impure() or "dropout" in str(node.target))
 
 
 def serves_only(node: fx.Node, end: fx.Node) -> bool:

@@ -208,6 +208,17 @@ def of_floats(s, q, k, v, m):
     return flex_attention(q, k, v, block_mask=tables(lambda b, h, q, k: loud[b, h, k], batch=BATCH, heads=HEADS))
 
 
+def of_writes(s, q, k, v, m):
+    m = m.clone()
+    m[:, 3:] += 1
+    return flex_attention(q, k, v, block_mask=tables(documents(s, m), batch=BATCH))
+
+
+def of_chance(s, q, k, v, m):
+    kept = torch.rand(ROWS) > 0.5
+    return flex_attention(q, k, v, block_mask=tables(lambda b, h, q, k: kept[k]))
+
+
 def computed_pairs(s, q, k, v, m):
     near = torch.cdist(v, v)
     return flex_attention(q, k, v, lambda score, b, h, q, k: score - near[b, h, q, k])
@@ -216,7 +227,9 @@ def computed_pairs(s, q, k, v, m):
 REFUSED = {
     "tables by hand": (by_hand, "the block tables of flex_attention do not say what mask_mod says"),
     "blocks called whole": (called_whole, "the block tables of flex_attention do not say what mask_mod says"),
-    "a mask of activations": (of_floats, "its block mask is computed from floating-point inputs"),
+    "a mask of activations": (of_floats, "the block mask of flex_attention is computed from parameters"),
+    "a mask that is written": (of_writes, "is computed by writes into tensors"),
+    "a mask of random numbers": (of_chance, "is computed from random numbers"),
     "a bias over pairs": (computed_pairs, "makes a tensor [2, 3, 13, 13] over queries and keys from data"),
     "scores of nothing": (
         lambda s, q, k, v, m: flex_attention(q, k, v, lambda score, b, h, q, k: s.table[h, q - k + ROWS]),
@@ -232,28 +245,48 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     core, sentence = REFUSED[name]
+    torch._dynamo.reset()
     report = ringopt.explain(Model(core), *given(), world_size=2)
     assert not report.sites and sentence in report.refusal
 
 
-# ---- one process -----------------------------------------------------------------------------------------------------
-def test_tables_may_change_with_every_batch_but_not_lie():
-    model = Model(lambda s, q, k, v, m, blocks: flex_attention(q, k, v, block_mask=blocks))
-    x, m = given()
-    words = m.clone()
-    mod = documents(model, words)
-    compiled = torch.compile(model, backend="ring", options={"inner_backend": "eager"})
+# ---- call after call -------------------------------------------------------------------------------------------------
+def batch_after_batch():
+    """On this rank: the largest distance from eager, and the refusals of the graphs made, the last after a lie."""
     torch._dynamo.reset()
-    before = len(ringopt.reports())
-    for documents_of in (m, torch.zeros_like(m), m.flip(1)):
-        words.copy_(documents_of)
-        blocks = tables(mod, batch=BATCH)
-        torch.testing.assert_close(compiled(x, words, blocks), model(x, words, blocks))
-        assert [report.refusal for report in ringopt.reports()[before:]] == [None]
-    torch.testing.assert_close(compiled(x, torch.zeros_like(m), blocks), model(x, words, blocks))
-    words.zero_()  # and the tables stay
-    compiled(x, words, blocks)
-    assert "do not say what mask_mod says" in ringopt.reports()[-1].refusal
+    model = Model(lambda s, q, k, v, m, blocks: flex_attention(q, k, v, block_mask=blocks))
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "eager", "on_refusal": "ignore"})
+    x, m = given()
+    words, before, error = m.clone(), len(ringopt.reports()), 0.0
+    mod = documents(model, words)
+    with torch.no_grad():
+        for now in (m, torch.zeros_like(m), m.flip(1)):
+            words.copy_(now)
+            blocks = tables(mod, batch=BATCH)
+            error = max(error, float((compiled(x, words, blocks) - model(x, words, blocks)).abs().max()))
+        words.zero_()  # and the tables stay
+        error = max(error, float((compiled(x, words, blocks) - model(x, words, blocks)).abs().max()))
+    return error, [report.refusal or "" for report in ringopt.reports()[before:]]
+
+
+def test_tables_may_change_with_every_batch_but_not_lie(ranks):
+    for error, refusals in ranks(2, batch_after_batch):
+        assert error < 1e-12 and len(refusals) == 2
+        assert not refusals[0] and "do not say what mask_mod says" in refusals[1]
+
+
+def test_one_process_gains_a_backward():
+    core = MASKS["documents"][0]
+    model = Model(lambda s, q, k, v, m: flex_attention(q, k, v, block_mask=tables(core(s, m), batch=BATCH)))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    gradients = []
+    for run in (model, compiled):
+        model.zero_grad()
+        run(*given()).square().sum().backward()
+        gradients.append(model.qkv.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+    assert [site.form for site in ringopt.reports()[-1].sites] == ["flex"]
 
 
 def test_the_diff():
