@@ -79,6 +79,11 @@ class Mask:
         return self.visible, self.bias, self.score
 
     @property
+    def of_each_head(self) -> bool:
+        """Whether every pair of query and key has another number in every head: as much as the scores themselves."""
+        return {"h", "q", "k"} <= axes_of([self.visible, self.bias])
+
+    @property
     def sources(self) -> tuple[int, ...]:
         """Numbers of the tensors that are read."""
         return tuple(sorted({load.source for load in loads(*self.terms)}))
