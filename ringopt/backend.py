@@ -107,7 +107,8 @@ def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
     mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
     plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))
-    spelled = info.form == "unfused" and sinks is None and mask.score is None and not mask.of_each_head
+    large = mask.is_as_large_as_scores(*shape_of(q)[:2])
+    spelled = info.form == "unfused" and sinks is None and mask.score is None and not large
     backward = info.form == "flex" and value_of(q).device.type == "cpu" and requires_grad(node.graph)[node]
     return seed is not None or spelled or backward or (info.masked and plain)
 

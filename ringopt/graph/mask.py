@@ -78,10 +78,10 @@ class Mask:
     def terms(self) -> tuple[Term | None, ...]:
         return self.visible, self.bias, self.score
 
-    @property
-    def of_each_head(self) -> bool:
-        """Whether every pair of query and key has another number in every head: as much as the scores themselves."""
-        return {"h", "q", "k"} <= axes_of([self.visible, self.bias])
+    def is_as_large_as_scores(self, b: int, h: int) -> bool:
+        """Whether every pair of query and key has another number in each of `b` batch rows and `h` heads."""
+        sizes = {"b": b, "h": h}
+        return {"q", "k", *(axis for axis in sizes if sizes[axis] > 1)} <= axes_of([self.visible, self.bias])
 
     @property
     def sources(self) -> tuple[int, ...]:
