@@ -116,7 +116,6 @@ class Reading:
 
     def __init__(self, prover: Prover, candidate: Candidate, roles: Roles):
         self.candidate, self.roles, self.learned = candidate, roles, prover.learned
-        self.constants = prover.constants
         axes, product = candidate.axes, candidate.scores
         self.names = self.cone_names()
         sizes = {self.names[name]: axes.sizes[name] for group in roles.canonical.values() for name in group}
@@ -141,11 +140,10 @@ class Reading:
         return names
 
     def found(self) -> Found:
-        candidate = self.candidate
         weights = self.weights()
         scores, sinks = self.scores()
         found = Found(self.roles, scores, sinks, *weights, self.original, self.cone.known)
-        if candidate.keys and self.zeroed:
+        if self.zeroed:
             scores.nan = False
         return found
 
