@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Strategy = Literal["auto", "ring", "gather"]
 LayoutName = Literal["auto", "contiguous", "zigzag"]
 CheckInputs = Literal["first", "always", "never"]
-KernelName = Literal["auto", "flash_cpu", "math"]
+KernelName = Literal["auto", "flash", "cudnn", "efficient", "flash_cpu", "math"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
 OnRefusal = Literal["warn", "error", "ignore"]
 

@@ -27,6 +27,7 @@ class Kernel(ABC):
     """`forward` and `backward` take any tile; subclasses need only handle those that are not empty."""
 
     name: ClassVar[str]
+    masks: ClassVar[bool] = True  # whether it takes them
 
     @abstractmethod
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
@@ -86,6 +87,13 @@ class Kernel(ABC):
 def visible_lse(lse: Tensor) -> Tensor:
     """0 for rows that see nothing: their scores are all -inf, and exp(-inf - lse) is then 0 instead of NaN."""
     return lse.masked_fill(lse == HIDDEN, 0.0).contiguous()
+
+
+def hidden_rows(mask: Tensor, causal: bool) -> Tensor:
+    """[1|B, 1|Hq, Sq]: the rows for which every key is hidden."""
+    if causal:
+        mask = mask.masked_fill(~torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), HIDDEN)
+    return mask.amax(-1) == HIDDEN
 
 
 def _check_causal(q: Tensor, k: Tensor, causal: bool) -> None:

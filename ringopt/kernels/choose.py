@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ringopt.errors import OptionError
+from ringopt.graph.refusal import Refusal
 from ringopt.kernels.base import Kernel
 from ringopt.kernels.cpu_flash import CpuFlash
+from ringopt.kernels.cuda_cudnn import CudaCudnn
+from ringopt.kernels.cuda_efficient import CudaEfficient
+from ringopt.kernels.cuda_flash import CudaFlash, implementation
 from ringopt.kernels.math import Math
 
 # Fastest first; "auto" takes the first that supports the case.
-KERNELS: tuple[Kernel, ...] = (CpuFlash(), Math())
+KERNELS: tuple[Kernel, ...] = (CudaFlash(), CudaCudnn(), CudaEfficient(), CpuFlash(), Math())
+
+
+class MaskedByAnother(Kernel):
+    """`kernel`, which takes no masks, and `other` for the tiles that have one."""
+
+    masks = True
+
+    def __init__(self, kernel: Kernel, other: Kernel):
+        self.name = kernel.name  # type: ignore[misc]
+        self.kernel, self.other = kernel, other
+
+    def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
+        case = (dtype, device, key_dim, value_dim)
+        return self.kernel.supports(*case) or self.other.supports(*case)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        kernel = self.kernel if mask is None else self.other
+        return kernel._forward(q, k, v, mask, causal, scale)
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernel = self.kernel if mask is None else self.other
+        return kernel._backward(dout, q, k, v, out, lse, mask, causal, scale)
 
 
 def choose(name: str, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> tuple[Kernel, str]:
@@ -20,15 +60,29 @@ def choose(name: str, dtype: torch.dtype, device: torch.device, key_dim: int, va
     """
     if device.type == "meta":  # a dry run of a model that would run here
         device = torch.device("cpu")
-    refusals: list[str] = []
-    for kernel in KERNELS:
-        if name not in ("auto", kernel.name):
-            continue
-        refusal = kernel.supports(dtype, device, key_dim, value_dim)
-        if refusal is None:
-            reasons = [*refusals, "asked for" if name != "auto" else "the fastest that supports this case"]
-            return kernel, f"kernel {kernel.name}: " + "; ".join(reasons)
-        refusals.append(refusal.sentence)
-    if not refusals:
+    if name not in ("auto", *(kernel.name for kernel in KERNELS)):
         raise OptionError(f"option kernel={name!r}: expected one of {['auto', *(kernel.name for kernel in KERNELS)]}")
-    raise OptionError(f"option kernel={name!r}: " + "; ".join(refusals))
+    case = (dtype, device, key_dim, value_dim)
+    refusals = {kernel: kernel.supports(*case) for kernel in KERNELS}
+    able = [kernel for kernel in KERNELS if refusals[kernel] is None]
+    wanted = [kernel for kernel in able if name in ("auto", kernel.name)]
+    if not wanted:
+        why = "; ".join(r.sentence for kernel, r in refusals.items() if r and name in ("auto", kernel.name))
+        raise OptionError(f"option kernel={name!r}: {why}")
+    kernel = wanted[0]
+    faster = [
+        r.sentence for other in KERNELS[: KERNELS.index(kernel)] if (r := refusals[other]) and made_for(other, device)
+    ]
+    reasons = ["asked for"] if name != "auto" else [*faster, "the fastest that supports this case"]
+    if kernel.name == "flash":
+        reasons.append(f"flash attention is {implementation()}")
+    if not kernel.masks:
+        other = next(other for other in able if other.masks)
+        reasons.append(f"tiles with a mask are left to {other.name}")
+        kernel = MaskedByAnother(kernel, other)
+    return kernel, f"kernel {kernel.name}: " + "; ".join(reasons)
+
+
+def made_for(kernel: Kernel, device: torch.device) -> bool:
+    """Whether it is a kernel of such a device, so that a reader would have expected it."""
+    return isinstance(kernel, CpuFlash) == (device.type == "cpu")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringopt.graph.refusal import Refusal
-from ringopt.kernels.base import HIDDEN, Kernel, accumulator
+from ringopt.kernels.base import HIDDEN, Kernel, accumulator, hidden_rows
 
 aten = torch.ops.aten
 
@@ -65,10 +65,3 @@ class CpuFlash(Kernel):
 def readable(x: Tensor) -> Tensor:
     """The kernel takes the last dim for dense without looking: other strides give wrong numbers, and no error."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def hidden_rows(mask: Tensor, causal: bool) -> Tensor:
-    """[1|B, 1|Hq, Sq]: the rows for which every key is hidden."""
-    if causal:
-        mask = mask.masked_fill(~torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), HIDDEN)
-    return mask.amax(-1) == HIDDEN

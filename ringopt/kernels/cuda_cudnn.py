@@ -1,0 +1,60 @@
+"""cuDNN's fused attention through PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringopt.graph.refusal import Refusal
+from ringopt.kernels.base import Kernel
+from ringopt.kernels.cuda import HALF, narrowed, refusal, repeated, summed, widened
+
+aten = torch.ops.aten
+
+WIDEST = 128  # both ways on all that it runs on; newer versions and GPUs know wider heads
+
+
+class CudaCudnn(Kernel):
+    name = "cudnn"
+    masks = False
+
+    def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
+        if key_dim != value_dim:
+            return Refusal(f"kernel cudnn needs values as wide as keys; found {value_dim} and {key_dim}")
+        if key_dim > WIDEST:
+            return Refusal(f"kernel cudnn has heads of up to {WIDEST}; found {key_dim}")
+        reason = refusal(self.name, dtype, device, HALF, (8, 0))
+        if reason is None and not torch.backends.cudnn.is_available():
+            return Refusal("kernel cudnn needs cuDNN, and this torch has none")
+        return reason
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        groups = q.shape[1] // k.shape[1]
+        wide = (widened(q), *(widened(repeated(x, groups)) for x in (k, v)))
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*wide, None, True, 0.0, causal, False, scale=scale)
+        return narrowed(out, v), lse.view(q.shape[:3])
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (repeated(x, groups) for x in (k, v))
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not done
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *map(widened, (dout, q, k, v, out)),
+            *(lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0, causal),
+            scale=scale,
+        )
+        dq, dk, dv = (narrowed(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
+        return dq, summed(dk, groups), summed(dv, groups)

@@ -1,0 +1,65 @@
+"""PyTorch's flash attention for NVIDIA GPUs (Dao, FlashAttention-2, 2023).
+
+These are the operators that `torch.nn.attention.activate_flash_attention_impl("FA3")` (or "FA4") replaces, so that a
+later version is used here too once it is activated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringopt.graph.refusal import Refusal
+from ringopt.kernels.base import Kernel
+from ringopt.kernels.cuda import HALF, narrowed, refusal, widened
+
+aten = torch.ops.aten
+
+WIDEST = 256
+
+
+class CudaFlash(Kernel):
+    name = "flash"
+    masks = False
+
+    def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
+        if key_dim != value_dim:
+            return Refusal(f"kernel flash needs values as wide as keys; found {value_dim} and {key_dim}")
+        if key_dim > WIDEST:
+            return Refusal(f"kernel flash has heads of up to {WIDEST}; found {key_dim}")
+        return refusal(self.name, dtype, device, HALF, (8, 0))
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        wide = map(widened, (q, k, v))
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(*wide, 0.0, causal, False, scale=scale)
+        return narrowed(out, v), lse
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # No dropout, so the state of its generator is not read; no packed sequences, so there are no offsets.
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *map(widened, (dout, q, k, v, out)), lse, *lengths, 0.0, causal, state, unused, scale=scale
+        )
+        dq, dk, dv = (narrowed(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv
+
+
+def implementation() -> str:
+    """Which flash attention the operators are at the moment: "FA2", unless another was activated."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    return current() or "FA2"
