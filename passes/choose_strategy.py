@@ -66,6 +66,8 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> str:
         )
     if asked != "auto":
         return asked
+    if context.options.strategy == "halo":
+        return "contiguous"  # the only one that it can do
     return "zigzag" if enough and any(node.args[7] == "causal" for node in sites) else "contiguous"
 
 
@@ -78,9 +80,17 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.kernel = kernel.name
     info.notes.append(reason)
-    plan = plan_of(node, context, info.strategy)
+    plan = asked_plan(node, info, context)
     row = k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1]) * k.element_size()
     info.bytes_sent = plan.sent_rows(context.mesh.rank, Cargo.OUT) * row
+
+
+def asked_plan(node: fx.Node, info: SiteInfo, context: Context) -> Exchange:
+    """By `info.strategy`. Raises OptionError, which names the site, where that cannot be done."""
+    try:
+        return plan_of(node, context, info.strategy)
+    except OptionError as error:
+        raise OptionError(f"site {info.module or node.name}: {error}") from error
 
 
 def plan_of(node: fx.Node, context: Context, strategy: str) -> Exchange:

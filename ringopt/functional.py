@@ -67,8 +67,8 @@ def attention(
 
     `is_causal` and `window` speak of positions in the whole sequence: window=w lets query t see keys t-w+1 .. t when
     causal, else all keys s with |t - s| < w. `mesh`: the ranks that share the sequence (default: all). `strategy`: how
-    rows travel, "ring" or "gather"; "auto" is "ring". `kernel`: "auto", or by name as in the
-    options. Without a process group, or on a mesh of one rank, this is the single-device operator.
+    rows travel, "local", "halo", "gather", "ring" or "ring2" (both ways round); "auto" is "ring". `kernel`: "auto", or
+    by name as in the options. Without a process group, or on a mesh of one rank, this is the single-device operator.
 
     Raises OptionError for what is not built; RingMismatchError where shards or masks are not those of one sequence;
     RingCommError.

@@ -46,7 +46,7 @@ def data(n=12, width=16, seed=1):
     "options, sentence",
     [
         ({"sharding": 1}, "unknown option 'sharding'; the options are mesh, strategy, layout"),
-        ({"strategy": "fastest"}, "option strategy='fastest': expected one of 'auto', 'ring', 'gather'"),
+        ({"strategy": "fastest"}, "option strategy='fastest': expected one of 'auto', 'local', 'halo'"),
         ({"timeout": 0}, "option timeout=0: expected a number of seconds above 0"),
         ({"mesh": 4}, "option mesh=4: expected a torch.distributed DeviceMesh"),
     ],

@@ -21,8 +21,8 @@ from functools import cached_property, lru_cache
 from ringopt.attention.layouts import Layout, layout_of
 from ringopt.attention.patterns import Kind, Pattern, pattern_of
 from ringopt.attention.routes import Route, Strategy, strategy_of
-from ringopt.attention.rows import Rows, count, join, meet, text
-from ringopt.errors import PlanError
+from ringopt.attention.rows import Rows, count, join, meet, text, without
+from ringopt.errors import OptionError, PlanError
 
 
 class Cargo(Enum):
@@ -112,6 +112,11 @@ class Exchange:
         """The keys that queries of `rank` see, its own included."""
         return self._needs[rank]
 
+    def missing(self, rank: int) -> Rows:
+        """Of these, the ones that other ranks hold."""
+        own = self.kv_pieces(rank)
+        return tuple(piece for rows in self.needs(rank) for piece in without(rows, own))
+
     def blocks(self, rank: int, keys: range) -> tuple[Block, ...]:
         """The tiles of the queries of `rank` with `keys`."""
         if (rank, keys) not in self._blocks:
@@ -200,13 +205,20 @@ class Exchange:
 def exchange_of(
     pattern: str, q_length: int, kv_length: int, ranks: int, q_layout: str, kv_layout: str, strategy: str
 ) -> Exchange:
-    """The plan of what is named: see `pattern_of`, `layout_of` and `strategy_of` for the names and the errors."""
-    return Exchange(
+    """The plan of what is named: see `pattern_of`, `layout_of` and `strategy_of` for the names and the errors. Raises
+    OptionError too where the strategy is none for this pattern and these layouts."""
+    plan = Exchange(
         pattern_of(pattern, q_length, kv_length),
         layout_of(q_layout, q_length, ranks),
         layout_of(kv_layout, kv_length, ranks),
         strategy_of(strategy),
     )
+    if refusal := plan.strategy.refusal(plan):
+        raise OptionError(
+            f"strategy {strategy!r} cannot do {pattern} of {q_length} queries over {kv_length} keys on {ranks} ranks: "
+            f"{refusal}. Take another strategy, or 'auto'"
+        )
+    return plan
 
 
 def _pieces(pattern: Pattern, layout: Layout) -> tuple[Rows, ...]:

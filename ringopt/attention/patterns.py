@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import ClassVar
 
 from ringopt.attention.rows import Rows, meet
 from ringopt.errors import OptionError, PlanError
@@ -41,6 +42,8 @@ class Pattern(ABC):
     q_length: int
     kv_length: int
     causal: bool = False
+
+    near: ClassVar[bool]  # no key is seen from however far behind it
 
     def __post_init__(self) -> None:
         if self.q_length < 1 or self.kv_length < 1:
@@ -127,6 +130,8 @@ class Pattern(ABC):
 class Full(Pattern):
     """Every key, or when causal every key up to the query."""
 
+    near = False
+
     @property
     def low(self) -> int:
         return 1 - self.q_length
@@ -155,6 +160,8 @@ class Window(Pattern):
     queries computes s + width - 1 keys a query (both ways s + 2 width - 2), so strips of width / 4 waste a fifth.
     Far shorter ones would leave the kernel idle.
     """
+
+    near = True
 
     width: int = 1
     strip: int = 512

@@ -11,10 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from ringopt.attention.rows import Rows
+from ringopt.attention.rows import Rows, count, text
 from ringopt.errors import OptionError
+
+if TYPE_CHECKING:
+    from ringopt.attention.exchange import Exchange
 
 Needed = Mapping[int, Rows]  # user -> the rows of one piece that its queries see, for every rank but the piece's home
 
@@ -59,12 +62,39 @@ class Strategy(ABC):
         where no fixed number of shards bounds it. Holds for keys and for gradients: remote rows held, rows on their
         way in, and a rank's own rows on their way out."""
 
+    def refusal(self, exchange: Exchange) -> str:
+        """Why this strategy is none for the pattern and the layouts of `exchange`, or ""."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Local(Strategy):
+    """Nothing travels: every rank has the rows that its queries see. Refuses where one has not."""
+
+    direct = True
+
+    def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
+        return iter(())
+
+    def most_rows(self, shard: int, backward: bool) -> int | None:
+        return 0
+
+    def refusal(self, exchange: Exchange) -> str:
+        missing = [exchange.missing(rank) for rank in range(exchange.ranks)]
+        first = next((rank for rank, rows in enumerate(missing) if rows), None)
+        if first is None:
+            return ""
+        return (
+            f"it moves no rows, and {sum(map(count, missing))} are needed from other ranks (rank {first} needs "
+            f"{count(missing[first])}: rows {text(missing[first][:4])}{' ...' if len(missing[first]) > 4 else ''})"
+        )
+
 
 @dataclass(frozen=True)
 class Gather(Strategy):
     """Straight from home to every user, all in one step, and only the rows that this user needs.
 
-    With a window over contiguous shards this is the halo exchange.
+    With a window over contiguous shards it moves the same rows as `Halo`, in one step instead of one a hop.
     """
 
     direct = True
@@ -78,8 +108,34 @@ class Gather(Strategy):
         return None
 
 
+class Neighbours(Strategy):
+    """From neighbour to neighbour, each row as far as the last rank that needs it."""
+
+    direct = False
+
+    def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
+        by_way = groupby(stretches(home, needed, ranks), lambda stretch: self.ways(home, stretch[1], ranks))
+        for ways, neighbours in by_way:
+            pieces = [rows for rows, _ in neighbours]
+            for way in ways:
+                yield Route(range(pieces[0].start, pieces[-1].stop), home, *way)
+
+    def ways(self, home: int, distances: tuple[int, ...], ranks: int) -> tuple[tuple[int, int, int], ...]:
+        """(stride, hops, first) of each way from `home` to users at these distances, ascending, forward round the ring:
+        those before `turn` are reached forward, the others backward."""
+        turn = self.turn(home, distances, ranks)
+        forth, back = distances[:turn], distances[turn:]
+        ahead = ((1, forth[-1], forth[0]),) if forth else ()
+        behind = ((-1, ranks - back[0], ranks - back[-1]),) if back else ()
+        return ahead + behind
+
+    @abstractmethod
+    def turn(self, home: int, distances: tuple[int, ...], ranks: int) -> int:
+        """How many of the distances are walked forward."""
+
+
 @dataclass(frozen=True)
-class Ring(Strategy):
+class Ring(Neighbours):
     """From neighbour to neighbour, each row as far as the last rank that needs it (Liu et al., Ring Attention, 2023).
 
     One-way is what "ring" means. A rank buffers at most two shards whatever p is: the one that it computes with and
@@ -94,27 +150,41 @@ class Ring(Strategy):
 
     two_way: bool = False
 
-    direct = False
-
-    def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
-        by_way = groupby(stretches(home, needed, ranks), lambda stretch: self.ways(stretch[1], ranks))
-        for ways, neighbours in by_way:
-            pieces = [rows for rows, _ in neighbours]
-            for way in ways:
-                yield Route(range(pieces[0].start, pieces[-1].stop), home, *way)
-
-    def ways(self, distances: tuple[int, ...], ranks: int) -> tuple[tuple[int, int, int], ...]:
-        """(stride, hops, first) of each way to users at these distances."""
-        gaps = [after - before for before, after in pairwise((0, *distances, ranks))]
+    def turn(self, home: int, distances: tuple[int, ...], ranks: int) -> int:
+        if not self.two_way:
+            return len(distances)
         # Never to cross the last gap, which leads back home, is to go round one way; of equal gaps the last is avoided.
-        avoided = max(range(len(gaps)), key=lambda i: (gaps[i], i)) if self.two_way else len(distances)
-        forth, back = distances[:avoided], distances[avoided:]
-        ahead = ((1, forth[-1], forth[0]),) if forth else ()
-        behind = ((-1, ranks - back[0], ranks - back[-1]),) if back else ()
-        return ahead + behind
+        gaps = [after - before for before, after in pairwise((0, *distances, ranks))]
+        return max(range(len(gaps)), key=lambda i: (gaps[i], i))
 
     def most_rows(self, shard: int, backward: bool) -> int | None:
         return (2 if self.two_way else 1) * (3 if backward else 2) * shard
+
+
+@dataclass(frozen=True)
+class Halo(Neighbours):
+    """Over contiguous shards, where each query sees keys near its own place: rows walk to the ranks behind and to the
+    ranks before, as many hops as the window is long, and never round the ends of the sequence.
+
+    A rank speaks to its two neighbours only and buffers few shards whatever the window, where `Gather` brings the same
+    rows in one step from all their homes at once: the same where the window is no longer than a shard. A window that
+    looks back only makes it the one-way ring. Refuses other layouts, in which neighbours in the sequence are none on
+    the ring, and patterns in which some keys are seen by all queries behind them.
+    """
+
+    def turn(self, home: int, distances: tuple[int, ...], ranks: int) -> int:
+        return sum(home + distance < ranks for distance in distances)
+
+    def most_rows(self, shard: int, backward: bool) -> int | None:
+        return 2 * (3 if backward else 2) * shard
+
+    def refusal(self, exchange: Exchange) -> str:
+        layouts = {exchange.q_layout.name, exchange.kv_layout.name} - {"contiguous"}
+        if layouts:
+            return f"it takes contiguous shards, whose neighbours hold neighbouring rows; the layout is {layouts.pop()}"
+        if not exchange.pattern.near:
+            return f"it takes patterns in which a query sees keys near its place, and {exchange.pattern.text!r} is none"
+        return ""
 
 
 def stretches(home: int, needed: Needed, ranks: int) -> Iterator[tuple[range, tuple[int, ...]]]:
@@ -125,7 +195,13 @@ def stretches(home: int, needed: Needed, ranks: int) -> Iterator[tuple[range, tu
         yield range(start, stop), tuple(sorted((user - home) % ranks for user in users))
 
 
-STRATEGIES: dict[str, Strategy] = {"ring": Ring(), "ring2": Ring(two_way=True), "gather": Gather()}
+STRATEGIES: dict[str, Strategy] = {
+    "local": Local(),
+    "halo": Halo(),
+    "gather": Gather(),
+    "ring": Ring(),
+    "ring2": Ring(two_way=True),
+}
 
 
 def strategy_of(name: str) -> Strategy:

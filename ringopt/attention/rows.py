@@ -27,6 +27,15 @@ def join(ranges: Iterable[range]) -> Rows:
     return tuple(joined)
 
 
+def without(rows: range, others: Iterable[range]) -> Rows:
+    """What is left of `rows`, ascending."""
+    left, start = [], rows.start
+    for other in join(meet(rows, other) for other in others):
+        left.append(range(start, other.start))
+        start = other.stop
+    return tuple(filter(len, (*left, range(start, rows.stop))))
+
+
 def count(rows: Iterable[range]) -> int:
     """How many rows there are, a row in two ranges counted twice."""
     return sum(map(len, rows))

@@ -48,7 +48,7 @@ def volume_of(pattern: str, layout: str, strategy: str) -> Volume:
     Args:
         pattern: "full", "causal", "window" (the last w keys) or "window,both" (all keys nearer than w).
         layout: "contiguous" or "zigzag".
-        strategy: "ring" (one-way) or "gather".
+        strategy: "ring" (one-way), "halo" or "gather".
 
     Raises OptionError where no closed form is known: windows on zigzag, and windows of both sides on a ring.
     """
@@ -76,6 +76,13 @@ def halo_ring(reach: Expr) -> Volume:
         keys_again=unless_last(first_hop) + received - unless_first(first_hop),
         gradients=received,
     )
+
+
+def halo_both() -> Volume:
+    """Contiguous shards, w - 1 keys on both sides: the one-way halo and its mirror image."""
+    one = halo_ring(w - 1)
+    parts = ((rows, rows.subs(r, p - 1 - r)) for rows in (one.keys, one.keys_again, one.gradients))
+    return Volume(*(there + back for there, back in parts))
 
 
 def halo_gather(reach: Expr) -> Volume:
@@ -141,5 +148,7 @@ FORMS: dict[tuple[str, str, str], Callable[[], Volume]] = {
     ("causal", "zigzag", "gather"): zigzag_gather,
     ("window", "contiguous", "ring"): lambda: halo_ring(w - 1),
     ("window", "contiguous", "gather"): lambda: halo_gather(w - 1),
+    ("window", "contiguous", "halo"): lambda: halo_ring(w - 1),
     ("window,both", "contiguous", "gather"): halo_gather_both,
+    ("window,both", "contiguous", "halo"): halo_both,
 }

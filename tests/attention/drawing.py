@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from ringopt.attention.exchange import Exchange
 from ringopt.attention.layouts import Contiguous, Zigzag
 from ringopt.attention.patterns import Full, Pattern, Window
-from ringopt.attention.routes import Gather, Ring
+from ringopt.attention.routes import STRATEGIES, Gather
 
 many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)  # nothing is timed
 RANKS = (*range(1, 7),) * 15 + (*range(7, 17),)  # one plan in ten has many ranks: they take long to check
@@ -33,5 +35,6 @@ def exchanges(draw: st.DrawFn, most_rows: int) -> Exchange:
     layouts = st.sampled_from((Contiguous, Zigzag))
     q_layout = draw(layouts)
     kv_layout = draw(st.one_of(st.just(q_layout), layouts))
-    strategy = draw(st.sampled_from((Ring(), Gather(), Ring(two_way=True))))
-    return Exchange(pattern, q_layout(pattern.q_length, ranks), kv_layout(pattern.kv_length, ranks), strategy)
+    strategy = STRATEGIES[draw(st.sampled_from(sorted(STRATEGIES)))]
+    exchange = Exchange(pattern, q_layout(pattern.q_length, ranks), kv_layout(pattern.kv_length, ranks), strategy)
+    return replace(exchange, strategy=Gather()) if strategy.refusal(exchange) else exchange

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from expecttest import assert_expected_inline
 
@@ -19,9 +21,9 @@ def plan(pattern: str, length: int, ranks: int, layout: str, strategy: str) -> E
     return exchange_of(pattern, length, length, ranks, layout, layout, strategy)
 
 
-def written(exchange: Exchange, backward: bool = False) -> str:
+def written(exchange: Exchange, backward: bool = False, ranks: Sequence[int] | None = None) -> str:
     lines = []
-    for rank in range(exchange.ranks):
+    for rank in ranks or range(exchange.ranks):
         lines += [f"rank {rank}", *(f"  {step}" for step in exchange.steps(rank, backward))]
     return "\n".join(lines)
 
@@ -109,6 +111,22 @@ rank 1
 rank 2
   receive out 6:8 1->2; partial 8:12 x 8:12
   partial 8:10 x 6:8; drop 6:8""",
+    )
+
+
+def test_a_halo_walks_both_ways_and_not_round_the_ends() -> None:
+    """Three keys on either side over shards of two: two hops."""
+    assert_expected_inline(
+        written(plan("window(4,both)", 6, 3, "contiguous", "halo"), ranks=(0, 2)),
+        """\
+rank 0
+  receive out 2:4 1->0; send out 0:1,1:2 0->1; full 0:2 x 0:2
+  receive out 4:5 1->0; full 0:2 x 2:4; drop 2:4
+  full 1:2 x 4:5; drop 4:5
+rank 2
+  receive out 2:4 1->2; send out 4:5,5:6 2->1; full 4:6 x 4:6
+  receive out 1:2 1->2; full 4:6 x 2:4; drop 2:4
+  full 4:5 x 1:2; drop 1:2""",
     )
 
 
@@ -212,6 +230,36 @@ class TestVolume:
         assert sum(exchange.sent_rows(rank, Cargo.BACK) for rank in everyone) == 0
 
 
+@pytest.mark.parametrize("width", [2, 9, 30, 200])
+@pytest.mark.parametrize("pattern", ["window({})", "window({},both)"])
+def test_a_halo_moves_the_rows_of_a_gather(pattern: str, width: int) -> None:
+    halo, gather = (plan(pattern.format(width), 64, 8, "contiguous", strategy) for strategy in ("halo", "gather"))
+    assert halo.volume == gather.volume
+    ends = {(m.source, m.target) for rank in range(8) for step in halo.forward(rank) for m in step.sends}
+    assert {target - source for source, target in ends} <= {1, -1}
+    assert halo.length == min(7, -(-(width - 1) // 8))
+
+
+def test_local_needs_no_rows_of_others() -> None:
+    assert plan("window(1)", 64, 4, "zigzag", "local").volume == 0
+    assert plan("causal", 64, 1, "zigzag", "local").volume == 0
+    with pytest.raises(
+        OptionError,
+        match=r"strategy 'local' cannot do window\(4\) of 64 queries over 64 keys on 4 ranks: it moves no rows, and 9 "
+        r"are needed from other ranks \(rank 1 needs 3: rows 13:16\)\. Take another strategy, or 'auto'",
+    ):
+        plan("window(4)", 64, 4, "contiguous", "local")
+
+
+def test_halo_is_for_windows_over_contiguous_shards() -> None:
+    with pytest.raises(
+        OptionError, match=r"strategy 'halo' cannot do window.*contiguous shards.* the layout is zigzag"
+    ):
+        plan("window(4)", 64, 4, "zigzag", "halo")
+    with pytest.raises(OptionError, match="a query sees keys near its place, and 'causal' is none"):
+        plan("causal", 64, 4, "contiguous", "halo")
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize(("pattern", "layout"), [("full", "contiguous"), ("full", "zigzag"), ("causal", "zigzag")])
 def test_a_ring_buffers_two_shards_whatever_p_is(pattern: str, layout: str, ranks: int) -> None:
@@ -284,7 +332,7 @@ def test_plans_are_values() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(OptionError, match="strategy 'star' is unknown; the strategies are 'ring', 'ring2', 'gather'"):
+    with pytest.raises(OptionError, match="strategy 'star' is unknown; the strategies are 'local', 'halo', 'gather'"):
         plan("full", 8, 2, "zigzag", "star")
     with pytest.raises(PlanError, match="8 queries over 8 keys was given layouts of 8 rows over 2 ranks and 9 rows"):
         Exchange(Full(8, 8), Contiguous(8, 2), Contiguous(9, 2), Ring())

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringopt.attention.rows import count, join, meet, text
+from ringopt.attention.rows import count, join, meet, text, without
 from tests.attention.drawing import many
 
 ranges = st.builds(range, st.integers(0, 20), st.integers(0, 20))
@@ -27,6 +27,14 @@ def test_join_is_the_union(some: list[range]) -> None:
     assert [row for rows in joined for row in rows] == sorted(set().union(*some))
     assert all(before.stop < after.start for before, after in pairwise(joined)), "some touch"
     assert all(joined)
+
+
+@given(ranges, st.lists(ranges))
+@settings(many)
+def test_without_is_the_difference(rows: range, others: list[range]) -> None:
+    left = without(rows, others)
+    assert [row for piece in left for row in piece] == sorted(set(rows).difference(*others))
+    assert all(left)
 
 
 def test_join_of_what_touches() -> None:

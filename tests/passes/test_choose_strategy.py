@@ -47,9 +47,25 @@ def test_a_choice_of_gather_is_explained():
     )
 
 
-@pytest.mark.parametrize("strategy", ("ring", "gather"))
+@pytest.mark.parametrize("strategy", ("halo", "gather", "ring", "ring2"))
 def test_what_is_asked_for_is_done(strategy):
     assert site(MASKS["window both ways"][0], strategy=strategy).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("mask", "strategy", "told"),
+    [
+        ("full", "local", "site .*: strategy 'local' cannot do full .* moves no rows, and 192 are needed"),
+        ("causal", "halo", "site .*: strategy 'halo' cannot do causal .* keys near its place"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error(mask, strategy, told):
+    with pytest.raises(Exception, match=told):
+        site(MASKS[mask][0], strategy=strategy)
+
+
+def test_a_halo_takes_contiguous_shards_by_itself():
+    assert site(MASKS["causal window"][0], strategy="halo").layout == "contiguous"
 
 
 def test_bytes_are_those_of_the_plan():
