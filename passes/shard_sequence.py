@@ -25,7 +25,7 @@ import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
 from ringopt.attention.layouts import layout_of
 from ringopt.distributed.mesh import ANY
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import module_path, op_name, shape_of, tensor_args
+from ringopt.graph.nodes import module_path, op_name, shape_of, source_line, tensor_args
 from ringopt.graph.placement import Sharded
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sharder import Sharder
@@ -112,4 +112,5 @@ def record(sharder: Sharder, context: Context) -> None:
     for note in sharder.gathers:
         if sharder.converted[note.value, "whole"] in alive:
             op = "output" if note.reader.op == "output" else op_name(note.reader)
-            context.gathers.append(Gather(op, sharder.describe(note), note.bytes, module_path(note.reader)))
+            line = source_line(note.reader) or source_line(note.value)
+            context.gathers.append(Gather(op, sharder.describe(note), note.bytes, module_path(note.reader), line))

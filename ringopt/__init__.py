@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringopt import errors
     from ringopt.archive import load
-    from ringopt.backend import explain, reports
+    from ringopt.backend import reports
     from ringopt.compare.programs import diff
     from ringopt.convert import convert
     from ringopt.distributed.traffic import record_traffic
+    from ringopt.explain import explain
     from ringopt.functional import attention, shard, unshard
     from ringopt.graph.diff import GraphDiff
     from ringopt.options import Options
@@ -48,7 +49,7 @@ _HOME = {
     "attention": "ringopt.functional",
     "convert": "ringopt.convert",
     "diff": "ringopt.compare.programs",
-    "explain": "ringopt.backend",
+    "explain": "ringopt.explain",
     "load": "ringopt.archive",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",

@@ -7,7 +7,7 @@ twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from ringopt.capture import capture, has_symbolic_sizes, known, readable
 from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
-from ringopt.errors import OptionError, RefusedError
+from ringopt.dump import Dump
+from ringopt.errors import RefusedError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import requires_grad, shape_of, value_of
 from ringopt.measure import report_of
@@ -56,6 +57,7 @@ def ring(
     def make(inputs: Sequence[Any]) -> Made:
         flat, report, random = transform(gm, inputs, chosen, mesh)
         _reports.append(report)
+        log.info("%s", report)
         tell(report, chosen)
         run = inner(flat if flat is not None else gm, inputs, chosen, mode)
         if flat is None:
@@ -83,15 +85,20 @@ def transform(
     context = Context(options, mesh)
     if mesh.size == 1 and has_symbolic_sizes(gm):
         return None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)), False
+    dump = Dump(options, mesh.rank)
     try:
         flat = capture(gm, example_inputs)
         context.values = known(flat)
-        Pipeline(LINE if mesh.size > 1 else UNDERSTAND).run(flat, context)
+        dump.captured(flat)
+        Pipeline(LINE if mesh.size > 1 else UNDERSTAND, dump.passed).run(flat, context)
     except GraphRefused as refused:
-        return None, report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence), False
+        report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
+        dump.done(report, None)
+        return None, report, False
     inputs = flat.graph.find_nodes(op="placeholder")
     flat.meta["relied_on"] = [place for place, node in enumerate(inputs) if node in context.relied_on]
     report = report_of(flat.graph, context)
+    dump.done(report, flat)
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
@@ -144,44 +151,3 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             run = compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[assignment]
     return run
-
-
-def explain(
-    model: Any, *args: Any, world_size: int = 8, options: Mapping[str, Any] | Options | None = None, **kwargs: Any
-) -> Report:
-    """The report of `torch.compile(model, backend="ring")(*args, **kwargs)` on `world_size` ranks, seen from rank 0.
-
-    No process group is needed and no graph is executed: each graph Dynamo captures is transformed, and answered with
-    zeros that take no memory. Python between graphs does run. Build the model on the meta device to explain one that
-    does not fit this machine. Raises OptionError, and what the model raises.
-    """
-    if world_size < 1:
-        raise OptionError(f"world_size={world_size}: expected at least 1 rank")
-    chosen, mesh = Options.of(options), mesh_of(f"pretend:0/{world_size}")
-    found: list[Report] = []
-
-    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
-        _flat, report, _random = transform(gm, example_inputs, chosen, mesh)
-        found.append(report)
-        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
-        return lambda *_inputs: tuple(hollow(value) for value in outputs)
-
-    torch.compile(model, backend=dry)(*args, **kwargs)  # type: ignore[no-untyped-call]
-    if not found:
-        nothing = (
-            "Dynamo captured no graph of this model, so nothing would be sharded; TORCH_LOGS=graph_breaks says why"
-        )
-        return Report(world_size, notes=(nothing,))
-    return Report.merged(found, world_size)
-
-
-def value_of_output(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
-
-
-def hollow(value: Any) -> Any:
-    """A tensor of zeros in the place of a fake one: one element, expanded."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    zeros = torch.zeros((), dtype=value.dtype, device=value.device).expand([int(size) for size in value.shape])
-    return zeros.requires_grad_(value.requires_grad)

@@ -31,13 +31,14 @@ from ringopt import __version__
 from ringopt.backend import tell
 from ringopt.capture import capture, known
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh, mesh_of
+from ringopt.dump import Dump
 from ringopt.errors import ProgramError
 from ringopt.graph.nodes import is_tensor, op_name
 from ringopt.graph.printer import short
 from ringopt.graph.refusal import Refusal
 from ringopt.measure import report_of
 from ringopt.options import Options
-from ringopt.passes import LINE
+from ringopt.passes import LINE, UNDERSTAND
 from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
 from ringopt.report import Report
 
@@ -46,7 +47,7 @@ KEPT = ("val", "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", 
 LOOKED_AT = 2
 # The graph has to be the same for these places (rank, of how many), or it depends on what is known only later.
 PLACES = ((0, LOOKED_AT), (1, 3))
-HERE_ONLY = ("mesh", "inner_backend", "timeout", "on_refusal")
+HERE_ONLY = ("mesh", "inner_backend", "timeout", "on_refusal", "dump")
 
 
 class AnyRank(PretendedMesh):
@@ -85,7 +86,7 @@ def converted(
             return program, report
         raise ProgramError(f"nothing of this program can be sharded: {why}. allow_empty=True keeps it as it is")
     tell(report, chosen)
-    gm, context = for_any_rank(program, chosen)
+    gm, context = for_any_rank(program, dataclasses.replace(chosen, dump=None))
     if context.replicated_random:
         raise ProgramError(
             f"{', '.join(context.replicated_random[:3])} draw random numbers that must be the same on every rank, "
@@ -149,7 +150,7 @@ def lost_in_export(program: ExportedProgram) -> list[str]:
 
 def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.GraphModule, Report, Context]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    context = Context(options, mesh)
+    context, dump = Context(options, mesh), Dump(options, mesh.rank)
     try:
         gm = capture(copy.deepcopy(program.graph_module), inputs_of(program), mode)
         if any(claim.places for claim in gm.meta["claims"]):
@@ -158,15 +159,15 @@ def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.
             )
         context.values = {node: value for node, value in known(gm).items() if node.op == "get_attr"}
         context.values |= lifted_constants(program, gm)
-        Pipeline(LINE).run(gm, context)
+        dump.captured(gm)
+        Pipeline(LINE if mesh.size > 1 else UNDERSTAND, dump.passed).run(gm, context)
     except GraphRefused as refused:
-        return fx.GraphModule({}, fx.Graph()), refused_report(refused, options, mesh), context
+        report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
+        dump.done(report, None)
+        return fx.GraphModule({}, fx.Graph()), report, context
     report = report_of(gm.graph, context) if mesh.name != ANY else Report(mesh.size)
+    dump.done(report, gm)
     return gm, report, context
-
-
-def refused_report(refused: GraphRefused, options: Options, mesh: Mesh) -> Report:
-    return report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
 
 
 def inputs_of(program: ExportedProgram) -> list[Any]:

@@ -5,6 +5,7 @@ A pass edits the graph and fills the context; it never prints, recompiles or log
 
 from __future__ import annotations
 
+import difflib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch.fx as fx
 from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
+from ringopt.graph.printer import short
 from ringopt.graph.refusal import Refusal
 from ringopt.options import Options
 from ringopt.report import Gather
@@ -91,13 +93,28 @@ class Pipeline:
     callback: Callback | None = None
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
+        trace("captured", gm)
         for step in self.passes:
+            before = short(gm.graph) if log.isEnabledFor(logging.DEBUG) else ""
             step.run(gm, context)
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()
-            log.debug("after %s: %d nodes", step.name, len(gm.graph.nodes))
-            said = {"name": f"ringopt_after_{step.name}", "encoding": "string"}
-            trace_structured("artifact", said.copy, payload_fn=lambda: gm.print_readable(print_output=False))
+            log.debug("after %s: %d nodes%s", step.name, len(gm.graph.nodes), changed(before, gm))
+            trace(f"after_{step.name}", gm)
             if self.callback is not None:
                 self.callback(step, gm)
+
+
+def trace(when: str, gm: fx.GraphModule) -> None:
+    """The graph as an artifact for tlparse, where TORCH_TRACE asks for them."""
+    said = {"name": f"ringopt_{when}", "encoding": "string"}
+    trace_structured("artifact", said.copy, payload_fn=lambda: gm.print_readable(print_output=False))
+
+
+def changed(before: str, gm: fx.GraphModule) -> str:
+    """The lines that a pass removed and added."""
+    if not before:
+        return ""
+    lines = list(difflib.unified_diff(before.splitlines(), short(gm.graph).splitlines(), n=0, lineterm=""))[2:]
+    return "".join(f"\n  {line[0]} {line[1:]}" for line in lines if not line.startswith("@@"))

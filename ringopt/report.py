@@ -32,12 +32,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Gather:
-    """A gather that sharding needed: `bytes` is the size of the whole value."""
+    """A gather that sharding needed: `bytes` is the size of the whole value, `source` the line that needs it."""
 
     op: str
     why: str
     bytes: int
     module: str
+    source: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,15 @@
-"""`ringopt diff`: exit codes, what it prints, the page it writes, and what it says to wrong uses."""
+"""`ringopt diff`: exit codes, what it prints, and what it says to wrong uses."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import export
 
-from ringopt.graph.diff import GraphDiff, NodeView, SiteView, diff_views
 from ringopt.tools.cli import main
-from ringopt.tools.diff_html import page
 
 
 class Two(nn.Module):
@@ -104,87 +97,3 @@ def test_a_wrong_command_line_ends_with_2(
         main(["diff", *arguments])
     assert stopped.value.code == 2
     assert sentence in capsys.readouterr().err
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
-def many(layers: int = 2) -> GraphDiff:
-    """Layers of one site and ten nodes each; names that would be markup if they reached the page as such."""
-    site = SiteView("causal", "none", "none", "none", "", ("#.", "##"))
-    before = [NodeView("x", "input", "%x = input x", "x")]
-    for layer in range(layers):
-        for step in range(10):
-            name, last = f"n{layer}_{step}", before[-1].name
-            where = f"layers.{layer}.</script><script>alert(1)</script>"
-            text = f"%{name} = op{step}(%{last})"
-            before.append(NodeView(name, f"op{step}", text, "%", (last,), where, "model.py:1  <b>x</b>", "f32[4]"))
-        before[-1] = replace(before[-1], site=site)
-    before.append(NodeView("out", "output", f"return %{before[-1].name}", "%", (before[-1].name,)))
-    ring = replace(site, strategy="ring", layout="zigzag", kernel="math")
-    after = [
-        replace(view, op="ring", site=ring, text=f"%{view.name} = ring()") if view.site else view for view in before
-    ]
-    return diff_views(before, after)
-
-
-def test_the_page_needs_nothing_from_elsewhere_and_holds_names_as_text() -> None:
-    text = page(many(), "a.pt2", "<b>.pt2")
-    addresses = set(re.findall(r"""(?:https?:)?//[\w.][^\s"'<`]*""", re.sub(r"\s// .*", "", text)))
-    assert addresses <= {"http://www.w3.org/2000/svg"}
-    assert re.findall(r"""(?:src|href)\s*=\s*["']?([^"'>\s]*)""", text) == ["data:,"]
-    assert text.count("</script>") == 2
-    assert "<b>" not in text
-
-
-def test_the_page_of_5000_nodes_is_small() -> None:
-    assert len(page(many(500), "a.pt2", "b.pt2")) < 4_000_000
-
-
-PROBE = """
-<script>
-addEventListener("error", (event) => document.body.setAttribute("data-error", event.message));
-addEventListener("securitypolicyviolation", (event) => document.body.setAttribute("data-error", event.blockedURI));
-</script>
-"""
-USE = """
-<script>
-const said = {};
-said.sites = document.querySelectorAll("tr.site").length;
-said.closed = document.querySelectorAll(".node").length;
-const search = document.getElementById("search");
-search.value = "n1_3"; search.dispatchEvent(new Event("input"));
-said.found = document.getElementById("found").textContent;
-document.dispatchEvent(new KeyboardEvent("keydown", {key: "j"}));
-said.focused = document.activeElement.className;
-document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}));
-said.open = document.getElementById("site").open;
-said.sides = [...document.querySelectorAll("#site-body pre")].map((pre) => pre.textContent);
-said.mask = [...document.querySelectorAll("#site-body svg")].map((svg) => svg.children.length);
-said.heading = document.querySelector("#site-body h2").textContent;
-document.body.setAttribute("data-said", JSON.stringify(said));
-</script>
-"""
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """Sites counted, searched, one opened from the keyboard and its mask read back; no error, no request."""
-    file = tmp_path / "page.html"
-    text = page(many(), "a.pt2", "b.pt2").replace("<body>", f"<body>{PROBE}").replace("</body>", f"{USE}</body>")
-    file.write_text(text)
-    profile = f"--user-data-dir={tmp_path / 'profile'}"
-    command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", profile, "--dump-dom", file.as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    [dump] = re.findall(r'<body([^>]*)data-said="([^"]*)"([^>]*)>', result.stdout)
-    assert "data-error" not in dump[0] + dump[2]
-    said = json.loads(dump[1].replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert said == {
-        "sites": 2,
-        "closed": 0,
-        "found": "2 nodes shown",
-        "focused": "site",
-        "open": True,
-        "sides": ["%n0_9 = op9(%n0_8)", "%n0_9 = ring()"],
-        "mask": [3, 3],
-        "heading": "layers.0.</script><script>alert(1)</script>",
-    }

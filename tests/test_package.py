@@ -111,7 +111,8 @@ def test_the_wheel_holds_every_module_once(wheel: Path) -> None:
     for package, folder in MOUNTED.items():
         mount = Path(package.replace(".", "/"))
         modules |= {mount / path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py")}
-    data = ["ringopt/py.typed", "ringopt/tools/diff_page.html.jinja"]
+    pages = [str(path.relative_to(ROOT)) for path in (ROOT / "ringopt" / "pages").glob("*.jinja")]
+    data = ["ringopt/py.typed", *pages]
     assert sorted(names) == sorted([*map(str, modules), *data])
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -88,3 +89,11 @@ def import_all(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except Exception as error:
             raise CommandError(f"cannot import {name!r}: {type(error).__name__}: {error}") from None
+
+
+def write(path: str, text: str) -> None:
+    """A page or a table as a file."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringopt.tools.command import CommandError, import_all, positive
+from ringopt.tools.command import import_all, positive, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -81,10 +80,6 @@ def show(diff: GraphDiff, arguments: argparse.Namespace) -> None:
 
 
 def write_html(diff: GraphDiff, arguments: argparse.Namespace) -> None:
-    from ringopt.tools.diff_html import page
+    from ringopt.pages.diff_page import diff_page
 
-    text = page(diff, arguments.before, arguments.after)
-    try:
-        Path(arguments.html).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {arguments.html}: {error.strerror}") from None
+    write(arguments.html, diff_page(diff, arguments.before, arguments.after))

@@ -231,13 +231,13 @@ def described_pattern(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The mask in at most BLOCKS x BLOCKS blocks; () where it depends on an input, or sizes are open."""
+    """The mask in at most BLOCKS x BLOCKS blocks, "?" where tensors decide; () where sizes are open."""
     query, key, _values = (value_of(arguments[of]) for of in operands_of(name))
     mask = Mask.parse(arguments.get("mask") or "")
     rows = arguments.get("q_length", query.shape[-2] if isinstance(query, torch.Tensor) else None)
     keys = arguments.get("kv_length", key.shape[-2] if isinstance(key, torch.Tensor) else None)
-    given = arguments.get("attn_mask") is not None or bool(mask.sources)
-    if given or not isinstance(rows, int) or not isinstance(keys, int):
+    given = arguments.get("attn_mask") is not None
+    if not isinstance(rows, int) or not isinstance(keys, int):
         return ()
     pattern = pattern_of(pattern_text(name, arguments), rows, keys)
     lines = []
@@ -245,8 +245,12 @@ def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         kinds = []
         for others in cut(keys):
             banded, seen = pattern.kind(some, others).value, mask.kind(square(some, others), [])
-            hidden = "empty" in (banded, seen)
-            kinds.append("." if hidden else "#" if banded == seen == "full" else "/")
+            if "empty" in (banded, seen):
+                kinds.append(".")
+            elif given or (seen == "partial" and mask.sources):
+                kinds.append("?")
+            else:
+                kinds.append("#" if banded == seen == "full" else "/")
         lines.append("".join(kinds))
     return tuple(lines)
 

@@ -30,8 +30,8 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class SiteView:
-    """One attention site of one side. `mask` is a picture in blocks, one string of ".", "/" and "#" (nothing, some, all
-    of the block is seen) a row of blocks; empty where the mask depends on inputs."""
+    """One attention site of one side. `mask` is a picture in blocks, one string of ".", "/", "#" and "?" (nothing,
+    some, all of the block is seen, or tensors decide) a row of blocks; empty where sizes are open."""
 
     pattern: str
     strategy: str

@@ -1,0 +1,82 @@
+"""`ringopt.explain`: what the backend would do on any number of ranks, found in one process without running a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.export import ExportedProgram
+
+from ringopt.backend import Compiled, transform
+from ringopt.convert import check, lost_in_export, lowered
+from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.errors import OptionError, ProgramError, RingError
+from ringopt.options import Options
+from ringopt.report import Report
+
+
+def explain(
+    model: Any, *args: Any, world_size: int = 8, options: Mapping[str, Any] | Options | None = None, **kwargs: Any
+) -> Report:
+    """The report of `torch.compile(model, backend="ring")(*args, **kwargs)` on `world_size` ranks, seen from rank 0.
+
+    No process group is needed and no graph is executed: each graph Dynamo captures is transformed, and answered with
+    zeros that take no memory. Python between graphs does run. Build the model on the meta device to explain one that
+    does not fit this machine.
+
+    An ExportedProgram is explained as `ringopt.convert` would take it; it has its inputs already. Raises OptionError,
+    ProgramError (inputs beside a program, or one that is converted already), and what the model raises.
+    """
+    if world_size < 1:
+        raise OptionError(f"world_size={world_size}: expected at least 1 rank")
+    chosen, mesh = Options.of(options), mesh_of(f"pretend:0/{world_size}")
+    if not isinstance(model, ExportedProgram):
+        return of_model(model, args, kwargs, chosen, mesh)
+    if args or kwargs:
+        raise ProgramError("an exported program is explained at the sizes it was exported for; pass no inputs")
+    return of_program(model, chosen, mesh)
+
+
+def of_program(program: ExportedProgram, options: Options, mesh: Mesh) -> Report:
+    check(program)
+    report = lowered(program, options, mesh)[1]
+    return dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
+
+
+def of_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, mesh: Mesh) -> Report:
+    found: list[Report] = []
+
+    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
+        _flat, report, _random = transform(gm, example_inputs, options, mesh)
+        found.append(report)
+        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
+        return lambda *_inputs: tuple(hollow(value) for value in outputs)
+
+    try:
+        torch.compile(model, backend=dry)(*args, **kwargs)  # type: ignore[no-untyped-call]
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, RingError):
+            raise failed.inner_exception from None
+        raise
+    if not found:
+        nothing = (
+            "Dynamo captured no graph of this model, so nothing would be sharded; TORCH_LOGS=graph_breaks says why"
+        )
+        return Report(mesh.size, notes=(nothing,))
+    return Report.merged(found, mesh.size)
+
+
+def value_of_output(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def hollow(value: Any) -> Any:
+    """A tensor of zeros in the place of a fake one: one element, expanded."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    zeros = torch.zeros((), dtype=value.dtype, device=value.device).expand([int(size) for size in value.shape])
+    return zeros.requires_grad_(value.requires_grad)

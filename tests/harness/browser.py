@@ -1,0 +1,107 @@
+"""Headless Chromium through its WebDriver (W3C WebDriver over HTTP, no package needed): for pages that ringopt writes.
+
+Debian: `apt-get install chromium chromium-driver`. `missing()` says what a test is skipped for where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of the specification
+KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "ArrowLeft": "\ue012", "ArrowRight": "\ue014"}
+
+
+def missing() -> str:
+    lacking = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"{' and '.join(lacking)} not installed" if lacking else ""
+
+
+class Browser:
+    """One window. Selectors are CSS; what cannot be found or clicked raises RuntimeError."""
+
+    def __init__(self, address: str):
+        self.address = address
+        options = {"args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]}
+        logs = {"browser": "ALL", "performance": "ALL"}
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": logs}
+        session = self.ask("POST", "session", {"capabilities": {"alwaysMatch": wanted}})
+        self.address = f"{address}/session/{session['sessionId']}"
+
+    def ask(self, method: str, command: str, body: dict[str, Any] | None = None) -> Any:
+        data = json.dumps(body or {}).encode() if method == "POST" else None
+        request = urllib.request.Request(f"{self.address}/{command}".rstrip("/"), data, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["value"]
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{command}: {json.load(error)['value']['message']}") from None
+
+    def open(self, page: Path) -> None:
+        self.ask("POST", "url", {"url": page.as_uri()})
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript function body."""
+        return self.ask("POST", "execute/sync", {"script": script, "args": []})
+
+    def texts(self, selector: str) -> list[str]:
+        """What a person reads in the elements, in order; "" of hidden ones."""
+        return [str(self.ask("GET", f"element/{name}/text")) for name in self.elements(selector)]
+
+    def count(self, selector: str) -> int:
+        return len(self.elements(selector))
+
+    def elements(self, selector: str) -> list[str]:
+        found = self.ask("POST", "elements", {"using": "css selector", "value": selector})
+        return [element[ELEMENT] for element in found]
+
+    def click(self, selector: str) -> None:
+        """The first of them, where a person would."""
+        self.ask("POST", f"element/{self.elements(selector)[0]}/click")
+
+    def type(self, text: str) -> None:
+        """Keys, to whatever has the focus; a name of KEYS is that key."""
+        keys = [KEYS[text]] if text in KEYS else list(text)
+        actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
+        self.ask("POST", "actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    def complaints(self) -> list[str]:
+        """What is in the console since the last call: errors of scripts, refused requests."""
+        return [str(entry["message"]) for entry in self.ask("POST", "se/log", {"type": "browser"})]
+
+    def requests(self) -> list[str]:
+        """Addresses asked for since the last call, data: and the page itself included."""
+        entries = self.ask("POST", "se/log", {"type": "performance"})
+        messages = [json.loads(entry["message"])["message"] for entry in entries]
+        sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        return [str(params["request"]["url"]) for params in sent]
+
+    def screenshot(self, file: Path) -> None:
+        file.write_bytes(b64decode(self.ask("GET", "screenshot")))
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A browser that lives as long as the block."""
+    driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert driver.stdout is not None
+        started = (re.search(r"started successfully on port (\d+)", line) for line in driver.stdout)
+        port = next(found[1] for found in started if found)
+        window = Browser(f"http://127.0.0.1:{port}")
+        try:
+            yield window
+        finally:
+            window.ask("DELETE", "")
+    finally:
+        driver.terminate()
+        driver.wait(timeout=30)
