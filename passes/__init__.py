@@ -11,6 +11,7 @@ from ringopt.passes.find_softmax import FindSoftmax
 from ringopt.passes.find_unfused import FindUnfused
 from ringopt.passes.lower import Lower
 from ringopt.passes.normalize import Normalize
+from ringopt.passes.recompute import Recompute
 from ringopt.passes.shard_sequence import ShardSequence
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
 
@@ -29,4 +30,5 @@ LINE = (
     ChooseStrategy(),  # every site has a strategy and a kernel, or a refusal
     ShardSequence(),  # every value is replicated or sharded
     Lower(),  # local sizes are known and right; outputs have their strides
+    Recompute(),  # what a checkpoint computes again sends nothing
 )

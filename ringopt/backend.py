@@ -22,6 +22,7 @@ from ringopt.dump import Dump
 from ringopt.errors import RefusedError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import requires_grad, shape_of, value_of
+from ringopt.graph.recompute import police, tags_of
 from ringopt.measure import report_of
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
@@ -135,6 +136,8 @@ def tell(report: Report, options: Options) -> None:
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:
     run: Compiled = gm
+    if options.inner_backend != "eager":
+        police(gm)
     if options.inner_backend == "aot_eager":
         from torch._dynamo.backends.debugging import aot_eager
 
@@ -146,8 +149,9 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
         from ringopt.lockstep import inductor_settings
 
         patches = {**(list_mode_options(mode) if mode else {}), **inductor_settings(gm)}
-        # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it.
-        tag = f"{torch.compiler.config.cache_key_tag} ringopt {VERSION}"
+        # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it,
+        # nor what is computed again in the backward.
+        tag = f"{torch.compiler.config.cache_key_tag} ringopt {VERSION} {tags_of(gm)}"
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             run = compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[assignment]
     return run

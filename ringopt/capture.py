@@ -8,14 +8,13 @@ bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 import torch.fx.traceback
 from torch._guards import tracing
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,24 +23,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ringopt.flatten import Flatten, refuse_higher_order
 from ringopt.graph import flex
 from ringopt.graph.block_tables import Claim, claims, erase_tables
-from ringopt.graph.decompose import DECOMPOSED, is_whole_layer
+from ringopt.graph.recompute import Regions
 from ringopt.graph.refusal import Refusal
 from ringopt.ops import flex as flex_operator  # noqa: F401  (registers the operator)
 from ringopt.pipeline import GraphRefused
-
-HIGHER_ORDER = {
-    "tag_activation_checkpoint": "activation checkpointing is not sharded yet: recomputing would repeat exchanges",
-    "flex_attention": "flex_attention inside a region of an exported program is not sharded yet",
-    "autograd_function_apply": "a custom autograd.Function is not sharded yet: flattening it would lose its backward",
-}
-
-# Exported programs keep these regions as functions of their own: name, and the context they run in.
-REGIONS: dict[str, Callable[..., Any]] = {
-    "wrap_with_set_grad_enabled": torch.set_grad_enabled,
-    "wrap_with_autocast": torch.autocast,
-}
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorMode | None = None) -> fx.GraphModule:
@@ -125,44 +113,23 @@ def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
 
 
 def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    regions = Regions()
     trace = make_fx(
-        lambda *args: Flatten(gm).run(*args), tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True
-    )
+        lambda *args: Flatten(gm, regions).run(*args),
+        tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True,
+    )  # fmt: skip
     try:
-        return trace(*inputs)
+        flat = trace(*inputs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = f"a number or a size made by {error.func} is known only when the program runs; all sizes must be fixed"
         raise GraphRefused(Refusal(why)) from error
+    flat.meta["regions"] = regions
+    return flat
 
 
 def readable(name: str) -> str:
     """Dynamo's `l_self_modules_linear_parameters_weight_` as `linear_weight`."""
     return re.sub(r"(^|_)(l_self|l|modules|parameters|buffers)(?=_)", "", name).strip("_") or name
-
-
-class Flatten(fx.Interpreter):
-    """Runs Dynamo's graph for the tracer; operators that hold a whole layer, or a region, are run as their
-    parts."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if is_whole_layer(target, kwargs, args):
-            return DECOMPOSED[target](*args, **kwargs)
-        if is_region(target):
-            return run_region(REGIONS[target.name()], args)
-        if flex.is_flex(target):
-            return flex.written_out(*args)
-        return super().call_function(target, args, kwargs)
-
-
-def is_region(target: Any) -> bool:
-    return isinstance(target, HigherOrderOperator) and target.name() in REGIONS
-
-
-def run_region(context: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """A region written out in line: `args` are those of its context, its graph, and the graph's."""
-    at = next(k for k, value in enumerate(args) if isinstance(value, fx.GraphModule))
-    with context(*args[:at]):
-        return Flatten(args[at]).run(*args[at + 1 :])
 
 
 def fake(value: Any, mode: FakeTensorMode) -> Any:
@@ -199,17 +166,3 @@ def has_symbolic_sizes(gm: fx.GraphModule) -> bool:
 
 def sizes_of(value: Any) -> tuple[Any, ...]:
     return tuple(getattr(value, "shape", ()))
-
-
-def refuse_higher_order(gm: fx.GraphModule) -> None:
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            understood = is_region(node.target) or (flex.is_flex(node.target) and module is gm)
-            if isinstance(node.target, HigherOrderOperator) and not understood:
-                name = node.target.name()
-                why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
-                raise GraphRefused(Refusal(why, node))
-            if flex.is_functorch(node):
-                raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))

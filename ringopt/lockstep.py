@@ -29,6 +29,15 @@ class Lockstep(CustomGraphPass):
         return "ringopt lockstep 1"  # compiled code is cached by it
 
 
+# Operators of a group that send nothing in the forward.
+SILENT = ("ringopt::scatter", "ringopt::copy_to_group", "ringopt::dropout", "ringopt::rows_here")
+
+
+def sends(node: fx.Node) -> bool:
+    """Whether the ranks exchange messages when the node runs."""
+    return talks(node) and node.target._schema.name not in SILENT
+
+
 def talks(node: fx.Node) -> bool:
     """An operator of ours that names a group of ranks."""
     ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"

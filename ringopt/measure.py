@@ -35,6 +35,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         memory=memory(graph),
         bytes_sent=sum(site.bytes_sent for site in sites) + shares + fetched(graph, context.mesh),
         refusal=refusal,
+        notes=tuple(context.notes),
     )
 
 

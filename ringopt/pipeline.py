@@ -51,6 +51,7 @@ class Context:
     relied_on          of these, the ones whose numbers the transformed graph takes for granted
     sites              the attention nodes, in order
     replicated_random  ops that every rank must draw the same random numbers for
+    notes              what else the report says of the graph
     """
 
     options: Options
@@ -61,6 +62,7 @@ class Context:
     left_alone: list[Refusal] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
     replicated_random: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     layout: str = "contiguous"
 
 

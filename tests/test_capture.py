@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ringopt.capture import capture, readable
 from ringopt.graph.nodes import op_name
@@ -30,10 +29,6 @@ def test_models_bit_for_bit(name):
     assert_same(flat, gm, given)
 
 
-def checkpointed(x):
-    return checkpoint(lambda y: y.sin() * 2, x, use_reentrant=False)
-
-
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -44,12 +39,9 @@ class Twice(torch.autograd.Function):
         return grad * 2
 
 
-@pytest.mark.parametrize(
-    "function, sentence", [(checkpointed, "activation checkpointing"), (Twice.apply, "a custom autograd.Function")]
-)
-def test_what_would_lose_a_gradient_is_refused(function, sentence):
-    gm, inputs = captured(lambda x: function(x) + 1, torch.randn(3, requires_grad=True))
-    with pytest.raises(GraphRefused, match=sentence):
+def test_what_would_lose_a_gradient_is_refused():
+    gm, inputs = captured(lambda x: Twice.apply(x) + 1, torch.randn(3, requires_grad=True))
+    with pytest.raises(GraphRefused, match=r"a custom autograd\.Function"):
         capture(gm, inputs)
 
 

@@ -25,6 +25,7 @@ from ringopt.graph.diff import SiteView
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import value_of
 from ringopt.graph.placement import Sharded
+from ringopt.lockstep import SILENT
 from ringopt.ops.rows import fetch_of
 
 # Local: each rank has its own, such as its part of a sum.
@@ -35,8 +36,6 @@ PRODUCTS = {
     "aten::linear": 0, "aten::matmul": 0, "aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::addmm": 1,
     "aten::baddbmm": 1, "aten::conv1d": 1, "aten::conv2d": 1, "aten::conv3d": 1,
 }  # fmt: skip
-# Operators of a group that send nothing in the forward.
-SILENT = ("ringopt::scatter", "ringopt::copy_to_group", "ringopt::dropout", "ringopt::rows_here")
 PLANNED = 1 << 24  # a fetch of more rows times ranks is not unrolled to be counted
 BLOCKS = 24  # a mask is drawn in as many blocks a side at most
 

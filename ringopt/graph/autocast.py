@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ringopt.graph.nodes import is_tensor, op_name, value_of
+from ringopt.graph.nodes import is_tensor, op_name, origin, value_of
 from ringopt.graph.refusal import Refusal
 
 aten = torch.ops.aten
@@ -145,7 +145,9 @@ class Casting(fx.Interpreter):
             return kept
         with self.module.graph.inserting_before(user):
             new = self.module.graph.call_function(aten.to.dtype, (arg, dtype))
-        new.meta = {**arg.meta, "val": value_of(arg).to(dtype)}
+        # Of a parameter it is used in several regions; else it is computed again where its reader is.
+        like = arg if arg.op == "placeholder" else user
+        new.meta = {**origin(like), "val": value_of(arg).to(dtype)}
         self.env[new] = new.meta["val"]
         if arg.op == "placeholder" and value_of(arg).requires_grad:
             self.casts[arg, dtype] = new

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import op_name, shape_of, value_of
+from ringopt.graph.nodes import op_name, origin, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 
 aten = torch.ops.aten
@@ -158,7 +158,7 @@ class Functional:
 
     def emit(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, tuple(args), dict(kwargs))
-        new.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+        new.meta = origin(like)
         new.meta["val"] = torch.empty_like(value_of(like))
         return new
 

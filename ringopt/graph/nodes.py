@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
+
 
 def op_name(node: fx.Node) -> str:
     """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for what is no operator."""
@@ -78,6 +80,12 @@ def module_path(node: fx.Node) -> str:
     return re.sub(r"\[?'?(?:_modules)?'?\]?[\[\].']+", ".", path).strip(".")
 
 
+def origin(node: fx.Node) -> dict[str, Any]:
+    """Meta that a node made in the place of `node` takes over: where it comes from, and whether it is computed again in
+    the backward (graph/recompute.py)."""
+    return {key: node.meta[key] for key in ORIGIN if key in node.meta}
+
+
 def source_line(node: fx.Node) -> str:
     """`modeling_llama.py:210: weights = softmax(scores, -1)`: where the program has it; "" where that is not known."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n\s*([^\n]*))?', node.meta.get("stack_trace") or "")
@@ -109,7 +117,7 @@ def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[st
     """A new node with its fake value, told to come from where `like` comes from."""
     name = target._schema.name.split("::")[1]
     new = graph.create_node("call_function", target, tuple(args), kwargs or {}, name)
-    new.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in like.meta}
+    new.meta = origin(like)
     given, named = fx.map_arg((new.args, new.kwargs), value_of)
     new.meta["val"] = target(*given, **named)
     return new

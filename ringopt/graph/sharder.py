@@ -18,13 +18,21 @@ import torch
 import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
-from ringopt.graph.nodes import is_aten, is_tensor, module_path, op_name, requires_grad, shape_of, tensor_args, value_of
+from ringopt.graph.nodes import (
+    is_aten,
+    is_tensor,
+    module_path,
+    op_name,
+    origin,
+    requires_grad,
+    shape_of,
+    tensor_args,
+    value_of,
+)
 from ringopt.graph.placement import Sharded
 from ringopt.graph.rules import Rule, ViewRule
 
 aten = torch.ops.aten
-
-KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,7 @@ class Sharder:
         """A node that is the value of `like` in some form. It takes over the name, so that a diff shows what
         changed."""
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name or like.name)
-        new.meta = {key: like.meta[key] for key in KEPT_META if key in like.meta}
+        new.meta = origin(like)
         new.meta["placement"], new.meta["whole"], new.meta["named"] = placement, value_of(like), name or like.name
         return new
 

@@ -1,0 +1,67 @@
+"""What activation checkpointing computes again in the backward, and what it keeps.
+
+    in a region: q, k, v = ...; y = ring_attention(q, k, v); z = f(y)
+    kept: what goes into the region, and y with its log-sum-exp; again in the backward: q, k, v, z
+
+An exchange is not repeated: its results are kept, on every rank alike, so that the ranks talk in one order whatever
+else a partitioner makes of their graphs. So are the seeds of dropout, a number each. (Korthikanti et al. 2022, Reducing
+Activation Recomputation, section 5, chooses what to keep in the same way: what is dear to repeat and small to hold.)
+
+Before: nodes tagged with the numbers of their regions (graph/recompute.py).
+After: nodes tagged as AOTAutograd's partitioner reads it, and with the policy that it is to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.fx as fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ringopt.graph.nodes import value_of
+from ringopt.graph.recompute import Regions
+from ringopt.lockstep import sends
+from ringopt.pipeline import Context, Pass
+from ringopt.report import readable
+
+
+class Recompute(Pass):
+    name = "recompute"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        regions: Regions = gm.meta.get("regions") or Regions()
+        tagged = [node for node in gm.graph.nodes if node.meta.get("recompute") is not None]
+        exchanges = [node for node in tagged if sends(node)]
+        for node in tagged:
+            region = regions.made[node.meta["ac_graph_id"]]
+            node.meta["ac_graph_id"] = region.outermost
+            if sends(node) or is_seed(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            elif region.policy is not None:
+                node.meta["policy"] = region.policy
+        if tagged and context.mesh.size > 1:
+            count = len({node.meta["ac_graph_id"] for node in tagged})
+            context.notes.append(told(count, exchanges, context.options.inner_backend))
+
+
+def told(regions: int, exchanges: Sequence[fx.Node], inner_backend: str) -> str:
+    checkpointed = f"{regions} checkpointed region{'s' if regions > 1 else ''}"
+    if inner_backend == "eager":
+        return f"{checkpointed}: nothing is computed again, for inner_backend='eager' has no backward graph to do it in"
+    kept = readable(sum(map(size_of, exchanges)))
+    but = f"but for {len(exchanges)} exchanges, whose results are kept: {kept}"
+    return f"{checkpointed}: computed again in the backward, {but}"
+
+
+def size_of(node: fx.Node) -> int:
+    values = value_of(node) if isinstance(value_of(node), (tuple, list)) else [value_of(node)]
+    return sum(prod(value.shape) * value.element_size() for value in values)
+
+
+def is_seed(node: fx.Node) -> bool:
+    """A random number by itself, from which an operator draws many."""
+    target, value = node.target, value_of(node)
+    random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return random and isinstance(value, torch.Tensor) and not value.dim()
