@@ -7,6 +7,7 @@ out = ringopt.unshard(out, dim=2, length=S)
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringopt.ops.attention
-import ringopt.ops.convert  # noqa: F401  (registers the operators)
+import ringopt.ops.convert
+import ringopt.ops.dilated  # noqa: F401  (registers the operators)
+from ringopt.attention.dilation import Dilation
 from ringopt.attention.layouts import layout_of
 from ringopt.attention.rows import count
-from ringopt.distributed.mesh import Mesh, register
+from ringopt.distributed.mesh import Mesh, mesh_of, register
 from ringopt.distributed.process import process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
@@ -70,22 +73,27 @@ def attention(
     rows travel, "local", "halo", "gather", "ring" or "ring2" (both ways round); "auto" is "ring". `kernel`: "auto", or
     by name as in the options. Without a process group, or on a mesh of one rank, this is the single-device operator.
 
+    `segment_lengths` (w) and `dilation_rates` (r), as many of one as of the other: dilated self attention (Ding et al.,
+    LongNet, 2023). Of each segment of w positions, head j takes every r-th one from its offset on, and these attend to
+    each other; all patterns are one softmax. `dilation_offsets`: "paper" (j mod r) or "torchscale" (j // ceil(Hq / r)).
+    Any lengths; a (token, head) that no pattern takes is 0, with a warning. `attn_mask` is then of keys alone, [B, 1,
+    1, S] of bool, the same on all ranks; rows travel by "gather" or "ring", for each pattern as "auto" finds best.
+
     Raises OptionError for what is not built; RingMismatchError where shards or masks are not those of one sequence;
     RingCommError.
     """
-    unbuilt = {
-        "sinks": sinks is not None,
-        "segment_lengths": segment_lengths is not None,
-        "dilation_rates": dilation_rates is not None,
-        "dilation_offsets": dilation_offsets != "paper",
-    }
-    _refuse(unbuilt, "not built yet: leave it at its default")
+    _refuse({"sinks": sinks is not None}, "not built yet: leave it at its default")
     _check_operands(query, key, value, enable_gqa)
     if not 0.0 <= dropout_p <= 1.0:
         raise OptionError(f"attention(dropout_p={dropout_p}): a probability is from 0 to 1")
-    pattern = _pattern(is_causal, window)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     ranks = _mesh_of(mesh)
+    if segment_lengths is not None or dilation_rates is not None or dilation_offsets != "paper":
+        beside = {"window": window is not None, "dropout_p": dropout_p > 0}
+        _refuse(beside, "not possible in dilated attention (segment_lengths, dilation_rates)")
+        dilation = Dilation(segment_lengths, dilation_rates, is_causal, dilation_offsets)  # type: ignore[arg-type]
+        return _dilated(query, key, value, attn_mask, dilation, scale, ranks, layout, strategy, kernel)
+    pattern = _pattern(is_causal, window)
     seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
     if ranks is None or ranks.size == 1:
         one = torch.ops.ringopt.attention(
@@ -105,6 +113,50 @@ def attention(
         *(layout, layout, "ring" if strategy == "auto" else strategy, kernel, ranks.name, VERSION),
     )
     return out
+
+
+def _dilated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dilation: Dilation,
+    scale: float,
+    mesh: Mesh | None,
+    layout: str,
+    strategy: str,
+    kernel: str,
+) -> Tensor:
+    mesh = mesh_of("pretend:0/1") if mesh is None else mesh
+    alone = mesh.size == 1
+    held = {name: [x.shape[2]] for name, x in (("query", query), ("key", key))}
+    held = held if alone else _held(mesh, query, key, [], None)
+    if held["query"] != held["key"]:
+        raise OptionError(
+            f"dilated attention is self attention; the ranks hold {held['query']} rows of query and {held['key']} of "
+            "key"
+        )
+    length = held["query"][0] if alone else _length(mesh, layout, "query", held["query"])
+    seen = _seen(attn_mask, query.shape[0], length)
+    if told := dilation.told_left_out(length, query.shape[1]):
+        warnings.warn(told, stacklevel=3)
+    where = ("contiguous" if alone else layout, strategy, kernel, mesh.name, VERSION)
+    out: Tensor
+    out, _lse = torch.ops.ringopt.dilated_attention(query, key, value, seen, length, dilation.text, scale, *where)
+    return out
+
+
+def _seen(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """A key padding mask as [B, keys]."""
+    if mask is None:
+        return None
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if mask.dtype != torch.bool or len(sizes) > 4 or sizes[0] not in (1, batch) or sizes[1:] != (1, 1, keys):
+        raise OptionError(
+            f"dilated attention takes an attn_mask of keys alone, [{batch}, 1, 1, {keys}] of bool with all keys of the "
+            f"sequence (True is seen); found {list(mask.shape)} {mask.dtype}"
+        )
+    return mask.view(sizes)[:, 0, 0].expand(batch, keys)
 
 
 def shard(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, layout: str = "contiguous") -> Tensor:

@@ -84,6 +84,11 @@ class Mask:
         return {"q", "k", *(axis for axis in sizes if sizes[axis] > 1)} <= axes_of([self.visible, self.bias])
 
     @property
+    def of_keys(self) -> bool:
+        """Whether all it says is which keys of which batch row are seen: padding."""
+        return self.bias is None and self.score is None and axes_of([self.visible]) <= {"b", "k"}
+
+    @property
     def sources(self) -> tuple[int, ...]:
         """Numbers of the tensors that are read."""
         return tuple(sorted({load.source for load in loads(*self.terms)}))

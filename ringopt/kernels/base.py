@@ -90,7 +90,10 @@ def visible_lse(lse: Tensor) -> Tensor:
 
 
 def hidden_rows(mask: Tensor, causal: bool) -> Tensor:
-    """[1|B, 1|Hq, Sq]: the rows for which every key is hidden."""
+    """[1|B, 1|Hq, Sq], or 1 in place of Sq: the rows for which every key is hidden."""
+    if mask.stride(2) == 0:  # one row of keys, expanded to all queries: no more is made of it
+        keys = mask[:, :, 0]
+        return (keys.cummax(-1).values if causal else keys.amax(-1, keepdim=True)) == HIDDEN
     if causal:
         mask = mask.masked_fill(~torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), HIDDEN)
     return mask.amax(-1) == HIDDEN

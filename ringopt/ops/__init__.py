@@ -2,6 +2,7 @@
 
 import ringopt.ops.attention
 import ringopt.ops.convert
+import ringopt.ops.dilated
 import ringopt.ops.dropout
 import ringopt.ops.extreme
 import ringopt.ops.prefix

@@ -1,0 +1,347 @@
+"""Runs dilated attention on one rank, forward and backward.
+
+    all terms together, for each step:  post messages | compute while they travel | wait | keep what came
+
+Segments that are whole on this rank are computed under the first messages, as many in one call of the kernel as a term
+has of one length; segments that are cut follow the plan of their exchange. Each term gives a partial softmax of the
+rows it keeps. They merge by log-sum-exp, and backward each needs nothing but the output and the log-sum-exp of all.
+
+torchscale's mixing, which is for models trained with it, holds the weights of the terms constant: the backward of a
+term then sees its own output in place of that of all. That output is computed anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringopt.attention.dilated_heads import (
+    batched,
+    collected,
+    in_segments,
+    of_heads,
+    packed,
+    places,
+    spread,
+    unbatched,
+    views,
+)
+from ringopt.attention.dilated_plan import DilatedPlan, Piece, Stretch, TermPlan
+from ringopt.attention.dilation import Kept
+from ringopt.attention.exchange import Block, Cargo, Message, Step
+from ringopt.attention.merge import Merged, merge_
+from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed
+from ringopt.attention.patterns import Kind
+from ringopt.attention.segments import Segments
+from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.traffic import log_event
+from ringopt.kernels.base import HIDDEN, Kernel, accumulator
+
+
+@dataclass(frozen=True)
+class DilatedAttention:
+    """What is computed, and by which plan and kernel."""
+
+    plan: DilatedPlan
+    kernel: Kernel
+    scale: float
+
+    @property
+    def causal(self) -> bool:
+        return self.plan.dilation.causal
+
+    def zero_keys(self, kept: Kept, rows: int) -> int:
+        """Keys of zeros that torchscale adds to a segment that keeps `rows` rows."""
+        adds = self.plan.dilation.torchscale_mixing and not self.causal
+        return kept.padded - rows if adds else 0
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The rank's rows, as the layout gives them: q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local,
+    Dv]. `seen` [B, S]: which keys of the whole sequence are no padding."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward leaves for the backward."""
+
+    given: Operands
+    out: Tensor
+    lse: Tensor
+
+
+def attend_dilated(attention: DilatedAttention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, S_local, Dv] in q's dtype and lse [B, Hq, S_local], both contiguous. A place that no term keeps, and
+    a row that sees padding only, is 0 with lse -inf. Raises RingCommError."""
+    q, wide = given.q, accumulator(given.q.dtype)
+    out = q.new_zeros(*q.shape[:3], given.v.shape[3], dtype=wide)
+    lse = q.new_full(q.shape[:3], HIDDEN, dtype=wide)
+    cuts = [Cut(attention, part, mesh.rank, given) for part in attention.plan.terms if part.exchange is not None]
+
+    def alone() -> None:
+        for whole in wholes(attention, mesh.rank, given):
+            whole.merge_into(out, lse)
+
+    in_lockstep(mesh, cuts, "forward", alone)
+    for cut in cuts:
+        cut.merge_into(out, lse)
+    return out.to(q.dtype), lse
+
+
+def attend_dilated_backward(
+    attention: DilatedAttention, mesh: Mesh, dout: Tensor, saved: Saved
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the rank's rows, complete. K and V travel again, and sums of dK and dV travel home in the
+    accumulator's dtype. Raises RingCommError."""
+    given, parts = saved.given, [part for part in attention.plan.terms if part.exchange is not None]
+    operands = (given.q, given.k, given.v)
+    totals = tuple(torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in operands)
+    outs: list[Tensor | None] = [None] * len(parts)
+    if attention.plan.dilation.torchscale_mixing:
+        again = [Cut(attention, part, mesh.rank, given) for part in parts]
+        in_lockstep(mesh, again, "forward again", lambda: None)
+        outs = [cut.result()[0] for cut in again]
+    cuts = [CutBackward(attention, part, mesh.rank, dout, saved, out) for part, out in zip(parts, outs, strict=True)]
+
+    def alone() -> None:
+        for whole in wholes(attention, mesh.rank, given):
+            whole.add_gradients(dout, saved, totals)
+
+    in_lockstep(mesh, cuts, "backward", alone)
+    for cut in cuts:
+        cut.add_gradients(totals)
+    dq, dk, dv = (total.to(x.dtype) for total, x in zip(totals, operands, strict=True))
+    return dq, dk, dv
+
+
+def in_lockstep(mesh: Mesh, cuts: Sequence[Cut], label: str, alone: Callable[[], None]) -> None:
+    """The exchanges of all terms, a step of each at a time, so that what a step sends is under way at once. `alone` is
+    computed under the first."""
+    for number in range(max([1, *(len(cut.steps) for cut in cuts)])):
+        sends, receives = [], []
+        for cut in cuts:
+            outgoing, incoming = cut.post(number)
+            sends += outgoing
+            receives += incoming
+        pending = mesh.exchange(sends, receives, f"{label} {number}")
+        del sends, receives
+        if number == 0:
+            alone()
+        for cut in cuts:
+            cut.compute(number)
+        log_event("computed", f"{label} {number}", mesh.rank)
+        pending.wait()
+        for cut in cuts:
+            cut.end(number)
+
+
+def wholes(attention: DilatedAttention, rank: int, given: Operands) -> Iterator[Whole]:
+    for part in attention.plan.terms:
+        for stretch in part.whole(rank):
+            yield Whole(attention, part, stretch, given)
+
+
+class Whole:
+    """The segments of one stretch, as a batch."""
+
+    def __init__(self, attention: DilatedAttention, part: TermPlan, stretch: Stretch, given: Operands):
+        self.attention, self.part, self.term, self.stretch = attention, part, part.term, stretch
+        self.q = self._cut(given.q, self.term.heads)
+        self.k, self.v = (spread(self._cut(x, self.term.kv_heads), self.term) for x in (given.k, given.v))
+        self.mask = None
+        if given.seen is not None:
+            seen = in_segments(given.seen[:, None], stretch.first, stretch, self.term.kept)
+            self.mask = additive(batched(seen)[:, 0], self.q)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        attention = self.attention
+        out, lse = attention.kernel.forward(self.q, self.k, self.v, self.mask, attention.causal, attention.scale)
+        zeros = attention.zero_keys(self.term.kept, self.q.shape[2])
+        return with_zero_keys(out, lse, zeros) if zeros else (out, lse)
+
+    def merge_into(self, out: Tensor, lse: Tensor) -> None:
+        into = (self._segments(of_heads(x, self.term.heads)) for x in (out, lse))
+        merge_(*into, *(unbatched(x, out.shape[0]) for x in self.forward()))
+
+    def add_gradients(self, dout: Tensor, saved: Saved, totals: Sequence[Tensor]) -> None:
+        attention, term = self.attention, self.term
+        own = attention.plan.dilation.torchscale_mixing
+        out = self.forward()[0] if own else self._cut(saved.out, term.heads)
+        dout, lse = (self._cut(x, term.heads) for x in (dout, saved.lse))
+        dq, dk, dv = attention.kernel.backward(
+            dout, self.q, self.k, self.v, out.to(dout.dtype), lse, self.mask, attention.causal, attention.scale
+        )
+        parts = (dq, collected(dk, term), collected(dv, term))
+        for total, heads, found in zip(totals, (term.heads, term.kv_heads, term.kv_heads), parts, strict=True):
+            for of, view in views(total, heads):
+                self._segments(view).add_(unbatched(found, total.shape[0])[:, of])
+
+    def _segments(self, x: Tensor) -> Tensor:
+        return in_segments(x, self.stretch.here, self.stretch, self.term.kept)
+
+    def _cut(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        """[B * segments, heads, kept rows, ...] of [B, H, S_local, ...]."""
+        return batched(self._segments(of_heads(x, heads)))
+
+
+class Cut:
+    """The segments of one term that lie across edges of the shards: their rows here, and what has come of others."""
+
+    def __init__(self, attention: DilatedAttention, part: TermPlan, rank: int, given: Operands):
+        assert part.exchange is not None
+        self.attention, self.term, self.exchange, self.rank = attention, part.term, part.exchange, rank
+        self.pieces: tuple[Piece, ...] = part.pieces(rank)
+        self.steps: tuple[Step, ...] = self.exchange.forward(rank)
+        self.local = Local(self.exchange.q_layout.ranges(rank))
+        self.q = self._packed(given.q, self.term.heads)
+        self.k, self.v = (self._packed(x, self.term.kv_heads) for x in (given.k, given.v))
+        shape = KVShape.of(self.k, self.v)
+        self.held = Held(shape, self.exchange.kv_pieces(rank), self.local, self.k, self.v)
+        self.merged = Merged(self.q, self.v.shape[3])
+        self.arriving: list[tuple[Message, Packed]] = []
+        self.seen = None if given.seen is None else seen_of(given.seen, part)
+
+    def post(self, number: int) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+        """What is sent and received in a step."""
+        step = self._step(number)
+        self.arriving = [(message, self._shape(message).empty(message.rows)) for message in step.receives]
+        sends = [(message.target, self._outgoing(message)) for message in step.sends]
+        return sends, [(message.source, new.flat) for message, new in self.arriving]
+
+    def compute(self, number: int) -> None:
+        for block in self._step(number).blocks:
+            rows, keys, values, mask, causal = self._tile(block)
+            how = (mask, causal, self.attention.scale)
+            self.merged.add(rows, *self.attention.kernel.forward(self.q[:, :, rows], keys, values, *how))
+
+    def end(self, number: int) -> None:
+        """When the messages of a step are there."""
+        for message, buffer in self.arriving:
+            self._keep(message, buffer)
+        self.arriving = []
+        self.held.drop(self._step(number).drops)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The partial softmax of this term: [B, heads, rows of the pieces, Dv] and [B, heads, rows of the pieces]."""
+        for rows in self.exchange.q_pieces(self.rank):
+            zeros = self.attention.zero_keys(self.term.kept, len(self._segment(rows)))
+            if zeros:
+                logits = self.q.new_full((1, len(self.term.heads), len(rows)), math.log(zeros))
+                self.merged.add_logits(self.local.slice(rows), logits)
+        return self.merged.result()
+
+    def merge_into(self, out: Tensor, lse: Tensor) -> None:
+        found = self.result()
+        for piece, place in places(self.pieces):
+            into = (of_heads(x, self.term.heads)[:, :, piece.here] for x in (out, lse))
+            merge_(*into, *(x[:, :, place] for x in found))
+
+    def _segment(self, rows: range) -> range:
+        pattern = self.exchange.pattern
+        assert isinstance(pattern, Segments)
+        return pattern.segment(rows.start)
+
+    def _packed(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        return packed(of_heads(x, heads), self.pieces)
+
+    def _step(self, number: int) -> Step:
+        return self.steps[number] if number < len(self.steps) else Step()
+
+    def _shape(self, message: Message) -> KVShape:
+        return self.held.shape
+
+    def _outgoing(self, message: Message) -> Tensor:
+        return self.held.message(message.rows)
+
+    def _keep(self, message: Message, buffer: Packed) -> None:
+        self.held.put(buffer)
+
+    def _tile(self, block: Block) -> tuple[slice, Tensor, Tensor, Tensor | None, bool]:
+        """Of a block: its query rows in `q`, keys, values, mask, and whether it is a triangle."""
+        rows = self.local.slice(block.queries)
+        keys, values = (spread(x, self.term) for x in self.held.pair(block.keys))
+        seen = None if self.seen is None else self.seen[:, block.keys.start : block.keys.stop]
+        mask = None if seen is None else additive(seen, self.q[:, :, rows])
+        return rows, keys, values, mask, block.kind is Kind.CAUSAL
+
+
+class CutBackward(Cut):
+    """The same backward. `own`: the output of this term alone, where weights of terms are constants."""
+
+    def __init__(
+        self,
+        attention: DilatedAttention,
+        part: TermPlan,
+        rank: int,
+        dout: Tensor,
+        saved: Saved,
+        own: Tensor | None,
+    ):
+        super().__init__(attention, part, rank, saved.given)
+        self.steps = self.exchange.backward(rank)
+        self.dout, self.lse = (self._packed(x, self.term.heads) for x in (dout, saved.lse))
+        self.out = self._packed(saved.out, self.term.heads) if own is None else own
+        self.dq = torch.zeros(self.q.shape, dtype=accumulator(self.q.dtype), device=self.q.device)
+        leaving = [message for step in self.steps for message in step.sends if message.cargo is Cargo.BACK]
+        shape = KVShape.of(self.k, self.v, accumulator(self.k.dtype))
+        own_rows = self.exchange.kv_pieces(rank)
+        self.gradients = Gradients(shape, own_rows, self.local, self.k.shape[2], leaving)
+
+    def compute(self, number: int) -> None:
+        for block in self._step(number).blocks:
+            rows, keys, values, mask, causal = self._tile(block)
+            dout, q, out, lse = (x[:, :, rows] for x in (self.dout, self.q, self.out, self.lse))
+            dq, dk, dv = self.attention.kernel.backward(
+                dout, q, keys, values, out, lse, mask, causal, self.attention.scale
+            )
+            self.dq[:, :, rows] += dq
+            self.gradients.add(block.keys, collected(dk, self.term), collected(dv, self.term))
+
+    def add_gradients(self, totals: Sequence[Tensor]) -> None:
+        of = (self.term.heads, self.term.kv_heads, self.term.kv_heads)
+        for total, heads, found in zip(totals, of, (self.dq, *self.gradients.home()), strict=True):
+            for these, view in views(total, heads):
+                for piece, place in places(self.pieces):
+                    view[:, :, piece.here] += found[:, these, place]
+
+    def _shape(self, message: Message) -> KVShape:
+        return self.held.shape if message.cargo is Cargo.OUT else self.gradients.shape
+
+    def _outgoing(self, message: Message) -> Tensor:
+        return self.held.message(message.rows) if message.cargo is Cargo.OUT else self.gradients.take(message)
+
+    def _keep(self, message: Message, buffer: Packed) -> None:
+        if message.cargo is Cargo.OUT:
+            self.held.put(buffer)
+        else:
+            self.gradients.arrived(buffer)
+
+
+def with_zero_keys(out: Tensor, lse: Tensor, zeros: int) -> tuple[Tensor, Tensor]:
+    """`zeros` more keys whose scores and values are 0: one logit that leads to no value."""
+    total = torch.logaddexp(lse, lse.new_full((), math.log(zeros)))
+    return out * (lse - total).exp().unsqueeze(-1), total
+
+
+def seen_of(seen: Tensor, part: TermPlan) -> Tensor:
+    """[B, S] -> [B, rows that are exchanged]."""
+    kept = (part.term.kept.rows(number) for number in part.cut)
+    return torch.cat([seen[:, rows.start : rows.stop : rows.step] for rows in kept], 1)
+
+
+def additive(seen: Tensor, q: Tensor) -> Tensor | None:
+    """[B, 1, queries, keys] of [B, keys], a view that is one row of keys; None where all are seen."""
+    if bool(seen.all()):
+        return None
+    mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, HIDDEN)
+    return mask[:, None, None].expand(-1, 1, q.shape[2], -1)

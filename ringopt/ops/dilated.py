@@ -1,0 +1,158 @@
+"""`ringopt::dilated_attention` and its backward: dilated self attention, on one device or over rows that are spread
+over the ranks of a mesh.
+
+    dilated_attention(q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv], seen? [B, S], ...)
+        -> out, lse
+
+Opaque, and for the same reasons, as `ringopt::ring_attention` (ops/ring.py). What is computed alone and what is
+exchanged: attention/dilated_plan.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringopt.attention.dilated_execute import (
+    DilatedAttention,
+    Operands,
+    Saved,
+    attend_dilated,
+    attend_dilated_backward,
+)
+from ringopt.attention.dilated_plan import dilated_plan_of, prove_dilated
+from ringopt.attention.execute import Operands as Shards
+from ringopt.attention.layouts import layout_of
+from ringopt.distributed.handshake import agree
+from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.errors import RingMismatchError
+from ringopt.kernels.base import accumulator
+from ringopt.kernels.choose import choose
+from ringopt.ops.ring import misfit_of
+
+CONFIG = "SymInt length, str pattern, float scale, str layout, str strategy, str kernel, str group, str version"
+OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? seen"
+
+
+class Config(NamedTuple):
+    """The arguments that are no tensors; both operators end in them.
+
+    length     rows of the whole sequence
+    pattern    text of a Dilation (attention/dilation.py)
+    layout     which rows a rank holds
+    strategy   how rows travel: "gather", "ring", or for each pattern what "auto" says
+    kernel     what computes a tile ("auto": the fastest that can)
+    group      name of the mesh
+    version    that of ops/ring.py
+    """
+
+    length: int
+    pattern: str
+    scale: float
+    layout: str
+    strategy: str
+    kernel: str
+    group: str
+    version: str
+
+
+@torch.library.custom_op(
+    "ringopt::dilated_attention", mutates_args=(), schema=f"({OPERANDS}, {CONFIG}) -> (Tensor out, Tensor lse)"
+)
+def dilated_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *config: Any) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, S_local, Dv] in q's dtype; lse [B, Hq, S_local] in natural log, not differentiable. `seen`: bool,
+    False for keys that are padding. Where no pattern keeps a row of a head, or it sees padding only, out is 0 and lse
+    -inf. Raises RingMismatchError, RingCommError, OptionError, PlanError."""
+    given = Operands(q, k, v, seen)
+    attention, mesh = prepare("dilated_attention", given, Config(*config))
+    with torch.autocast(q.device.type, enabled=False):
+        return attend_dilated(attention, mesh, given)
+
+
+@dilated_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *config: Any) -> tuple[Tensor, Tensor]:
+    sizes = q.shape[:3]
+    return q.new_empty(*sizes, v.shape[3]), q.new_empty(sizes, dtype=accumulator(q.dtype))
+
+
+@torch.library.custom_op(
+    "ringopt::dilated_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {CONFIG}) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+def dilated_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, out: Tensor, lse: Tensor, *config: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rank's own rows."""
+    given = Operands(q, k, v, seen)
+    attention, mesh = prepare("dilated_attention_backward", given, Config(*config))
+    with torch.autocast(q.device.type, enabled=False):
+        return attend_dilated_backward(attention, mesh, dout, Saved(given, out, lse))
+
+
+@dilated_attention_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, out: Tensor, lse: Tensor, *config: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, seen, *ctx.config = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, seen, *output)
+
+
+def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    q, k, v, seen, out, lse = ctx.saved_tensors
+    gradients = torch.ops.ringopt.dilated_attention_backward(dout, q, k, v, seen, out, lse, *ctx.config)
+    return *gradients, None, *(None for _ in ctx.config)
+
+
+dilated_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def prepare(op: str, given: Operands, config: Config) -> tuple[DilatedAttention, Mesh]:
+    """The plan, proved on this rank and compared with what the other ranks are about to run; and the mesh."""
+    mesh, (q, k, v) = mesh_of(config.group), (given.q, given.k, given.v)
+    layout = layout_of(config.layout, config.length, mesh.size)
+    misfit = misfit_of(Shards(q, k, v), layout, layout, mesh.rank) or misfit_of_seen(given, config.length)
+    agree(mesh, key_of(op, misfit, given, config, mesh.size))
+    if misfit:
+        raise RingMismatchError(f"{op}: {misfit}")
+    sizes = (config.length, q.shape[1], k.shape[1], mesh.size)
+    plan = dilated_plan_of(config.pattern, *sizes, config.layout, config.strategy)
+    prove_dilated(plan, mesh.rank)
+    kernel, _reason = choose(config.kernel, q.dtype, q.device, k.shape[3], v.shape[3])
+    return DilatedAttention(plan, kernel, config.scale), mesh
+
+
+def misfit_of_seen(given: Operands, length: int) -> str:
+    seen, expected = given.seen, [given.q.shape[0], length]
+    if seen is not None and (list(seen.shape) != expected or seen.dtype != torch.bool):
+        return f"seen is {list(seen.shape)} {seen.dtype}; expected {expected} torch.bool, of the whole sequence"
+    return ""
+
+
+def key_of(
+    op: str, misfit: str, given: Operands, config: Config, size: int
+) -> tuple[tuple[str, int | float | str | bool], ...]:
+    """All that shapes messages, or that would give wrong numbers where ranks differ in it."""
+    q, k, v = given.q, given.k, given.v
+    named = config._asdict()
+    del named["group"]
+    return (
+        ("op", op),
+        ("shards", misfit or "as laid out"),
+        ("ranks", size),
+        ("batch", q.shape[0]),
+        ("heads", q.shape[1]),
+        ("kv_heads", k.shape[1]),
+        ("key_dim", k.shape[3]),
+        ("value_dim", v.shape[3]),
+        ("dtype", str(q.dtype)),
+        ("seen", "none" if given.seen is None else "given"),
+        *named.items(),
+    )
