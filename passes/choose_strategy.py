@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ringopt.attention.exchange import Cargo, Exchange, exchange_of
+from ringopt.attention.bytes import Sizes, bytes_sent
+from ringopt.attention.exchange import Exchange, exchange_of
 from ringopt.attention.patterns import Window
+from ringopt.attention.plans import Plan, plan_of
 from ringopt.attention.rows import count
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
@@ -80,27 +82,28 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.kernel = kernel.name
     info.notes.append(reason)
-    plan = asked_plan(node, info, context)
-    row = k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    info.bytes_sent = plan.sent_rows(context.mesh.rank, Cargo.OUT) * row
+    info.bytes_sent = bytes_sent(asked_plan(node, info, context), Sizes.of(q, k, v), context.mesh.rank)
 
 
-def asked_plan(node: fx.Node, info: SiteInfo, context: Context) -> Exchange:
+def asked_plan(node: fx.Node, info: SiteInfo, context: Context) -> Plan:
     """By `info.strategy`. Raises OptionError, which names the site, where that cannot be done."""
     try:
-        return plan_of(node, context, info.strategy)
+        return plan_for(node, context, info.strategy)
     except OptionError as error:
         raise OptionError(f"site {info.module or node.name}: {error}") from error
 
 
-def plan_of(node: fx.Node, context: Context, strategy: str) -> Exchange:
-    return exchange_of(node.args[7], *lengths(node), context.mesh.size, context.layout, context.layout, strategy)
+def plan_for(node: fx.Node, context: Context, strategy: str) -> Plan:
+    q, k = (shape_of(operand) for operand in node.args[:2])
+    layouts = (context.layout, context.layout)
+    where = (node.args[7], q[2], k[2], context.mesh.size, *layouts, strategy)
+    return plan_of(*where, (q[1], k[1]), Mask.parse(node.args[8]))
 
 
 def cheapest(node: fx.Node, info: SiteInfo, context: Context) -> str:
     """The ring, which holds two shards at most; for windows a gather, which takes each row straight to its few users.
     The choice looks at all ranks, so that all make the same."""
-    ring, gather = (plan_of(node, context, strategy) for strategy in ("ring", "gather"))
+    ring, gather = (rows_plan(node, context, strategy) for strategy in ("ring", "gather"))
     if not isinstance(ring.pattern, Window):
         return "ring"
     held = max(count(gather.needs(rank)) for rank in range(context.mesh.size))
@@ -108,3 +111,7 @@ def cheapest(node: fx.Node, info: SiteInfo, context: Context) -> str:
         return "ring"
     info.notes.append(f"gather: a ring would send {ring.volume} rows in all for the {gather.volume} that are needed")
     return "gather"
+
+
+def rows_plan(node: fx.Node, context: Context, strategy: str) -> Exchange:
+    return exchange_of(node.args[7], *lengths(node), context.mesh.size, context.layout, context.layout, strategy)

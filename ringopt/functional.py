@@ -70,8 +70,9 @@ def attention(
 
     `is_causal` and `window` speak of positions in the whole sequence: window=w lets query t see keys t-w+1 .. t when
     causal, else all keys s with |t - s| < w. `mesh`: the ranks that share the sequence (default: all). `strategy`: how
-    rows travel, "local", "halo", "gather", "ring" or "ring2" (both ways round); "auto" is "ring". `kernel`: "auto", or
-    by name as in the options. Without a process group, or on a mesh of one rank, this is the single-device operator.
+    rows travel, "local", "halo", "gather", "ring", "ring2" (both ways round) or "ulysses"; "auto" is "ring". `kernel`:
+    "auto", or by name as in the options. Without a process group, or on a mesh of one rank, this is the single-device
+    operator.
 
     `segment_lengths` (w) and `dilation_rates` (r), as many of one as of the other: dilated self attention (Ding et al.,
     LongNet, 2023). Of each segment of w positions, head j takes every r-th one from its offset on, and these attend to

@@ -12,7 +12,7 @@ from ringopt.errors import OptionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2"]
+Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "ulysses"]
 LayoutName = Literal["auto", "contiguous", "zigzag"]
 CheckInputs = Literal["first", "always", "never"]
 KernelName = Literal["auto", "flash", "cudnn", "efficient", "flash_cpu", "math"]

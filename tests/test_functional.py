@@ -165,7 +165,8 @@ def test_what_is_not_built() -> None:
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"strategy": "ulysses"}, "strategy 'ulysses' is unknown; the strategies are"),
+        ({"strategy": "star"}, "strategy 'star' is unknown; the strategies are"),
+        ({"strategy": "local"}, "strategy 'local' cannot do full .*: it moves no rows"),
         ({"layout": "striped"}, "striped"),
     ],
 )

@@ -27,21 +27,22 @@ class Dropout:
     p: float
     seed: Tensor
 
-    def factor(self, b: int, h: int, q_rows: range, kv_rows: range, dtype: torch.dtype) -> Tensor:
-        """[b, h, queries, keys]: what weights are multiplied with, 0 or 1 / (1 - p). Rows are global."""
+    def factor(self, b: int, h: int | range, q_rows: range, kv_rows: range, dtype: torch.dtype) -> Tensor:
+        """[b, h, queries, keys]: what weights are multiplied with, 0 or 1 / (1 - p). Rows are global, and `h` a
+        number of heads or their numbers."""
         rest = 1.0 - self.p
         return self.kept(b, h, q_rows, kv_rows).to(dtype) * (1.0 / rest if rest > 0 else 0.0)
 
-    def kept(self, b: int, h: int, q_rows: range, kv_rows: range) -> Tensor:
+    def kept(self, b: int, h: int | range, q_rows: range, kv_rows: range) -> Tensor:
         """[b, h, queries, keys], bool."""
-        device = self.seed.device
+        device, h = self.seed.device, h if isinstance(h, range) else range(h)
         rows = mixed(self.seed + ROWS)
-        for dim, places in enumerate((range(b), range(h), q_rows)):
+        for dim, places in enumerate((range(b), h, q_rows)):
             rows = mixed(rows ^ counted(places, device).view([-1 if i == dim else 1 for i in range(4)]))
         keys = mixed(mixed(self.seed + KEYS) ^ counted(kv_rows, device))
         least = int(self.p * 2**64) - 2**63  # of the signed numbers, a share of p lies below
         if least >= 2**63:
-            return torch.zeros((), dtype=torch.bool, device=device).expand(b, h, len(q_rows), len(kv_rows))
+            return torch.zeros((), dtype=torch.bool, device=device).expand(b, len(h), len(q_rows), len(kv_rows))
         return scrambled(rows ^ keys) >= least
 
 

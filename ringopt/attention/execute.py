@@ -38,6 +38,7 @@ class Attention:
 
     learned     numbers of the `sources` whose gradients are asked for
     dropout_p   probability with which a weight is dropped
+    first_head  number of the first query head that is given: mask and dropout know heads by number
     """
 
     exchange: Exchange
@@ -46,6 +47,7 @@ class Attention:
     scale: float
     learned: tuple[int, ...] = ()
     dropout_p: float = 0.0
+    first_head: int = 0
 
     @property
     def nan_rows(self) -> bool:
@@ -88,8 +90,9 @@ class Tiles:
         q = given.q
         self.pieces = attention.exchange.q_layout.ranges(rank)
         self.local = Local(self.pieces)
+        heads = range(attention.first_head, attention.first_head + q.shape[1])
         self.scores = Scores(
-            *(attention.exchange.pattern, attention.mask, sources, q.shape[0], q.shape[1], q.dtype, q.device),
+            *(attention.exchange.pattern, attention.mask, sources, q.shape[0], heads, q.dtype, q.device),
             local=self.local,
         )
         self.dropout: Dropout | None = None
@@ -124,7 +127,7 @@ class Tiles:
     def sinks(self, sinks: Tensor, piece: range) -> Tensor:
         """[B, Hq, rows of `piece`]: the sinks, less the level of each row."""
         wide = accumulator(self.scores.dtype)
-        logits = sinks.to(wide).unsqueeze(-1).expand(self.scores.batch, self.scores.heads, len(piece))
+        logits = sinks.to(wide).unsqueeze(-1).expand(self.scores.batch, len(self.scores.heads), len(piece))
         level = self.scores.level(piece)
         return logits if level is None else logits - level.squeeze(-1)
 
@@ -186,6 +189,11 @@ def attend_backward(
     sees no key, so are its gradients, those of all keys and values of its head, and those of the learned sources.
     Raises RingCommError.
     """
+    return found_backward(attention, mesh, dout, saved).rounded(saved.given, attention.learned)
+
+
+def found_backward(attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> Found:
+    """The same in the accumulator's dtype."""
     exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.given.k, saved.given.v)
     steps, own = exchange.backward(rank), exchange.kv_pieces(rank)
     local = Local(exchange.kv_layout.ranges(rank))
@@ -212,13 +220,12 @@ def attend_backward(
                 gradients.arrived(packed)
         del arriving
         held.drop(step.drops)
-    found = Found(blocks.dq, *gradients.home(), blocks.parts)
+    sinks = saved.given.sinks
+    dsinks = blocks.dsinks(sinks) if sinks is not None else None
+    found = Found(blocks.dq, *gradients.home(), blocks.parts, dsinks)
     if attention.nan_rows:
         spread_nan(found, mesh, saved.lse == HIDDEN)
-    parts = [part.to(source.dtype) for part, source in zip(found.parts, blocks.learned, strict=True)]
-    if saved.given.sinks is not None:
-        parts.append(blocks.dsinks(saved.given.sinks))
-    return found.dq.to(saved.given.q.dtype), found.dk.to(k.dtype), found.dv.to(v.dtype), parts
+    return found
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,24 @@ class Found:
     dk: Tensor
     dv: Tensor
     parts: Sequence[Tensor]
+    dsinks: Tensor | None = None
+
+    @classmethod
+    def zeros(cls, given: Operands, learned: Sequence[int]) -> Found:
+        dq, dk, dv, *parts = map(wide_zeros, (given.q, given.k, given.v, *(given.sources[i] for i in learned)))
+        return cls(dq, dk, dv, parts, wide_zeros(given.sinks) if given.sinks is not None else None)
+
+    def rounded(self, given: Operands, learned: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """dq, dk, dv and the other gradients, that of the sinks last, in the dtypes of what they are gradients of."""
+        parts = [part.to(given.sources[i].dtype) for part, i in zip(self.parts, learned, strict=True)]
+        if self.dsinks is not None and given.sinks is not None:
+            parts.append(self.dsinks.to(given.sinks.dtype))
+        return self.dq.to(given.q.dtype), self.dk.to(given.k.dtype), self.dv.to(given.v.dtype), parts
+
+
+def wide_zeros(x: Tensor) -> Tensor:
+    """As `x`, in the accumulator's dtype."""
+    return torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device)
 
 
 def spread_nan(found: Found, mesh: Mesh, hidden: Tensor) -> None:
@@ -250,10 +275,10 @@ class BlockBackward:
     def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, gradients: Gradients):
         self.attention, self.dout, self.saved, self.held, self.gradients = attention, dout, saved, held, gradients
         given, learned = saved.given, set(attention.learned)
-        self.dq = torch.zeros(given.q.shape, dtype=accumulator(given.q.dtype), device=given.q.device)
+        self.dq = wide_zeros(given.q)
         sources = [x.detach().requires_grad_(i in learned) for i, x in enumerate(given.sources)]
         self.learned = [sources[i] for i in attention.learned]
-        self.parts = [torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in self.learned]
+        self.parts = list(map(wide_zeros, self.learned))
         self.tiles = Tiles(attention, rank, given, sources, self.learned, self.parts)
 
     def compute(self, block: Block) -> None:
@@ -269,7 +294,7 @@ class BlockBackward:
             rows = self.tiles.local.slice(piece)
             weights = (self.tiles.sinks(sinks, piece) - saved.lse[:, :, rows]).exp()
             total -= (weights * (self.dout[:, :, rows].to(total.dtype) * saved.out[:, :, rows]).sum(-1)).sum(-1)
-        return total.sum_to_size(sinks.shape).to(sinks.dtype)
+        return total.sum_to_size(sinks.shape)
 
     def _tile(self, tile: Tile) -> None:
         rows, given, saved = self.tiles.local.slice(tile.queries), self.saved.given, self.saved

@@ -69,7 +69,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Scores:
-    """What is done to the scores of `batch` x `heads` attentions: the pattern's -inf, and a mask over `sources`.
+    """What is done to the scores of `batch` x `heads` attentions (heads by number): the pattern's -inf, and a mask over
+    `sources`.
 
     Masks are made in `dtype`, or in its accumulator if the bias is wider: what is finite there may be -inf in 16 bits.
     `local` says where the rank holds the rows of the queries; without, it holds them all.
@@ -79,7 +80,7 @@ class Scores:
     mask: Mask
     sources: Sequence[Tensor]
     batch: int
-    heads: int
+    heads: range
     dtype: torch.dtype
     device: torch.device
     local: Local | None = None
@@ -140,8 +141,8 @@ class Scores:
         if self.mask.bias is None:
             return 0.0, 0.0
         rows = self.pattern.q_length if self.local is None else self.local.rows
-        lengths = (self.batch, self.heads, self.pattern.q_length, self.pattern.kv_length, rows)
-        spans = {axis: range(length) for axis, length in zip("bhqkr", lengths, strict=True)}
+        lengths = (self.batch, self.pattern.q_length, self.pattern.kv_length, rows)
+        spans = {axis: range(length) for axis, length in zip("bqkr", lengths, strict=True)} | {"h": self.heads}
         low, high = bounds(self.mask.bias, spans, self.sources)
         return float(low), float(high)
 
@@ -156,7 +157,7 @@ class Scores:
 
     def modified(self, scores: Tensor, queries: range, keys: range) -> Tensor:
         """The scaled scores [B, Hq, queries, keys] as the mask changes them. Differentiable where grad is enabled."""
-        return self.mask.modified(scores, queries, keys, self.sources, self._local(queries))
+        return self.mask.modified(scores, queries, keys, self.sources, self._local(queries), self.heads)
 
     def _verdict(self, queries: range, keys: range) -> str:
         return self.mask.kind(self._spans(queries, keys), self.sources) if self.mask.text else "full"
@@ -165,7 +166,7 @@ class Scores:
         return self.mask.modifies(self._spans(queries, keys), self.sources)
 
     def _spans(self, queries: range, keys: range) -> dict[str, range]:
-        return {"b": range(self.batch), "h": range(self.heads), "q": queries, "k": keys, "r": self._local(queries)}
+        return {"b": range(self.batch), "h": self.heads, "q": queries, "k": keys, "r": self._local(queries)}
 
     def _local(self, queries: range) -> range:
         """Where the rank holds `queries`."""
@@ -185,5 +186,6 @@ class Scores:
         return (self.pattern.low <= away) & (away < self.pattern.high)
 
     def _queries_at_once(self, keys: int) -> int:
-        batch, heads = (size if axis in self._axes else 1 for axis, size in (("b", self.batch), ("h", self.heads)))
+        sizes = (("b", self.batch), ("h", len(self.heads)))
+        batch, heads = (size if axis in self._axes else 1 for axis, size in sizes)
         return max(1, MASK_ELEMENTS // (batch * heads * keys))

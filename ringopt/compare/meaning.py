@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.attention.exchange import Cargo, Exchange, exchange_of
+from ringopt.attention.bytes import Sizes, bytes_sent
+from ringopt.attention.heads import HeadExchange
 from ringopt.attention.layouts import layout_of
 from ringopt.attention.patterns import pattern_of
+from ringopt.attention.plans import Plan, plan_of
 from ringopt.attention.rows import count
 from ringopt.distributed.mesh import registered
 from ringopt.errors import OptionError, PlanError
@@ -25,6 +27,7 @@ from ringopt.graph.diff import SiteView
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import value_of
 from ringopt.graph.placement import Sharded
+from ringopt.kernels.base import accumulator
 from ringopt.lockstep import SILENT
 from ringopt.ops.rows import fetch_of
 
@@ -136,22 +139,23 @@ class Reader:
         return sum(len(rows) for _peer, rows in plan.sends) * int(row)
 
     def attention_bytes(self, arguments: Mapping[str, Any]) -> int | None:
-        key, value = (self.sizes(value_of(arguments[name])) for name in ("k", "v"))
+        query, key, value = (self.sizes(value_of(arguments[name])) for name in "qkv")
         plan = self.plan(arguments)
-        if key is None or value is None or plan is None:
+        if query is None or key is None or value is None or plan is None:
             return None
-        row = key[0] * key[1] * (key[3] + value[3]) * value_of(arguments["k"]).element_size()
-        return int(plan.sent_rows(self.rank, Cargo.OUT) * row)
+        dtype = value_of(arguments["k"]).dtype
+        numbers = (dtype.itemsize, accumulator(dtype).itemsize)
+        return bytes_sent(plan, Sizes(key[0], query[1], key[1], key[3], value[3], *numbers), self.rank)
 
-    def plan(self, arguments: Mapping[str, Any]) -> Exchange | None:
-        """The exchange of a ring_attention; None where these ranks cannot run it."""
-        names = ("pattern", "q_length", "kv_length", "q_layout", "kv_layout", "strategy")
-        pattern, q_length, kv_length, *layouts_and_strategy = (arguments[name] for name in names)
-        lengths = isinstance(q_length, int) and isinstance(kv_length, int)
-        if self.ranks is None or not lengths:
+    def plan(self, arguments: Mapping[str, Any]) -> Plan | None:
+        """The plan of a ring_attention; None where these ranks cannot run it."""
+        lengths = arguments["q_length"], arguments["kv_length"]
+        if self.ranks is None or not all(isinstance(length, int) for length in lengths):
             return None
+        layouts = arguments["q_layout"], arguments["kv_layout"]
+        heads = (value_of(arguments["q"]).shape[1], value_of(arguments["k"]).shape[1])
         try:
-            return exchange_of(pattern, q_length, kv_length, self.ranks, *layouts_and_strategy)
+            return plan_of(arguments["pattern"], *lengths, self.ranks, *layouts, arguments["strategy"], heads)
         except (PlanError, OptionError):
             return None
 
@@ -179,8 +183,11 @@ class Reader:
         plan = self.plan(arguments)
         if plan is None:
             return None
-        pieces, keys = plan.q_pieces(self.rank), range(arguments["kv_length"])
-        return each * sum(plan.pattern.pairs(piece, keys) for piece in pieces)
+        keys = range(arguments["kv_length"])
+        if isinstance(plan, HeadExchange):
+            each = each // plan.q_heads * len(plan.share(self.rank))
+            return each * plan.pattern.pairs(range(arguments["q_length"]), keys)
+        return each * sum(plan.pattern.pairs(piece, keys) for piece in plan.q_pieces(self.rank))
 
     # ---- attention -------------------------------------------------------------------------------------------------
     def site(self, node: fx.Node, arguments: Mapping[str, Any]) -> SiteView | None:

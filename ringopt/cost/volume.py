@@ -19,8 +19,8 @@ from ringopt.errors import OptionError
 
 n, p, w = sympy.symbols("n p w", integer=True, positive=True)
 r = sympy.Symbol("r", integer=True, nonnegative=True)
-batch, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize = sympy.symbols(
-    "B Hkv Dk Dv e e_acc", integer=True, positive=True
+batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize = sympy.symbols(
+    "B Hq Hkv Dk Dv e e_acc", integer=True, positive=True
 )
 
 
@@ -57,6 +57,32 @@ def volume_of(pattern: str, layout: str, strategy: str) -> Volume:
         known = "; ".join(" ".join(names) for names in FORMS)
         raise OptionError(f"no closed form is known for the volume of {pattern} {layout} {strategy}; known are {known}")
     return form()
+
+
+@dataclass(frozen=True)
+class HeadVolume:
+    """Bytes that each rank sends under "ulysses": exact where p divides n, the query heads, and the KV heads or is
+    divided by them. A rank computes Hq/p query heads and reads Hkv/p KV heads, one at least."""
+
+    @property
+    def forward_bytes(self) -> Expr:
+        out = q_heads * k_dim * itemsize + self.kv * (k_dim + v_dim) * itemsize
+        back = q_heads * (v_dim * itemsize + gradient_itemsize)
+        return self.share * (out + back)
+
+    @property
+    def backward_bytes(self) -> Expr:
+        out = q_heads * ((k_dim + 2 * v_dim) * itemsize + gradient_itemsize) + self.kv * (k_dim + v_dim) * itemsize
+        back = q_heads * k_dim * itemsize + self.kv * (k_dim + v_dim) * gradient_itemsize
+        return self.share * (out + back)
+
+    @property
+    def share(self) -> Expr:
+        return batch * n / p * (p - 1) / p
+
+    @property
+    def kv(self) -> Expr:
+        return Max(kv_heads, p)
 
 
 def all_to_all() -> Volume:

@@ -151,19 +151,21 @@ class Mask:
         kv_rows: range | Tensor,
         sources: Sequence[Tensor],
         local: range | None = None,
+        heads: range | None = None,
     ) -> Tensor:
         """`score` of the scaled scores [b, h, queries, keys], in their shape and dtype; they themselves where there is
-        none. Differentiable in `scores` and in `differentiable` sources. `local`: the rows of r, if not `q_rows`."""
+        none. Differentiable in `scores` and in `differentiable` sources. `local`: the rows of r, if not `q_rows`;
+        `heads`: the numbers of the heads, if not from 0."""
         if self.score is None:
             return scores
-        place = places(scores.shape[0], scores.shape[1], q_rows, kv_rows, scores.device, local)
+        place = places(scores.shape[0], heads or scores.shape[1], q_rows, kv_rows, scores.device, local)
         found = evaluate(self.score, {**place, "score": scores}, sources, scores.device)
         return found.to(scores.dtype).expand(scores.shape)
 
     def block(
         self,
         b: int,
-        h: int,
+        h: int | range,
         q_rows: range | Tensor,
         kv_rows: range | Tensor,
         sources: Sequence[Tensor],
@@ -173,9 +175,10 @@ class Mask:
     ) -> Tensor:
         """The additive mask [1 or b, 1 or h, queries, keys] in `dtype`: -inf where hidden, else the bias.
 
-        `b` and `h` count all batch rows and all query heads; `q_rows` and `kv_rows` are global rows, in any order. The
-        bits are those of the same rows and columns of the program's own mask; gradients reach `differentiable` sources.
-        A dim that the mask does not depend on is a view of stride 0. `local`: the rows of r, if not `q_rows`.
+        `b` and `h` count all batch rows and all query heads, or `h` is the heads of the block; `q_rows` and `kv_rows`
+        are global rows, in any order. The bits are those of the same rows and columns of the program's own mask;
+        gradients reach `differentiable` sources. A dim that the mask does not depend on is a view of stride 0. `local`:
+        the rows of r, if not `q_rows`.
         """
         given = [x for x in (q_rows, kv_rows, *sources) if isinstance(x, Tensor)]
         device = device or (given[0].device if given else torch.device("cpu"))
@@ -200,14 +203,15 @@ def _parse(text: str) -> Mask:
 
 def places(
     b: int,
-    h: int,
+    h: int | range,
     q_rows: range | Tensor,
     kv_rows: range | Tensor,
     device: torch.device | None = None,
     local: range | None = None,
 ) -> dict[str, Tensor]:
     """Coordinates of a block of [B, H, queries, keys], shaped to broadcast. `local`: the rows of r, if not `q_rows`."""
-    given = {"b": range(b), "h": range(h), "q": q_rows, "k": kv_rows, "r": q_rows if local is None else local}
+    heads = h if isinstance(h, range) else range(h)
+    given = {"b": range(b), "h": heads, "q": q_rows, "k": kv_rows, "r": q_rows if local is None else local}
     found = {}
     for (name, rows), dim in zip(given.items(), (0, 1, 2, 3, 2), strict=True):
         if isinstance(rows, range):

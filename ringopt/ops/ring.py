@@ -22,9 +22,11 @@ from torch import Tensor
 
 from ringopt import __version__
 from ringopt.attention.check import prove
-from ringopt.attention.exchange import exchange_of
 from ringopt.attention.execute import Attention, Operands, Saved, attend, attend_backward
+from ringopt.attention.execute_heads import attend_heads, backward_heads
+from ringopt.attention.heads import HeadExchange, prove_heads
 from ringopt.attention.layouts import Layout
+from ringopt.attention.plans import Plan, plan_of
 from ringopt.attention.rows import count
 from ringopt.distributed.handshake import agree
 from ringopt.distributed.mesh import Mesh, mesh_of
@@ -102,6 +104,8 @@ def ring_attention(
     if seed is not None:
         agree_on_seed(site.mesh, seed)
     with torch.autocast(q.device.type, enabled=False):
+        if isinstance(site.plan, HeadExchange):
+            return attend_heads(site.plan, site.attention, site.mesh, given)
         return attend(site.attention, site.mesh, given)
 
 
@@ -139,7 +143,10 @@ def ring_attention_backward(
     given = Operands(q, k, v, sources, sinks, seed)
     site = prepare("ring_attention_backward", given, Config(*config))
     with torch.autocast(q.device.type, enabled=False):
-        return attend_backward(site.attention, site.mesh, dout, Saved(given, out, lse))
+        saved = Saved(given, out, lse)
+        if isinstance(site.plan, HeadExchange):
+            return backward_heads(site.plan, site.attention, site.mesh, dout, saved)
+        return attend_backward(site.attention, site.mesh, dout, saved)
 
 
 @ring_attention_backward.register_fake
@@ -184,15 +191,19 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
 # ---- what both do before their first message -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Site:
+    """`attention` is what the rank computes by `plan`."""
+
     mesh: Mesh
+    plan: Plan
     attention: Attention
 
 
 def prepare(op: str, given: Operands, config: Config) -> Site:
     """The mesh and the plan, proved on this rank and compared with what the other ranks are about to run."""
     mesh, mask = mesh_of(config.group), Mask.parse(config.mask)
-    plan = exchange_of(
-        config.pattern, config.q_length, config.kv_length, mesh.size, config.q_layout, config.kv_layout, config.strategy
+    plan = plan_of(
+        *(config.pattern, config.q_length, config.kv_length, mesh.size, config.q_layout, config.kv_layout),
+        *(config.strategy, (given.q.shape[1], given.k.shape[1]), mask),
     )
     misfit = (
         misfit_of(given, plan.q_layout, plan.kv_layout, mesh.rank)
@@ -203,9 +214,13 @@ def prepare(op: str, given: Operands, config: Config) -> Site:
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
     kernel, _reason = choose(config.kernel, given.q.dtype, given.q.device, given.k.shape[3], given.v.shape[3])
-    prove(plan, mesh.rank)
-    attention = Attention(plan, mask, kernel, config.scale, tuple(config.learned), config.dropout_p)
-    return Site(mesh, attention)
+    if isinstance(plan, HeadExchange):
+        prove_heads(plan)
+    else:
+        prove(plan, mesh.rank)
+    exchange = plan.whole if isinstance(plan, HeadExchange) else plan
+    attention = Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p)
+    return Site(mesh, plan, attention)
 
 
 def misfit_of(given: Operands, q_layout: Layout, kv_layout: Layout, rank: int) -> str:

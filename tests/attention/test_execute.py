@@ -172,7 +172,7 @@ def test_masks_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     there = torch.ones(2, 64, dtype=torch.bool)
     there[:, ::2] = False
     pattern = exchange_of("window(40,both)", 64, 64, 1, "contiguous", "contiguous", "ring").pattern
-    scores = tiles.Scores(pattern, padding(), [there], 2, 4, torch.float32, torch.device("cpu"))
+    scores = tiles.Scores(pattern, padding(), [there], 2, range(4), torch.float32, torch.device("cpu"))
     made = list(scores.tiles(block))
     assert block.kind is Kind.PARTIAL
     assert len(made) > 10

@@ -17,6 +17,7 @@ from torch import Tensor
 from ringopt.backend import transform
 from ringopt.capture import capture, known
 from ringopt.distributed.mesh import mesh_of
+from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import argument, op_name
 from ringopt.options import Options
@@ -91,6 +92,18 @@ def test_the_sharded_program_is_the_program(name: str) -> None:
         assert not verdict.wrong, verdict.wrong
         assert [site.refusal for site in verdict.report.sites] == [None]
         assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+@pytest.mark.parametrize("name", ["-1e9", "sinks and padding", "table", "temperature in a softcap"])
+def test_with_heads_traded_for_rows(name: str) -> None:
+    verdict = validate(2, model(WEIGHTS[name]), *inputs(), strategy="ulysses")
+    assert not verdict.wrong, verdict.wrong
+    assert [site.strategy for site in verdict.report.sites] == ["ulysses"]
+
+
+def test_rows_of_pairs_cannot_be_traded() -> None:
+    with pytest.raises(OptionError, match="strategy 'ulysses' computes all rows of a head on one rank, and the mask"):
+        validate(2, model(WEIGHTS["pairs"]), *inputs(), strategy="ulysses")
 
 
 def test_a_fill_inside_a_function_of_the_score_is_refused() -> None:

@@ -1,0 +1,56 @@
+"""Bytes that a rank sends by a plan: what a counter at the transport finds, to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ringopt.attention.exchange import Cargo, Exchange
+from ringopt.attention.heads import HeadExchange, Parcel
+from ringopt.attention.rows import count
+from ringopt.kernels.base import accumulator
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the operands of an attention; `itemsize` and `wide` are bytes of a number, and of one in the accumulator."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+    wide: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+        numbers = (q.dtype.itemsize, accumulator(q.dtype).itemsize)
+        return cls(q.shape[0], q.shape[1], k.shape[1], k.shape[3], v.shape[3], *numbers)
+
+
+def bytes_sent(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bool = False) -> int:
+    """By `rank` in the forward, or in the backward."""
+    if isinstance(plan, HeadExchange):
+        there = sum(_out(plan.parcel(rank, other), sizes, backward) for other in range(plan.ranks) if other != rank)
+        return there + sum(_back(plan.parcel(o, rank), sizes, backward) for o in range(plan.ranks) if o != rank)
+    row = sizes.batch * sizes.kv_heads * (sizes.key_dim + sizes.value_dim)
+    out, back = (plan.sent_rows(rank, cargo, backward) for cargo in (Cargo.OUT, Cargo.BACK))
+    return row * (out * sizes.itemsize + back * sizes.wide)
+
+
+def _out(parcel: Parcel, sizes: Sizes, backward: bool) -> int:
+    """Q, K, V; in the backward also the output, its gradient and the log-sum-exp."""
+    queries, keys = count(parcel.q_rows) * len(parcel.q_heads), count(parcel.kv_rows) * len(parcel.kv_heads)
+    numbers = queries * (sizes.key_dim + 2 * backward * sizes.value_dim) + keys * (sizes.key_dim + sizes.value_dim)
+    return sizes.batch * (numbers * sizes.itemsize + backward * queries * sizes.wide)
+
+
+def _back(parcel: Parcel, sizes: Sizes, backward: bool) -> int:
+    """The output and the log-sum-exp; in the backward dQ, and dK and dV, which are sums over ranks."""
+    queries, keys = count(parcel.q_rows) * len(parcel.q_heads), count(parcel.kv_rows) * len(parcel.kv_heads)
+    if backward:
+        wide = keys * (sizes.key_dim + sizes.value_dim)
+        return sizes.batch * (queries * sizes.key_dim * sizes.itemsize + wide * sizes.wide)
+    return sizes.batch * queries * (sizes.value_dim * sizes.itemsize + sizes.wide)

@@ -1,0 +1,145 @@
+"""Rows traded for heads ("ulysses"): plans, proof, numbers and bytes, p ranks as threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringopt.attention.bytes import Sizes, bytes_sent
+from ringopt.attention.execute import Attention, Operands, Saved
+from ringopt.attention.execute_heads import attend_heads, backward_heads
+from ringopt.attention.heads import HeadExchange, Part, head_exchange_of, prove_heads
+from ringopt.attention.plans import plan_of
+from ringopt.cost.volume import HeadVolume
+from ringopt.distributed.traffic import record_traffic
+from ringopt.errors import OptionError, PlanError
+from ringopt.graph.mask import Mask
+from ringopt.graph.terms import axis, load
+from ringopt.kernels.choose import choose
+from tests.attention.drawing import many
+from tests.attention.reference import Problem, assert_near, join, problem, sdpa, shard, visible
+from tests.threads import ThreadMesh, run_on_threads
+
+
+def plan(
+    heads: tuple[int, int], ranks: int, pattern: str = "causal", n: int = 17, m: int | None = None
+) -> HeadExchange:
+    return head_exchange_of(pattern, n, n if m is None else m, ranks, "zigzag", "zigzag", heads)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("heads", "ranks", "expected"),
+    [
+        ((4, 4), 2, ["q 0:2 kv 0:2", "q 2:4 kv 2:4"]),
+        ((4, 1), 4, ["q 0:1 kv 0:1", "q 1:2 kv 0:1", "q 2:3 kv 0:1", "q 3:4 kv 0:1"]),
+        ((10, 2), 3, ["q 0:3 kv 0:1", "q 3:5 kv 0:1, q 5:6 kv 1:2", "q 6:10 kv 1:2"]),
+        ((12, 6), 5, ["q 0:2 kv 0:1", "q 2:4 kv 1:2", "q 4:6 kv 2:3, q 6:7 kv 3:4", "q 7:8 kv 3:4, q 8:9 kv 4:5",
+                      "q 9:10 kv 4:5, q 10:12 kv 5:6"]),
+    ],
+)  # fmt: skip
+def test_shares_of_heads(heads: tuple[int, int], ranks: int, expected: list[str]) -> None:
+    """As even as they go, each with the KV heads that it reads, cut into parts that a kernel can take."""
+
+    def told(part: Part) -> str:
+        return f"q {part.queries.start}:{part.queries.stop} kv {part.keys.start}:{part.keys.stop}"
+
+    found = [", ".join(map(told, plan(heads, ranks).parts(rank))) for rank in range(ranks)]
+    assert found == expected
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 16), st.integers(1, 200), st.integers(1, 200))
+@settings(many, max_examples=300)
+def test_any_plan_is_proved(kv_heads: int, group: int, ranks: int, n: int, m: int) -> None:
+    if kv_heads * group >= ranks:
+        prove_heads(plan((kv_heads * group, kv_heads), ranks, n=n, m=m))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({"share": lambda self, rank: range(4)}, "not each of 4 query heads is in one share"),
+        ({"kv_share": lambda self, rank: range(1)}, "rank 1 would compute query heads range\\(2, 4\\) with KV heads"),
+        ({"parts": lambda self, rank: (Part(self.share(rank), range(2)),)}, "rank 0 would compute query heads"),
+        ({"parts": lambda self, rank: ()}, "rank 0 does not compute its share"),
+    ],
+)
+def test_a_fault_is_refused(fault: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prove_heads.cache_clear()
+    for name, wrong in fault.items():
+        monkeypatch.setattr(HeadExchange, name, wrong)
+    with pytest.raises(PlanError, match=told):
+        prove_heads(plan((4, 2), 2))
+
+
+def test_refusals() -> None:
+    with pytest.raises(
+        OptionError, match="'ulysses' gives every rank whole heads, and 2 query heads are too few for 4"
+    ):
+        plan((2, 2), 4)
+    rows = Mask(bias=load(0, [axis("b"), axis("h"), axis("r"), axis("k")], torch.float64))
+    with pytest.raises(OptionError, match=r"the mask .* is a tensor of which each rank holds its own rows"):
+        plan_of("full", 8, 8, 2, "zigzag", "zigzag", "ulysses", (4, 4), rows)
+    with pytest.raises(PlanError, match="4 query heads cannot share 3 KV heads evenly"):
+        plan((4, 3), 2)
+
+
+# ---- numbers and bytes -----------------------------------------------------------------------------------------------
+def run(case: Problem, p: int, pattern: str, layouts: tuple[str, str]) -> list[Tensor]:
+    """out, dq, dk, dv in sequence order; every byte is counted."""
+    heads = case.q.shape[1], case.k.shape[1]
+    made = head_exchange_of(pattern, case.q.shape[2], case.k.shape[2], p, *layouts, heads)
+    prove_heads(made)
+    kernel, _ = choose("auto", case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
+    site = Attention(made.whole, Mask(), kernel, case.scale)
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        q, dout = (shard(x, layouts[0], p, mesh.rank) for x in (case.q, case.dout))
+        k, v = (shard(x, layouts[1], p, mesh.rank) for x in (case.k, case.v))
+        given = Operands(q, k, v)
+        out, lse = attend_heads(made, site, mesh, given)
+        return [out, *backward_heads(made, site, mesh, dout, Saved(given, out, lse))[:3]]
+
+    with record_traffic() as traffic:
+        results = run_on_threads(p, body)
+    sizes = Sizes.of(case.q, case.k, case.v)
+    for rank in range(p):
+        for way in ("forward", "backward"):
+            sent = sum(event.bytes for event in traffic.of(rank).events if event.label.startswith(way))
+            assert sent == bytes_sent(made, sizes, rank, way == "backward")
+    out, dq, dk, dv = zip(*results, strict=True)
+    return [join(out, layouts[0]), join(dq, layouts[0]), join(dk, layouts[1]), join(dv, layouts[1])]
+
+
+@pytest.mark.parametrize("layouts", [("contiguous", "contiguous"), ("zigzag", "zigzag"), ("zigzag", "contiguous")])
+@pytest.mark.parametrize("pattern", ["full", "causal", "window(5)", "window(5,both)"])
+@pytest.mark.parametrize(("p", "heads"), [(2, (4, 2)), (3, (10, 2)), (4, (4, 1)), (3, (3, 3))])
+def test_numbers(p: int, heads: tuple[int, int], pattern: str, layouts: tuple[str, str]) -> None:
+    for n, m in ((17, 17), (3, 3), (17, 40), (40, 17)):
+        case = problem(n, m, heads=heads)
+        for found, right in zip(run(case, p, pattern, layouts), sdpa(case, visible(pattern, n, m)), strict=True):
+            assert_near(found, right, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes_and_widths(dtype: torch.dtype) -> None:
+    case = problem(33, heads=(6, 2), dims=(8, 5))
+    found = run(case.to(dtype), 4, "causal", ("zigzag", "zigzag"))
+    for got, right in zip(found, sdpa(case, visible("causal", 33, 33)), strict=True):
+        assert got.dtype == dtype
+        assert_near(got, right, 1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize(("heads", "p"), [((8, 8), 4), ((8, 2), 4), ((8, 1), 8)])
+def test_bytes_are_those_of_the_formula(heads: tuple[int, int], p: int) -> None:
+    made, sizes = plan(heads, p, n=64), Sizes(2, *heads, 16, 24, 2, 4)
+    form = HeadVolume()
+    values = {"n": 64, "p": p, "B": 2, "Hq": heads[0], "Hkv": heads[1], "Dk": 16, "Dv": 24, "e": 2, "e_acc": 4}
+    for backward, formula in ((False, form.forward_bytes), (True, form.backward_bytes)):
+        number = formula.subs({symbol: values[symbol.name] for symbol in formula.free_symbols})
+        assert {bytes_sent(made, sizes, rank, backward) for rank in range(p)} == {int(number)}
