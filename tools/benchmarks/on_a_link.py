@@ -1,0 +1,206 @@
+"""Ring attention over a link of known speed: compute alone, exchange alone, and both."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringopt.attention.check import prove
+from ringopt.attention.exchange import Exchange, exchange_of
+from ringopt.attention.execute import Attention, Operands, Saved, attend, attend_backward
+from ringopt.attention.packing import KVShape
+from ringopt.distributed.mesh import Mesh, Transfer
+from ringopt.distributed.process import process_mesh
+from ringopt.graph.mask import Mask
+from ringopt.kernels.choose import choose
+from ringopt.tools.benchmarks.emulated_link import EmulatedLink
+from ringopt.tools.benchmarks.link_lab import LinkLab, as_ranks
+from ringopt.tools.benchmarks.numbers import distance
+from ringopt.tools.benchmarks.overlap import PASSES
+from ringopt.tools.benchmarks.result import Row
+
+HEADS, DIM = 4, 64
+FAST = 10_000.0  # megabits a second: nothing waits for such a link
+OVERHEAD = 1.06  # bytes on the wire for each byte of a message
+
+
+@dataclass(frozen=True)
+class Case:
+    pattern: str
+    length: int
+    ranks: int
+
+    @property
+    def plan(self) -> Exchange:
+        layout = "zigzag" if self.pattern == "causal" else "contiguous"
+        return exchange_of(self.pattern, self.length, self.length, self.ranks, layout, layout, "ring")
+
+
+class Mute(Mesh):
+    """Sends nothing: what arrives is zeros."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.mesh = mesh
+
+    @property
+    def name(self) -> str:
+        return f"mute:{self.mesh.name}"
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size
+
+    def _post(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
+    ) -> list[Transfer]:
+        for _, buffer in receives:
+            buffer.zero_()
+        return []
+
+    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
+        return self.mesh._all_gather(x, label)
+
+    def _all_reduce(self, x: Tensor, label: str) -> Tensor:
+        return self.mesh._all_reduce(x, label)
+
+
+class Rank:
+    """One rank's part of a case."""
+
+    def __init__(self, case: Case, mesh: Mesh):
+        self.case, self.mesh, self.plan = case, mesh, case.plan
+        prove(self.plan, mesh.rank)
+        kernel, _ = choose("auto", torch.float32, torch.device("cpu"), DIM, DIM)
+        self.attention = Attention(self.plan, Mask(), kernel, DIM**-0.5)
+        torch.manual_seed(0)
+        self.whole = [torch.randn(1, HEADS, case.length, DIM) for _ in range(4)]
+        q, k, v, self.dout = map(self.rows, self.whole)
+        self.given = Operands(q, k, v)
+        self.saved = Saved(self.given, *attend(self.attention, mesh, self.given))
+
+    def rows(self, x: Tensor) -> Tensor:
+        pieces = self.plan.q_layout.ranges(self.mesh.rank)
+        return torch.cat([x[:, :, rows.start : rows.stop] for rows in pieces], 2)
+
+    def attend(self, mesh: Mesh, backward: bool) -> list[Tensor]:
+        if backward:
+            return list(attend_backward(self.attention, mesh, self.dout, self.saved)[:3])
+        return [attend(self.attention, mesh, self.given)[0]]
+
+    def alone(self, backward: bool, repeats: int) -> tuple[float, int]:
+        """Seconds of compute and bytes sent, of the rank that has most of each."""
+        found = together({"compute": lambda: self.attend(Mute(self.mesh), backward)}, repeats)
+        most = torch.tensor([found["compute"], self.bytes_sent(backward)], dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most[0]), int(most[1])
+
+    def measured(self, link: Mesh, backward: bool, repeats: int) -> dict[str, Any]:
+        runs: dict[str, Callable[[], object]] = {
+            "compute": lambda: self.attend(Mute(self.mesh), backward),
+            "exchange": lambda: self.exchange(link, backward),
+            "total": lambda: self.attend(link, backward),
+        }
+        facts = {"pass": PASSES[backward], "bytes": self.bytes_sent(backward), "error": self.error(backward)}
+        return {**together(runs, repeats), **facts}
+
+    def exchange(self, link: Mesh, backward: bool) -> None:
+        shape = KVShape.of(self.given.k, self.given.v)
+        for number, step in enumerate(self.plan.steps(self.mesh.rank, backward)):
+            sends = [(message.target, shape.empty(message.rows).flat) for message in step.sends]
+            receives = [(message.source, shape.empty(message.rows).flat) for message in step.receives]
+            link.exchange(sends, receives, f"alone {number}").wait()
+
+    def bytes_sent(self, backward: bool) -> int:
+        shape = KVShape.of(self.given.k, self.given.v)
+        sent = [m.rows for step in self.plan.steps(self.mesh.rank, backward) for m in step.sends]
+        return sum(shape.empty(rows).flat.nbytes for rows in sent)
+
+    def error(self, backward: bool) -> float:
+        q, k, v = (x.clone().requires_grad_() for x in self.whole[:3])
+        expected = [F.scaled_dot_product_attention(q, k, v, is_causal=self.case.pattern == "causal")]
+        if backward:
+            expected = list(torch.autograd.grad(expected, (q, k, v), self.whole[3]))
+        return distance(self.attend(self.mesh, backward), [self.rows(x.detach()) for x in expected])
+
+
+def rows_of(case: Case, shares: Sequence[float], repeats: int, emulated: bool) -> list[Row]:
+    """A row for each pass and share. Raises LabError."""
+    if emulated:
+        found = as_ranks(case.ranks, emulated_on_a_rank, case, shares, repeats)
+        return [row_of(case, list(ranks)) for ranks in zip(*found, strict=True)]
+    with LinkLab(case.ranks, FAST) as lab:
+        alone = lab.run(alone_on_a_rank, case, repeats)
+        rows = []
+        for backward, (compute, sent) in enumerate(alone[0]):
+            for share in shares:
+                lab.set_rate(sent / (share * compute) * OVERHEAD * 8 / 1e6)
+                rows.append(row_of(case, lab.run(on_a_rank, case, bool(backward), repeats)))
+    return rows
+
+
+def row_of(case: Case, found: Sequence[dict[str, Any]]) -> Row:
+    """The slowest rank of each."""
+    compute, exchange, total = (max(rank[key] for rank in found) for key in ("compute", "exchange", "total"))
+    return {
+        **vars(case),
+        "pass": found[0]["pass"],
+        "compute": compute,
+        "exchange": exchange,
+        "total": total,
+        "rate": max(rank["bytes"] for rank in found) / exchange,
+        "hidden": (compute + exchange - total) / min(compute, exchange),
+        "over_longer": total / max(compute, exchange),
+        "error": max(rank["error"] for rank in found),
+    }
+
+
+def begin() -> Mesh:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return process_mesh()
+
+
+def alone_on_a_rank(rank: int, ranks: int, case: Case, repeats: int) -> list[tuple[float, int]]:
+    part = Rank(case, begin())
+    return [part.alone(backward, repeats) for backward in (False, True)]
+
+
+def on_a_rank(rank: int, ranks: int, case: Case, backward: bool, repeats: int) -> dict[str, Any]:
+    mesh = begin()
+    return Rank(case, mesh).measured(mesh, backward, repeats)
+
+
+def emulated_on_a_rank(
+    rank: int, ranks: int, case: Case, shares: Sequence[float], repeats: int
+) -> list[dict[str, Any]]:
+    mesh = begin()
+    part, found = Rank(case, mesh), []
+    for backward in (False, True):
+        compute, sent = part.alone(backward, repeats)
+        found += [part.measured(EmulatedLink(mesh, sent / (x * compute)), backward, repeats) for x in shares]
+    return found
+
+
+def together(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Medians in seconds, all ranks starting at once. The first turn is for warming up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found[1:]) for name, found in seconds.items()}

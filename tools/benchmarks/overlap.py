@@ -1,0 +1,116 @@
+"""How much of the exchange of a ring is hidden behind its compute, on a link of known speed.
+
+The link is made so slow that the exchange alone takes given shares of the compute alone. Each rank is a process of one
+thread in a network namespace of its own, joined by rate-limited links (Linux, root, iproute2); with --emulated, and
+with a note where no such links can be made, the messages are held back instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ringopt.tools.benchmarks.result import Column, Result, Row, error
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from rich.progress import Progress
+
+EXAMPLES = """\
+examples:
+  ringopt bench overlap --ranks 2 --shares 0.5 --lengths 4096 --repeats 3
+  ringopt bench overlap --emulated --lengths 2048 --json overlap.json
+"""
+
+PASSES = ("forward", "backward")
+
+
+def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    parser = tables.add_parser(
+        "overlap",
+        parents=[common],
+        help="the part of the exchange that is hidden, on a link of known speed",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", metavar="P", nargs="+", type=ranks, default=[2], help="2 or more (2)")
+    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, default=[4096], help="of the sequence (4096)")
+    parser.add_argument(
+        "--shares", metavar="X", nargs="+", type=share, default=[0.3, 0.6, 0.9], help="exchange / compute (0.3 0.6 0.9)"
+    )
+    parser.add_argument("--repeats", metavar="N", type=whole, default=7, help="timed calls of each, by turns (7)")
+    parser.add_argument("--emulated", action="store_true", help="hold messages back instead of making links")
+    parser.set_defaults(measure=measure)
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def ranks(text: str) -> int:
+    if whole(text) < 2:
+        raise argparse.ArgumentTypeError("one rank has nobody to exchange with: 2 or more")
+    return int(text)
+
+
+def share(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0.01 <= found <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0.01 to 100")
+    return found
+
+
+def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
+    """Raises LabError."""
+    from ringopt.tools.benchmarks.link_lab import why_unavailable
+    from ringopt.tools.benchmarks.on_a_link import Case, rows_of
+
+    missing = None if arguments.emulated else why_unavailable()
+    emulated = arguments.emulated or missing is not None
+    cases = [
+        Case(pattern, length, ranks)
+        for ranks in arguments.ranks
+        for length in arguments.lengths
+        for pattern in ("causal", "full")
+    ]
+    rows: list[Row] = []
+    for case in progress.track(cases, description="links"):
+        rows += rows_of(case, arguments.shares, arguments.repeats, emulated)
+    link = "emulated links" if emulated else "rate-limited links between network namespaces"
+    notes = NOTES if missing is None else (*NOTES, f"links are emulated: {missing}")
+    title = f"Ring attention, 4 heads of 64, float32, one thread a rank, on {link}"
+    return Result(title, COLUMNS, rows, totals(rows), (), notes)
+
+
+def totals(rows: list[Row]) -> dict[str, Any]:
+    return {"rows": len(rows), "least_hidden": min(row["hidden"] for row in rows)}
+
+
+def ms(key: str, heading: str) -> Column:
+    return Column(f"{heading},\nms", lambda row: f"{row[key] * 1e3:,.0f}")
+
+
+COLUMNS = (
+    Column("n", lambda row: str(row["length"])),
+    Column("p", lambda row: str(row["ranks"])),
+    Column("", lambda row: f"{row['pattern']}, {row['pass']}", right=False),
+    Column("link,\nMB/s", lambda row: f"{row['rate'] / 1e6:,.0f}"),
+    ms("compute", "compute"),
+    ms("exchange", "exchange"),
+    ms("total", "both"),
+    Column("hidden", lambda row: f"{row['hidden']:.0%}"),
+    Column("total /\nlonger", lambda row: f"{row['over_longer']:.2f}"),
+    Column("error", error("error")),
+)
+NOTES = (
+    "compute: without messages; exchange: messages alone; both: ring attention. Medians of the slowest rank, by turns.",
+    "hidden: (compute + exchange - both) / the shorter of the two. MB/s: bytes sent in the time of the exchange alone.",
+    "error: from one process, relative to the largest entry; outputs, or the gradients of q, k and v.",
+)
