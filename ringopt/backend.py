@@ -29,6 +29,7 @@ from ringopt.options import Options
 from ringopt.passes import LINE, UNDERSTAND
 from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
 from ringopt.report import Report
+from ringopt.timeline import trace_to, traced
 from ringopt.watch import Made, Watched
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ def ring(
             return run, [], []
         if mesh.size > 1:
             run = CheckedInputs(run, mesh, program, names, chosen.check_inputs, random)
+        if chosen.trace is not None:
+            run = traced(run, trace_to(chosen.trace, mesh.rank))
         return run, flat.meta["relied_on"], flat.meta["claims"]
 
     watched = Watched(make, example_inputs)

@@ -33,6 +33,7 @@ class Options:
     timeout         seconds until a message that does not arrive is an error
     on_refusal      what happens when an attention site cannot be sharded
     dump            folder for the graphs before and after each pass, the report and the diff; None: nothing is written
+    trace           folder for what each rank did when, exchanges and compute; None: nothing is recorded
     """
 
     mesh: DeviceMesh | None = None
@@ -44,6 +45,7 @@ class Options:
     timeout: float = 600.0
     on_refusal: OnRefusal = "warn"
     dump: str | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _literals().items():
@@ -52,8 +54,9 @@ class Options:
                 raise OptionError(f"option {name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
             raise OptionError(f"option timeout={self.timeout!r}: expected a number of seconds above 0")
-        if self.dump is not None and not (isinstance(self.dump, str) and self.dump):
-            raise OptionError(f"option dump={self.dump!r}: expected the path of a folder, as text")
+        for name, folder in (("dump", self.dump), ("trace", self.trace)):
+            if folder is not None and not (isinstance(folder, str) and folder):
+                raise OptionError(f"option {name}={folder!r}: expected the path of a folder, as text")
         if self.mesh is not None:
             _check_mesh(self.mesh)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import ringopt
 from ringopt.errors import RingError
-from ringopt.tools import bench, convert, diff, explain
+from ringopt.tools import bench, convert, diff, explain, timeline
 from ringopt.tools.command import CommandError
 
 # Exit codes: 0 done, 1 diff found differences, 2 a usage error (argparse uses 2 as well) or the command failed.
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     diff.add(commands)
     convert.add(commands)
     bench.add(commands)
+    timeline.add(commands)
     return top
 
 

@@ -58,6 +58,7 @@ class Pending:
 
         A second call waits for nothing: a work of gloo that is waited for twice blocks until the timeout.
         """
+        began = time.monotonic()
         while self._transfers:
             transfer = self._transfers.pop(0)
             try:
@@ -67,7 +68,7 @@ class Pending:
         if self._buffers:
             self._buffers.clear()
             self._mesh.in_flight.discard(self)
-            log_event("waited", self.label, self._mesh.rank)
+            log_event("waited", self.label, self._mesh.rank, began=began)
 
 
 def comm_error(mesh: Mesh, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
@@ -132,16 +133,18 @@ class Mesh(ABC):
         if self.size == 1:
             return [x.clone()]
         moved = x.nbytes * (self.size - 1)
-        log_event("all_gather", label, self.rank, moved, moved, self.size - 1)
-        return self._all_gather(x, label)
+        began, gathered = time.monotonic(), self._all_gather(x, label)
+        log_event("all_gather", label, self.rank, moved, moved, self.size - 1, began=began)
+        return gathered
 
     def all_reduce(self, x: Tensor, label: str = "") -> Tensor:
         """The sum of `x` over the ranks: a new contiguous tensor, the same bits on all of them."""
         if self.size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         moved = 2 * x.nbytes * (self.size - 1) // self.size
-        log_event("all_reduce", label, self.rank, moved, moved, 2 * (self.size - 1))
-        return self._all_reduce(x, label)
+        began, total = time.monotonic(), self._all_reduce(x, label)
+        log_event("all_reduce", label, self.rank, moved, moved, 2 * (self.size - 1), began=began)
+        return total
 
     @abstractmethod
     def _post(

@@ -21,8 +21,9 @@ class Event:
     bytes           handed to the link by this rank (a collective counts as its ring algorithm)
     bytes_received  taken from the link by this rank
     messages        how many messages this rank sent
-    seconds         on the monotonic clock
+    seconds         on the monotonic clock, when it had happened
     rank            in its mesh
+    blocked         for how many seconds this rank could do nothing else: in "waited" and the collectives
     """
 
     kind: EventKind
@@ -32,6 +33,7 @@ class Event:
     messages: int
     seconds: float
     rank: int
+    blocked: float = 0.0
 
 
 @dataclass
@@ -47,6 +49,11 @@ class Traffic:
     @property
     def bytes_received(self) -> int:
         return sum(event.bytes_received for event in self.events)
+
+    @property
+    def blocked(self) -> float:
+        """Seconds of exposed communication: in which a rank waited and computed nothing."""
+        return sum(event.blocked for event in self.events)
 
     @property
     def messages(self) -> int:
@@ -67,19 +74,40 @@ def record_traffic() -> Iterator[Traffic]:
 
     The first call with new shapes also compares them over the ranks, which shows as "all_gather" events.
     """
-    traffic = Traffic()
-    _recording.append(traffic)
+    traffic = record_from_now_on()
     try:
         yield traffic
     finally:
-        # By identity: two recordings that saw the same events are equal.
-        _recording[:] = [other for other in _recording if other is not traffic]
+        stop(traffic)
 
 
-def log_event(kind: EventKind, label: str, rank: int, sent: int = 0, received: int = 0, messages: int = 0) -> None:
-    """Tells whoever records; bytes `sent` and `received`, number of `messages` sent."""
+def record_from_now_on() -> Traffic:
+    """As `record_traffic`, until `stop`."""
+    traffic = Traffic()
+    _recording.append(traffic)
+    return traffic
+
+
+def stop(traffic: Traffic) -> None:
+    # By identity: two recordings that saw the same events are equal.
+    _recording[:] = [other for other in _recording if other is not traffic]
+
+
+def log_event(
+    kind: EventKind,
+    label: str,
+    rank: int,
+    sent: int = 0,
+    received: int = 0,
+    messages: int = 0,
+    *,
+    began: float | None = None,
+) -> None:
+    """Tells whoever records; bytes `sent` and `received`, number of `messages` sent. `began`: on the monotonic clock,
+    when the rank began to do nothing else."""
     if not _recording:
         return
-    event = Event(kind, label, sent, received, messages, time.monotonic(), rank)
+    now = time.monotonic()
+    event = Event(kind, label, sent, received, messages, now, rank, now - began if began is not None else 0.0)
     for traffic in _recording:
         traffic.events.append(event)

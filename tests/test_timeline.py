@@ -1,0 +1,119 @@
+"""What a trace tells: spans from events, and back from its file; the picture; a recorded run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ringopt.distributed.traffic import Event
+from ringopt.timeline import LANES, Span, chrome, covered, read, spans_of, sums, trace_to
+from ringopt.tools import timeline
+from ringopt.tools.cli import main
+
+EVENTS = [
+    Event("posted", "forward 0", 80, 80, 1, 10.0, 0),
+    Event("computed", "forward 0", 0, 0, 0, 13.0, 0),
+    Event("waited", "forward 0", 0, 0, 0, 14.0, 0, blocked=1.0),
+    Event("computed", "forward 1", 0, 0, 0, 16.0, 0),
+    Event("all_reduce", "gradients", 20, 20, 2, 19.0, 0, blocked=2.0),
+]
+
+
+def test_spans_of_events() -> None:
+    spans = spans_of(EVENTS)
+    start = spans[0].begin
+    told = [(span.lane, span.label, round(span.begin - start, 6), round(span.seconds, 6), span.bytes) for span in spans]
+    assert told == [
+        ("compute", "forward 0", 0.0, 3.0, 0),
+        ("link", "forward 0", 0.0, 4.0, 80),
+        ("exposed", "forward 0", 3.0, 1.0, 0),
+        ("compute", "forward 1", 4.0, 2.0, 0),
+        ("link", "gradients", 7.0, 2.0, 20),
+        ("exposed", "gradients", 7.0, 2.0, 0),
+    ]
+
+
+def test_exposed_communication_is_a_number() -> None:
+    [rank] = sums(spans_of(EVENTS))
+    found = (rank.total, rank.compute, rank.link, rank.exposed, rank.hidden)
+    assert found == pytest.approx((9.0, 5.0, 6.0, 3.0, 0.5), abs=1e-5)
+    assert rank.bytes == 100
+
+
+def test_spans_that_overlap_count_once() -> None:
+    spans = [Span(0, "link", "", *ends) for ends in ((0.0, 2.0), (1.0, 4.0), (1.5, 2.0), (6.0, 7.0))]
+    assert covered(spans) == 5.0
+
+
+def test_the_file_is_a_chrome_trace(tmp_path: Path) -> None:
+    spans = spans_of(EVENTS)
+    path = tmp_path / "rank-0.json"
+    path.write_text(json.dumps(chrome(spans)))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == sorted(LANES)
+    assert {event["tid"] for event in events} == {0, 1, 2}
+    for found, expected in zip(read(path), spans, strict=True):
+        assert (found.rank, found.lane, found.label, found.bytes) == (0, expected.lane, expected.label, expected.bytes)
+        assert (found.begin, found.seconds) == pytest.approx((expected.begin, expected.seconds), abs=1e-5)
+
+
+def test_the_picture_escapes_and_tells(tmp_path: Path) -> None:
+    picture = timeline.drawn([Span(1, "link", "<b>", 0.0, 0.5, 1234), Span(3, "exposed", "wait", 0.2, 0.5)])
+    assert picture.count("<rect") == 1 + len(LANES) + 2
+    assert "rank 1, &lt;b&gt;: 500.00 ms, 1,234 bytes" in picture and "rank 3, wait: 300.00 ms<" in picture
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(1, -1, 2, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+def recorded(folder: str) -> int:
+    torch.manual_seed(0)
+    options = {"trace": folder, "inner_backend": "eager", "strategy": "ring"}
+    torch.compile(Net(), backend="ring", options=options)(torch.randn(1, 12, 16)).backward()
+    trace = trace_to(folder, torch.distributed.get_rank())
+    trace.close()
+    return trace.traffic.bytes_sent
+
+
+def test_a_recorded_run(ranks: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sent = ranks(2, recorded, str(tmp_path))
+    for rank, size in enumerate(sent):
+        spans = read(tmp_path / f"rank-{rank}.json")
+        assert sum(span.bytes for span in spans) == size
+        assert {"forward 0", "backward 0"} <= {span.label for span in spans if span.lane == "link"}
+        assert {"forward 0", "forward 1"} <= {span.label for span in spans if span.lane == "compute"}
+    assert main(["timeline", str(tmp_path), "--svg", str(tmp_path / "t.svg")]) == 0
+    assert "exposed" in capsys.readouterr().out
+    assert (tmp_path / "t.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "sentence"),
+    [
+        (None, [], 'holds no rank-*.json; run the program with options={"trace": '),
+        ("{}", [], "is no trace of ringopt: KeyError"),
+        ('{"traceEvents": []}', [], "holds traces in which nothing was exchanged"),
+        (json.dumps(chrome(spans_of(EVENTS))), ["--last", "0"], "--last 0: expected a number of seconds above 0"),
+        (json.dumps(chrome(spans_of(EVENTS))), ["--svg", "/no/such/t.svg"], "--svg /no/such/t.svg: No such file"),
+    ],
+)
+def test_errors(
+    content: str | None, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "rank-0.json").write_text(content)
+    assert main(["timeline", str(tmp_path), *words]) == 2
+    assert sentence in capsys.readouterr().err.replace("\n", "")

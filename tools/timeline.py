@@ -1,0 +1,149 @@
+"""`ringopt timeline`: what the ranks did when, from the folder of `options={"trace": folder}`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringopt.tools.command import CommandError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from ringopt.timeline import Span
+
+EXAMPLES = """\
+examples:
+  ringopt timeline traces
+  ringopt timeline traces --svg timeline.svg --last 0.5
+"""
+
+MIB = 2**20
+
+
+def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "timeline",
+        help="which exchange was hidden behind which compute, in a recorded run",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="with a file of each rank")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it")
+    parser.add_argument("--last", metavar="SECONDS", type=float, help="only the end of the run")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    spans = last(read_all(arguments.folder), arguments.last)
+    if arguments.svg:
+        try:
+            arguments.svg.write_text(drawn(spans), encoding="utf-8")
+        except OSError as problem:
+            raise CommandError(f"--svg {arguments.svg}: {problem.strerror}") from None
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=100)
+    console.print(table(spans), NOTE, sep="\n", markup=False)
+    return 0
+
+
+NOTE = (
+    "link: an exchange was under way; exposed: the rank waited for it, or stood in a collective, and did nothing else; "
+    "hidden: the rest of link."
+)
+
+
+def read_all(folder: Path) -> list[Span]:
+    """Raises CommandError where there is no trace."""
+    from ringopt.timeline import read
+
+    paths = sorted(folder.glob("rank-*.json"))
+    if not paths:
+        raise CommandError(f'{folder} holds no rank-*.json; run the program with options={{"trace": {str(folder)!r}}}')
+    try:
+        spans = [span for path in paths for span in read(path)]
+    except (ValueError, OSError) as problem:
+        raise CommandError(str(problem)) from None
+    if not spans:
+        raise CommandError(f"{folder} holds traces in which nothing was exchanged")
+    return spans
+
+
+def last(spans: list[Span], seconds: float | None) -> list[Span]:
+    if seconds is None:
+        return spans
+    if not seconds > 0:
+        raise CommandError(f"--last {seconds:g}: expected a number of seconds above 0")
+    end = max(span.end for span in spans)
+    return [span for span in spans if span.begin >= end - seconds]
+
+
+def table(spans: Sequence[Span]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from ringopt.timeline import sums
+
+    found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("rank", "total, s", "compute, s", "link, s", "exposed, s", "hidden", "sent, MiB"):
+        found.add_column(heading, justify="right")
+    for rank in sums(spans):
+        seconds = (rank.total, rank.compute, rank.link, rank.exposed)
+        sent = f"{rank.bytes / MIB:,.1f}"
+        found.add_row(str(rank.rank), *(f"{x:.3f}" for x in seconds), f"{rank.hidden:.0%}", sent)
+    return found
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+LEFT, WIDTH, LANE, GAP, TOP = 110, 980, 18, 14, 44
+COLOURS = {"compute": "#4c78a8", "link": "#b8b8b8", "exposed": "#e45756"}
+TICKS = 8
+
+
+def drawn(spans: Sequence[Span]) -> str:
+    """An SVG: three lanes a rank, time from left to right; a span that is pointed at tells what it is."""
+    from html import escape
+
+    from ringopt.timeline import LANES
+
+    ranks = sorted({span.rank for span in spans})
+    start, end = min(span.begin for span in spans), max(span.end for span in spans)
+    scale = (WIDTH - LEFT) / max(end - start, 1e-9)
+    block = len(LANES) * LANE + GAP
+    height = TOP + block * len(ranks) + 30
+    parts = [f'<rect width="{WIDTH + 20}" height="{height}" fill="white"/>']
+    for number, lane in enumerate(LANES):
+        x = LEFT + 130 * number
+        parts.append(f'<rect x="{x}" y="12" width="12" height="12" fill="{COLOURS[lane]}"/>')
+        parts.append(f'<text x="{x + 18}" y="22">{lane}</text>')
+    for tick in range(TICKS + 1):
+        at = LEFT + (WIDTH - LEFT) * tick / TICKS
+        said = f"{(end - start) * tick / TICKS * 1e3:,.0f} ms"
+        parts.append(f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{height - 26}" stroke="#e8e8e8"/>')
+        parts.append(f'<text x="{at:.1f}" y="{height - 10}" text-anchor="middle">{said}</text>')
+    for place, rank in enumerate(ranks):
+        y = TOP + block * place
+        parts.append(f'<text x="10" y="{y + 1.5 * LANE + 4}" font-weight="bold">rank {rank}</text>')
+        for number, lane in enumerate(LANES):
+            parts.append(f'<text x="62" y="{y + number * LANE + 13}" fill="#808080">{lane[:7]}</text>')
+    for span in spans:
+        left, y = (
+            LEFT + (span.begin - start) * scale,
+            TOP + block * ranks.index(span.rank) + LANE * LANES.index(span.lane),
+        )
+        told = f"rank {span.rank}, {span.label}: {span.seconds * 1e3:.2f} ms"
+        told += f", {span.bytes:,} bytes" if span.bytes else ""
+        parts.append(
+            f'<rect x="{left:.2f}" y="{y}" width="{max(span.seconds * scale, 0.3):.2f}" height="{LANE - 3}" '
+            f'fill="{COLOURS[span.lane]}" fill-opacity="0.85"><title>{escape(told)}</title></rect>'
+        )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 20} {height}" font-family="sans-serif" '
+    return "\n".join([head + 'font-size="11">', *parts, "</svg>", ""])
