@@ -97,7 +97,7 @@ def memory(graph: fx.Graph) -> dict[str, int]:
             continue
         seen.add(storage)
         if node.op == "placeholder":
-            cause = "parameters" if isinstance(value, torch.nn.Parameter) or value.requires_grad else "inputs"
+            cause = "parameters" if node.meta.get("parameter", value.requires_grad) else "inputs"
         else:
             cause = "sharded values" if node.meta.get("placement") is not None else "replicated values"
         found[cause] += value.numel() * value.element_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+
+WIDTH = 100  # columns of a report as text
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,16 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields under their names, those of Site and Gather too; JSON can hold it."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """The inverse of `to_dict`, also after JSON made lists of tuples."""
+        sites = tuple(Site(**{**site, "notes": tuple(site["notes"])}) for site in data["sites"])
+        gathers = tuple(Gather(**gather) for gather in data["gathers"])
+        texts = {name: tuple(data[name]) for name in ("left_alone", "notes")}
+        return cls(**{**data, **texts, "sites": sites, "gathers": gathers})
 
     @classmethod
     def merged(cls, reports: Iterable[Report], world_size: int) -> Report:
@@ -94,22 +105,21 @@ class Report:
         yield self.rich()
 
     def __str__(self) -> str:
-        console = Console(width=120, no_color=True)
+        console = Console(width=WIDTH, no_color=True)
         with console.capture() as captured:
             console.print(self)
         return captured.get()
 
     def rich(self) -> Group:
-        parts: list[Any] = [site_table(self)]
+        parts: list[Any] = [site_table(self), *map(refused, (site for site in self.sites if site.refusal))]
         if self.gathers:
             parts.append(gather_table(self))
         parts += [Text(f"left alone: {reason}") for reason in self.left_alone]
         parts += [Text(f"note: {note}") for note in self.notes]
         if self.refusal:
             parts.append(Text(f"not sharded: {self.refusal}", style="yellow"))
-        if self.memory:
-            causes = ", ".join(f"{cause} {readable(size)}" for cause, size in self.memory.items())
-            parts.append(Text(f"per rank: {causes}"))
+        if any(self.memory.values()):
+            parts.append(Stack("memory of this rank", self.memory))
         parts.append(
             Text(f"sharded {self.sharded_fraction:.1%} of matrix FLOPs; sends {readable(self.bytes_sent)} a forward")
         )
@@ -127,10 +137,12 @@ def site_table(report: Report) -> Table:
         end = (site.strategy, site.layout, site.kernel, readable(site.bytes_sent))
         cells = (site.module or "-", site.form, site.pattern, *end)
         table.add_row(*(escape(cell) for cell in cells))
-        if site.refusal:
-            where = f" ({site.source})" if site.source else ""
-            table.add_row("", Text(f"refused: {site.refusal}{where}", style="yellow"))
     return table
+
+
+def refused(site: Site) -> Text:
+    where = f" ({site.source})" if site.source else ""
+    return Text(f"refused: {site.module or 'attention'}: {site.refusal}{where}", style="yellow")
 
 
 def gather_table(report: Report) -> Table:
@@ -139,8 +151,27 @@ def gather_table(report: Report) -> Table:
     table.add_column("why", overflow="fold")
     table.add_column("bytes", justify="right")
     for gather in report.gathers:
-        table.add_row(gather.op, escape(gather.why), readable(gather.bytes))
+        where = f" ({gather.source})" if gather.source else ""
+        table.add_row(gather.op, escape(gather.why + where), readable(gather.bytes))
     return table
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Bytes by cause as bars, one a line, each drawn from where the one before ends."""
+
+    title: str
+    parts: Mapping[str, int]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        total, start, names = sum(self.parts.values()), 0, max(map(len, self.parts))
+        room, mark = options.max_width - names - 21, "#" if options.ascii_only else "\u2588"
+        yield Text(f"{self.title}: {readable(total)}")
+        for name, size in self.parts.items():
+            first, last = (round(max(room, 0) * place / total) for place in (start, start + size))
+            bar = " " * first + mark * (last - first)
+            yield Text(f"  {name:<{names}}  {readable(size):>9}  {size / total:>4.0%}  {bar}", no_wrap=True)
+            start += size
 
 
 def readable(size: float) -> str:

@@ -25,6 +25,7 @@ from ringopt.tools.benchmarks.spellings import FORMS, LOOKALIKES
 from ringopt.tools.benchmarks.timing import interleaved
 from ringopt.tools.benchmarks.unfused import CASES, DEPTH, HEADS, build
 from ringopt.tools.cli import main, parser
+from ringopt.tools.command import WIDTH
 from ringopt.tools.resident import STATUS
 
 
@@ -122,7 +123,7 @@ def test_rows_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert (row["ring_bytes"] is not None) == STATUS.exists()
     assert result["totals"]["rows"] == 2 and result["totals"]["ring_wrong"] == 0
     printed = capsys.readouterr().out.splitlines()
-    assert max(map(len, printed)) <= bench.WIDTH and "\x1b" not in "".join(printed)
+    assert max(map(len, printed)) <= WIDTH and "\x1b" not in "".join(printed)
     assert printed[0].endswith(f"torch {torch.__version__}, ringopt {ringopt.__version__}")
 
 
@@ -141,7 +142,7 @@ def test_wide_numbers_fit_too(capsys: pytest.CaptureFixture[str]) -> None:
     bench.show(this_machine(), result)
     printed = capsys.readouterr().out
     assert "…" not in printed and "12,345.7" in printed
-    assert max(map(len, printed.splitlines())) <= bench.WIDTH
+    assert max(map(len, printed.splitlines())) <= WIDTH
 
 
 WIDE = {"seconds": 12.3456789, "bytes": 20 * 2**30, "error": 1.234e-7}

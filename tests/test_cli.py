@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ringopt
+from ringopt.report import readable
 from ringopt.tools.cli import main
 
 HERE = f"{__name__}:"
@@ -100,6 +103,93 @@ def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert site["refusal"] is None
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """in.pt2, and out.pt2 converted from it."""
+    folder = tmp_path_factory.mktemp("programs")
+    torch.export.save(torch.export.export(Causal(), (torch.zeros(1, 64, 16),)), folder / "in.pt2")
+    how = ["--options", '{"layout": "contiguous"}']
+    assert main(["convert", str(folder / "in.pt2"), str(folder / "out.pt2"), *how]) == 0
+    return folder
+
+
+def test_explain_of_a_file_is_that_of_its_model(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for target in (str(files / "in.pt2"), HERE + "positional"):
+        assert explain(target, "--world-size", "4", "--json") == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["sites"][0].pop("source") != ""
+    found[1]["sites"][0].pop("source")
+    assert found[0]["sites"] == found[1]["sites"]
+    assert found[0]["memory"] == found[1]["memory"]
+    assert [gather["source"] for gather in found[0]["gathers"]] == [
+        "test_cli.py:34: return self.after(mixed.transpose(1, 2).flatten(2))"
+    ]
+
+
+def test_explain_of_a_converted_file_is_what_it_holds(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(str(files / "out.pt2")) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"converted by ringopt {ringopt.__version__} with torch {torch.__version__}; options ")
+    assert "layout=contiguous" in printed and "1 attention sites on 2 ranks" in printed
+    assert explain(str(files / "out.pt2"), "--world-size", "4") == 2
+    assert "out.pt2 was converted already and holds the report for 2 ranks; leave out " in capsys.readouterr().err
+
+
+def test_explain_as_a_page(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    assert explain(str(files / "in.pt2"), "--world-size", "2", "--html", str(page)) == 0
+    assert "1 attention sites" in page.read_text()
+    assert "1 attention sites on 2 ranks" in capsys.readouterr().out
+
+
+class Sorted(Causal):
+    """Attention whose mask is made of its own scores, and rows put in order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(1, 2)
+        kept = scores >= scores.topk(4, -1).values[..., -1:]
+        return scores.masked_fill(~kept, float("-inf")).softmax(-1) @ x + super().forward(x).sort(1).values
+
+
+def test_the_text_of_a_report_tells_reasons_lines_and_memory() -> None:
+    report = ringopt.explain(Sorted(), torch.zeros(1, 64, 16), world_size=4, options={"on_refusal": "ignore"})
+    printed = str(report)
+    assert max(map(len, printed.splitlines())) <= 100
+    told = " ".join(printed.replace("\u2502", " ").split())
+    assert "by topk (test_cli.py:" in told
+    assert "sort needs all rows of " in told and "super().forward(x).sort(1).values)" in told
+    sizes = report.memory
+    assert f"memory of this rank: {readable(sum(sizes.values()))}\n" in printed
+    bars = {cause: line for line in printed.splitlines() for cause in sizes if line.startswith(f"  {cause} ")}
+    assert list(bars) == list(sizes)
+    drawn = sum(line.count("\u2588") for line in bars.values())
+    assert abs(bars["parameters"].count("\u2588") / drawn - sizes["parameters"] / sum(sizes.values())) < 0.02
+
+
+@pytest.mark.parametrize(
+    "terminal", [{"PYTHONIOENCODING": "ascii"}, {"NO_COLOR": "1", "FORCE_COLOR": "1", "COLUMNS": "40"}]
+)
+def test_the_report_degrades(terminal: dict[str, str], files: Path) -> None:
+    """Without the letters of lines and bars; without colour, in a narrow terminal."""
+    command = [sys.executable, "-m", "ringopt.tools.cli", "explain", str(files / "in.pt2")]
+    result = subprocess.run(command, env={**os.environ, **terminal}, capture_output=True, text=True, check=True)
+    assert "1 attention sites" in result.stdout
+    if "PYTHONIOENCODING" in terminal:
+        assert result.stdout.isascii() and "####" in result.stdout
+    else:
+        assert not re.search("\x1b\\[[0-9;]*(3[0-9]|4[0-9])m", result.stdout)  # bold and italics stay, colours go
+        assert max(map(len, re.sub("\x1b\\[[0-9;]*m", "", result.stdout).splitlines())) <= 40
+
+
+def test_a_program_has_its_inputs() -> None:
+    program = torch.export.export(Causal(), (torch.zeros(1, 64, 16),))
+    with pytest.raises(ringopt.errors.ProgramError, match="is explained at the sizes it was exported for"):
+        ringopt.explain(program, torch.zeros(1, 32, 16))
+    with pytest.raises(ringopt.errors.ProgramError, match="the program is converted already"):
+        ringopt.explain(ringopt.convert(program))
+
+
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
@@ -141,7 +231,7 @@ def test_an_option_that_does_not_fit_the_model_says_why(capsys: pytest.CaptureFi
     ("arguments", "sentence"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["explain", "a:b"], "the following arguments are required: --world-size"),
+        (["explain"], "the following arguments are required: TARGET"),
         (["explain", "a:b", "--world-size", "0"], "'0' is not a number of ranks, 1 or more"),
         (["explain", "a:b", "--world-size", "two"], "'two' is not a number of ranks, 1 or more"),
         (["explain", "a:b", "--world-size", "2", "--options", "{"], "not JSON: "),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
 from ringopt.tools.benchmarks import forms, one_process, overlap
-from ringopt.tools.command import CommandError
+from ringopt.tools.command import CommandError, check_file, console, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -25,8 +25,6 @@ examples:
 """
 
 TABLES = (forms, one_process, overlap)
-# Of output that is no terminal: every table fits.
-WIDTH = 100
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,13 +46,12 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ringopt.tools.benchmarks.machine import this_machine
 
-    if arguments.json:
-        check_target(arguments.json)
+    check_file("--json", arguments.json)
     result = measured(arguments)
     machine = this_machine()
     show(machine, result)
     if arguments.json:
-        write(arguments.json, machine, result)
+        write_json(arguments.json, machine, result)
     return 0
 
 
@@ -75,25 +72,9 @@ def measured(arguments: argparse.Namespace) -> Result:
 
 
 def show(machine: Machine, result: Result) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
-    console.print(str(machine), result.rich(), *result.sentences, *result.notes, sep="\n", markup=False)
+    console().print(str(machine), result.rich(), *result.sentences, *result.notes, sep="\n", markup=False)
 
 
-def check_target(target: Path) -> None:
-    """Before anything is measured: raises CommandError where the file could not be written afterwards."""
-    if target.is_dir():
-        raise CommandError(f"--json {target}: it is a folder")
-    if not target.parent.is_dir():
-        raise CommandError(f"--json {target}: there is no folder {target.parent}")
-
-
-def write(target: Path, machine: Machine, result: Result) -> None:
+def write_json(target: Path, machine: Machine, result: Result) -> None:
     found = {"machine": dataclasses.asdict(machine), **result.to_dict()}
-    try:
-        target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    except OSError as problem:
-        raise CommandError(f"--json {target}: {problem.strerror}") from None
+    write(target, json.dumps(found, indent=2) + "\n")

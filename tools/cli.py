@@ -8,6 +8,7 @@ Torch is imported when a command runs, so that --help and --version are quick.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     chosen = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may know fewer letters than a program uses
     try:
         return int(chosen.run(chosen))
     except (CommandError, RingError) as error:

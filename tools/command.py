@@ -1,4 +1,4 @@
-"""What the commands share: their error, types of arguments, and finding a model by name."""
+"""What the commands share: their error, types of arguments, finding a model by name, where output goes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 100  # columns of output that is no terminal
 
 
 class CommandError(Exception):
@@ -91,7 +96,25 @@ def import_all(names: Sequence[str]) -> None:
             raise CommandError(f"cannot import {name!r}: {type(error).__name__}: {error}") from None
 
 
-def write(path: str, text: str) -> None:
+def console() -> Console:
+    """Standard output. Where that is no terminal (a log, a pipe), 100 columns and no colour: every table fits."""
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=WIDTH, color_system=None)
+
+
+def check_file(option: str, path: str | Path | None) -> None:
+    """Before any work: raises CommandError where the file could not be written afterwards."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise CommandError(f"{option} {path}: it is a folder")
+    if not Path(path).parent.is_dir():
+        raise CommandError(f"{option} {path}: there is no folder {Path(path).parent}")
+
+
+def write(path: str | Path, text: str) -> None:
     """A page or a table as a file."""
     try:
         Path(path).write_text(text, encoding="utf-8")

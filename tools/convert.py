@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, import_all, json_object
+from ringopt.tools.command import CommandError, console, import_all, json_object
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -28,6 +28,7 @@ The file that is written runs on one process as before, and under torchrun with 
 A .pt2 file is a program: convert files you trust. Pickled objects other than tensors are not loaded.
 
 examples:
+  python -m ringopt.tools.example in.pt2
   ringopt convert in.pt2 out.pt2 --explain
   ringopt convert in.pt2 out.pt2 --force --verify --options '{"layout": "contiguous"}'
 """
@@ -123,10 +124,8 @@ def save(program: ExportedProgram, target: Path, provenance: str) -> None:
 
 
 def tell(arguments: argparse.Namespace, report: Report, verdict: str) -> None:
-    from rich.console import Console
-
     if arguments.explain:
-        Console().print(report)
+        console().print(report)
     for note in report.notes if not arguments.explain else ():
         print(f"note: {note}")
     sharded = sum(site.refusal is None for site in report.sites)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from ringopt.tools.command import import_all, positive, write
+from ringopt.tools.command import check_file, console, import_all, positive, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -20,12 +20,11 @@ marks:
   + added   - removed   -+ replaced, or with other arguments   ~ reads other values   = only shape or placement
 
 examples:
+  python -m ringopt.tools.example before.pt2
+  ringopt convert before.pt2 after.pt2
   ringopt diff before.pt2 after.pt2 --stat
   ringopt diff before.pt2 after.pt2 --world-size 8 --html diff.html
 """
-
-# Of output that is no terminal: every table fits.
-WIDTH = 100
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,6 +56,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import ringopt
 
+    check_file("--html", arguments.html)
     import_all(arguments.imports)
     diff = ringopt.diff(arguments.before, arguments.after, world_size=arguments.world_size)
     if arguments.html:
@@ -69,14 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def show(diff: GraphDiff, arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
     from ringopt.tools.diff_text import rendered
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
-    console.print(rendered(diff, arguments.all, arguments.stat), soft_wrap=not console.is_terminal)
+    out = console()
+    out.print(rendered(diff, arguments.all, arguments.stat), soft_wrap=not out.is_terminal)
 
 
 def write_html(diff: GraphDiff, arguments: argparse.Namespace) -> None:

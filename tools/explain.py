@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, json_object, load_example, positive
+from ringopt.tools.command import (
+    CommandError,
+    check_file,
+    console,
+    import_all,
+    json_object,
+    load_example,
+    positive,
+    write,
+)
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-EXAMPLE = """\
-example:
-  # my_models.py
-  def tiny():
-      return MyModel(), (torch.zeros(1, 4096, dtype=torch.long),)       # or a dict of keyword arguments
+    from ringopt.report import Report
 
-  ringopt explain my_models:tiny --world-size 8 --options '{"layout": "zigzag"}'
+EXAMPLES = """\
+module:factory is a function without arguments that returns (model, inputs), inputs a tuple or a dict of keywords; the
+current folder is searched first. Of a file that `ringopt convert` wrote, the report that it holds is shown.
+
+examples:
+  ringopt explain ringopt.tools.example:tiny --world-size 4 --options '{"layout": "contiguous"}'
+  python -m ringopt.tools.example model.pt2
+  ringopt explain model.pt2 --world-size 2 --html report.html
 """
+
+RANKS = 8  # as in ringopt.explain
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,36 +41,77 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "explain",
         help="report what the backend does with a model on N ranks, without running it",
         description=__doc__,
-        epilog=EXAMPLE,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", metavar="TARGET", help="module:factory; factory() returns (model, inputs)")
-    parser.add_argument("--world-size", metavar="N", type=positive, required=True, help="number of ranks")
+    parser.add_argument("target", metavar="TARGET", help="file of torch.export.save (.pt2), or module:factory")
+    parser.add_argument("--world-size", metavar="N", type=positive, help=f"number of ranks (default: {RANKS})")
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON (see ringopt.Report)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page, one file that needs no network")
+    parser.add_argument(
+        "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the file names"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_file("--html", arguments.html)
+    import_all(arguments.imports)
+    of_file = arguments.target.endswith(".pt2")
+    made, report = report_of_file(arguments) if of_file else ("", report_of_model(arguments))
+    if arguments.html:
+        from ringopt.pages.report_page import report_page
+
+        write(arguments.html, report_page(report, arguments.target))
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
+        return 0
+    if made:
+        console().print(made, markup=False)
+    console().print(report)
+    return 0
+
+
+def report_of_model(arguments: argparse.Namespace) -> Report:
+    example = load_example(arguments.target)
+    return explained(arguments, example.model, *example.args, **example.kwargs)
+
+
+def report_of_file(arguments: argparse.Namespace) -> tuple[str, Report]:
+    """The report, and where it comes from if the file has it."""
+    from ringopt.archive import load_with_provenance
+
+    program, made = load_with_provenance(arguments.target)
+    if made is None:
+        return "", explained(arguments, program)
+    return kept(arguments, made)
+
+
+def explained(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Report:
     import ringopt
 
-    example = load_example(arguments.target)
+    how = {"world_size": arguments.world_size or RANKS, "options": arguments.options}
     try:
-        report = ringopt.explain(
-            example.model,
-            *example.args,
-            world_size=arguments.world_size,
-            options=arguments.options,
-            **example.kwargs,
-        )
+        return ringopt.explain(model, *args, **how, **kwargs)
     except RingError:
         raise
     except Exception as error:
         raise CommandError(f"{arguments.target} could not be explained: {type(error).__name__}: {error}") from error
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        from rich.console import Console
 
-        Console().print(report)
-    return 0
+
+def kept(arguments: argparse.Namespace, made: dict[str, Any]) -> tuple[str, Report]:
+    """What a converted file holds."""
+    import ringopt
+
+    target, by = arguments.target, made["ringopt"]
+    if by != ringopt.__version__:
+        raise CommandError(f"{target} was converted by ringopt {by}, and this is {ringopt.__version__}; use that one")
+    report = ringopt.Report.from_dict(made["report"])
+    if arguments.options or arguments.world_size not in (None, report.world_size):
+        raise CommandError(
+            f"{target} was converted already and holds the report for {report.world_size} ranks; leave out "
+            "--world-size and --options, or explain the program that it was made from"
+        )
+    options = ", ".join(f"{name}={value}" for name, value in made["options"].items())
+    return f"converted by ringopt {by} with torch {made['torch']}; options {options}", report

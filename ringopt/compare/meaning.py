@@ -250,7 +250,7 @@ def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     for some in cut(rows):
         kinds = []
         for others in cut(keys):
-            banded, seen = pattern.kind(some, others).value, mask.kind(square(some, others), [])
+            banded, seen = pattern.kind(some, others).value, mask.kind(square(some, others), {})
             if "empty" in (banded, seen):
                 kinds.append(".")
             elif given or (seen == "partial" and mask.sources):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ringopt.graph.term_bounds import bounds
-from ringopt.graph.term_readers import evaluate
+from ringopt.graph.term_readers import Sources, evaluate
 from ringopt.graph.terms import (
     Apply,
     Load,
@@ -124,12 +124,12 @@ class Mask:
         numbers = (constant(arg) for arg in args)
         return next((float(x) for x in numbers if x is not None and FAR <= abs(x) < math.inf), None)
 
-    def kind(self, spans: Mapping[str, range], sources: Sequence[Tensor]) -> Kind:
+    def kind(self, spans: Mapping[str, range], sources: Sources) -> Kind:
         """What is known of the block `spans` ("b", "h", "q", "k" -> nonempty range) without computing it.
 
         "empty": no query of it sees a key of it. "full": every query sees every key and nothing is added. Sound: from
-        intervals of the loaded values, never from a sample. Reads at most a block of each source. Of `score` it says
-        nothing: see `modifies`.
+        intervals of the loaded values, never from a sample. Reads at most a block of each source; one that a mapping
+        lacks may hold anything. Of `score` it says nothing: see `modifies`.
         """
         spans = {"r": spans["q"], **spans}
         low, high = bounds(self.visible, spans, sources) if self.visible is not None else (True, True)
@@ -220,7 +220,7 @@ def places(
     return found
 
 
-def _chosen(term: Term, spans: Mapping[str, range], sources: Sequence[Tensor]) -> Any:
+def _chosen(term: Term, spans: Mapping[str, range], sources: Sources) -> Any:
     """What is left of where(c, x, y) in a block in which c always holds, or never."""
     while isinstance(term, Apply) and term.op == "where" and isinstance(condition := term.args[0], Term):
         low, high = bounds(condition, spans, sources)

@@ -87,11 +87,12 @@ def origin(node: fx.Node) -> dict[str, Any]:
 
 
 def source_line(node: fx.Node) -> str:
-    """`modeling_llama.py:210: weights = softmax(scores, -1)`: where the program has it; "" where that is not known."""
+    """`modeling_llama.py:210: weights = softmax(scores, -1)`: the innermost line of the program that is not torch's; ""
+    where that is not known."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n\s*([^\n]*))?', node.meta.get("stack_trace") or "")
     if not frames:
         return ""
-    path, number, code = frames[-1]
+    path, number, code = next((frame for frame in frames[::-1] if "/torch/" not in frame[0]), frames[-1])
     return f"{os.path.basename(path)}:{number}" + (f": {code.strip()}" if code.strip() else "")
 
 

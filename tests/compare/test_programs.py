@@ -44,6 +44,16 @@ class Gelu(Mixer):
         return nn.functional.gelu(self.out(mixed.squeeze(1)))
 
 
+class Padded(Mixer):
+    """What a mask made of an input hides is not known before it comes; what is after the query is."""
+
+    def forward(self, x: Tensor, there: Tensor | None = None) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        rows = torch.arange(x.shape[1])
+        mask = (rows[:, None] >= rows) & (there[:, None, None, :] > 0 if there is not None else True)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, mask).squeeze(1))
+
+
 def exported(module: nn.Module | None = None, rows: int = 16, dynamic: bool = False) -> ExportedProgram:
     shapes = ({1: Dim("n", min=4, max=64)},) if dynamic else None
     return export(module or Mixer(), (torch.zeros(1, rows, 8),), dynamic_shapes=shapes)
@@ -288,6 +298,15 @@ def test_what_is_no_program_is_refused(
     assert str(path) in str(refused.value)
     assert sentence in str(refused.value)
     assert "stranger" not in capsys.readouterr().out
+
+
+def test_a_mask_is_drawn_as_far_as_it_is_known() -> None:
+    program = export(Padded(), (torch.zeros(1, 8, 8), torch.ones(1, 8)))
+    [site] = ringopt.diff(program, ringopt.convert(program)).sites
+    assert site.before is not None and site.before.site is not None
+    assert site.after is not None and site.after.site is not None
+    assert site.before.site.mask == ("?" * 8,) * 8
+    assert site.after.site.mask == tuple("?" * row + "." * (8 - row) for row in range(1, 9))
 
 
 def test_another_object_is_refused() -> None:

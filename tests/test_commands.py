@@ -1,0 +1,96 @@
+"""What holds for every command: the examples of --help run as written, tables fit, wrong uses are one line."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringopt.tools.cli import main, parser
+from ringopt.tools.command import WIDTH
+from tests.test_cli import HERE
+
+# What their own tests run, because they measure for minutes.
+LONG = ("bench",)
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    [found] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found.choices)
+
+
+def examples(command: str) -> list[list[str]]:
+    """The lines after "examples:", as words."""
+    listed = (commands()[command].epilog or "").partition("examples:\n")[2]
+    return [shlex.split(line) for line in listed.splitlines() if line.strip()]
+
+
+def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if words[0] == "ringopt":
+        assert main(words[1:]) in (0, 1)  # diff found differences: 1
+        return
+    assert words[:2] == ["python", "-m"]
+    monkeypatch.setattr(sys, "argv", words[2:])
+    runpy.run_module(words[2], run_name="__main__")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_help_has_two_examples(command: str) -> None:
+    assert sum(words[:2] == ["ringopt", command] for words in examples(command)) >= 2
+
+
+@pytest.mark.parametrize("command", [name for name in commands() if name not in LONG])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_examples_run_as_written(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In order, in an empty folder; tables fit a log of WIDTH columns and have no colours."""
+    monkeypatch.chdir(tmp_path)
+    for words in examples(command):
+        run(words, monkeypatch)
+    printed = capsys.readouterr().out
+    assert max((len(line) for line in printed.splitlines() if line[:1] in tuple("┏┃┡│└")), default=0) <= WIDTH
+    assert "\x1b" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("explain no.pt2", "no.pt2 does not exist; expected a .pt2 file"),
+        ("explain model.onnx", "'model.onnx' is not of the form module:factory"),
+        (f"explain {HERE}positional --html no/a.html", "--html no/a.html: there is no folder no"),
+        (f"explain {HERE}positional --html .", "--html .: it is a folder"),
+        ("explain no.pt2 --import not_there", "cannot import 'not_there'"),
+        ("convert no.pt2 out.pt2", "no.pt2 does not exist; expected a .pt2 file"),
+        ("convert text.pt2 out.pt2", "text.pt2 is not a .pt2 file (no zip archive); write one with torch.export.save"),
+        ("convert text.pt2 text.pt2", "text.pt2 exists; --force overwrites it"),
+        ("diff text.pt2 text.pt2", "text.pt2 is not a .pt2 file"),
+        ("diff text.pt2 text.pt2 --html no/a.html", "--html no/a.html: there is no folder no"),
+        ("bench forms --json no/a.json", "--json no/a.json: there is no folder no"),
+    ],
+)
+def test_a_wrong_use_is_one_line_and_writes_nothing(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.pt2").write_text("no archive")
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"ringopt: error: {sentence}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["text.pt2"]
+
+
+@pytest.mark.parametrize("words", ["explain", "diff a.pt2", "convert a.pt2", "unknown", "explain a.pt2 --world-size 0"])
+def test_a_wrong_command_line_ends_with_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words.split())
+    assert stopped.value.code == 2
+    *usage, said = capsys.readouterr().err.splitlines()
+    assert usage[0].startswith("usage: ringopt")
+    assert "error: " in said

@@ -1,0 +1,46 @@
+"""A small model to try the commands on: `ringopt explain ringopt.tools.example:tiny`, or as a file,
+`python -m ringopt.tools.example model.pt2`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, both beside a shortcut."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), up, nn.GELU(), down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.mlp(x)
+        return y
+
+
+def tiny() -> tuple[nn.Module, tuple[Tensor]]:
+    """Two blocks of 4 heads; 1 sequence of 128 rows of 64 numbers."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(64, 4), Block(64, 4)), (torch.randn(1, 128, 64),)
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m ringopt.tools.example FILE.pt2")
+    model, inputs = tiny()
+    torch.export.save(torch.export.export(model, inputs), sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
