@@ -1,8 +1,8 @@
 """For every attention site: how its rows travel, which layout, which kernel; or why it stays replicated.
 
-One layout serves all sites, because values flow between them: zigzag when a causal site is there to gain from it
-(contiguous shards give the last rank about twice the mean work), contiguous otherwise. Zigzag needs 2p rows on every
-axis.
+One layout serves all sites, because values flow between them: the one in which all of them together are predicted to
+take least time (ringopt/attention/choose.py). For causal sites that is zigzag, since contiguous shards give the last
+rank about twice the mean work; it needs 2p rows on every axis.
 
 Before: mask classified. After: `strategy`, `layout`, `kernel`, `bytes_sent` of each site that can be sharded.
 """
@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ringopt.attention.bytes import Sizes, bytes_sent
-from ringopt.attention.exchange import Exchange, exchange_of
-from ringopt.attention.patterns import Window
-from ringopt.attention.plans import Plan, plan_of
-from ringopt.attention.rows import count
+from ringopt.attention.bytes import bytes_sent
+from ringopt.attention.choose import Case, choose, choose_layout
+from ringopt.attention.layouts import LAYOUTS
+from ringopt.attention.predict import Heads
+from ringopt.cost.rates import Rates, cautious
+from ringopt.distributed.decide import agreed_rates
+from ringopt.distributed.mesh import ANY
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import shape_of, value_of
-from ringopt.kernels.choose import choose
+from ringopt.graph.nodes import requires_grad, shape_of, value_of
+from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.pipeline import Context, Pass, SiteInfo
+
+LEAST = 2  # ranks
 
 
 class ChooseStrategy(Pass):
@@ -31,8 +35,9 @@ class ChooseStrategy(Pass):
             if info.refusal is None:
                 info.refusal = refusal_of(node, info, context)
         sites = {node: info for node, info in context.sites.items() if info.refusal is None}
-        context.layout = layout_for(sites, context)
+        context.layout, why = layout_for(sites, context)
         for node, info in sites.items():
+            info.notes += [why] if why else []
             choose_for(node, info, context)
 
 
@@ -57,7 +62,8 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     return f"{said}: every rank needs a row"
 
 
-def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> str:
+def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, str]:
+    """The layout, and why. Raises OptionError where the one that is asked for cannot be."""
     ranks, asked = context.mesh.size, context.options.layout
     shortest = min((min(lengths(node)) for node in sites), default=0)
     enough = shortest >= 2 * ranks
@@ -67,51 +73,49 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> str:
             f'{2 * ranks}. Use layout="contiguous" or "auto"'
         )
     if asked != "auto":
-        return asked
-    if context.options.strategy == "halo":
-        return "contiguous"  # the only one that it can do
-    return "zigzag" if enough and any(node.args[7] == "causal" for node in sites) else "contiguous"
+        return asked, ""
+    if not sites or not enough:
+        return "contiguous", ""
+    cases = [case_of(node, context) for node in sites]
+    rates, layouts = rates_for(context, *sites), tuple(LAYOUTS)
+    return choose_layout(cases, looked_at(context), context.options.strategy, layouts, rates)
 
 
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     q, k, v = (value_of(operand) for operand in node.args[:3])
-    info.layout = context.layout
-    info.strategy = context.options.strategy
+    info.layout, info.strategy = context.layout, context.options.strategy
     if info.strategy == "auto":
-        info.strategy = cheapest(node, info, context)
-    kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+        choice = choose(case_of(node, context), looked_at(context), context.layout, rates_for(context, node))
+        info.strategy = choice.strategy
+        info.notes.append(choice.reason)
+    kernel, reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.kernel = kernel.name
     info.notes.append(reason)
-    info.bytes_sent = bytes_sent(asked_plan(node, info, context), Sizes.of(q, k, v), context.mesh.rank)
-
-
-def asked_plan(node: fx.Node, info: SiteInfo, context: Context) -> Plan:
-    """By `info.strategy`. Raises OptionError, which names the site, where that cannot be done."""
+    case = case_of(node, context)
     try:
-        return plan_for(node, context, info.strategy)
+        plan = case.plan(context.mesh.size, context.layout, info.strategy)
     except OptionError as error:
         raise OptionError(f"site {info.module or node.name}: {error}") from error
+    info.bytes_sent = bytes_sent(plan, case.heads, context.mesh.rank)
 
 
-def plan_for(node: fx.Node, context: Context, strategy: str) -> Plan:
-    q, k = (shape_of(operand) for operand in node.args[:2])
-    layouts = (context.layout, context.layout)
-    where = (node.args[7], q[2], k[2], context.mesh.size, *layouts, strategy)
-    return plan_of(*where, (q[1], k[1]), Mask.parse(node.args[8]))
+def case_of(node: fx.Node, context: Context) -> Case:
+    """What the prediction looks at. Scores that a function changes, and dropped weights, are computed in products."""
+    q, k, v = (value_of(operand) for operand in node.args[:3])
+    kernel, _reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    dropped = node.args[9] > 0
+    by = "math" if dropped or Mask.parse(node.args[8]).score is not None else kernel.name
+    training = requires_grad(node.graph)[node]
+    return Case(node.args[7], *lengths(node), Heads.of(q, k, v, by), training, node.args[8])
 
 
-def cheapest(node: fx.Node, info: SiteInfo, context: Context) -> str:
-    """The ring, which holds two shards at most; for windows a gather, which takes each row straight to its few users.
-    The choice looks at all ranks, so that all make the same."""
-    ring, gather = (rows_plan(node, context, strategy) for strategy in ("ring", "gather"))
-    if not isinstance(ring.pattern, Window):
-        return "ring"
-    held = max(count(gather.needs(rank)) for rank in range(context.mesh.size))
-    if held > 3 * gather.shard or gather.volume >= ring.volume:
-        return "ring"
-    info.notes.append(f"gather: a ring would send {ring.volume} rows in all for the {gather.volume} that are needed")
-    return "gather"
+def looked_at(context: Context) -> int:
+    """The number of ranks that is predicted for: of a program for any number, the least that there can be."""
+    return LEAST if context.mesh.name == ANY else context.mesh.size
 
 
-def rows_plan(node: fx.Node, context: Context, strategy: str) -> Exchange:
-    return exchange_of(node.args[7], *lengths(node), context.mesh.size, context.layout, context.layout, strategy)
+def rates_for(context: Context, *sites: fx.Node) -> Rates:
+    """Those that the ranks agreed on; a program for any machine is made for none in particular."""
+    if context.mesh.name == ANY:
+        return cautious()
+    return agreed_rates(context.mesh, value_of(sites[0].args[0]).device.type)

@@ -17,15 +17,19 @@ from torch import Tensor
 import ringopt.ops.attention
 import ringopt.ops.convert
 import ringopt.ops.dilated  # noqa: F401  (registers the operators)
+from ringopt.attention.choose import Case, choose
 from ringopt.attention.dilation import Dilation
 from ringopt.attention.layouts import layout_of
+from ringopt.attention.predict import Heads
 from ringopt.attention.rows import count
+from ringopt.distributed.decide import agreed_rates
 from ringopt.distributed.mesh import Mesh, mesh_of, register
 from ringopt.distributed.process import process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
 from ringopt.graph.mask import Mask
 from ringopt.graph.terms import affine, axis, load
+from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.ops.dropout import SEEDS
 from ringopt.ops.ring import VERSION
 
@@ -70,9 +74,9 @@ def attention(
 
     `is_causal` and `window` speak of positions in the whole sequence: window=w lets query t see keys t-w+1 .. t when
     causal, else all keys s with |t - s| < w. `mesh`: the ranks that share the sequence (default: all). `strategy`: how
-    rows travel, "local", "halo", "gather", "ring", "ring2" (both ways round) or "ulysses"; "auto" is "ring". `kernel`:
-    "auto", or by name as in the options. Without a process group, or on a mesh of one rank, this is the single-device
-    operator.
+    rows travel, "local", "halo", "gather", "ring", "ring2" (both ways round) or "ulysses"; "auto" is the
+    one that is predicted to be fastest. `kernel`: "auto", or by name as in the options. Without a process group, or on
+    a mesh of one rank, this is the single-device operator.
 
     `segment_lengths` (w) and `dilation_rates` (r), as many of one as of the other: dilated self attention (Ding et al.,
     LongNet, 2023). Of each segment of w positions, head j takes every r-th one from its offset on, and these attend to
@@ -102,16 +106,21 @@ def attention(
         )
         return one  # type: ignore[no-any-return]
     mask, sources = _mask(attn_mask)
-    held = _held(ranks, query, key, sources, seed)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *sources))
+    held = _held(ranks, query, key, sources, seed, training)
     q_length, kv_length = (_length(ranks, layout, name, held[name]) for name in ("query", "key"))
     _check_masks(query, kv_length, held)
     if seed is not None:
         seed = torch.full_like(seed, held["seed"][0])
+    if strategy == "auto":
+        by = "math" if dropout_p > 0 else choose_kernel(kernel, *_sizes(query, key, value))[0].name
+        case = Case(pattern, q_length, kv_length, Heads.of(query, key, value, by), any(held["training"]), mask.text)
+        strategy = choose(case, ranks.size, layout, agreed_rates(ranks, query.device.type)).strategy
     learned = [0] if mask.differentiable and sources[0].requires_grad else []
     out: Tensor
     out, _lse = torch.ops.ringopt.ring_attention(
         *(query, key, value, sources, None, seed, q_length, kv_length, pattern, mask.text, learned, dropout_p, scale),
-        *(layout, layout, "ring" if strategy == "auto" else strategy, kernel, ranks.name, VERSION),
+        *(layout, layout, strategy, kernel, ranks.name, VERSION),
     )
     return out
 
@@ -131,7 +140,7 @@ def _dilated(
     mesh = mesh_of("pretend:0/1") if mesh is None else mesh
     alone = mesh.size == 1
     held = {name: [x.shape[2]] for name, x in (("query", query), ("key", key))}
-    held = held if alone else _held(mesh, query, key, [], None)
+    held = held if alone else _held(mesh, query, key, [], None, False)
     if held["query"] != held["key"]:
         raise OptionError(
             f"dilated attention is self attention; the ranks hold {held['query']} rows of query and {held['key']} of "
@@ -237,10 +246,17 @@ def _mask(given: Tensor | None) -> tuple[Mask, list[Tensor]]:
     return (Mask(visible=term) if given.dtype == torch.bool else Mask(bias=term)), [source]
 
 
-def _held(mesh: Mesh, query: Tensor, key: Tensor, sources: list[Tensor], seed: Tensor | None) -> dict[str, list[int]]:
-    """What each rank has: rows of query and key, the sizes of its mask, its seed. Asked at every call, for a rank's own
-    rows may be the same in sequences of different lengths."""
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.dtype, torch.device, int, int]:
+    return query.dtype, query.device, key.shape[3], value.shape[3]
+
+
+def _held(
+    mesh: Mesh, query: Tensor, key: Tensor, sources: list[Tensor], seed: Tensor | None, training: bool
+) -> dict[str, list[int]]:
+    """What each rank has: rows of query and key, the sizes of its mask, its seed, whether it will go backward. Asked at
+    every call, for a rank's own rows may be the same in sequences of different lengths."""
     mine = {"query": query.shape[2], "key": key.shape[2], "seed": int(seed) if seed is not None else -1}
+    mine["training"] = int(training)
     mine |= dict(zip(MASK_DIMS, sources[0].shape if sources else (-1,) * 4, strict=True))
     parts: Any = mesh.all_gather(torch.tensor(list(mine.values()), device=mesh.device), "lengths")
     return {name: [int(count) for count in counts] for name, counts in zip(mine, torch.stack(parts).T, strict=True)}

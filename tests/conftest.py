@@ -17,6 +17,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was measured on this machine would change which strategies are chosen."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
     """`ranks(p, function, *args, timeout=120) -> [result of each rank]`: see tests/harness/pool.py."""

@@ -1,0 +1,178 @@
+"""Which strategy moves the rows of an attention, and in which layout: the fastest by prediction, within a memory bound.
+
+Asked with facts that all ranks share (lengths, sizes, agreed rates), so that all ranks answer alike. A decision between
+predictions as close as CLOSE goes to what sends less, then to what is named first in LEAN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ringopt.attention.exchange import Exchange, exchange_of
+from ringopt.attention.plans import NAMES, Plan, plan_of
+from ringopt.attention.predict import Heads, held_most, pairs_of, simulate
+from ringopt.cost.rates import Rates
+from ringopt.errors import OptionError
+from ringopt.graph.mask import Mask
+from ringopt.report import readable
+
+CLOSE = 0.03
+
+# From what holds least to what holds most.
+LEAN = ("local", "halo", "ring", "gather", "ring2")
+
+# What an exchange may hold beside a rank's own rows: as many shards of keys and values, or this part of the device.
+SHARDS, PART = 3, 64
+
+# Of more ranks the plan is not unrolled: strategies are compared as they would be on so many, each with as many rows.
+MOST_RANKS = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention: who sees whom, rows of the whole sequences, sizes, whether its backward will run, and the text of
+    its mask."""
+
+    pattern: str
+    q_length: int
+    kv_length: int
+    heads: Heads
+    training: bool
+    mask: str = ""
+
+    def plan(self, ranks: int, layout: str, strategy: str) -> Plan:
+        """Raises OptionError where `strategy` cannot do it."""
+        where = (self.pattern, self.q_length, self.kv_length, ranks, layout, layout, strategy)
+        return plan_of(*where, (self.heads.q_heads, self.heads.kv_heads), Mask.parse(self.mask))
+
+    def ring(self, ranks: int, layout: str) -> Exchange:
+        """The ring can do everything."""
+        return exchange_of(self.pattern, self.q_length, self.kv_length, ranks, layout, layout, "ring")
+
+    def on_fewer(self, ranks: int) -> tuple[Case, int]:
+        """The case and a number of ranks that can be unrolled: at most MOST_RANKS, with as many rows on each."""
+        if ranks <= MOST_RANKS:
+            return self, ranks
+        q_length, kv_length = (max(MOST_RANKS, n * MOST_RANKS // ranks) for n in (self.q_length, self.kv_length))
+        return replace(self, q_length=q_length, kv_length=kv_length), MOST_RANKS
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one strategy: seconds until the last rank is done, bytes of the rank that sends most, bytes of remote rows on
+    the rank that holds most; in training of both directions together."""
+
+    strategy: str
+    seconds: float
+    bytes: int
+    held: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {duration(self.seconds)}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`reason`: one sentence with the numbers. `estimates`: of all that were compared, the chosen one first."""
+
+    strategy: str
+    reason: str
+    estimates: tuple[Estimate, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.estimates[0].seconds if self.estimates else 0.0
+
+
+@lru_cache(maxsize=4096)
+def estimate(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> Estimate:
+    """Raises OptionError where the strategy cannot do it, on as many ranks as were asked for."""
+    case.plan(ranks, layout, strategy)
+    case, ranks = case.on_fewer(ranks)
+    plan = case.plan(ranks, layout, strategy)
+    ways = [simulate(plan, case.heads, rates, backward) for backward in (False, True)[: 1 + case.training]]
+    sent = max(map(sum, zip(*(way.bytes for way in ways), strict=True)))
+    return Estimate(strategy, sum(way.seconds for way in ways), sent, held_most(plan, case.heads, case.training))
+
+
+@lru_cache(maxsize=4096)
+def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
+    """The strategy of one attention in `layout`. The ring can do all, so there always is one."""
+    found = []
+    for strategy in sorted(NAMES, key=order):
+        try:
+            found.append(estimate(case, ranks, layout, strategy, rates))
+        except OptionError:
+            continue  # it says itself that it cannot do this pattern in this layout
+    ring = next(one for one in found if one.strategy == "ring")
+    bound = allowed(case, ranks, rates, ring)
+    within = [one for one in found if one.held <= bound]
+    fastest = min(one.seconds for one in within)
+    close = [one for one in within if one.seconds <= fastest * (1 + CLOSE)]
+    best = min(close, key=lambda one: (one.bytes, order(one.strategy)))
+    others = [one for one in found if one is not best]
+    return Choice(best.strategy, reason(best, others, bound, rates), (best, *others))
+
+
+def allowed(case: Case, ranks: int, rates: Rates, ring: Estimate) -> int:
+    """Bytes of remote rows that may be held: SHARDS shards, or what the ring holds, or a part of the device."""
+    row = case.heads.row()
+    shards = SHARDS * -(-case.kv_length // ranks) * row
+    return max(shards, ring.held, rates.memory // PART if ranks <= MOST_RANKS else 0)
+
+
+def order(strategy: str) -> tuple[int, str]:
+    return (LEAN.index(strategy) if strategy in LEAN else len(LEAN), strategy)
+
+
+def reason(best: Estimate, others: Sequence[Estimate], bound: int, rates: Rates) -> str:
+    told = "; ".join(
+        f"{one}, {readable(one.bytes)} sent" + (f", but holds {readable(one.held)}" if one.held > bound else "")
+        for one in others
+    )
+    beside = f" (others: {told})" if told else ""
+    return f"strategy {best}, {readable(best.bytes)} sent, predicted{beside}; {rates.source}"
+
+
+def choose_layout(
+    cases: Sequence[Case], ranks: int, strategy: str, layouts: Sequence[str], rates: Rates
+) -> tuple[str, str]:
+    """Of `layouts` the one in which all `cases` together take least time, and the reason. Of close ones that whose
+    busiest ranks have least work, then the first.
+
+    `strategy` is that of the options; where it can do all of them in no layout, the first: what cannot be done is told
+    when it is planned.
+    """
+    totals: dict[str, float] = {}
+    for layout in layouts:
+        try:
+            totals[layout] = sum(seconds(case, ranks, layout, strategy, rates) for case in cases)
+        except OptionError:
+            continue  # not in this layout
+    if not totals:
+        return layouts[0], ""
+    fastest = min(totals.values())
+    close = [layout for layout, total in totals.items() if total <= fastest * (1 + CLOSE)]
+    best = min(close, key=lambda layout: sum(busiest(case, ranks, layout) for case in cases))
+    told = " and ".join(f"{duration(total)} {layout}" for layout, total in totals.items())
+    return best, f"layout {best}: all sites take {told}, predicted" if len(totals) > 1 else ""
+
+
+def busiest(case: Case, ranks: int, layout: str) -> int:
+    """Pairs of query and key of the rank that has most."""
+    fewer, ranks = case.on_fewer(ranks)
+    return max(pairs_of(fewer.ring(ranks, layout), rank) for rank in range(ranks))
+
+
+def seconds(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> float:
+    if strategy == "auto":
+        return choose(case, ranks, layout, rates).seconds
+    return estimate(case, ranks, layout, strategy, rates).seconds
+
+
+def duration(seconds: float) -> str:
+    """Three digits, in s, ms or us."""
+    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3)) if seconds * f >= 1), ("us", 1e6))
+    return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:,.0f} {unit}"

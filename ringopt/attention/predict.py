@@ -1,0 +1,252 @@
+"""What a plan costs on each rank: seconds, bytes, messages, FLOPs and memory, from the steps that will be run.
+
+The executor's loop (execute.py) on a clock and a ledger in place of tensors. A step ends when its blocks are computed
+and its messages have come, and a message travels from when both ends have posted it; so a rank that computes longer
+holds up those that wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from torch import Tensor
+
+from ringopt.attention.bytes import Sizes, bytes_sent
+from ringopt.attention.exchange import Block, Cargo, Exchange, Step
+from ringopt.attention.heads import HeadExchange, Part
+from ringopt.attention.packing import within
+from ringopt.attention.patterns import Kind
+from ringopt.attention.plans import Plan
+from ringopt.attention.rows import Rows, count
+from ringopt.cost.rates import Rates
+
+
+@dataclass(frozen=True)
+class Heads(Sizes):
+    """The sizes of an attention, its dtype (without "torch.") and the kernel of its tiles."""
+
+    dtype: str
+    kernel: str
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, kernel: str = "") -> Heads:
+        """Of q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], which may be fake."""
+        sizes = Sizes.of(q, k, v)
+        return cls(**vars(sizes), dtype=str(q.dtype).removeprefix("torch."), kernel=kernel)
+
+    def row(self, cargo: Cargo = Cargo.OUT) -> int:
+        """Bytes of one row of K and V, or of their gradients, in a message."""
+        elements = self.batch * self.kv_heads * (self.key_dim + self.value_dim)
+        return elements * (self.itemsize if cargo is Cargo.OUT else self.wide)
+
+    def query(self) -> int:
+        """Bytes of one row of the output and its log-sum-exp, as sums."""
+        return self.batch * self.q_heads * (self.value_dim + 1) * self.wide
+
+    def flops(self, pairs: int, backward: bool) -> int:
+        """Products of `pairs` of a query and a key, 2 a multiplication: QK^T and PV; backward QK^T again, dO V^T, P^T
+        dO, dS K and dS^T Q."""
+        width = 3 * self.key_dim + 2 * self.value_dim if backward else self.key_dim + self.value_dim
+        return 2 * self.batch * self.q_heads * pairs * width
+
+    def share(self, part: Part) -> Heads:
+        """Of some of the heads."""
+        return replace(self, q_heads=len(part.queries), kv_heads=len(part.keys))
+
+
+@dataclass(frozen=True)
+class Span:
+    """From `start` to `stop` seconds, `rank` computed its blocks of a step, or had its messages under way."""
+
+    rank: int
+    step: int
+    kind: str  # "compute" or "exchange"
+    start: float
+    stop: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Forward or backward, of all ranks: entry r is that of rank r. `seconds`: until the last rank is done; `exposed`:
+    the part of them in which that rank waits for messages."""
+
+    seconds: float
+    exposed: float
+    flops: tuple[int, ...]
+    bytes: tuple[int, ...]
+    messages: tuple[int, ...]
+    spans: tuple[Span, ...] = field(repr=False, default=())
+
+
+@lru_cache(maxsize=1024)
+def pairs_of(exchange: Exchange, rank: int) -> int:
+    """Pairs of query and key that `rank` computes, for every head."""
+    everything = range(exchange.pattern.kv_length)
+    return sum(exchange.pattern.pairs(own, everything) for own in exchange.q_pieces(rank))
+
+
+def balance(exchange: Exchange) -> float:
+    """Pairs of the busiest rank over the mean."""
+    pairs = [pairs_of(exchange, rank) for rank in range(exchange.ranks)]
+    return max(pairs) * len(pairs) / max(sum(pairs), 1)
+
+
+def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
+    """The plan of all ranks on a clock that starts at 0 on each."""
+    if isinstance(plan, HeadExchange):
+        return trade(plan, heads, rates, backward)
+    plans = [plan.steps(rank, backward) for rank in range(plan.ranks)]
+    clocks, work = [rates.call] * len(plans), [rates.call] * len(plans)
+    spans: list[Span] = []
+    for index in range(max(map(len, plans))):
+        starts = list(clocks)
+        for rank, steps in enumerate(plans):
+            if index >= len(steps):
+                continue
+            step = steps[index]
+            compute = sum(tile_seconds(plan, block, heads, rates, backward) for block in step.blocks)
+            size, messages = traffic(step, heads)
+            exchange = rates.exchange_seconds(size, messages)
+            # Both ends must have posted a message before it travels.
+            late = max([starts[m.source] - starts[rank] for m in step.receives], default=0.0)
+            clocks[rank] += rates.step_seconds(compute, exchange + max(late, 0.0) if messages else 0.0)
+            work[rank] += compute + rates.step
+            spans += spans_of(rank, index, starts[rank], compute, exchange, step)
+    everyone = range(plan.ranks)
+    last = max(everyone, key=clocks.__getitem__)
+    return Way(
+        clocks[last],
+        clocks[last] - work[last],
+        tuple(heads.flops(pairs_of(plan, rank), backward) for rank in everyone),
+        tuple(bytes_sent(plan, heads, rank, backward) for rank in everyone),
+        tuple(sum(len(step.sends) for step in steps) for steps in plans),
+        tuple(spans),
+    )
+
+
+def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way:
+    """Ulysses: all heads there, the rank's share of them over the whole sequence, all results back; one after the
+    other. A rank has one message for each other, two where the log-sum-exp has another dtype than the rest."""
+    everyone, others = range(plan.ranks), plan.ranks - 1
+    blocks, pairs = plan.whole.home_blocks(0), pairs_of(plan.whole, 0)
+    sizes = [bytes_sent(plan, heads, rank, backward) for rank in everyone]
+    kinds = 1 if heads.itemsize == heads.wide else 2
+    messages = others * ((kinds if backward else 1) + kinds)
+    exchange = rates.exchange_seconds(max(sizes), messages)
+    shares = [[heads.share(part) for part in plan.parts(rank)] for rank in everyone]
+    works = [
+        sum(tile_seconds(plan.whole, block, part, rates, backward) for part in parts for block in blocks)
+        for parts in shares
+    ]
+    slowest = max(everyone, key=works.__getitem__)
+    spans = [Span(rank, 1, "compute", exchange / 2, exchange / 2 + works[rank], "its heads") for rank in everyone]
+    return Way(
+        rates.call + exchange + works[slowest] + 3 * rates.step,
+        exchange,
+        tuple(sum(part.flops(pairs, backward) for part in parts) for parts in shares),
+        tuple(sizes),
+        (messages,) * plan.ranks,
+        tuple(spans),
+    )
+
+
+def spans_of(rank: int, index: int, start: float, compute: float, exchange: float, step: Step) -> Iterator[Span]:
+    if compute:
+        owners = ",".join(str(block.keys.start) for block in step.blocks[:1])
+        yield Span(rank, index, "compute", start, start + compute, f"keys {owners}+")
+    if exchange:
+        sources = ",".join(sorted({str(m.source) for m in step.receives}))
+        yield Span(rank, index, "exchange", start, start + exchange, f"from {sources}" if sources else "send")
+
+
+def traffic(step: Step, heads: Heads) -> tuple[int, int]:
+    """Bytes and messages of a step: the larger of what is sent and what is received, for a link carries both directions
+    at once."""
+    ways = (step.sends, step.receives)
+    return max(sum(count(m.rows) * heads.row(m.cargo) for m in way) for way in ways), max(map(len, ways))
+
+
+def tile_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, backward: bool) -> float:
+    """Of one block: its products, and what it gives added to the sums. A tile with a mask computes all its pairs."""
+    queries, keys = len(block.queries), len(block.keys)
+    causal = block.kind is Kind.CAUSAL
+    pairs = exchange.pattern.pairs(block.queries, block.keys) if causal else queries * keys
+    speed = rates.tile(heads.kernel, heads.dtype, backward, causal)
+    merged = 3 * (queries * heads.query() + (2 * keys * heads.row(Cargo.BACK) if backward else 0))
+    return speed.seconds(heads.flops(pairs, backward)) + merged / rates.touch
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank beside its own q, k, v: at the peak of the forward, at that of the backward (beside what was
+    saved and the gradient that comes in), and what is saved from one to the other."""
+
+    forward: int
+    backward: int
+    saved: int
+
+
+def held_most(plan: Plan, heads: Heads, training: bool) -> int:
+    """Bytes of rows of other ranks, of own ones packed to go there and of gradients owed, on the rank that holds most
+    at once, forward and (in `training`) backward."""
+    ways = (False, True)[: 1 + training]
+    if isinstance(plan, HeadExchange):
+        return max(bytes_sent(plan, heads, rank, backward) * 2 for rank in range(plan.ranks) for backward in ways)
+    return max(
+        held_peak(plan.steps(rank, backward), heads, plan.kv_pieces(rank), backward)
+        for rank in range(plan.ranks)
+        for backward in ways
+    )
+
+
+def memory_of(exchange: Exchange, heads: Heads, rank: int, strip: int) -> Memory:
+    """`strip`: the queries of a tile of the forward (execute.py), whose result is held beside the sums."""
+    queries = sum(map(len, exchange.q_pieces(rank)))
+    narrow_out = queries * heads.batch * heads.q_heads * heads.value_dim * heads.itemsize
+    sums = queries * heads.query()
+    lse = queries * heads.batch * heads.q_heads * heads.wide
+    tile = min(strip, queries) * heads.query()
+    converted = narrow_out if heads.itemsize != heads.wide else 0
+    own = exchange.kv_pieces(rank)
+    forward = max(held_peak(exchange.steps(rank, False), heads, own, False) + sums + tile, sums + converted)
+    dq = queries * heads.batch * heads.q_heads * heads.key_dim * heads.wide
+    home = count(own) * heads.row(Cargo.BACK)
+    back = held_peak(exchange.steps(rank, True), heads, own, True)
+    end = dq + home + (dq + home) * heads.itemsize // heads.wide * bool(converted)
+    blocks = [block for step in exchange.steps(rank, True) for block in step.blocks]
+    kernel = max((kernel_backward(block, heads) for block in blocks), default=0)
+    return Memory(forward, max(back + dq + home + kernel, end), narrow_out + lse)
+
+
+def kernel_backward(block: Block, heads: Heads) -> int:
+    """What a kernel returns for a block: dq, dk, dv; grouped heads are repeated for it, and their gradients summed."""
+    groups = heads.q_heads // heads.kv_heads
+    queries = len(block.queries) * heads.batch * heads.q_heads * heads.key_dim * heads.itemsize
+    keys = len(block.keys) * heads.row()
+    return queries + keys + (2 * groups * keys if groups > 1 else 0)
+
+
+def held_peak(steps: Sequence[Step], heads: Heads, own: Rows, backward: bool) -> int:
+    """The most bytes, in any step, of remote rows held, of rows on their way in, of own rows packed to go out, and of
+    sums of gradients that are owed to other ranks. `own`: the keys of the rank."""
+    held = peak = 0
+    owed: set[range] = set()
+    for step in steps:
+        arriving = sum(count(m.rows) * heads.row(m.cargo) for m in step.receives)
+        out = [rows for m in step.sends if m.cargo is Cargo.OUT for rows in m.rows]
+        packed = sum(len(rows) for rows in out if any(within(rows, piece) for piece in own)) * heads.row()
+        peak = max(peak, held + arriving + packed + count(owed) * heads.row(Cargo.BACK))
+        owed.difference_update(rows for m in step.sends if m.cargo is Cargo.BACK for rows in m.rows)
+        for m in step.receives:
+            if m.cargo is Cargo.OUT:
+                held += count(m.rows) * heads.row()
+            if backward:  # a sum is begun for rows whose gradients will go on from here
+                owed.update(rows for rows in m.rows if not any(within(rows, piece) for piece in own))
+        held -= count(step.drops) * heads.row()
+    return peak

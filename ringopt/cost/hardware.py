@@ -1,0 +1,101 @@
+"""What devices and links are capable of, from their makers' data sheets.
+
+Peak figures, dense (no sparsity), of one device; a link's rate is that of one direction. `efficiency` is the share of
+the peak that attention reaches at best: 0.73 on A100 (Dao, FlashAttention-2, 2023, section 4.1), 0.75 on H100 (Shah et
+al., FlashAttention-3, 2024, section 4.1); where no paper measured it, half.
+
+Sources: NVIDIA data sheets "Tesla P100", "V100", "A100", "H100", "H200", "DGX B200"; PCI-SIG for PCIe (16 lanes, after
+128b/130b coding); IBTA for InfiniBand (HDR, NDR, four lanes). The CPU entry is one core with AVX-512 in float32, and
+"loopback" TCP between two processes of one machine: neither has a data sheet, both are round numbers below what such
+machines measure (`ringopt bench calibrate`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ringopt.errors import OptionError
+
+T = TypeVar("T")
+
+TERA, GIGA, GIB = 10**12, 10**9, 2**30
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks: bytes/s and seconds a message."""
+
+    name: str
+    rate: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """`peak`: FLOP/s by dtype; `memory`: bytes; `bandwidth`: bytes/s of that memory; `link`: the one it comes with."""
+
+    name: str
+    peak: dict[str, float]
+    memory: int
+    bandwidth: float
+    efficiency: float
+    link: str
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s that attention reaches at best. A dtype that is not listed counts as the slowest that is."""
+        return self.peak.get(dtype, min(self.peak.values())) * self.efficiency
+
+
+def tensor_cores(float32: float, float16: float, bfloat16: float) -> dict[str, float]:
+    return {"float32": float32 * TERA, "float16": float16 * TERA, "bfloat16": bfloat16 * TERA}
+
+
+LINKS = {
+    link.name: link
+    for link in (
+        Link("loopback", 1 * GIGA, 100e-6),
+        Link("ethernet-10g", 1.25 * GIGA, 50e-6),
+        Link("ethernet-100g", 12.5 * GIGA, 30e-6),
+        Link("pcie3", 15.75 * GIGA, 10e-6),
+        Link("pcie4", 31.5 * GIGA, 10e-6),
+        Link("pcie5", 63 * GIGA, 10e-6),
+        Link("nvlink1", 80 * GIGA, 10e-6),
+        Link("nvlink2", 150 * GIGA, 10e-6),
+        Link("nvlink3", 300 * GIGA, 10e-6),
+        Link("nvlink4", 450 * GIGA, 10e-6),
+        Link("nvlink5", 900 * GIGA, 10e-6),
+        Link("infiniband-hdr", 25 * GIGA, 15e-6),
+        Link("infiniband-ndr", 50 * GIGA, 15e-6),
+    )
+}
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("cpu", {"float32": 50 * GIGA, "float64": 25 * GIGA}, 4 * GIB, 10 * GIGA, 1.0, "loopback"),
+        # Pascal has no tensor cores, and no bfloat16: that runs as float32.
+        Device("p100", tensor_cores(10.6, 21.2, 10.6), 16 * GIB, 732 * GIGA, 0.5, "nvlink1"),
+        Device("v100", tensor_cores(15.7, 125, 15.7), 32 * GIB, 900 * GIGA, 0.5, "nvlink2"),
+        Device("a100", tensor_cores(19.5, 312, 312), 80 * GIB, 2039 * GIGA, 0.73, "nvlink3"),
+        Device("h100", tensor_cores(67, 989, 989), 80 * GIB, 3350 * GIGA, 0.75, "nvlink4"),
+        Device("h200", tensor_cores(67, 989, 989), 141 * GIB, 4800 * GIGA, 0.75, "nvlink4"),
+        Device("b200", tensor_cores(75, 2250, 2250), 180 * GIB, 8000 * GIGA, 0.5, "nvlink5"),
+    )
+}
+
+
+def device_of(name: str) -> Device:
+    """Raises OptionError for a device that the table does not have."""
+    return _found("hardware", name, DEVICES)
+
+
+def link_of(name: str) -> Link:
+    """Raises OptionError for a link that the table does not have."""
+    return _found("link", name, LINKS)
+
+
+def _found(what: str, name: str, table: dict[str, T]) -> T:
+    if name not in table:
+        raise OptionError(f"{what} {name!r} is unknown; the table has {', '.join(table)}")
+    return table[name]

@@ -1,0 +1,109 @@
+"""How fast tiles are computed and messages travel: of hardware from the table, or as measured on this machine.
+
+    seconds of a tile     = overhead + FLOPs / rate              by kernel, dtype, direction and shape of the tile
+    seconds of an exchange = latency * messages + bytes / rate
+    seconds of a step     = max(compute, exchange) + (1 - overlap) * min(compute, exchange)
+
+The last is the pipeline: what travels hides behind what is computed, as far as the machine lets it. On a GPU `overlap`
+is 1; where the cores that compute also copy the messages, it is less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ringopt.cost.hardware import Link, device_of, link_of
+
+
+@dataclass(frozen=True)
+class Speed:
+    """FLOP/s, and seconds that every tile costs beside them."""
+
+    rate: float
+    overhead: float = 0.0
+
+    def seconds(self, flops: float) -> float:
+        return self.overhead + flops / self.rate
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one rank.
+
+    source   where the numbers are from, for people
+    default  of tiles that `speeds` does not know
+    speeds   by "kernel dtype forward|backward full|causal"
+    touch    bytes/s at which merged results are read and written
+    call     seconds that an attention costs beside tiles and messages
+    step     seconds that a step costs beside them
+    memory   bytes of the device; 0 where that is not known
+    """
+
+    source: str
+    link: Link
+    default: Speed
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    touch: float = 10e9
+    overlap: float = 1.0
+    call: float = 0.0
+    step: float = 0.0
+    memory: int = 0
+
+    def __hash__(self) -> int:  # speeds are a dict
+        return hash(self.digest)
+
+    def tile(self, kernel: str, dtype: str, backward: bool, causal: bool) -> Speed:
+        """Of a dtype that was not measured, that of another of the kernel; of triangles, that of whole tiles."""
+        way = "backward" if backward else "forward"
+        for shape in ("causal", "full") if causal else ("full",):
+            for measured in (dtype, "float32"):
+                if (speed := self.speeds.get(f"{kernel} {measured} {way} {shape}")) is not None:
+                    return speed
+        return self.default
+
+    def step_seconds(self, compute: float, exchange: float) -> float:
+        return max(compute, exchange) + (1 - self.overlap) * min(compute, exchange) + self.step
+
+    def exchange_seconds(self, size: float, messages: int) -> float:
+        return self.link.latency * messages + size / self.link.rate
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of_dict(cls, data: Mapping[str, Any]) -> Rates:
+        """Raises KeyError, TypeError for what `to_dict` did not make."""
+        speeds = {name: Speed(**speed) for name, speed in data["speeds"].items()}
+        return cls(**{**data, "link": Link(**data["link"]), "default": Speed(**data["default"]), "speeds": speeds})
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for equal numbers, on any machine."""
+        return hashlib.blake2b(json.dumps(self.to_dict(), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def rates_of(hardware: str, dtype: str = "bfloat16", link: str | None = None) -> Rates:
+    """Of a device from the table, over its own link or another. Overheads are those of a kernel launch, 10 us.
+
+    Raises OptionError for names that the table does not have.
+    """
+    device, wire = device_of(hardware), link_of(link or device_of(hardware).link)
+    launch = 0.0 if hardware == "cpu" else 10e-6
+    return Rates(
+        f"data sheet of {hardware}, {wire.name}", wire, Speed(device.flops(dtype), launch),
+        touch=device.bandwidth, memory=device.memory,
+    )  # fmt: skip
+
+
+def cautious() -> Rates:
+    """Where nothing was measured, only work decides: at the rate that the table has for a CPU core, all else as good as
+    free. Of strategies that tie in that, the one that sends less is taken; and memory is unknown, so that only what is
+    as lean as the ring may be chosen."""
+    table, free = rates_of("cpu", "float32"), 1e15
+    return Rates("no profile: only work counts", Link("unknown", free, 0.0), table.default, touch=free)
