@@ -36,6 +36,9 @@ class ChooseStrategy(Pass):
                 info.refusal = refusal_of(node, info, context)
         sites = {node: info for node, info in context.sites.items() if info.refusal is None}
         context.layout, why = layout_for(sites, context)
+        if any(where.layout != context.layout for where in context.given.values()):
+            context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layout}")
+            context.given.clear()
         for node, info in sites.items():
             info.notes += [why] if why else []
             choose_for(node, info, context)
@@ -74,6 +77,9 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, s
         )
     if asked != "auto":
         return asked, ""
+    given = {where.layout for where in context.given.values()}
+    if len(given) == 1 and (enough or not sites) and context.options.strategy != "halo":
+        return given.pop(), ""
     if not sites or not enough:
         return "contiguous", ""
     cases = [case_of(node, context) for node in sites]

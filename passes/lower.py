@@ -26,7 +26,7 @@ class Lower(Pass):
     name = "lower"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        if not any(info.refusal is None for info in context.sites.values()):
+        if not context.shards:
             return
         gm.recompile()
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]

@@ -25,10 +25,11 @@ import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
 from ringopt.attention.layouts import layout_of
 from ringopt.distributed.mesh import ANY
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import module_path, op_name, shape_of, source_line, tensor_args
+from ringopt.graph.nodes import module_path, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sharder import Sharder
+from ringopt.lazy import Spread
 from ringopt.ops.ring import VERSION
 from ringopt.pipeline import Context, GraphRefused, Pass
 from ringopt.report import Gather
@@ -39,7 +40,7 @@ class ShardSequence(Pass):
     name = "shard_sequence"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        if not any(info.refusal is None for info in context.sites.values()):
+        if not context.shards:
             return
         mesh, layout = context.mesh, context.layout
 
@@ -50,11 +51,12 @@ class ShardSequence(Pass):
 
         sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, asks=mesh.name == ANY)
         for node in gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if node in context.given:
+                sharder.hold(node, context.given[node].placement)
+            elif node.op in ("placeholder", "get_attr"):
                 sharder.keep(node)
             elif node.op == "output":
-                sharder.reader = node
-                sharder.graph.output(fx.map_arg(node.args[0], sharder.replicated))
+                leave(sharder, node, context)
             elif node not in sharder.values:  # a handler of a tuple places its elements with it
                 shard_op(sharder, node, context)
         gm.graph = sharder.finished()
@@ -72,6 +74,27 @@ def shard_op(sharder: Sharder, node: fx.Node, context: Context) -> None:
         sharder.whole(node)
         if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             context.replicated_random.append(node.name)
+
+
+def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
+    """Outputs: whole, or left on their ranks where the option `outputs` says so."""
+    sharder.reader = node
+    outputs = list(node.args[0]) if isinstance(node.args[0], (tuple, list)) else []
+    if context.options.outputs == "gather" or not outputs:
+        sharder.graph.output(fx.map_arg(node.args[0], sharder.replicated))
+        return
+    for i, out in enumerate(outputs):
+        placement = sharder.placements.get(out) if isinstance(out, fx.Node) else None
+        if placement is not None:
+            value, where = value_of(out), module_path(out) or source_line(out)
+            name = f"output {i} ({out.name}{', ' + where if where else ''})"
+            context.left[i] = Spread(
+                placement, sharder.layout, sharder.group, tuple(value.shape), tuple(value.stride()), name
+            )
+            outputs[i] = sharder.values[out]
+        else:
+            outputs[i] = fx.map_arg(out, sharder.replicated)
+    sharder.graph.output(tuple(outputs))
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------

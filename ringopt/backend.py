@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
 
+from ringopt.boundary import Boundary, arriving, ends_program, examples
 from ringopt.capture import capture, has_symbolic_sizes, known, readable
 from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
@@ -23,6 +25,7 @@ from ringopt.errors import RefusedError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import requires_grad, shape_of, value_of
 from ringopt.graph.recompute import police, tags_of
+from ringopt.lazy import Lazy
 from ringopt.measure import report_of
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
@@ -61,7 +64,10 @@ def ring(
         _reports.append(report)
         log.info("%s", report)
         tell(report, chosen)
-        run = inner(flat if flat is not None else gm, inputs, chosen, mode)
+        given, left = (flat.meta[what] if flat is not None else {} for what in ("given", "left"))
+        run = inner(flat if flat is not None else gm, examples(inputs, given), chosen, mode)
+        if left or any(isinstance(x, Lazy) for x in inputs):
+            run = Boundary(run, given, left)
         if flat is None:
             return run, [], []
         if mesh.size > 1:
@@ -85,7 +91,9 @@ def transform(
 ) -> tuple[fx.GraphModule | None, Report, bool]:
     """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph
     draws random numbers that must be the same on every rank. Its meta "relied_on" has the places of the inputs whose
-    numbers were read."""
+    numbers were read, "given" the inputs of which it takes this rank's rows, "left" the outputs that are to be lazy."""
+    if options.outputs == "local" and not ends_program(gm):
+        options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
     context = Context(options, mesh)
     if mesh.size == 1 and has_symbolic_sizes(gm):
         return None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)), False
@@ -94,19 +102,22 @@ def transform(
         flat = capture(gm, example_inputs)
         context.values = known(flat)
         dump.captured(flat)
+        inputs = flat.graph.find_nodes(op="placeholder")
+        context.given = {inputs[i]: where for i, where in arriving(example_inputs, mesh).items()}
         Pipeline(LINE if mesh.size > 1 else UNDERSTAND, dump.passed).run(flat, context)
     except GraphRefused as refused:
         report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
         dump.done(report, None)
         return None, report, False
-    inputs = flat.graph.find_nodes(op="placeholder")
     flat.meta["relied_on"] = [place for place, node in enumerate(inputs) if node in context.relied_on]
+    flat.meta["given"] = {i: context.given[node] for i, node in enumerate(inputs) if node in context.given}
+    flat.meta["left"] = context.left if options.outputs == "lazy" else {}
     report = report_of(flat.graph, context)
     dump.done(report, flat)
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
-    return (flat if sites else None), report, bool(context.replicated_random)
+    return (flat if sites or context.given else None), report, bool(context.replicated_random)
 
 
 def gains_alone(node: fx.Node, info: SiteInfo) -> bool:

@@ -28,6 +28,7 @@ from ringopt.graph import flex
 from ringopt.graph.block_tables import Claim, claims, erase_tables
 from ringopt.graph.recompute import Regions
 from ringopt.graph.refusal import Refusal
+from ringopt.lazy import Lazy
 from ringopt.ops import flex as flex_operator  # noqa: F401  (registers the operator)
 from ringopt.pipeline import GraphRefused
 
@@ -138,7 +139,7 @@ def fake(value: Any, mode: FakeTensorMode) -> Any:
         return int(value)
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, FakeTensor):  # a dry run on fake or symbolic inputs
+    if isinstance(value, (FakeTensor, Lazy)):  # of a dry run, or rows that arrive without the whole
         sizes, strides = [int(size) for size in value.shape], [int(stride) for stride in value.stride()]
         with mode:
             copy = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -12,7 +13,7 @@ from ringopt.graph.nodes import is_tensor, op_name, shape_of, source_line, value
 from ringopt.graph.refusal import Refusal
 from ringopt.ops.rows import fetch_of
 from ringopt.pipeline import Context
-from ringopt.report import Report, Site
+from ringopt.report import Output, Report, Site
 
 
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
@@ -31,12 +32,20 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         sites=sites,
         left_alone=tuple(map(told, context.left_alone)),
         gathers=tuple(context.gathers),
+        outputs=tuple(left_outputs(graph, context)),
         sharded_fraction=sharded_fraction(graph, ranks),
         memory=memory(graph),
         bytes_sent=sum(site.bytes_sent for site in sites) + shares + fetched(graph, context.mesh),
         refusal=refusal,
         notes=tuple(context.notes),
     )
+
+
+def left_outputs(graph: fx.Graph, context: Context) -> Iterator[Output]:
+    for place, where in context.left.items():
+        value = value_of(graph.output_node().args[0][place])
+        size = prod(where.size) * value.element_size()
+        yield Output(where.name, context.options.outputs, str(where.placement), where.layout, size)
 
 
 def told(refused: Refusal) -> str:

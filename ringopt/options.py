@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "ulysses"]
 LayoutName = Literal["auto", "contiguous", "zigzag"]
 CheckInputs = Literal["first", "always", "never"]
+Outputs = Literal["gather", "lazy", "local"]
 KernelName = Literal["auto", "flash", "cudnn", "efficient", "flash_cpu", "math"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
 OnRefusal = Literal["warn", "error", "ignore"]
@@ -28,6 +29,8 @@ class Options:
     strategy        how rows reach the ranks that need them; "auto" lets ringopt choose per site
     layout          which rows a rank holds; "auto" takes zigzag where a causal site gains balance from it
     check_inputs    when the inputs are compared over the ranks: every rank must pass the same full batch
+    outputs         what is returned of values whose rows are spread: "gather" whole tensors; "lazy" ones that are
+                    gathered when they are read, by all ranks alike; "local" this rank's rows of them
     kernel          the attention kernel of a block
     inner_backend   what compiles the sharded graph
     timeout         seconds until a message that does not arrive is an error
@@ -40,6 +43,7 @@ class Options:
     strategy: Strategy = "auto"
     layout: LayoutName = "auto"
     check_inputs: CheckInputs = "first"
+    outputs: Outputs = "gather"
     kernel: KernelName = "auto"
     inner_backend: InnerBackend = "inductor"
     timeout: float = 600.0

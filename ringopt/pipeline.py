@@ -19,6 +19,7 @@ from torch._logging import trace_structured
 from ringopt.distributed.mesh import Mesh
 from ringopt.graph.printer import short
 from ringopt.graph.refusal import Refusal
+from ringopt.lazy import Spread
 from ringopt.options import Options
 from ringopt.report import Gather
 
@@ -52,6 +53,8 @@ class Context:
     sites              the attention nodes, in order
     replicated_random  ops that every rank must draw the same random numbers for
     notes              what else the report says of the graph
+    given              inputs of which this rank has its rows, and how they are spread
+    left               outputs that stay on their ranks, by place, and how they are spread
     """
 
     options: Options
@@ -64,6 +67,13 @@ class Context:
     replicated_random: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     layout: str = "contiguous"
+    given: dict[fx.Node, Spread] = field(default_factory=dict)
+    left: dict[int, Spread] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> bool:
+        """Whether something of the graph is to be spread over the ranks."""
+        return bool(self.given) or any(info.refusal is None for info in self.sites.values())
 
 
 class Pass(ABC):

@@ -44,12 +44,25 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Output:
+    """An output that is not gathered: `form` is "lazy" (gathered when it is read) or "local" (this rank's rows of
+    `placement`, as `layout` says); `bytes` is the size of the whole value."""
+
+    name: str
+    form: str
+    placement: str
+    layout: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Report:
     """One compiled graph, or (from explain) all graphs of a model.
 
     sites             attention sites in order
     left_alone        what looks like attention and is none, with the reason
     gathers           values that were needed whole
+    outputs           values returned without being gathered
     sharded_fraction  share of the matrix FLOPs that run on this rank's rows only
     memory            bytes per rank by cause
     bytes_sent        per rank, one forward pass: attention, gathers and rows fetched from other ranks
@@ -60,6 +73,7 @@ class Report:
     sites: tuple[Site, ...] = ()
     left_alone: tuple[str, ...] = ()
     gathers: tuple[Gather, ...] = ()
+    outputs: tuple[Output, ...] = ()
     sharded_fraction: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
     bytes_sent: int = 0
@@ -94,6 +108,7 @@ class Report:
             tuple(site for part in parts for site in part.sites),
             tuple(reason for part in parts for reason in part.left_alone),
             tuple(gather for part in parts for gather in part.gathers),
+            tuple(output for part in parts for output in part.outputs),
             largest.sharded_fraction,
             memory,
             sum(part.bytes_sent for part in parts),
@@ -114,6 +129,9 @@ class Report:
         parts: list[Any] = [site_table(self), *map(refused, (site for site in self.sites if site.refusal))]
         if self.gathers:
             parts.append(gather_table(self))
+        for output in self.outputs:
+            how = f"{output.form}, {output.placement} {output.layout}"
+            parts.append(Text(f"not gathered: {output.name}, {readable(output.bytes)} in all ({how})"))
         parts += [Text(f"left alone: {reason}") for reason in self.left_alone]
         parts += [Text(f"note: {note}") for note in self.notes]
         if self.refusal:

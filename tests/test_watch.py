@@ -64,6 +64,19 @@ def test_a_change_is_noticed(write):
     assert patterns() == ["causal", "window(4)"]
 
 
+def on_ranks():
+    model = Masked()
+    run, patterns = compiled(model)
+    run(*given())
+    model.kept.copy_(windowed())
+    return float((run(*given()) - model(*given())).abs().max()), patterns()
+
+
+def test_a_change_is_noticed_on_every_rank(ranks):
+    for error, patterns in ranks(2, on_ranks):
+        assert error < 1e-6 and patterns == ["causal", "window(4)"]
+
+
 def test_writing_the_same_numbers_changes_nothing():
     model = Masked()
     run, patterns = compiled(model)

@@ -101,6 +101,11 @@ class Mesh(ABC):
     @abstractmethod
     def size(self) -> int: ...
 
+    def apart(self) -> Mesh:
+        """The same ranks, with messages that cannot meet those of this mesh: for what a rank may do alone by mistake.
+        Where that takes a new process group, all ranks make the first call together."""
+        return self
+
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str = ""
     ) -> Pending:

@@ -33,6 +33,7 @@ class ProcessMesh(Mesh):
         # The world that the group belongs to: torch.distributed may be shut down and started again.
         self.world = dist.group.WORLD
         self.device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        self._apart: ProcessMesh | None = None
 
     @property
     def name(self) -> str:
@@ -50,6 +51,13 @@ class ProcessMesh(Mesh):
     def usable(self) -> bool:
         """False once torch.distributed was shut down, also if it was started again since."""
         return dist.is_initialized() and dist.group.WORLD is self.world
+
+    def apart(self) -> Mesh:
+        if self._apart is None:
+            group = new_group(self.ranks, self.timeout)
+            self._apart = ProcessMesh(f"{self._name} apart", self.ranks, self.timeout, group)
+            register(self._apart)
+        return self._apart
 
     def _post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
@@ -120,13 +128,15 @@ def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None 
     mesh = _registered(name) if timeout_s is None else _cached.get((ranks, timeout_s))
     if mesh is None:
         timeout = DEFAULT_TIMEOUT if timeout_s is None else timeout_s
-        # Only the members of a part of the world make its group: the others may be busy with other meshes.
-        group = dist.new_group(
-            list(ranks), timedelta(seconds=timeout), use_local_synchronization=ranks != world, sort_ranks=False
-        )
-        mesh = _cached[ranks, timeout] = ProcessMesh(name, ranks, timeout, group)
+        mesh = _cached[ranks, timeout] = ProcessMesh(name, ranks, timeout, new_group(ranks, timeout))
     register(mesh)
     return mesh
+
+
+def new_group(ranks: Sequence[int], timeout: float) -> Any:
+    """Only the members of a part of the world make its group: the others may be busy with other meshes."""
+    part = len(ranks) < dist.get_world_size()
+    return dist.new_group(list(ranks), timedelta(seconds=timeout), use_local_synchronization=part, sort_ranks=False)
 
 
 def _registered(name: str) -> ProcessMesh | None:

@@ -74,6 +74,13 @@ class Sharder:
         """An input, a constant: replicated as it is."""
         self.set(node, self.graph.node_copy(node, lambda arg: self.values[arg]), None)
 
+    def hold(self, node: fx.Node, placement: Sharded) -> None:
+        """An input of which this rank is given its rows."""
+        self.set(node, self.graph.node_copy(node), placement)
+        value, size = value_of(node), list(shape_of(node))
+        size[placement.dim] = placement.outer * self.rows_here(placement.length) * placement.inner
+        self.values[node].meta["val"] = value.new_empty(size).requires_grad_(value.requires_grad)
+
     def whole(self, node: fx.Node) -> None:
         """The op as it was, on whole operands: always right."""
         self.reader = node
