@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ringopt
+from ringopt.kernels.choose import KERNELS
 from ringopt.tools import bench
 from ringopt.tools.benchmarks import beside, forms, one_process
 from ringopt.tools.benchmarks.finding import by_inductor, by_ringopt
@@ -256,6 +257,9 @@ def test_a_wrong_command_line_ends_with_code_2(
     assert sentence in capsys.readouterr().err
 
 
+KERNEL_NAMES = {"ring", *(kernel.name for kernel in KERNELS)}
+
+
 @pytest.mark.parametrize("module", [bench, *bench.TABLES])
 def test_the_examples_of_the_help_are_commands(module: Any) -> None:
     _, *examples = module.EXAMPLES.splitlines()
@@ -263,7 +267,12 @@ def test_the_examples_of_the_help_are_commands(module: Any) -> None:
     for example in examples:
         program, *arguments = shlex.split(example)
         chosen = parser().parse_args(arguments)
-        assert program == "ringopt" and set(getattr(chosen, "only", None) or ()) <= {*FORMS, *LOOKALIKES, *CASES}
+        assert program == "ringopt" and set(getattr(chosen, "only", None) or ()) <= {
+            *FORMS,
+            *LOOKALIKES,
+            *CASES,
+            *KERNEL_NAMES,
+        }
 
 
 @pytest.mark.parametrize("arguments", [["bench", "--help"], ["bench", "one-process", "--help"]])
@@ -274,3 +283,26 @@ def test_help_loads_no_torch(arguments: list[str]) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "ringopt bench one-process --" in result.stdout and result.stdout.endswith("False\n")
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", WRONG), ("bfloat16", 3e-2)])
+def test_rows_of_kernels(dtype: str, tolerance: float, tmp_path: Path) -> None:
+    words = ["kernels", "--lengths", "50", "--ranks", "3", "--repeats", "1", "--dtype", dtype]
+    found = tables(*words, str(tmp_path / "kernels.json"))
+    kinds = {(row["pattern"], row["heads"], row["kernel"]) for row in found["rows"]}
+    who = ("flash_cpu", "math", "ring of 3")
+    assert kinds == {
+        (pattern, heads, name) for pattern in ("causal", "full") for heads in ("8/8", "8/2") for name in who
+    }
+    assert max(row["error"] for row in found["rows"]) < tolerance
+    assert found["totals"]["wrong"] == 0
+    assert any("kernel flash runs on NVIDIA GPUs" in note for note in found["notes"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--device", "cuda"]) == 2
+    assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err

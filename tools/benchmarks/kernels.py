@@ -1,0 +1,111 @@
+"""Each kernel beside `F.scaled_dot_product_attention` on one device, and what a ring of virtual ranks on that device
+costs before any link: the same attention in the blocks of a ring, merged."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ringopt.tools.benchmarks.result import Column, Result, Row, chosen, error
+from ringopt.tools.command import CommandError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from rich.progress import Progress
+
+EXAMPLES = """\
+examples:
+  ringopt bench kernels --lengths 1024 --only flash_cpu ring
+  ringopt bench kernels --device cuda --dtype bfloat16 --lengths 8192 65536 --json kernels.json
+"""
+
+DTYPES = ("float32", "bfloat16", "float16")
+RING = "ring"
+
+
+def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    parser = tables.add_parser(
+        "kernels",
+        parents=[common],
+        help="kernels on one device, and the blocks of a ring, beside SDPA",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, default=[2048], help="of the sequence (2048)")
+    parser.add_argument("--ranks", metavar="P", type=whole, default=8, help="virtual ranks of the ring (8)")
+    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
+    parser.add_argument("--only", metavar="KERNEL", nargs="+", help="only these kernels, or ring")
+    parser.set_defaults(measure=measure)
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
+    """Raises CommandError for an unknown KERNEL, and where there is no such device."""
+    import torch
+
+    from ringopt.kernels.choose import KERNELS
+    from ringopt.tools.benchmarks.on_a_device import Case, rows_of
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise CommandError("--device cuda: torch sees no GPU here; leave it out, or install a build of torch for CUDA")
+    names = chosen(arguments.only, [*(kernel.name for kernel in KERNELS), RING])
+    cases = [
+        Case(pattern, length, heads, arguments.dtype, arguments.device, arguments.ranks)
+        for length in arguments.lengths
+        for pattern in ("causal", "full")
+        for heads in ((8, 8), (8, 2))
+    ]
+    rows: list[Row] = []
+    refusals: dict[str, str] = {}
+    for case in progress.track(cases, description="kernels"):
+        rows += rows_of(case, names, arguments.repeats, refusals)
+    title = f"Attention on one device: heads of 64, batch 1, {arguments.dtype}, {device_name(arguments.device)}"
+    return Result(title, COLUMNS, rows, totals(rows), (), (*NOTES, *refusals.values()))
+
+
+def device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def totals(rows: list[Row]) -> dict[str, Any]:
+    from ringopt.tools.benchmarks.on_a_device import TOLERANCE
+
+    return {"rows": len(rows), "wrong": sum(row["error"] > TOLERANCE[row["dtype"]] for row in rows)}
+
+
+def ms(key: str, heading: str) -> Column:
+    return Column(f"{heading},\nms", lambda row: f"{row[key] * 1e3:,.1f}")
+
+
+def ratio(key: str) -> Column:
+    return Column("/ SDPA", lambda row: f"{row[key]:.2f}")
+
+
+COLUMNS = (
+    Column("n", lambda row: str(row["length"])),
+    Column("", lambda row: row["pattern"], right=False),
+    Column("heads", lambda row: row["heads"]),
+    Column("kernel", lambda row: row["kernel"], right=False),
+    ms("forward_seconds", "forward"),
+    ratio("forward_ratio"),
+    ms("backward_seconds", "backward"),
+    ratio("backward_ratio"),
+    Column("merging,\nms", lambda row: "-" if row["merge_seconds"] is None else f"{row['merge_seconds'] * 1e3:,.1f}"),
+    Column("error", error("error")),
+)
+NOTES = (
+    "/ SDPA: the time of F.scaled_dot_product_attention in the same run is 1. Medians, by turns.",
+    "ring: one virtual rank after the other, every block of its plan by the kernel that auto takes, merged.",
+    "error: outputs and gradients, from float64 (from SDPA, beyond 4096 tokens), relative to the largest entry.",
+)
