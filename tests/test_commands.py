@@ -14,8 +14,8 @@ from ringopt.tools.cli import main, parser
 from ringopt.tools.command import WIDTH
 from tests.test_cli import HERE
 
-# What their own tests run, because they measure for minutes.
-LONG = ("bench",)
+# What their own tests run: one measures for minutes, one needs the traces of a run.
+ELSEWHERE = ("bench", "timeline")
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -43,7 +43,7 @@ def test_help_has_two_examples(command: str) -> None:
     assert sum(words[:2] == ["ringopt", command] for words in examples(command)) >= 2
 
 
-@pytest.mark.parametrize("command", [name for name in commands() if name not in LONG])
+@pytest.mark.parametrize("command", [name for name in commands() if name not in ELSEWHERE])
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_the_examples_run_as_written(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, console, import_all, json_object
+from ringopt.tools.command import CommandError, console, import_all, json_object, positive
+from ringopt.tools.verify import verify
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from torch import Tensor
     from torch.export import ExportedProgram
 
     from ringopt.report import Report
@@ -30,11 +31,8 @@ A .pt2 file is a program: convert files you trust. Pickled objects other than te
 examples:
   python -m ringopt.tools.example in.pt2
   ringopt convert in.pt2 out.pt2 --explain
-  ringopt convert in.pt2 out.pt2 --force --verify --options '{"layout": "contiguous"}'
+  ringopt convert in.pt2 out.pt2 --force --verify --world-size 2 --options '{"layout": "contiguous"}'
 """
-
-# Largest difference of an output that --verify passes, relative to its largest element.
-TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,7 +47,10 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("target", metavar="OUT.pt2", help="file to write")
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
     parser.add_argument("--explain", action="store_true", help="print the report")
-    parser.add_argument("--verify", action="store_true", help="run both on generated inputs and compare")
+    parser.add_argument("--verify", action="store_true", help="run both on generated inputs and compare the outputs")
+    parser.add_argument(
+        "--world-size", metavar="N", type=positive, help="with --verify: on 1 to N processes here (default: 1)"
+    )
     parser.add_argument("--allow-empty", action="store_true", help="write the program even if nothing can be sharded")
     parser.add_argument("--force", action="store_true", help="overwrite OUT.pt2")
     parser.add_argument(
@@ -61,6 +62,8 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target)
     check_target(target, arguments.force)
+    if arguments.world_size and not arguments.verify:
+        raise CommandError("--world-size tells --verify on how many ranks to run; the file itself serves any number")
     import_all(arguments.imports)
 
     from rich.console import Console
@@ -69,18 +72,24 @@ def run(arguments: argparse.Namespace) -> int:
     from ringopt.archive import load_with_provenance
     from ringopt.convert import converted
 
-    told = Console(stderr=True)
+    told, ranks = Console(stderr=True), arguments.world_size or 1
     with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
-        task = progress.add_task("load", total=4)
+        task = progress.add_task("load", total=3 + (ranks if arguments.verify else 0))
+
+        def done(following: str = "verify") -> None:
+            progress.update(task, advance=1, description=following)
+
         program, made = load_with_provenance(arguments.source)
         if made is not None:
             raise CommandError(f"{arguments.source} was converted already, by ringopt {made['ringopt']}")
-        progress.update(task, advance=1, description="convert")
+        done("convert")
         new, report = converting(arguments, lambda: converted(program, arguments.options, arguments.allow_empty))
-        progress.update(task, advance=1, description="verify")
-        verdict = verify(program, new) if arguments.verify else ""
-        progress.update(task, advance=1, description="save")
-        save(new, target, provenance_text(arguments.options, report))
+        done("save")
+        with beside(target) as file:
+            save(new, file, provenance_text(arguments.options, report))
+            done()
+            verdict = verify(program, file, ranks, arguments.imports, done) if arguments.verify else ""
+            os.replace(file, target)
     tell(arguments, report, verdict)
     return 0
 
@@ -108,19 +117,22 @@ def provenance_text(options: dict[str, Any], report: Report) -> str:
     return json.dumps(provenance(options, report))
 
 
-def save(program: ExportedProgram, target: Path, provenance: str) -> None:
-    """Whole or not at all."""
+@contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """A file in the folder of `target`, to take its place whole or not at all."""
+    file = target.with_name(f".{target.stem}-{os.getpid()}.pt2")
+    try:
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def save(program: ExportedProgram, file: Path, provenance: str) -> None:
     import torch
 
     from ringopt.archive import PROVENANCE
 
-    handle, name = tempfile.mkstemp(suffix=".pt2", dir=target.parent)
-    os.close(handle)
-    try:
-        torch.export.save(program, name, extra_files={PROVENANCE: provenance})
-        os.replace(name, target)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    torch.export.save(program, file, extra_files={PROVENANCE: provenance})
 
 
 def tell(arguments: argparse.Namespace, report: Report, verdict: str) -> None:
@@ -130,40 +142,3 @@ def tell(arguments: argparse.Namespace, report: Report, verdict: str) -> None:
         print(f"note: {note}")
     sharded = sum(site.refusal is None for site in report.sites)
     print(f"{arguments.target}: {sharded} of {len(report.sites)} attention sites sharded{verdict}")
-
-
-# ---- --verify --------------------------------------------------------------------------------------------------------
-def verify(before: ExportedProgram, after: ExportedProgram) -> str:
-    """Runs both on the program's example inputs, floating ones drawn anew. Raises CommandError where they differ."""
-    import torch
-    from torch.utils._pytree import tree_leaves, tree_map_only
-
-    if before.example_inputs is None:
-        raise CommandError("--verify needs example inputs, and the program was saved without them")
-    torch.manual_seed(0)
-    args, kwargs = tree_map_only(torch.Tensor, drawn, before.example_inputs)
-    worst = 0.0
-    with torch.no_grad():
-        found = [tree_leaves(program.module()(*args, **kwargs)) for program in (before, after)]
-    for one, other in zip(*found, strict=True):
-        if isinstance(one, torch.Tensor):
-            worst = max(worst, distance(one, other))
-    return f"; the largest difference of an output is {worst:.1e}"
-
-
-def drawn(value: Tensor) -> Tensor:
-    import torch
-
-    return torch.randn_like(value) if value.is_floating_point() else value.clone()
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """Relative to the largest element."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        raise CommandError(f"outputs differ: {list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}")
-    difference = (one.double() - other.double()).nan_to_num().abs().max().item() if one.numel() else 0.0
-    relative = difference / max(one.double().nan_to_num().abs().max().item(), 1e-30) if difference else 0.0
-    allowed = TOLERANCE.get(str(one.dtype).removeprefix("torch."), 0.0)
-    if relative > allowed or not bool((one.isnan() == other.isnan()).all()):
-        raise CommandError(f"outputs differ by {relative:.1e} of the largest element; nothing was written")
-    return relative
