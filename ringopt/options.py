@@ -12,7 +12,7 @@ from ringopt.errors import OptionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "ulysses"]
+Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses"]
 LayoutName = Literal["auto", "contiguous", "zigzag"]
 CheckInputs = Literal["first", "always", "never"]
 Outputs = Literal["gather", "lazy", "local"]

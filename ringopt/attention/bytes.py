@@ -35,9 +35,24 @@ def bytes_sent(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward:
     if isinstance(plan, HeadExchange):
         there = sum(_out(plan.parcel(rank, other), sizes, backward) for other in range(plan.ranks) if other != rank)
         return there + sum(_back(plan.parcel(o, rank), sizes, backward) for o in range(plan.ranks) if o != rank)
-    row = sizes.batch * sizes.kv_heads * (sizes.key_dim + sizes.value_dim)
-    out, back = (plan.sent_rows(rank, cargo, backward) for cargo in (Cargo.OUT, Cargo.BACK))
-    return row * (out * sizes.itemsize + back * sizes.wide)
+    return sum(
+        plan.sent_rows(rank, cargo, backward) * row_bytes(plan, sizes, cargo, backward)
+        for cargo in (Cargo.OUT, Cargo.BACK)
+    )
+
+
+def row_bytes(plan: Exchange, sizes: Sizes, cargo: Cargo, backward: bool) -> int:
+    """Of one row in a message: K and V, or their gradients; where queries move, Q (in the backward with the output, its
+    gradient and the log-sum-exp), and back the output and the log-sum-exp, or dQ."""
+    keys, values = sizes.key_dim, sizes.value_dim
+    if not plan.queries_move:
+        each = sizes.batch * sizes.kv_heads * (keys + values)
+        return each * (sizes.itemsize if cargo is Cargo.OUT else sizes.wide)
+    if cargo is Cargo.OUT:
+        number = (keys + 2 * backward * values) * sizes.itemsize + backward * sizes.wide
+    else:
+        number = (keys if backward else values + 1) * sizes.wide
+    return sizes.batch * sizes.q_heads * number
 
 
 def _out(parcel: Parcel, sizes: Sizes, backward: bool) -> int:

@@ -28,7 +28,8 @@ Steps = Sequence[Step]
 
 class Peak(NamedTuple):
     """The most rows buffered at any time beside a rank's own: remote ones held, ones on their way in, own ones on their
-    way out. Keys and values of a row count as one, and so do their gradients."""
+    way out. Keys and values of a row count as one, and so do their gradients; where queries move, `keys` counts these
+    and `gradients` their results or gradients."""
 
     keys: int
     gradients: int
@@ -40,41 +41,43 @@ def prove(exchange: Exchange, rank: int) -> tuple[Peak, Peak]:
 
     Every rank proving its own plan proves the plan.
     """
-    forward = check_rank(exchange, rank, exchange.forward(rank), backward=False)
-    check_peers(rank, exchange.forward(rank), exchange.forward)
     backward = check_rank(exchange, rank, exchange.backward(rank), backward=True)
     check_peers(rank, exchange.backward(rank), exchange.backward)
+    if exchange.queries_move:
+        return backward, backward  # the same steps, with another cargo
+    forward = check_rank(exchange, rank, exchange.forward(rank), backward=False)
+    check_peers(rank, exchange.forward(rank), exchange.forward)
     return forward, backward
 
 
 def check_rank(exchange: Exchange, rank: int, steps: Steps, backward: bool) -> Peak:
-    """Coverage, lifetimes and gradients of one rank."""
-    keys, gradients = _Keys(exchange, rank), _Gradients(exchange, rank)
+    """Coverage, lifetimes and gradients (or results, where queries move) of one rank."""
+    keys, gradients, returns = _Keys(exchange, rank), _Gradients(exchange, rank), backward or exchange.queries_move
     for index, step in enumerate(steps):
         where = f"{'backward' if backward else 'forward'} of rank {rank}, step {index}"
         for message, here in [(m, m.source) for m in step.sends] + [(m, m.target) for m in step.receives]:
             _expect(here == rank, where, "posts an end that is not its own: {}", message)
             _expect(message.source != message.target, where, "has a message for itself: {}", message)
-            _expect(backward or message.cargo is Cargo.OUT, where, "has gradients in the forward: {}", message)
+            _expect(returns or message.cargo is Cargo.OUT, where, "has gradients in the forward: {}", message)
             _expect(message.rows and all(message.rows), where, "has a message with nothing in it: {}", message)
         keys.follow(step, index, where)
-        gradients.follow(step, backward, where)
+        gradients.follow(step, returns, where)
     where = f"{'backward' if backward else 'forward'} of rank {rank}"
     _expect(not keys.last_use, where, "never drops rows {}", tuple(keys.last_use))
     _expect(not gradients.owed, where, "never sends on the gradients of rows {}", tuple(gradients.owed))
     check_coverage(exchange, rank, [block for step in steps for block in step.blocks])
-    bound = exchange.strategy.most_rows(exchange.shard, backward)
+    bound = exchange.strategy.most_rows(exchange.shard, returns)
     peak = Peak(keys.peak, gradients.peak)
     _expect(bound is None or max(peak) <= bound, where, "buffers {} rows, the bound is {}", max(peak), bound)
     return peak
 
 
 class _Keys:
-    """Follows the keys that a rank holds."""
+    """Follows the keys that a rank holds, or the queries, where these move."""
 
     def __init__(self, exchange: Exchange, rank: int):
-        self.pattern = exchange.pattern
-        self.queries, self.home = exchange.q_pieces(rank), exchange.kv_pieces(rank)
+        self.exchange, self.pattern, self.home = exchange, exchange.pattern, exchange.home(rank)
+        self.staying = exchange.kv_pieces(rank) if exchange.queries_move else exchange.q_pieces(rank)
         self.last_use: dict[range, int | None] = {}  # of each remote piece held
         self.peak = 0
 
@@ -84,10 +87,11 @@ class _Keys:
         own = [rows for rows in leaving if _holder(rows, self.home)]
         self.peak = max(self.peak, count(self.last_use) + count(arriving) + count(own))
         for block in step.blocks:
-            _expect(_holder(block.queries, self.queries), where, "computes queries of another rank: {}", block)
+            stays = block.keys if self.exchange.queries_move else block.queries
+            _expect(_holder(stays, self.staying), where, "computes with rows that stay on another rank: {}", block)
             seen = self.pattern.kind(block.queries, block.keys)
             _expect(block.kind is seen is not Kind.EMPTY, where, "computes {}, which is {}", block, seen.value)
-        for rows in (*leaving, *(block.keys for block in step.blocks)):
+        for rows in (*leaving, *map(self.exchange.moved, step.blocks)):
             if not _holder(rows, self.home):
                 held = _holder(rows, self.last_use)
                 if held is None:
@@ -109,29 +113,30 @@ class _Gradients:
     """Follows the gradients of remote rows that a rank owes to the next stop on their way home."""
 
     def __init__(self, exchange: Exchange, rank: int):
-        self.home = exchange.kv_pieces(rank)
+        self.exchange, self.home = exchange, exchange.home(rank)
         self.owed: set[range] = set()
         self.peak = 0
 
-    def follow(self, step: Step, backward: bool, where: str) -> None:
+    def follow(self, step: Step, returns: bool, where: str) -> None:
         leaving = [rows for m in step.sends if m.cargo is Cargo.BACK for rows in m.rows]
         arriving = [rows for m in step.receives if m.cargo is Cargo.BACK for rows in m.rows]
         self.peak = max(self.peak, count(self.owed) + count(arriving))
         for rows in leaving:
             _expect(rows in self.owed, where, "sends gradients of rows {} that it does not owe", rows)
             self.owed.discard(rows)
-        if backward:
+        if returns:
             # Rows that came in an earlier step are owed from then on, so a block finds the sum that it adds to.
             for block in step.blocks:
-                whole = _holder(block.keys, self.home) or _holder(block.keys, self.owed)
+                rows = self.exchange.moved(block)
+                whole = _holder(rows, self.home) or _holder(rows, self.owed)
                 _expect(whole, where, "has no sum that the gradients of {} would add to", block)
             self.owed.update(rows for m in step.receives if m.cargo is Cargo.OUT for rows in m.rows)
         self.owed.update(rows for rows in arriving if not _holder(rows, self.home))
 
 
 def check_coverage(exchange: Exchange, rank: int, blocks: Sequence[Block]) -> None:
-    """Tiles do not overlap, and together have as many seen pairs as all queries of the rank with all keys: so each seen
-    pair is in exactly one of them."""
+    """Tiles do not overlap, and together have as many seen pairs as all queries of the rank with all keys (or all keys
+    of the rank with all queries): so each seen pair is in exactly one of them."""
     open_tiles: list[Block] = []
     for tile in sorted(blocks, key=lambda tile: tile.keys.start):
         open_tiles = [other for other in open_tiles if other.keys.stop > tile.keys.start]
@@ -141,7 +146,10 @@ def check_coverage(exchange: Exchange, rank: int, blocks: Sequence[Block]) -> No
         open_tiles.append(tile)
     pairs, everything = exchange.pattern.pairs, range(exchange.pattern.kv_length)
     computed = sum(pairs(tile.queries, tile.keys) for tile in blocks)
-    wanted = sum(pairs(own, everything) for own in exchange.q_pieces(rank))
+    if exchange.queries_move:
+        wanted = sum(pairs(range(exchange.pattern.q_length), own) for own in exchange.kv_pieces(rank))
+    else:
+        wanted = sum(pairs(own, everything) for own in exchange.q_pieces(rank))
     _expect(computed == wanted, f"rank {rank}", "computes {} pairs of {}", computed, wanted)
 
 
@@ -183,9 +191,9 @@ def check_return(exchange: Exchange, plans: Sequence[Steps]) -> None:
         back = [(rank, m, rows) for rank, step in live for m in step.sends if m.cargo is Cargo.BACK for rows in m.rows]
         mail = {(m, rows): sums[rank].pop(rows, []) for rank, m, rows in back}
         for rank, step in live:
-            pieces = (*exchange.kv_pieces(rank), *_remote(plans[rank]))
+            pieces = (*exchange.home(rank), *_remote(plans[rank]))
             for block in step.blocks:
-                sums[rank][_require(block.keys, pieces)].append((rank, block))
+                sums[rank][_require(exchange.moved(block), pieces)].append((rank, block))
             for m in step.receives:
                 for rows in m.rows if m.cargo is Cargo.BACK else ():
                     sums[rank][_require(rows, pieces)].extend(mail.pop((m, rows)))
@@ -194,7 +202,7 @@ def check_return(exchange: Exchange, plans: Sequence[Steps]) -> None:
     come = sorted((rank, str(block)) for ledger in sums for parts in ledger.values() for rank, block in parts)
     _expect(made == come, "backward", "has {} parts of gradients, of which {} arrive", len(made), len(come))
     for rank, ledger in enumerate(sums):
-        away = [rows for rows, parts in ledger.items() if parts and rows not in exchange.kv_pieces(rank)]
+        away = [rows for rows, parts in ledger.items() if parts and rows not in exchange.home(rank)]
         _expect(not away, f"rank {rank}", "keeps gradients of rows {}, which are not its own", tuple(away))
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from ringopt.attention.exchange import Exchange, exchange_of
 from ringopt.attention.plans import NAMES, Plan, plan_of
 from ringopt.attention.predict import Heads, held_most, pairs_of, simulate
+from ringopt.attention.routes import QUERIES_MOVE
 from ringopt.cost.rates import Rates
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
@@ -102,6 +103,8 @@ def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
     """The strategy of one attention in `layout`. The ring can do all, so there always is one."""
     found = []
     for strategy in sorted(NAMES, key=order):
+        if strategy in QUERIES_MOVE and case.q_length >= case.kv_length:
+            continue  # as many queries as keys weigh no less, with their results, and only their way home is hidden
         try:
             found.append(estimate(case, ranks, layout, strategy, rates))
         except OptionError:

@@ -3,6 +3,9 @@
     forward    hop h of a route is posted in step h-1 and used in step h; home blocks are in step 0, under the first hop
     backward   the same mirrored in time; gradients walk the routes home and meet the home blocks in the last step
 
+What travels is keys and values (and their gradients back), or, where `queries_move`, queries: their results come home
+as keys' gradients do, merged with what each stop adds, so that forward and backward are both mirrored plans.
+
 A plan is data. It computes nothing and sends nothing; executor, cost, report and proof read the same steps. It knows no
 rank either: it is the same object on all ranks, and each rank unrolls its own steps from it.
 
@@ -20,7 +23,7 @@ from functools import cached_property, lru_cache
 
 from ringopt.attention.layouts import Layout, layout_of
 from ringopt.attention.patterns import Kind, Pattern, pattern_of
-from ringopt.attention.routes import Route, Strategy, strategy_of
+from ringopt.attention.routes import QUERIES_MOVE, Route, Strategy, strategy_of
 from ringopt.attention.rows import Rows, count, join, meet, text, without
 from ringopt.errors import OptionError, PlanError
 
@@ -28,8 +31,8 @@ from ringopt.errors import OptionError, PlanError
 class Cargo(Enum):
     """What a message carries for its rows."""
 
-    OUT = "out"  # keys and values, away from home
-    BACK = "back"  # their gradients, summed on the way home
+    OUT = "out"  # keys and values (or queries), away from home
+    BACK = "back"  # their gradients, summed on the way home (of queries: in the forward their results, merged)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Step:
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
     blocks: tuple[Block, ...] = ()
-    drops: Rows = ()  # pieces of remote keys, as they came
+    drops: Rows = ()  # pieces of remote rows, as they came
 
     def __str__(self) -> str:
         mail = [f"receive {m}" for m in self.receives] + [f"send {m}" for m in self.sends]
@@ -84,6 +87,7 @@ class Exchange:
     q_layout: Layout
     kv_layout: Layout
     strategy: Strategy
+    queries_move: bool = False
 
     def __post_init__(self) -> None:
         lengths = (self.q_layout.length, self.kv_layout.length)
@@ -108,30 +112,43 @@ class Exchange:
         """The key rows of `rank` that take part, in the order of its local tensor."""
         return self._kv_pieces[rank]
 
+    def home(self, rank: int) -> Rows:
+        """Of the side that travels, the rows of `rank`."""
+        return self._q_pieces[rank] if self.queries_move else self._kv_pieces[rank]
+
+    def moved(self, block: Block) -> range:
+        """The rows of `block` that travel; the others are the rank's own."""
+        return block.queries if self.queries_move else block.keys
+
     def needs(self, rank: int) -> Rows:
-        """The keys that queries of `rank` see, its own included."""
+        """The rows of the travelling side that those of `rank` meet, its own included: keys that its queries see, or
+        queries that see its keys."""
         return self._needs[rank]
 
     def missing(self, rank: int) -> Rows:
         """Of these, the ones that other ranks hold."""
-        own = self.kv_pieces(rank)
+        own = self.home(rank)
         return tuple(piece for rows in self.needs(rank) for piece in without(rows, own))
 
-    def blocks(self, rank: int, keys: range) -> tuple[Block, ...]:
-        """The tiles of the queries of `rank` with `keys`."""
-        if (rank, keys) not in self._blocks:
-            tiles = (self.pattern.tiles(own, keys) for own in self.q_pieces(rank))
-            self._blocks[rank, keys] = tuple(Block(*tile) for some in tiles for tile in some)
-        return self._blocks[rank, keys]
+    def blocks(self, rank: int, rows: range) -> tuple[Block, ...]:
+        """The tiles of what stays on `rank` with `rows` of what travels."""
+        if (rank, rows) not in self._blocks:
+            tiles = self.pattern.tiles
+            if self.queries_move:
+                found = (tile for own in self.kv_pieces(rank) for tile in tiles(rows, own))
+            else:
+                found = (tile for own in self.q_pieces(rank) for tile in tiles(own, rows))
+            self._blocks[rank, rows] = tuple(Block(*tile) for tile in found)
+        return self._blocks[rank, rows]
 
     def home_blocks(self, rank: int) -> tuple[Block, ...]:
         """The tiles of the queries of `rank` with its own keys."""
-        return tuple(block for keys in self.kv_pieces(rank) for block in self.blocks(rank, keys))
+        return tuple(block for rows in self.home(rank) for block in self.blocks(rank, rows))
 
     @cached_property
     def shard(self) -> int:
-        """Rows of keys of the rank that has most."""
-        return max(map(count, self._kv_pieces))
+        """Rows that travel of the rank that has most."""
+        return max(count(self.home(rank)) for rank in range(self.ranks))
 
     @cached_property
     def _blocks(self) -> dict[tuple[int, range], tuple[Block, ...]]:
@@ -147,6 +164,8 @@ class Exchange:
 
     @cached_property
     def _needs(self) -> tuple[Rows, ...]:
+        if self.queries_move:
+            return tuple(join(map(self.pattern.users, pieces)) for pieces in self._kv_pieces)
         return tuple(join(map(self.pattern.needs, pieces)) for pieces in self._q_pieces)
 
     # What follows from the strategy
@@ -161,14 +180,20 @@ class Exchange:
         never listed."""
         if not self.strategy.direct:
             return self.routes
-        owners = set().union(*map(self.kv_layout.owners, self.needs(rank))) - {rank}
+        layout = self.q_layout if self.queries_move else self.kv_layout
+        owners = set().union(*map(layout.owners, self.needs(rank))) - {rank}
         coming = (route for owner in sorted(owners) for route in self._routes_from(owner, rank))
         return (*self._routes_from(rank), *coming)
 
     def _routes_from(self, home: int, only: int | None = None) -> Iterator[Route]:
         """The routes of the pieces of `home`, to all users or `only` to one."""
-        for piece in self.kv_pieces(home):
-            users = [only] if only is not None else sorted(self.q_layout.owners(self.pattern.users(piece)) - {home})
+        for piece in self.home(home):
+            if only is not None:
+                users = [only]
+            elif self.queries_move:
+                users = sorted(self.kv_layout.owners(self.pattern.needs(piece)) - {home})
+            else:
+                users = sorted(self.q_layout.owners(self.pattern.users(piece)) - {home})
             needed = {user: tuple(filter(len, (meet(piece, rows) for rows in self.needs(user)))) for user in users}
             yield from self.strategy.routes(home, needed, self.ranks)
 
@@ -179,21 +204,21 @@ class Exchange:
 
     def forward(self, rank: int) -> tuple[Step, ...]:
         """The steps of `rank`; none where it neither computes nor passes anything on."""
-        return _forward(self, rank)
+        return _there_and_back(self, rank) if self.queries_move else _there(self, rank)
 
     def backward(self, rank: int) -> tuple[Step, ...]:
         """The steps of `rank`. Keys travel again, in the order that lets gradients meet the home blocks last: dK and dV
         then make as many hops as keys made, where a ring that computes home first carries them once more round."""
-        return _backward(self, rank)
+        return _there_and_back(self, rank)
 
     def steps(self, rank: int, backward: bool) -> tuple[Step, ...]:
         """`backward(rank)` or `forward(rank)`."""
-        return _backward(self, rank) if backward else _forward(self, rank)
+        return self.backward(rank) if backward else self.forward(rank)
 
     @property
     def volume(self) -> int:
-        """Rows of keys sent by all ranks together in the forward; the backward sends as many rows of gradients, and no
-        more rows of keys."""
+        """Rows sent by all ranks together in the forward, on the way there; as many rows of gradients (or results) come
+        back, and the way there is never longer than that."""
         return sum(len(route.rows) * route.hops for route in self.routes)
 
     def sent_rows(self, rank: int, cargo: Cargo, backward: bool = False) -> int:
@@ -212,6 +237,7 @@ def exchange_of(
         layout_of(q_layout, q_length, ranks),
         layout_of(kv_layout, kv_length, ranks),
         strategy_of(strategy),
+        strategy in QUERIES_MOVE,
     )
     if refusal := plan.strategy.refusal(plan):
         raise OptionError(
@@ -227,7 +253,7 @@ def _pieces(pattern: Pattern, layout: Layout) -> tuple[Rows, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _forward(exchange: Exchange, rank: int) -> tuple[Step, ...]:
+def _there(exchange: Exchange, rank: int) -> tuple[Step, ...]:
     draft, ranks = Draft(rank), exchange.ranks
     draft.compute(0, exchange.home_blocks(rank))
     for route in exchange.routes_at(rank):
@@ -244,7 +270,7 @@ def _forward(exchange: Exchange, rank: int) -> tuple[Step, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _backward(exchange: Exchange, rank: int) -> tuple[Step, ...]:
+def _there_and_back(exchange: Exchange, rank: int) -> tuple[Step, ...]:
     """Hop h computes in step last - h. The far stop has its rows straight from home, each other stop from the one
     beyond it; gradients go the same way on to home, but rows need come no nearer home than their first user."""
     draft, ranks, last = Draft(rank), exchange.ranks, exchange.length + 1

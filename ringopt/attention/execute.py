@@ -2,21 +2,23 @@
 
     for each step:  post messages | compute blocks while they travel | wait | keep what came | drop what is done with
 
-One executor for every strategy, layout and pattern: what differs is in the plan (exchange.py). Ring attention (Liu et
-al. 2023) is this loop over a plan in which everybody sends to the next rank.
+One executor for every strategy, layout and pattern in which keys travel (run.py has the others): what differs is in the
+plan (exchange.py). Ring attention (Liu et al. 2023) is this loop over a plan in which everybody sends to the next rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ringopt.attention.dropout import Dropout
 from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
+from ringopt.attention.heads import HeadExchange
 from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed
 from ringopt.attention.tiles import Scores, Tile
@@ -39,6 +41,7 @@ class Attention:
     learned     numbers of the `sources` whose gradients are asked for
     dropout_p   probability with which a weight is dropped
     first_head  number of the first query head that is given: mask and dropout know heads by number
+    heads       where rows are traded for heads, the plan of that; `exchange` is then that of one rank with all rows
     """
 
     exchange: Exchange
@@ -48,6 +51,7 @@ class Attention:
     learned: tuple[int, ...] = ()
     dropout_p: float = 0.0
     first_head: int = 0
+    heads: HeadExchange | None = None
 
     @property
     def nan_rows(self) -> bool:
@@ -93,19 +97,19 @@ class Tiles:
         heads = range(attention.first_head, attention.first_head + q.shape[1])
         self.scores = Scores(
             *(attention.exchange.pattern, attention.mask, sources, q.shape[0], heads, q.dtype, q.device),
-            local=self.local,
+            local=None if attention.exchange.queries_move else self.local,  # those of other ranks are computed too
         )
         self.dropout: Dropout | None = None
         if attention.dropout_p > 0:
             if given.seed is None:
                 raise ValueError(f"dropout_p is {attention.dropout_p}, and there is no seed to draw from")
             self.dropout = Dropout(attention.dropout_p, given.seed.to(q.device))
-        self._kernel, self._learned, self._parts = attention.kernel, learned, parts
+        self._attention, self._learned, self._parts = attention, learned, parts
 
     def kernel(self, tile: Tile) -> Kernel:
         """That of the site, unless only the written-out one can do it."""
         if tile.level is None and not tile.modified and self.dropout is None:
-            return self._kernel
+            return self._attention.kernel
         return self.math(tile)
 
     def math(self, tile: Tile) -> Math:
@@ -131,9 +135,19 @@ class Tiles:
         level = self.scores.level(piece)
         return logits if level is None else logits - level.squeeze(-1)
 
+    def completed(self, merged: Merged, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out and lse of the rank's rows, whose keys are all in `merged`."""
+        if sinks is not None:
+            for piece in self.pieces:
+                merged.add_logits(self.local.slice(piece), self.sinks(sinks, piece))
+        out, lse = merged.result()
+        if self._attention.nan_rows:
+            out.masked_fill_((lse == HIDDEN).unsqueeze(-1), torch.nan)
+        return out, lse
 
-def attend(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, Sq_local, Dv] in q's dtype and lse [B, Hq, Sq_local], both contiguous. Raises RingCommError."""
+
+def attend_keys(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
+    """K and V travel; see run.attend."""
     exchange, rank, (q, k, v) = attention.exchange, mesh.rank, (given.q, given.k, given.v)
     held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
     tiles, merged = Tiles(attention, rank, given, given.sources), Merged(q, v.shape[3])
@@ -161,13 +175,7 @@ def attend(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, T
         while arriving:
             held.put(arriving.pop())
         held.drop(step.drops)
-    if given.sinks is not None:
-        for piece in tiles.pieces:
-            merged.add_logits(tiles.local.slice(piece), tiles.sinks(given.sinks, piece))
-    out, lse = merged.result()
-    if attention.nan_rows:
-        out.masked_fill_((lse == HIDDEN).unsqueeze(-1), torch.nan)
-    return out, lse
+    return tiles.completed(merged, given.sinks)
 
 
 @dataclass(frozen=True)
@@ -179,51 +187,53 @@ class Saved:
     lse: Tensor
 
 
-def attend_backward(
-    attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """dq, dk, dv of the rank's rows, complete; and of each learned source, then of the sinks, this rank's part of the
-    gradient. Of a source that holds the rank's rows only, that part is complete.
-
-    K and V travel again, and sums of dK and dV travel home in the accumulator's dtype. Where a row is NaN because it
-    sees no key, so are its gradients, those of all keys and values of its head, and those of the learned sources.
-    Raises RingCommError.
-    """
-    return found_backward(attention, mesh, dout, saved).rounded(saved.given, attention.learned)
-
-
-def found_backward(attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> Found:
-    """The same in the accumulator's dtype."""
+def backward_keys(attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> Found:
+    """K and V travel again, and sums of dK and dV travel home."""
     exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.given.k, saved.given.v)
-    steps, own = exchange.backward(rank), exchange.kv_pieces(rank)
-    local = Local(exchange.kv_layout.ranges(rank))
-    wide = accumulator(k.dtype)
+    own, local = exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank))
     held = Held(KVShape.of(k, v), own, local, k, v)
-    leaving = [message for step in steps for message in step.sends if message.cargo is Cargo.BACK]
-    gradients = Gradients(KVShape.of(k, v, wide), own, local, k.shape[2], leaving)
-    blocks = BlockBackward(attention, rank, dout, saved, held, gradients)
+    wide = KVShape.of(k, v, accumulator(k.dtype))
+    gradients = Gradients(wide, own, local, k.shape[2], leaving(exchange.backward(rank)))
+    blocks = KeysMove(attention, rank, dout, saved, held, gradients)
+    there_and_back(mesh, exchange.backward(rank), held, gradients, blocks.compute, "backward")
+    return finished(Found(blocks.dq, *gradients.home(), blocks.parts), blocks, mesh)
+
+
+def there_and_back(
+    mesh: Mesh, steps: Sequence[Step], held: Held, sums: Gradients, compute: Callable[[Block], None], way: str
+) -> None:
+    """Runs steps in which rows travel out (`held`) and sums of them back home."""
     for number, step in enumerate(steps):
-        label = f"backward {number}"
-        arriving = [_shape(message, held, gradients).empty(message.rows) for message in step.receives]
-        sends = [(message.target, _outgoing(message, held, gradients)) for message in step.sends]
+        label = f"{way} {number}"
+        arriving = [_shape(message, held, sums).empty(message.rows) for message in step.receives]
+        sends = [(message.target, _outgoing(message, held, sums)) for message in step.sends]
         pending = mesh.exchange(sends, _into(step, arriving), label)
         del sends
         for block in step.blocks:
-            blocks.compute(block)
-        log_event("computed", label, rank)
+            compute(block)
+        log_event("computed", label, mesh.rank)
         pending.wait()
         for message in step.receives:
             packed = arriving.pop(0)
             if message.cargo is Cargo.OUT:
                 held.put(packed)
             else:
-                gradients.arrived(packed)
+                sums.arrived(packed)
         del arriving
         held.drop(step.drops)
-    sinks = saved.given.sinks
-    dsinks = blocks.dsinks(sinks) if sinks is not None else None
-    found = Found(blocks.dq, *gradients.home(), blocks.parts, dsinks)
-    if attention.nan_rows:
+
+
+def leaving(steps: Sequence[Step]) -> list[Message]:
+    """The messages that carry sums home, in order."""
+    return [message for step in steps for message in step.sends if message.cargo is Cargo.BACK]
+
+
+def finished(found: Found, blocks: BlockBackward, mesh: Mesh) -> Found:
+    """With the gradient of the sinks, and NaN where rows are."""
+    saved = blocks.saved
+    if saved.given.sinks is not None:
+        found = replace(found, dsinks=blocks.dsinks(saved.given.sinks))
+    if blocks.attention.nan_rows:
         spread_nan(found, mesh, saved.lse == HIDDEN)
     return found
 
@@ -269,17 +279,23 @@ def spread_nan(found: Found, mesh: Mesh, hidden: Tensor) -> None:
             part.fill_(torch.nan)
 
 
-class BlockBackward:
-    """Gradients of blocks, summed: dq and those of learned sources here, dK and dV in `gradients`."""
+class BlockBackward(ABC):
+    """Gradients of blocks, summed: those of learned sources here, the others as `add` says."""
 
-    def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, gradients: Gradients):
-        self.attention, self.dout, self.saved, self.held, self.gradients = attention, dout, saved, held, gradients
+    def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved):
+        self.attention, self.dout, self.saved = attention, dout, saved
         given, learned = saved.given, set(attention.learned)
-        self.dq = wide_zeros(given.q)
         sources = [x.detach().requires_grad_(i in learned) for i, x in enumerate(given.sources)]
         self.learned = [sources[i] for i in attention.learned]
         self.parts = list(map(wide_zeros, self.learned))
         self.tiles = Tiles(attention, rank, given, sources, self.learned, self.parts)
+
+    @abstractmethod
+    def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dout, q, k, v, out, lse of the tile."""
+
+    @abstractmethod
+    def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None: ...
 
     def compute(self, block: Block) -> None:
         with recording() if self.learned else nullcontext():
@@ -289,7 +305,8 @@ class BlockBackward:
 
     def dsinks(self, sinks: Tensor) -> Tensor:
         """This rank's part, in the shape of `sinks`: the weight of a sink leads to 0, not to the row's output."""
-        saved, total = self.saved, torch.zeros(self.dq.shape[:2], dtype=self.dq.dtype, device=sinks.device)
+        saved, wide = self.saved, accumulator(self.saved.out.dtype)
+        total = torch.zeros(saved.out.shape[:2], dtype=wide, device=sinks.device)
         for piece in self.tiles.pieces:
             rows = self.tiles.local.slice(piece)
             weights = (self.tiles.sinks(sinks, piece) - saved.lse[:, :, rows]).exp()
@@ -297,23 +314,36 @@ class BlockBackward:
         return total.sum_to_size(sinks.shape)
 
     def _tile(self, tile: Tile) -> None:
-        rows, given, saved = self.tiles.local.slice(tile.queries), self.saved.given, self.saved
-        keys, values = self.held.pair(tile.keys)
-        dout, q, out, lse = (x[:, :, rows] for x in (self.dout, given.q, saved.out, saved.lse))
-        operands, mask, how = (dout, q, keys, values, out, lse), tile.mask, (tile.causal, self.attention.scale)
+        operands, mask, how = self.operands(tile), tile.mask, (tile.causal, self.attention.scale)
         if mask is not None and mask.requires_grad:
             dq, dk, dv, dmask = self.tiles.math(tile).backward_with_mask(*operands, mask, *how)
             self._learn(mask, dmask)
         else:
             dq, dk, dv = self.tiles.kernel(tile).backward(*operands, mask, *how)
-        self.dq[:, :, rows] += dq
-        self.gradients.add(tile.keys, dk, dv)
+        self.add(tile, dq, dk, dv)
 
     def _learn(self, mask: Tensor, dmask: Tensor) -> None:
         parts = torch.autograd.grad(mask, self.learned, dmask.to(mask.dtype), allow_unused=True)
         for total, part in zip(self.parts, parts, strict=True):
             if part is not None:
                 total += part
+
+
+class KeysMove(BlockBackward):
+    """dQ here, dK and dV in `gradients`."""
+
+    def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, gradients: Gradients):
+        super().__init__(attention, rank, dout, saved)
+        self.held, self.gradients, self.dq = held, gradients, wide_zeros(saved.given.q)
+
+    def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        rows, saved = self.tiles.local.slice(tile.queries), self.saved
+        dout, q, out, lse = (x[:, :, rows] for x in (self.dout, saved.given.q, saved.out, saved.lse))
+        return dout, q, *self.held.pair(tile.keys), out, lse
+
+    def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        self.dq[:, :, self.tiles.local.slice(tile.queries)] += dq
+        self.gradients.add(tile.keys, dk, dv)
 
 
 def _shape(message: Message, held: Held, gradients: Gradients) -> KVShape:

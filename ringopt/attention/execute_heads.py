@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ringopt.attention.execute import Attention, Found, Operands, Saved, attend, found_backward
+from ringopt.attention.execute import Attention, Found, Operands, Saved, attend_keys, backward_keys
 from ringopt.attention.heads import HeadExchange, Parcel, Part
 from ringopt.attention.packing import Local
 from ringopt.attention.rows import Rows, count
@@ -99,7 +99,7 @@ class Trade:
 
 
 def attend_heads(plan: HeadExchange, site: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
-    """As execute.attend; the exchange of `site` is that of one rank with all rows."""
+    """See run.attend; the exchange of `site` is that of one rank with all rows."""
     trade = Trade(plan, mesh)
     q, k, v = trade.out([trade.of_queries(given.q), *map(trade.of_keys, (given.k, given.v))], "forward out")
     own = replace(given, q=q, k=k, v=v)
@@ -107,15 +107,13 @@ def attend_heads(plan: HeadExchange, site: Attention, mesh: Mesh, given: Operand
     lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
     for part in plan.parts(mesh.rank):
         mine = span(part.queries, plan.share(mesh.rank).start)
-        out[:, mine], lse[:, mine] = attend(*alone(site, part), part_of(plan, mesh, own, part))
+        out[:, mine], lse[:, mine] = attend_keys(*alone(site, part), part_of(plan, mesh, own, part))
     outs, lses = trade.back([trade.of_queries(out), trade.of_queries(lse.unsqueeze(-1))], "forward back")
     return torch.cat([*outs.values()], 1), torch.cat([*lses.values()], 1).squeeze(-1)
 
 
-def backward_heads(
-    plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor, saved: Saved
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """As execute.attend_backward."""
+def backward_heads(plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> Found:
+    """See run.attend_backward."""
     trade, given = Trade(plan, mesh), saved.given
     queries, keys = (given.q, dout, saved.out, saved.lse.unsqueeze(-1)), (given.k, given.v)
     items = [*map(trade.of_queries, queries), *map(trade.of_keys, keys)]
@@ -125,7 +123,7 @@ def backward_heads(
     for part in plan.parts(mesh.rank):
         mine, theirs = span(part.queries, plan.share(mesh.rank).start), span(part.keys, plan.kv_share(mesh.rank).start)
         left = Saved(part_of(plan, mesh, own, part), out[:, mine], lse[:, mine].squeeze(-1))
-        found = found_backward(*alone(site, part), dout[:, mine], left)
+        found = backward_keys(*alone(site, part), dout[:, mine], left)
         total.dq[:, mine] = found.dq
         total.dk[:, theirs] += found.dk
         total.dv[:, theirs] += found.dv
@@ -136,7 +134,7 @@ def backward_heads(
     home = [trade.of_queries(total.dq.to(q.dtype)), *map(trade.of_keys, (total.dk, total.dv))]
     dqs, dks, dvs = trade.back(home, "backward back")
     dk, dv = (summed(plan, *grads) for grads in ((dks, given.k), (dvs, given.v)))
-    return Found(torch.cat([*dqs.values()], 1), dk, dv, total.parts, total.dsinks).rounded(given, site.learned)
+    return Found(torch.cat([*dqs.values()], 1), dk, dv, total.parts, total.dsinks)
 
 
 def alone(site: Attention, part: Part) -> tuple[Attention, Mesh]:

@@ -1,7 +1,8 @@
 """K and V of sequence rows: where they lie, and how they are packed into messages.
 
 A message is one flat buffer; for each of its pieces (in order) it holds K [B, Hkv, rows, D], then V [B, Hkv, rows, Dv].
-A buffer that has arrived is used in place, and sent on as it is.
+A buffer that has arrived is used in place, and sent on as it is. What else travels is a pair of tensors too: gradients
+of K and V; or queries and what belongs to them (execute_queries.py).
 """
 
 from __future__ import annotations
@@ -40,11 +41,6 @@ class KVShape:
 
     def empty(self, rows: Rows) -> Packed:
         return Packed(self, rows, torch.empty(self.elements(count(rows)), dtype=self.dtype, device=self.device))
-
-    def zeros(self, rows: Rows) -> Packed:
-        packed = self.empty(rows)
-        packed.flat.zero_()
-        return packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +139,17 @@ class Gradients:
 
     def add(self, rows: range, dk: Tensor, dv: Tensor) -> None:
         """Adds to the sums of `rows`. Raises PlanError where the plan has no way home for them."""
-        for total, part in zip(self._pair(rows), (dk, dv), strict=True):
-            total += part
+        self.join(self._pair(rows), (dk, dv))
+
+    def join(self, total: Pair, part: Pair) -> None:
+        """Adds `part` to `total`, in place."""
+        for whole, some in zip(total, part, strict=True):
+            whole += some
+
+    def nothing(self, pair: Pair) -> None:
+        """Makes of `pair` the sum of no parts, in place."""
+        for tensor in pair:
+            tensor.zero_()
 
     def arrived(self, packed: Packed) -> None:
         for piece, pair in packed.pairs():
@@ -154,18 +159,25 @@ class Gradients:
         """The buffer of `message`, to which nothing can be added any more."""
         self._leaving.remove(message)
         packed = self._sums.pop(message, None)
-        return packed.flat if packed is not None else self.shape.zeros(message.rows).flat
+        return packed.flat if packed is not None else self._started(message.rows).flat
 
     def home(self) -> Pair:
         """Of the rank's own rows: [B, Hkv, S_local, D] and [B, Hkv, S_local, Dv]."""
         if self._home is None:
             shape = self.shape
             dk, dv = (
-                torch.zeros(shape.batch, shape.heads, self._rows, dim, dtype=shape.dtype, device=shape.device)
+                torch.empty(shape.batch, shape.heads, self._rows, dim, dtype=shape.dtype, device=shape.device)
                 for dim in (shape.key_dim, shape.value_dim)
             )
             self._home = dk, dv
+            self.nothing(self._home)
         return self._home
+
+    def _started(self, rows: Rows) -> Packed:
+        packed = self.shape.empty(rows)
+        for _, pair in packed.pairs():
+            self.nothing(pair)
+        return packed
 
     def _pair(self, rows: range) -> Pair:
         if any(within(rows, piece) for piece in self._own):
@@ -175,7 +187,7 @@ class Gradients:
         for message in self._leaving:
             if any(within(rows, piece) for piece in message.rows):
                 if message not in self._sums:
-                    self._sums[message] = self.shape.zeros(message.rows)
+                    self._sums[message] = self._started(message.rows)
                 return find(dict(self._sums[message].pairs()), rows)
         told = "; ".join(map(str, self._leaving)) or "nothing"
         raise PlanError(f"gradients of rows {rows} have no way home: the rank sends on {told}")

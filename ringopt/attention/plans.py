@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringopt.attention.exchange import Exchange, exchange_of
 from ringopt.attention.heads import HeadExchange, head_exchange_of
-from ringopt.attention.routes import STRATEGIES
+from ringopt.attention.routes import QUERIES_MOVE, STRATEGIES
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 
@@ -31,11 +31,9 @@ def plan_of(
     if strategy not in NAMES:
         raise OptionError(f"strategy {strategy!r} is unknown; the strategies are {', '.join(map(repr, NAMES))}")
     where = (pattern, q_length, kv_length, ranks, q_layout, kv_layout)
-    if strategy != "ulysses":
-        return exchange_of(*where, strategy)
-    if mask is not None and mask.row_dims:
+    if strategy in ("ulysses", *QUERIES_MOVE) and mask is not None and mask.row_dims:
         raise OptionError(
-            "strategy 'ulysses' computes all rows of a head on one rank, and the mask (or bias) is a tensor of which "
-            "each rank holds its own rows. Take another strategy, or 'auto'"
+            f"strategy {strategy!r} computes rows of queries on other ranks than the one that holds them, and the mask "
+            "(or bias) is a tensor of which each rank holds its own rows. Take another strategy, or 'auto'"
         )
-    return head_exchange_of(*where, heads)
+    return head_exchange_of(*where, heads) if strategy == "ulysses" else exchange_of(*where, strategy)

@@ -7,19 +7,19 @@ holds up those that wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from torch import Tensor
 
-from ringopt.attention.bytes import Sizes, bytes_sent
+from ringopt.attention.bytes import Sizes, bytes_sent, row_bytes
 from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange, Part
 from ringopt.attention.packing import within
 from ringopt.attention.patterns import Kind
 from ringopt.attention.plans import Plan
-from ringopt.attention.rows import Rows, count
+from ringopt.attention.rows import count
 from ringopt.cost.rates import Rates
 
 
@@ -84,8 +84,10 @@ class Way:
 @lru_cache(maxsize=1024)
 def pairs_of(exchange: Exchange, rank: int) -> int:
     """Pairs of query and key that `rank` computes, for every head."""
-    everything = range(exchange.pattern.kv_length)
-    return sum(exchange.pattern.pairs(own, everything) for own in exchange.q_pieces(rank))
+    queries, keys = range(exchange.pattern.q_length), range(exchange.pattern.kv_length)
+    if exchange.queries_move:
+        return sum(exchange.pattern.pairs(queries, own) for own in exchange.kv_pieces(rank))
+    return sum(exchange.pattern.pairs(own, keys) for own in exchange.q_pieces(rank))
 
 
 def balance(exchange: Exchange) -> float:
@@ -108,7 +110,7 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
                 continue
             step = steps[index]
             compute = sum(tile_seconds(plan, block, heads, rates, backward) for block in step.blocks)
-            size, messages = traffic(step, heads)
+            size, messages = traffic(plan, step, heads, backward)
             exchange = rates.exchange_seconds(size, messages)
             # Both ends must have posted a message before it travels.
             late = max([starts[m.source] - starts[rank] for m in step.receives], default=0.0)
@@ -162,11 +164,16 @@ def spans_of(rank: int, index: int, start: float, compute: float, exchange: floa
         yield Span(rank, index, "exchange", start, start + exchange, f"from {sources}" if sources else "send")
 
 
-def traffic(step: Step, heads: Heads) -> tuple[int, int]:
+def traffic(exchange: Exchange, step: Step, heads: Heads, backward: bool) -> tuple[int, int]:
     """Bytes and messages of a step: the larger of what is sent and what is received, for a link carries both directions
     at once."""
-    ways = (step.sends, step.receives)
-    return max(sum(count(m.rows) * heads.row(m.cargo) for m in way) for way in ways), max(map(len, ways))
+    row, ways = rows_of(exchange, heads, backward), (step.sends, step.receives)
+    return max(sum(count(m.rows) * row[m.cargo] for m in way) for way in ways), max(map(len, ways))
+
+
+def rows_of(exchange: Exchange, heads: Heads, backward: bool) -> dict[Cargo, int]:
+    """Bytes of one row in a message."""
+    return {cargo: row_bytes(exchange, heads, cargo, backward) for cargo in Cargo}
 
 
 def tile_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, backward: bool) -> float:
@@ -198,11 +205,7 @@ def held_most(plan: Plan, heads: Heads, training: bool) -> int:
     ways = (False, True)[: 1 + training]
     if isinstance(plan, HeadExchange):
         return max(bytes_sent(plan, heads, rank, backward) * 2 for rank in range(plan.ranks) for backward in ways)
-    return max(
-        held_peak(plan.steps(rank, backward), heads, plan.kv_pieces(rank), backward)
-        for rank in range(plan.ranks)
-        for backward in ways
-    )
+    return max(held_peak(plan, rank, heads, backward) for rank in range(plan.ranks) for backward in ways)
 
 
 def memory_of(exchange: Exchange, heads: Heads, rank: int, strip: int) -> Memory:
@@ -214,10 +217,10 @@ def memory_of(exchange: Exchange, heads: Heads, rank: int, strip: int) -> Memory
     tile = min(strip, queries) * heads.query()
     converted = narrow_out if heads.itemsize != heads.wide else 0
     own = exchange.kv_pieces(rank)
-    forward = max(held_peak(exchange.steps(rank, False), heads, own, False) + sums + tile, sums + converted)
+    forward = max(held_peak(exchange, rank, heads, False) + sums + tile, sums + converted)
     dq = queries * heads.batch * heads.q_heads * heads.key_dim * heads.wide
     home = count(own) * heads.row(Cargo.BACK)
-    back = held_peak(exchange.steps(rank, True), heads, own, True)
+    back = held_peak(exchange, rank, heads, True)
     end = dq + home + (dq + home) * heads.itemsize // heads.wide * bool(converted)
     blocks = [block for step in exchange.steps(rank, True) for block in step.blocks]
     kernel = max((kernel_backward(block, heads) for block in blocks), default=0)
@@ -232,21 +235,21 @@ def kernel_backward(block: Block, heads: Heads) -> int:
     return queries + keys + (2 * groups * keys if groups > 1 else 0)
 
 
-def held_peak(steps: Sequence[Step], heads: Heads, own: Rows, backward: bool) -> int:
+def held_peak(exchange: Exchange, rank: int, heads: Heads, backward: bool) -> int:
     """The most bytes, in any step, of remote rows held, of rows on their way in, of own rows packed to go out, and of
-    sums of gradients that are owed to other ranks. `own`: the keys of the rank."""
-    held = peak = 0
+    sums of gradients (or results) that are owed to other ranks."""
+    row, own, held, peak = rows_of(exchange, heads, backward), exchange.home(rank), 0, 0
     owed: set[range] = set()
-    for step in steps:
-        arriving = sum(count(m.rows) * heads.row(m.cargo) for m in step.receives)
+    for step in exchange.steps(rank, backward):
+        arriving = sum(count(m.rows) * row[m.cargo] for m in step.receives)
         out = [rows for m in step.sends if m.cargo is Cargo.OUT for rows in m.rows]
-        packed = sum(len(rows) for rows in out if any(within(rows, piece) for piece in own)) * heads.row()
-        peak = max(peak, held + arriving + packed + count(owed) * heads.row(Cargo.BACK))
+        packed = sum(len(rows) for rows in out if any(within(rows, piece) for piece in own)) * row[Cargo.OUT]
+        peak = max(peak, held + arriving + packed + count(owed) * row[Cargo.BACK])
         owed.difference_update(rows for m in step.sends if m.cargo is Cargo.BACK for rows in m.rows)
         for m in step.receives:
             if m.cargo is Cargo.OUT:
-                held += count(m.rows) * heads.row()
-            if backward:  # a sum is begun for rows whose gradients will go on from here
+                held += count(m.rows) * row[Cargo.OUT]
+            if backward or exchange.queries_move:  # a sum is begun for rows whose gradients will go on from here
                 owed.update(rows for rows in m.rows if not any(within(rows, piece) for piece in own))
-        held -= count(step.drops) * heads.row()
+        held -= count(step.drops) * row[Cargo.OUT]
     return peak

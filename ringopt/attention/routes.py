@@ -201,7 +201,12 @@ STRATEGIES: dict[str, Strategy] = {
     "gather": Gather(),
     "ring": Ring(),
     "ring2": Ring(two_way=True),
+    "gather_q": Gather(),
+    "ring_q": Ring(),
 }
+
+# Queries travel in place of keys and values, and their results come back: less where queries are few.
+QUERIES_MOVE = ("gather_q", "ring_q")
 
 
 def strategy_of(name: str) -> Strategy:

@@ -3,8 +3,8 @@
 Formulas for any world size, where a plan has to be unrolled to be counted. They hold exactly where the length divides
 evenly (n by p, under zigzag by 2p), and to a row a chunk elsewhere; tests compare them with the plans.
 
-Symbols: n rows of keys over p ranks, this being rank r; w keys in a causal window. A row of keys with its values, over
-the batch and all KV heads, has B Hkv (Dk + Dv) e bytes, of gradients B Hkv (Dk + Dv) e_acc.
+Symbols: n rows of keys (and m of queries) over p ranks, this being rank r; w keys in a causal window. A row of keys
+with its values, over the batch and all KV heads, has B Hkv (Dk + Dv) e bytes, of gradients B Hkv (Dk + Dv) e_acc.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sympy import Expr, Integer, Max, Min, Piecewise
 
 from ringopt.errors import OptionError
 
-n, p, w = sympy.symbols("n p w", integer=True, positive=True)
+n, m, p, w = sympy.symbols("n m p w", integer=True, positive=True)
 r = sympy.Symbol("r", integer=True, nonnegative=True)
 batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize = sympy.symbols(
     "B Hq Hkv Dk Dv e e_acc", integer=True, positive=True
@@ -83,6 +83,24 @@ class HeadVolume:
     @property
     def kv(self) -> Expr:
         return Max(kv_heads, p)
+
+
+@dataclass(frozen=True)
+class QueryVolume:
+    """Bytes that each rank sends where queries travel ("ring_q", "gather_q"), each of `m` visiting all other ranks:
+    Q there and results back; in the backward Q, the output, its gradient and the log-sum-exp there, and dQ back."""
+
+    @property
+    def forward_bytes(self) -> Expr:
+        return self.rows * q_heads * (k_dim * itemsize + (v_dim + 1) * gradient_itemsize)
+
+    @property
+    def backward_bytes(self) -> Expr:
+        return self.rows * q_heads * ((k_dim + 2 * v_dim) * itemsize + (1 + k_dim) * gradient_itemsize)
+
+    @property
+    def rows(self) -> Expr:
+        return batch * m / p * (p - 1)
 
 
 def all_to_all() -> Volume:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ringopt import __version__
 from ringopt.attention.check import prove
-from ringopt.attention.execute import Attention, Operands, Saved, attend, attend_backward
-from ringopt.attention.execute_heads import attend_heads, backward_heads
+from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.heads import HeadExchange, prove_heads
 from ringopt.attention.layouts import Layout
-from ringopt.attention.plans import Plan, plan_of
+from ringopt.attention.plans import plan_of
 from ringopt.attention.rows import count
+from ringopt.attention.run import attend, attend_backward
 from ringopt.distributed.handshake import agree
 from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.errors import RingMismatchError
@@ -104,8 +104,6 @@ def ring_attention(
     if seed is not None:
         agree_on_seed(site.mesh, seed)
     with torch.autocast(q.device.type, enabled=False):
-        if isinstance(site.plan, HeadExchange):
-            return attend_heads(site.plan, site.attention, site.mesh, given)
         return attend(site.attention, site.mesh, given)
 
 
@@ -143,10 +141,7 @@ def ring_attention_backward(
     given = Operands(q, k, v, sources, sinks, seed)
     site = prepare("ring_attention_backward", given, Config(*config))
     with torch.autocast(q.device.type, enabled=False):
-        saved = Saved(given, out, lse)
-        if isinstance(site.plan, HeadExchange):
-            return backward_heads(site.plan, site.attention, site.mesh, dout, saved)
-        return attend_backward(site.attention, site.mesh, dout, saved)
+        return attend_backward(site.attention, site.mesh, dout, Saved(given, out, lse))
 
 
 @ring_attention_backward.register_fake
@@ -191,10 +186,7 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
 # ---- what both do before their first message -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Site:
-    """`attention` is what the rank computes by `plan`."""
-
     mesh: Mesh
-    plan: Plan
     attention: Attention
 
 
@@ -214,13 +206,13 @@ def prepare(op: str, given: Operands, config: Config) -> Site:
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
     kernel, _reason = choose(config.kernel, given.q.dtype, given.q.device, given.k.shape[3], given.v.shape[3])
-    if isinstance(plan, HeadExchange):
-        prove_heads(plan)
+    exchange, heads = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
+    attention = Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p, heads=heads)
+    if heads is not None:
+        prove_heads(heads)
     else:
-        prove(plan, mesh.rank)
-    exchange = plan.whole if isinstance(plan, HeadExchange) else plan
-    attention = Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p)
-    return Site(mesh, plan, attention)
+        prove(exchange, mesh.rank)
+    return Site(mesh, attention)
 
 
 def misfit_of(given: Operands, q_layout: Layout, kv_layout: Layout, rank: int) -> str:

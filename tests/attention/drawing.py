@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ringopt.attention.exchange import Exchange
 from ringopt.attention.layouts import Contiguous, Zigzag
 from ringopt.attention.patterns import Full, Pattern, Window
-from ringopt.attention.routes import STRATEGIES, Gather
+from ringopt.attention.routes import QUERIES_MOVE, STRATEGIES, Gather
 
 many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)  # nothing is timed
 RANKS = (*range(1, 7),) * 15 + (*range(7, 17),)  # one plan in ten has many ranks: they take long to check
@@ -35,6 +35,7 @@ def exchanges(draw: st.DrawFn, most_rows: int) -> Exchange:
     layouts = st.sampled_from((Contiguous, Zigzag))
     q_layout = draw(layouts)
     kv_layout = draw(st.one_of(st.just(q_layout), layouts))
-    strategy = STRATEGIES[draw(st.sampled_from(sorted(STRATEGIES)))]
-    exchange = Exchange(pattern, q_layout(pattern.q_length, ranks), kv_layout(pattern.kv_length, ranks), strategy)
-    return replace(exchange, strategy=Gather()) if strategy.refusal(exchange) else exchange
+    name = draw(st.sampled_from(sorted(STRATEGIES)))
+    layouts_of_both = q_layout(pattern.q_length, ranks), kv_layout(pattern.kv_length, ranks)
+    exchange = Exchange(pattern, *layouts_of_both, STRATEGIES[name], name in QUERIES_MOVE)
+    return replace(exchange, strategy=Gather()) if exchange.strategy.refusal(exchange) else exchange

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ringopt.attention.bytes import Sizes, bytes_sent
 from ringopt.attention.execute import Attention, Operands, Saved
-from ringopt.attention.execute_heads import attend_heads, backward_heads
 from ringopt.attention.heads import HeadExchange, Part, head_exchange_of, prove_heads
 from ringopt.attention.plans import plan_of
+from ringopt.attention.run import attend, attend_backward
 from ringopt.cost.volume import HeadVolume
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, PlanError
@@ -96,14 +96,14 @@ def run(case: Problem, p: int, pattern: str, layouts: tuple[str, str]) -> list[T
     made = head_exchange_of(pattern, case.q.shape[2], case.k.shape[2], p, *layouts, heads)
     prove_heads(made)
     kernel, _ = choose("auto", case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
-    site = Attention(made.whole, Mask(), kernel, case.scale)
+    site = Attention(made.whole, Mask(), kernel, case.scale, heads=made)
 
     def body(mesh: ThreadMesh) -> list[Tensor]:
         q, dout = (shard(x, layouts[0], p, mesh.rank) for x in (case.q, case.dout))
         k, v = (shard(x, layouts[1], p, mesh.rank) for x in (case.k, case.v))
         given = Operands(q, k, v)
-        out, lse = attend_heads(made, site, mesh, given)
-        return [out, *backward_heads(made, site, mesh, dout, Saved(given, out, lse))[:3]]
+        out, lse = attend(site, mesh, given)
+        return [out, *attend_backward(site, mesh, dout, Saved(given, out, lse))[:3]]
 
     with record_traffic() as traffic:
         results = run_on_threads(p, body)

@@ -81,7 +81,7 @@ def test_what_is_held_is_in_shards() -> None:
     """The ring two shards, its own packed and one that comes; a gather one for each other rank, coming and packed."""
     for strategy, shards in (("ring", 2), ("gather", 6)):
         plan = exchange_of("full", 64, 64, 4, "contiguous", "contiguous", strategy)
-        assert held_peak(plan.forward(0), ONE, plan.kv_pieces(0), False) == shards * 16 * ONE.row()
+        assert held_peak(plan, 0, ONE, False) == shards * 16 * ONE.row()
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------

@@ -75,12 +75,14 @@ def pairs_of(pattern: Pattern, block: Block) -> list[tuple[int, int]]:
 
 
 class Replay:
-    """Runs a plan row by row: what each rank holds, and which queries each sum of gradients has met."""
+    """Runs a plan row by row: what each rank holds of the side that travels (keys, or queries), and which rows of the
+    other side each sum of gradients or results has met."""
 
     def __init__(self, exchange: Exchange, plans: Plans):
-        self.pattern, self.plans = exchange.pattern, plans
-        self.own_queries, self.own_keys = rows_of(exchange.q_layout), rows_of(exchange.kv_layout)
-        self.held = [set(rows) for rows in self.own_keys]
+        self.pattern, self.plans, self.queries_move = exchange.pattern, plans, exchange.queries_move
+        sides = rows_of(exchange.q_layout), rows_of(exchange.kv_layout)
+        self.staying, self.home = reversed(sides) if self.queries_move else sides
+        self.held = [set(rows) for rows in self.home]
         self.computed: Counter[tuple[int, int]] = Counter()
         self.met: list[dict[int, Counter[int]]] = [defaultdict(Counter) for _ in plans]
 
@@ -111,10 +113,11 @@ class Replay:
             self.met[rank][row].update(met)
 
     def compute(self, rank: int, block: Block) -> None:
-        assert self.own_queries[rank].issuperset(block.queries) and self.held[rank].issuperset(block.keys)
+        staying, moved = (block.keys, block.queries) if self.queries_move else (block.queries, block.keys)
+        assert self.staying[rank].issuperset(staying) and self.held[rank].issuperset(moved)
         for query, key in pairs_of(self.pattern, block):
             self.computed[query, key] += 1
-            self.met[rank][key][query] += 1
+            self.met[rank][query if self.queries_move else key][key if self.queries_move else query] += 1
 
 
 @given(exchanges(most_rows=24))
@@ -127,10 +130,11 @@ def test_every_pair_is_computed_once_and_its_gradient_comes_home(exchange: Excha
         replay = Replay(exchange, unrolled(exchange, backward))
         replay.run()
         assert replay.computed == Counter(seen)
-        assert replay.held == replay.own_keys, "remote rows are left"
+        assert replay.held == replay.home, "remote rows are left"
     for rank, met in enumerate(replay.met):
-        home = {(query, key): times for key, queries in met.items() for query, times in queries.items()}
-        assert home == {(query, key): 1 for query, key in seen if key in replay.own_keys[rank]}
+        came = {(row, other): times for row, others in met.items() for other, times in others.items()}
+        pairs = (pair if exchange.queries_move else pair[::-1] for pair in seen)
+        assert came == {(row, other): 1 for row, other in pairs if row in replay.home[rank]}
 
 
 # Planted faults
@@ -142,7 +146,7 @@ PLANS = [
     for length, kv_length in ((37, 37), (24, 31))
     for ranks in (2, 3, 5)
     for layout in ("contiguous", "zigzag")
-    for strategy in ("ring", "ring2", "gather")
+    for strategy in ("ring", "ring2", "gather", "ring_q", "gather_q")
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sympy
 
+from ringopt.attention.bytes import Sizes, bytes_sent
 from ringopt.attention.exchange import Cargo, exchange_of
 from ringopt.cost import volume
 from ringopt.cost.volume import FORMS, volume_of
@@ -43,6 +44,24 @@ def test_bytes_of_a_ring() -> None:
     row = 2 * 8 * (64 + 64)
     assert bytes_at(form.forward_bytes, **sizes, itemsize=2) == 3 * 1024 * row * 2
     assert bytes_at(form.backward_bytes, **sizes, itemsize=2, gradient_itemsize=4) == 3 * 1024 * row * (2 + 4)
+
+
+@pytest.mark.parametrize("strategy", ["ring_q", "gather_q"])
+def test_bytes_where_queries_travel(strategy: str) -> None:
+    plan = exchange_of("full", 64, 256, 4, "zigzag", "zigzag", strategy)
+    sizes, form = Sizes(2, 8, 2, 16, 24, 2, 4), volume.QueryVolume()
+    values = {
+        "m": 64,
+        "p": 4,
+        "batch": 2,
+        "q_heads": 8,
+        "k_dim": 16,
+        "v_dim": 24,
+        "itemsize": 2,
+        "gradient_itemsize": 4,
+    }
+    for backward, formula in ((False, form.forward_bytes), (True, form.backward_bytes)):
+        assert {bytes_sent(plan, sizes, rank, backward) for rank in range(4)} == {bytes_at(formula, **values)}
 
 
 def test_what_has_no_closed_form_is_refused() -> None:

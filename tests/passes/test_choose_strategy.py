@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import ringopt
+from tests.translation import validate
 
 
 def attention(mask):
@@ -75,3 +76,22 @@ def test_bytes_are_those_of_the_plan():
 
 def test_layout_when_rows_are_few():
     assert site(MASKS["causal"][0], n=7).layout == "contiguous"
+
+
+class Cross(torch.nn.Module):
+    def forward(self, x, y):
+        return F.scaled_dot_product_attention(x, y, y)
+
+
+@pytest.mark.parametrize(("queries", "travel"), [(64, True), (8192, False), (16384, False)])
+def test_few_queries_travel_in_place_of_many_keys(queries, travel):
+    torch._dynamo.reset()
+    x, y = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 8192, 8)
+    (found,) = ringopt.explain(Cross(), x, y, world_size=4).sites
+    assert found.strategy.endswith("_q") == travel
+
+
+def test_the_numbers_of_cross_attention_with_few_queries():
+    x, y = (torch.randn(1, 2, rows, 8, dtype=torch.float64, requires_grad=True) for rows in (5, 23))
+    verdict = validate(3, Cross(), x, y, strategy="gather_q")
+    assert not verdict.wrong, verdict.wrong

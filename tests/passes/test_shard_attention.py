@@ -101,8 +101,14 @@ def test_with_heads_traded_for_rows(name: str) -> None:
     assert [site.strategy for site in verdict.report.sites] == ["ulysses"]
 
 
+@pytest.mark.parametrize("name", ["-1e9", "sinks and padding", "table", "temperature in a softcap"])
+def test_with_queries_that_travel(name: str) -> None:
+    verdict = validate(3, model(WEIGHTS[name]), *inputs(), strategy="ring_q")
+    assert not verdict.wrong, verdict.wrong
+
+
 def test_rows_of_pairs_cannot_be_traded() -> None:
-    with pytest.raises(OptionError, match="strategy 'ulysses' computes all rows of a head on one rank, and the mask"):
+    with pytest.raises(OptionError, match=r"strategy 'ulysses' computes rows of queries on other ranks .* the mask"):
         validate(2, model(WEIGHTS["pairs"]), *inputs(), strategy="ulysses")
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ringopt.attention.check import prove
 from ringopt.attention.exchange import Exchange, exchange_of
-from ringopt.attention.execute import Attention, Operands, Saved, attend, attend_backward
+from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.packing import KVShape
+from ringopt.attention.run import attend, attend_backward
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.distributed.process import process_mesh
 from ringopt.graph.mask import Mask
