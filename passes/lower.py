@@ -28,7 +28,6 @@ class Lower(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if not context.shards:
             return
-        gm.recompile()
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         modes = [value.fake_mode for value in inputs if isinstance(value, torch._subclasses.FakeTensor)]
         with modes[0], torch.no_grad():

@@ -111,11 +111,12 @@ class Pipeline:
             step.run(gm, context)
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
-            gm.recompile()
             log.debug("after %s: %d nodes%s", step.name, len(gm.graph.nodes), changed(before, gm))
             trace(f"after_{step.name}", gm)
             if self.callback is not None:
+                gm.recompile()
                 self.callback(step, gm)
+        gm.recompile()
 
 
 def trace(when: str, gm: fx.GraphModule) -> None:

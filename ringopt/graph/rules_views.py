@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.fx as fx
 
 from ringopt.graph.nodes import argument, op_name, shape_of, tensor_args
@@ -10,6 +11,9 @@ from ringopt.graph.rules import Rule, RuleOf, ViewRule, aligned, same
 
 # ---- views ---------------------------------------------------------------------------------------------------------
 def view(node: fx.Node) -> Rule:
+    if isinstance(node.args[1] if len(node.args) > 1 else None, torch.dtype):  # the same bits, read as another type
+        rank = len(shape_of(node))
+        return Rule((same(rank, () if shape_of(node) == shape_of(node.args[0]) else (rank - 1,)),))
     return ViewRule(old=shape_of(node.args[0]), new=shape_of(node))
 
 

@@ -76,13 +76,22 @@ def _(x: Tensor, group: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def memory_format(x: Tensor) -> torch.memory_format:
+    """How the gradient of `x` is to lie in memory: the CPU's backward of batch_norm over values with channels last is
+    wrong where their gradient has them elsewhere (torch 2.13)."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(x.dim(), torch.contiguous_format)
+    return last if x.is_contiguous(memory_format=last) and not x.is_contiguous() else torch.contiguous_format
+
+
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.memory = memory_format(inputs[0])
     _x, ctx.dim, ctx.outer, ctx.length, ctx.inner, _local, ctx.layout, ctx.group = inputs
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     whole = torch.ops.ringopt.gather(grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.layout, ctx.group)
-    return whole, None, None, None, None, None, None, None
+    return whole.contiguous(memory_format=ctx.memory), None, None, None, None, None, None, None
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -107,12 +116,12 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.memory = group, memory_format(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.ringopt.reduce_from_group(grad, ctx.group), None
+        return torch.ops.ringopt.reduce_from_group(grad, ctx.group).contiguous(memory_format=ctx.memory), None
 
 
 LIBRARY.define("copy_to_group(Tensor(a) x, str group) -> Tensor(a)")
