@@ -21,6 +21,7 @@ from ringopt.distributed.mesh import ANY
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import requires_grad, shape_of, value_of
+from ringopt.graph.sizes import at_hand
 from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.pipeline import Context, Pass, SiteInfo
 
@@ -56,7 +57,7 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     shortest = min(lengths(node))
     if shortest >= ranks:
         return None
-    said = f"{shortest} rows for {ranks} ranks"
+    said = f"{at_hand(shortest)} rows for {ranks} ranks"
     if options.strategy != "auto":
         raise OptionError(
             f"option strategy={options.strategy!r}: site {info.module or node.name} has {said}; every rank needs a "
@@ -72,8 +73,8 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, s
     enough = shortest >= 2 * ranks
     if asked == "zigzag" and sites and not enough:
         raise OptionError(
-            f'option layout="zigzag": the shortest sequence has {shortest} rows, and zigzag over {ranks} ranks needs '
-            f'{2 * ranks}. Use layout="contiguous" or "auto"'
+            f'option layout="zigzag": the shortest sequence has {at_hand(shortest)} rows, and zigzag over {ranks} '
+            f'ranks needs {2 * ranks}. Use layout="contiguous" or "auto"'
         )
     if asked != "auto":
         return asked, ""
@@ -106,13 +107,15 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
 
 
 def case_of(node: fx.Node, context: Context) -> Case:
-    """What the prediction looks at. Scores that a function changes, and dropped weights, are computed in products."""
+    """What the prediction looks at: where lengths are open, those at hand. Scores that a function changes, and dropped
+    weights, are computed in products."""
     q, k, v = (value_of(operand) for operand in node.args[:3])
     kernel, _reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     dropped = node.args[9] > 0
     by = "math" if dropped or Mask.parse(node.args[8]).score is not None else kernel.name
     training = requires_grad(node.graph)[node]
-    return Case(node.args[7], *lengths(node), Heads.of(q, k, v, by), training, node.args[8])
+    q_length, kv_length = map(at_hand, lengths(node))
+    return Case(node.args[7], q_length, kv_length, Heads.of(q, k, v, by), training, node.args[8])
 
 
 def looked_at(context: Context) -> int:

@@ -29,6 +29,7 @@ from ringopt.graph.peel import peel
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.row_tables import element, own_rows
+from ringopt.graph.sizes import at_hand, formula
 from ringopt.graph.term_readers import evaluate
 from ringopt.graph.terms import Term
 from ringopt.pipeline import Context, Pass
@@ -68,7 +69,7 @@ class Reader:
     def read(self, site: fx.Node) -> Reading | Refusal:
         q, k, given = site.args[0], site.args[1], site.args[3]
         sizes = dict(zip("bhqk", (*shape_of(q)[:3], shape_of(k)[2]), strict=True))
-        key = (given, *sizes.values())
+        key = (given, *map(formula, sizes.values()))
         if key not in self.found:
             self.found[key] = self.reading(given, Cone(self.constants, sizes))
         return self.found[key]
@@ -89,11 +90,12 @@ def check(reading: Reading, given: fx.Node, term: Term, cone: Cone) -> Refusal |
     """Against the mask of the program, where no input reaches it."""
     if not cone.is_known(term) or any(source not in cone.known for source in reading.sources):
         return None
-    whole = cone.constants.get(given) if math.prod(shape_of(given)) <= WHOLE else None
+    sizes = {name: at_hand(size) for name, size in cone.sizes.items()}
+    whole = cone.constants.get(given) if math.prod(map(at_hand, shape_of(given))) <= WHOLE else None
 
     def original(rows: range, keys: range) -> Tensor:
-        place = places(cone.sizes["b"], cone.sizes["h"], rows, keys)
+        place = places(sizes["b"], sizes["h"], rows, keys)
         return whole if whole is not None else evaluate(term, place, cone.known)
 
-    said = of_mask(reading, cone.sizes, cone.known, term.dtype, original, whole is not None)
+    said = of_mask(reading, sizes, cone.known, term.dtype, original, whole is not None)
     return Refusal(said, given) if said else None

@@ -76,8 +76,7 @@ def check(node: fx.Node, site: Sdpa) -> Refusal | None:
         return Refusal(
             f"query {list(query)}, key {list(key)}, value {list(value)} have different numbers of dims", node
         )
-    batch = {shape[:-3] for shape in (query, key, value)}
-    if len(batch) > 1 or key[:-1] != value[:-1]:
+    if query[:-3] != key[:-3] or key[:-1] != value[:-1]:
         return Refusal(f"query {list(query)}, key {list(key)}, value {list(value)} are broadcast over batch dims", node)
     heads, kv_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
     if heads != kv_heads and not site.enable_gqa:
@@ -86,7 +85,7 @@ def check(node: fx.Node, site: Sdpa) -> Refusal | None:
         return Refusal(f"the mask {list(shape_of(site.attn_mask))} has more dims than the query {list(query)}", node)
     if site.attn_mask is not None and len(query) > 4:
         mask = (1,) * (len(query) - len(shape_of(site.attn_mask))) + shape_of(site.attn_mask)
-        if mask[:-3] != query[:-3] and set(mask[:-3]) != {1}:
+        if mask[:-3] != query[:-3] and any(size != 1 for size in mask[:-3]):
             return Refusal(f"the mask {list(mask)} is broadcast over some batch dims of the query {list(query)}", node)
     if site.attn_mask is not None and site.is_causal:
         return Refusal("attn_mask and is_causal are both given", node)

@@ -29,6 +29,7 @@ from ringopt.graph.products import product_of
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.scores import NotAttention
+from ringopt.graph.sizes import at_hand
 from ringopt.graph.spelled import SOFTMAX, Candidate, Roles, candidates
 from ringopt.graph.spelled_reading import Found, Prover
 from ringopt.graph.term_folding import substitute
@@ -174,7 +175,8 @@ def read(found: Found, carries: dict[fx.Node, bool]) -> Reading:
     scores = found.scores
     reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, scores.score, scores.nan)
     if found.original is not None and not scores.shifts:
-        said = of_scores(reading, scores, found.roles.sizes, found.known, found.original)
+        sizes = {name: at_hand(size) for name, size in found.roles.sizes.items()}
+        said = of_scores(reading, scores, sizes, found.known, found.original)
         if said:
             raise NotAttention(said)
     return reading

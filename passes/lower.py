@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 from ringopt.graph.nodes import is_tensor, value_of
+from ringopt.graph.sizes import divides, into_nodes, same
 from ringopt.pipeline import Context, Pass
 
 aten = torch.ops.aten
@@ -34,6 +35,7 @@ class Lower(Pass):
             LocalValues(gm).run(*inputs)
         check_sizes(gm.graph)
         restore_strides(gm.graph)
+        into_nodes(gm.graph)
 
 
 class LocalValues(fx.Interpreter):
@@ -57,8 +59,9 @@ def check_sizes(graph: fx.Graph) -> None:
         here, expected = list(value_of(node).shape), list(whole.shape)
         if placement is not None:
             expected[placement.dim] = here[placement.dim]
-            even = here[placement.dim] % (placement.outer * placement.inner) == 0
-        if here != expected or (placement is not None and not even) or value_of(node).dtype != whole.dtype:
+            even = divides(placement.outer * placement.inner, here[placement.dim])
+        equal = len(here) == len(expected) and all(map(same, here, expected))
+        if not equal or (placement is not None and not even) or value_of(node).dtype != whole.dtype:
             raise AssertionError(
                 f"{node.format_node()}: {here} {value_of(node).dtype} on this rank, but {list(whole.shape)} "
                 f"{whole.dtype} placed {placement or 'on every rank'}"

@@ -88,9 +88,9 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
         if placement is not None:
             value, where = value_of(out), module_path(out) or source_line(out)
             name = f"output {i} ({out.name}{', ' + where if where else ''})"
-            context.left[i] = Spread(
-                placement, sharder.layout, sharder.group, tuple(value.shape), tuple(value.stride()), name
-            )
+            # Whoever reads the rows later has no symbols: what is open is fixed.
+            size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
+            context.left[i] = Spread(placement.fixed(), sharder.layout, sharder.group, size, stride, name)
             outputs[i] = sharder.values[out]
         else:
             outputs[i] = fx.map_arg(out, sharder.replicated)

@@ -19,6 +19,7 @@ import torch.fx as fx
 from ringopt.graph.cone import Cone, coordinates
 from ringopt.graph.constants import LARGEST, Constants
 from ringopt.graph.nodes import shape_of
+from ringopt.graph.sizes import same
 from ringopt.graph.term_readers import evaluate
 from ringopt.graph.terms import Term
 from ringopt.pipeline import Context, Pass
@@ -55,7 +56,9 @@ def unrepeated(operand: fx.Node, constants: Constants) -> fx.Node | None:
 def repeats(node: fx.Node, index: tuple[Term, ...], shape: tuple[int, ...], cone: Cone) -> bool:
     """Whether element (b, h, s, d) is read at [b, h // groups, s, d] of fewer heads."""
     heads = shape_of(node)[1] if len(index) == 4 else 0
-    if not heads or heads >= shape[1] or shape[1] % heads or shape_of(node) != (shape[0], heads, *shape[2:]):
+    if not heads or not all(map(same, shape_of(node), (shape[0], heads, *shape[2:]))):
+        return False
+    if heads >= shape[1] or shape[1] % heads:
         return False
     here = cone.index(shape, "bhsd")
     if any(index[dim] is not here[dim] for dim in (0, 2, 3)):

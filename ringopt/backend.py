@@ -14,23 +14,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ringopt.boundary import Boundary, arriving, ends_program, examples
-from ringopt.capture import capture, has_symbolic_sizes, known, readable
+from ringopt.capture import capture, known
 from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
 from ringopt.dump import Dump
 from ringopt.errors import RefusedError
+from ringopt.graph.lengths import OpenSizes, fix_floats, shape_env_of, specialize
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import requires_grad, shape_of, value_of
+from ringopt.graph.nodes import readable, requires_grad, shape_of, value_of
 from ringopt.graph.recompute import police, tags_of
 from ringopt.lazy import Lazy
 from ringopt.measure import report_of
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from ringopt.passes import LINE, UNDERSTAND
-from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
+from ringopt.pipeline import Context, GraphRefused, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.timeline import trace_to, traced
 from ringopt.watch import Made, Watched
@@ -59,8 +61,8 @@ def ring(
     program = gm.print_readable(print_output=False)
     names = [readable(node.name) for node in gm.graph.find_nodes(op="placeholder")]
 
-    def make(inputs: Sequence[Any]) -> Made:
-        flat, report, random = transform(gm, inputs, chosen, mesh)
+    def make(inputs: Sequence[Any], anew: bool) -> Made:
+        flat, report, random = transform(gm, inputs, chosen, mesh, anew)
         _reports.append(report)
         log.info("%s", report)
         tell(report, chosen)
@@ -87,24 +89,39 @@ def mesh_for(options: Options) -> Mesh:
 
 
 def transform(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh, anew: bool = False
 ) -> tuple[fx.GraphModule | None, Report, bool]:
     """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph
     draws random numbers that must be the same on every rank. Its meta "relied_on" has the places of the inputs whose
-    numbers were read, "given" the inputs of which it takes this rank's rows, "left" the outputs that are to be lazy."""
+    numbers were read, "given" the inputs of which it takes this rank's rows, "left" the outputs that are to be lazy.
+    Made `anew`, when Dynamo takes no more guards, it is a graph for the sizes of `example_inputs` only."""
     if options.outputs == "local" and not ends_program(gm):
         options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
-    context = Context(options, mesh)
-    if mesh.size == 1 and has_symbolic_sizes(gm):
+    context, sizes = Context(options, mesh), OpenSizes(gm)
+    given = arriving(example_inputs, mesh)
+    if not anew:
+        fix_floats(gm)
+        if given:
+            specialize(gm)  # rows arrive as they were cut: of one length
+    shape_env = shape_env_of(gm) if not anew else None
+    if mesh.size == 1 and shape_env is not None:
         return None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)), False
     dump = Dump(options, mesh.rank)
+
+    def passed(step: Pass, gm: fx.GraphModule) -> None:
+        sizes.passed(step.name)
+        dump.passed(step, gm)
+
     try:
-        flat = capture(gm, example_inputs)
+        flat = capture(gm, example_inputs, shape_env)
         context.values = known(flat)
+        sizes.passed("capture")
         dump.captured(flat)
         inputs = flat.graph.find_nodes(op="placeholder")
-        context.given = {inputs[i]: where for i, where in arriving(example_inputs, mesh).items()}
-        Pipeline(LINE if mesh.size > 1 else UNDERSTAND, dump.passed).run(flat, context)
+        context.given = {inputs[i]: where for i, where in given.items()}
+        Pipeline(LINE if mesh.size > 1 else UNDERSTAND, passed).run(flat, context)
+    except GuardOnDataDependentSymNode as problem:
+        return for_one_size(gm, example_inputs, options, mesh, problem)
     except GraphRefused as refused:
         report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
         dump.done(report, None)
@@ -112,12 +129,23 @@ def transform(
     flat.meta["relied_on"] = [place for place, node in enumerate(inputs) if node in context.relied_on]
     flat.meta["given"] = {i: context.given[node] for i, node in enumerate(inputs) if node in context.given}
     flat.meta["left"] = context.left if options.outputs == "lazy" else {}
+    context.notes += sizes.notes if shape_env is not None else ()
     report = report_of(flat.graph, context)
     dump.done(report, flat)
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
     return (flat if sites or context.given else None), report, bool(context.replicated_random)
+
+
+def for_one_size(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh, problem: Exception
+) -> tuple[fx.GraphModule | None, Report, bool]:
+    """What `transform` gives where something depends on how many rows a rank has: other sizes compile other graphs."""
+    specialize(gm)
+    flat, report, random = transform(gm, example_inputs, options, mesh)
+    note = f"compiled for these sizes only: {str(problem).splitlines()[0]}"
+    return flat, replace(report, notes=(*report.notes, note)), random
 
 
 def gains_alone(node: fx.Node, info: SiteInfo) -> bool:

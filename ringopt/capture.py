@@ -7,7 +7,6 @@ bit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,33 +21,39 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ringopt.flatten import Flatten, refuse_higher_order
 from ringopt.graph import flex
 from ringopt.graph.block_tables import Claim, claims, erase_tables
+from ringopt.graph.lengths import open_value
+from ringopt.graph.nodes import readable
 from ringopt.graph.recompute import Regions
 from ringopt.graph.refusal import Refusal
+from ringopt.graph.sizes import into_arguments
 from ringopt.lazy import Lazy
 from ringopt.ops import flex as flex_operator  # noqa: F401  (registers the operator)
 from ringopt.pipeline import GraphRefused
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: FakeTensorMode | None = None) -> fx.GraphModule:
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeEnv | None = None) -> fx.GraphModule:
     """The flat ATen graph of `gm`, Dynamo's or an exported program's, with the same placeholders in the same order.
 
-    Sizes are those of `example_inputs`: see `specialize`. `mode` is whose fake tensors are made. Raises GraphRefused
-    for what cannot be flattened without losing a gradient.
+    Sizes are those of `example_inputs`; with a `shape_env`, that of `gm`, those that it left open stay so, and stand in
+    the arguments of nodes (ringopt/graph/sizes.py). Raises GraphRefused for what cannot be flattened without losing a
+    gradient.
     """
     claimed = claims_of_flex(gm, example_inputs)
-    specialize(gm)
     given, gm = gm, without_tables(gm) if claimed else gm
     refuse_higher_order(gm)
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [fake(value, mode) for value in example_inputs]
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    seen = zip(given.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    inputs = [fake(open_value(node, value) if shape_env is not None else value, mode) for node, value in seen]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
         flex.with_mods(gm, lambda value: fake(value, mode))
         flat = flatten(gm, inputs)
+    into_arguments(flat.graph)
     flat.meta["claims"] = claimed
     originals = given.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
@@ -128,42 +133,17 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     return flat
 
 
-def readable(name: str) -> str:
-    """Dynamo's `l_self_modules_linear_parameters_weight_` as `linear_weight`."""
-    return re.sub(r"(^|_)(l_self|l|modules|parameters|buffers)(?=_)", "", name).strip("_") or name
-
-
 def fake(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake of a tensor; a symbolic size becomes the number it stands for."""
+    """A fake of a tensor; without a ShapeEnv, a symbolic size becomes the number it stands for."""
     if isinstance(value, torch.SymInt):
-        return int(value)
+        return int(value) if mode.shape_env is None else value
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, (FakeTensor, Lazy)):  # of a dry run, or rows that arrive without the whole
-        sizes, strides = [int(size) for size in value.shape], [int(stride) for stride in value.stride()]
+    if isinstance(value, (FakeTensor, Lazy)):  # of Dynamo, of an exported program, of a dry run; or rows that arrive
+        sizes, strides = list(value.shape), list(value.stride())
+        if mode.shape_env is None:
+            sizes, strides = [int(size) for size in sizes], [int(stride) for stride in strides]
         with mode:
             copy = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
         return copy.requires_grad_(value.requires_grad)
     return mode.from_tensor(value, static_shapes=True)
-
-
-def specialize(gm: fx.GraphModule) -> None:
-    """Make Dynamo guard on every size the graph was given: another length compiles another graph.
-
-    `int()` of a symbolic size records the guard. Without it a size that only our own ops read would go unguarded.
-    """
-    for node in gm.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        for size in [value] if isinstance(value, torch.SymInt) else sizes_of(value):
-            int(size)
-
-
-def has_symbolic_sizes(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo left a size of the inputs open."""
-    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    sizes = [size for value in values for size in ([value] if isinstance(value, torch.SymInt) else sizes_of(value))]
-    return any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-def sizes_of(value: Any) -> tuple[Any, ...]:
-    return tuple(getattr(value, "shape", ()))

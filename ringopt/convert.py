@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -151,10 +150,9 @@ def lost_in_export(program: ExportedProgram) -> list[str]:
 
 
 def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.GraphModule, Report, Context]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     context, dump = Context(options, mesh), Dump(options, mesh.rank)
     try:
-        gm = capture(copy.deepcopy(program.graph_module), inputs_of(program), mode)
+        gm = capture(copy.deepcopy(program.graph_module), inputs_of(program), ShapeEnv())
         if any(claim.places for claim in gm.meta["claims"]):
             raise GraphRefused(
                 Refusal("a converted program cannot check the block tables of flex_attention at each run")

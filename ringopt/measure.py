@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
+from typing import Any
 
 import torch
 import torch.fx as fx
 
+from ringopt.attention.layouts import layout_of
+from ringopt.attention.rows import count
 from ringopt.distributed.mesh import Mesh
 from ringopt.graph.nodes import is_tensor, op_name, shape_of, source_line, value_of
 from ringopt.graph.refusal import Refusal
-from ringopt.ops.rows import fetch_of
+from ringopt.graph.sizes import at_hand, formula
+from ringopt.ops.rows import Wanted, fetch_of
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
 
@@ -25,7 +29,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         )
         for info in context.sites.values()
     )  # fmt: skip
-    ranks = context.mesh.size
+    ranks, figures = context.mesh.size, Figures(graph, context.mesh)
     shares = sum(gather.bytes for gather in context.gathers) * (ranks - 1) // ranks
     return Report(
         world_size=ranks,
@@ -33,9 +37,9 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         left_alone=tuple(map(told, context.left_alone)),
         gathers=tuple(context.gathers),
         outputs=tuple(left_outputs(graph, context)),
-        sharded_fraction=sharded_fraction(graph, ranks),
-        memory=memory(graph),
-        bytes_sent=sum(site.bytes_sent for site in sites) + shares + fetched(graph, context.mesh),
+        sharded_fraction=sharded_fraction(graph, figures),
+        memory=memory(graph, figures),
+        bytes_sent=sum(site.bytes_sent for site in sites) + shares + fetched(graph, figures),
         refusal=refusal,
         notes=tuple(context.notes),
     )
@@ -48,52 +52,77 @@ def left_outputs(graph: fx.Graph, context: Context) -> Iterator[Output]:
         yield Output(where.name, context.options.outputs, str(where.placement), where.layout, size)
 
 
+class Figures:
+    """Sizes as numbers: open ones as they are for the inputs at hand, on this rank."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh):
+        self.mesh = mesh
+        self.known: dict[Any, int] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            value = value_of(node)
+            for size in [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ()):
+                self.known[formula(size)] = at_hand(size)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.ringopt.rows_here.default):
+            length, layout = node.args[:2]
+            plan = layout_of(layout, self(length), mesh.size)
+            self.known[formula(value_of(node))] = count(plan.ranges(mesh.rank))
+
+    def __call__(self, size: Any) -> int:
+        size = value_of(size) if isinstance(size, fx.Node) else size
+        return size if isinstance(size, int) else int(formula(size).xreplace(self.known))
+
+    def product(self, sizes: Iterable[Any]) -> int:
+        return prod(map(self, sizes))
+
+
 def told(refused: Refusal) -> str:
     where = source_line(refused.node) if refused.node is not None else ""
     return f"{refused.sentence} ({where})" if where else refused.sentence
 
 
-def fetched(graph: fx.Graph, mesh: Mesh) -> int:
+def fetched(graph: fx.Graph, figures: Figures) -> int:
     """Bytes of rows that this rank sends because another wants them (ringopt/ops/rows.py)."""
-    total = 0
+    total, mesh = 0, figures.mesh
     for node in graph.nodes:
         if op_name(node) == "fetch_rows":
-            x, dim, outer, length, inner, wanted, _local, layout, _group = node.args
+            x, dim, *sizes, form, numbers, _local, layout, _group = node.args
+            outer, length, inner = map(figures, sizes)
+            wanted = Wanted.of(form, [*map(figures, numbers)])
             plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, torch.device("cpu"))
-            row = value_of(x).element_size() * outer * inner * prod(shape_of(x)) // shape_of(x)[dim]
+            row = value_of(x).element_size() * outer * inner * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
             total += row * sum(len(rows) for _, rows in plan.sends)
     return total
 
 
-def sharded_fraction(graph: fx.Graph, ranks: int) -> float:
+def sharded_fraction(graph: fx.Graph, figures: Figures) -> float:
     """Of the FLOPs of all products, the share that each rank does for its own rows only."""
     sharded = whole = 0
     for node in graph.nodes:
-        flops = matrix_flops(node)
+        flops = matrix_flops(node, figures)
         if any(value.meta.get("placement") is not None for value in (node, *node.all_input_nodes)):
-            sharded += flops * ranks
+            sharded += flops * figures.mesh.size
         else:
             whole += flops
     return sharded / (sharded + whole) if sharded + whole else 0.0
 
 
-def matrix_flops(node: fx.Node) -> int:
+def matrix_flops(node: fx.Node, figures: Figures) -> int:
     """2 * multiplications of one product on this rank; 0 for other ops."""
     name = op_name(node)
     if name in ("linear", "matmul", "mm", "bmm", "mv"):
-        return 2 * prod(shape_of(node)) * shape_of(node.args[0])[-1]
+        return 2 * figures.product((*shape_of(node), shape_of(node.args[0])[-1]))
     if name in ("addmm", "baddbmm"):
-        return 2 * prod(shape_of(node)) * shape_of(node.args[1])[-1]
+        return 2 * figures.product((*shape_of(node), shape_of(node.args[1])[-1]))
     if name in ("conv1d", "conv2d", "conv3d"):
-        return 2 * prod(shape_of(node)) * prod(shape_of(node.args[1])[1:])
+        return 2 * figures.product((*shape_of(node), *shape_of(node.args[1])[1:]))
     if name in ("ring_attention", "attention"):
-        batch, heads, rows, width = shape_of(node.args[0])
-        keys = node.args[7] if name == "ring_attention" else shape_of(node.args[1])[2]
-        return 2 * batch * heads * rows * keys * (width + shape_of(node.args[2])[-1])
+        batch, heads, rows, width = map(figures, shape_of(node.args[0]))
+        keys = figures(node.args[7] if name == "ring_attention" else shape_of(node.args[1])[2])
+        return 2 * batch * heads * rows * keys * (width + figures(shape_of(node.args[2])[-1]))
     return 0
 
 
-def memory(graph: fx.Graph) -> dict[str, int]:
+def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:
     """Bytes on this rank, each memory counted once: what comes in, and all that one forward pass makes."""
     found = {"parameters": 0, "inputs": 0, "sharded values": 0, "replicated values": 0}
     seen: set[int] = set()
@@ -109,5 +138,5 @@ def memory(graph: fx.Graph) -> dict[str, int]:
             cause = "parameters" if node.meta.get("parameter", value.requires_grad) else "inputs"
         else:
             cause = "sharded values" if node.meta.get("placement") is not None else "replicated values"
-        found[cause] += value.numel() * value.element_size()
+        found[cause] += figures.product(value.shape) * value.element_size()
     return found

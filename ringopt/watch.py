@@ -23,18 +23,22 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 State = tuple["weakref.ref[Tensor]", int, int]
 Made = tuple[Compiled, Sequence[int], Sequence[Claim]]
+Make = Callable[[Sequence[Any], bool], Made]
 
 
 class Watched:
-    """`make(inputs)` gives the compiled graph, the places of the buffers it relies on, and the claims it makes.
+    """`make(inputs, anew)` gives the compiled graph, the places of the buffers it relies on, and the claims it makes.
+    The first one serves all sizes that Dynamo lets through; one made anew, when no guard can be added any more, serves
+    those of its inputs.
 
     Looking costs nothing where no tensor was written: every tensor counts its writes. Where one was, its numbers are
     compared.
     """
 
-    def __init__(self, make: Callable[[Sequence[Any]], Made], inputs: Sequence[Any]):
+    def __init__(self, make: Make, inputs: Sequence[Any]):
         self.make = make
-        self.note(make(inputs), inputs)
+        self.sizes: list[Any] | None = None
+        self.note(make(inputs, False), inputs)
 
     def note(self, made: Made, inputs: Sequence[Any]) -> None:
         self.run, self.buffers, self.claims = made
@@ -49,7 +53,9 @@ class Watched:
         said = self.broken(changed, inputs)
         if said:
             log.warning("%s: the graph is compiled anew", said)
-            self.note(self.make(inputs), inputs)
+        if said or (self.sizes is not None and self.sizes != sizes(inputs)):
+            self.note(self.make(inputs, True), inputs)
+            self.sizes = sizes(inputs)
         for i in touched:
             if i in self.seen:
                 self.seen[i], self.digests[i] = state(inputs[i]), found[i]
@@ -62,6 +68,10 @@ class Watched:
         if any(not changed.isdisjoint(claim.places) and not claim.holds(inputs) for claim in self.claims):
             return "the block tables of flex_attention no longer say what mask_mod says"
         return ""
+
+
+def sizes(inputs: Sequence[Any]) -> list[Any]:
+    return [x.shape if isinstance(x, Tensor) else x for x in inputs]
 
 
 def numbers(value: Tensor) -> list[int] | None:

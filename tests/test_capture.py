@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ringopt.capture import capture, readable
-from ringopt.graph.nodes import op_name
+from ringopt.capture import capture
+from ringopt.graph.nodes import op_name, readable
 from ringopt.pipeline import GraphRefused
 from tests.capturing import assert_same
 from tests.models import MODELS, build

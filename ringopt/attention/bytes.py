@@ -9,6 +9,7 @@ from torch import Tensor
 from ringopt.attention.exchange import Cargo, Exchange
 from ringopt.attention.heads import HeadExchange, Parcel
 from ringopt.attention.rows import count
+from ringopt.graph.sizes import at_hand
 from ringopt.kernels.base import accumulator
 
 
@@ -27,7 +28,8 @@ class Sizes:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
         numbers = (q.dtype.itemsize, accumulator(q.dtype).itemsize)
-        return cls(q.shape[0], q.shape[1], k.shape[1], k.shape[3], v.shape[3], *numbers)
+        batch, q_heads, kv_heads = map(at_hand, (q.shape[0], q.shape[1], k.shape[1]))
+        return cls(batch, q_heads, kv_heads, k.shape[3], v.shape[3], *numbers)
 
 
 def bytes_sent(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bool = False) -> int:

@@ -29,7 +29,7 @@ from ringopt.graph.nodes import value_of
 from ringopt.graph.placement import Sharded
 from ringopt.kernels.base import accumulator
 from ringopt.lockstep import SILENT
-from ringopt.ops.rows import fetch_of
+from ringopt.ops.rows import Wanted, fetch_of
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
@@ -134,7 +134,8 @@ class Reader:
         if ranks is None or sizes is None or ranks * length > PLANNED:
             return None
         here = count(layout_of(arguments["layout"], length, ranks).ranges(self.rank))
-        plan = fetch_of(arguments["wanted"], arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
+        wanted = Wanted.of(arguments["form"], arguments["numbers"])
+        plan = fetch_of(wanted, arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
         row = math.prod(sizes) * value_of(x).element_size() // max(here, 1)
         return sum(len(rows) for _peer, rows in plan.sends) * int(row)
 

@@ -22,6 +22,7 @@ from ringopt.graph.cone_views import VIEWS, Index
 from ringopt.graph.constants import LARGEST, Constants
 from ringopt.graph.nodes import is_aten, op_name, shape_of, value_of
 from ringopt.graph.refusal import Refusal
+from ringopt.graph.sizes import longest
 from ringopt.graph.term_bounds import Interval, bounds
 from ringopt.graph.term_folding import apply, compare, logic, where
 from ringopt.graph.term_readers import evaluate
@@ -44,7 +45,8 @@ class Unreadable(Exception):
 
 
 class Cone:
-    """Reads one graph; `sizes` gives the length of each axis. `rows` and `keys` are the axes that queries and keys are
+    """Reads one graph; `sizes` gives the length of each axis: what is said of an open one holds for all lengths up to
+    `longest`. `rows` and `keys` are the axes that queries and keys are
     counted by; `stops` end the climb with a Load, whatever they are."""
 
     def __init__(
@@ -59,7 +61,8 @@ class Cone:
         self.sizes = sizes
         self.rows, self.keys = rows, keys
         self.stops = stops
-        self.spans = {name: range(size) for name, size in sizes.items()}
+        self.longest = {name: longest(size) for name, size in sizes.items()}
+        self.spans = {name: range(size) for name, size in self.longest.items()}
         if "q" in sizes:
             self.spans["r"] = self.spans["q"]  # the query's row, of those that a rank holds
         self.known: dict[fx.Node, Tensor] = {}  # loaded values that no input reaches
@@ -134,10 +137,10 @@ class Cone:
         ):
             return None
         (row,), (key,) = self.rows, self.keys
-        if (row, key) != ("q", "k") or self.sizes["q"] * self.sizes["k"] > LARGEST:
+        if (row, key) != ("q", "k") or self.longest["q"] * self.longest["k"] > LARGEST:
             return None
         with unset_fake_temporarily(), torch.no_grad():
-            place = coordinates(["q", "k"], self.sizes)
+            place = coordinates(["q", "k"], self.longest)
             values, away = evaluate(term, place, self.known), place["k"] - place["q"]
             inside = values == values.flatten()[0]
             if bool(inside.all()):
@@ -192,7 +195,7 @@ class Cone:
     def affine_from_values(self, term: Term) -> Term | None:
         names = sorted(term.axes)
         with unset_fake_temporarily(), torch.no_grad():
-            places = coordinates(names, self.sizes)
+            places = coordinates(names, self.longest)
             values = evaluate(term, places, self.known)
             first = values.flatten()[0]
             if bool((values == first).all()):

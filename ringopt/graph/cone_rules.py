@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from ringopt.graph.cone_views import Index, at_dim, bounds_of_slice, broadcast, looked_up, plus, times
 from ringopt.graph.nodes import argument, is_tensor, op_name, shape_of, value_of
+from ringopt.graph.sizes import place_of
 from ringopt.graph.term_folding import apply, cast, compare, literal, logic, where
 from ringopt.graph.terms import INTEGERS, Plain, Term, number
 
@@ -78,17 +79,17 @@ def between(cone: Cone, place: Term, start: int, stop: int) -> tuple[Term, Term]
 
 def slice_scatter(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     base, source, dim = node.args[0], node.args[1], argument(node, 2, "dim", 0) % len(index)
-    start, stop, step = bounds_of_slice(node, 3, shape_of(base)[dim])
-    if step != 1 or start >= stop:
+    start, step, count = bounds_of_slice(node, 3, shape_of(base)[dim])
+    if step != 1 or not count:
         return None
-    inside, here = between(cone, index[dim], start, stop)
+    inside, here = between(cone, index[dim], start, start + count)
     return where(inside, cone.at(source, at_dim(index, dim, here)), cone.at(base, index), value_of(node).dtype)
 
 
 def select_scatter(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     base, source, dim, which = node.args
     dim %= len(index)
-    inside = cone.fold(compare("eq", index[dim], which % shape_of(base)[dim]))
+    inside = cone.fold(compare("eq", index[dim], int(place_of(which, shape_of(base)[dim]))))
     pasted = cone.at(source, index[:dim] + index[dim + 1 :])
     return where(inside, pasted, cone.at(base, index), value_of(node).dtype)
 

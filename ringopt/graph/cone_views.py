@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import argument, is_tensor, shape_of, value_of
+from ringopt.graph.sizes import place_of, slice_of
 from ringopt.graph.term_folding import apply, literal
 from ringopt.graph.terms import Affine, Apply, Term, affine
 
@@ -33,6 +34,8 @@ def plus(left: Term, right: Term | int) -> Term:
 
 
 def times(term: Term, factor: int) -> Term:
+    if term is ZERO:
+        return ZERO  # whatever the factor, which may be an open size
     if isinstance(term, Apply) and term.op == "add":
         return plus(*(times(part, factor) for part in (literal(arg, torch.int64) for arg in term.args)))
     return apply("mul", [term, factor], torch.int64)
@@ -50,9 +53,9 @@ def at_dim(index: Index, dim: int, term: Term) -> Index:
 
 
 def bounds_of_slice(node: fx.Node, first: int, size: int) -> tuple[int, int, int]:
-    """(start, stop, step) of a slice whose start, end, step are the arguments from `first` on."""
+    """(first, step, how many) of a slice whose start, end, step are the arguments from `first` on."""
     start, stop = argument(node, first, "start"), argument(node, first + 1, "end")
-    return slice(start, stop, argument(node, first + 2, "step", 1)).indices(size)
+    return slice_of(size, start, stop, argument(node, first + 2, "step", 1))
 
 
 def same(cone: Cone, node: fx.Node, index: Index) -> Place | None:
@@ -82,12 +85,12 @@ def select(cone: Cone, node: fx.Node, index: Index) -> Place | None:
     if not isinstance(which, int):
         return None
     dim %= len(index) + 1
-    return source, (*index[:dim], affine({}, which % shape_of(source)[dim]), *index[dim:])
+    return source, (*index[:dim], affine({}, place_of(which, shape_of(source)[dim])), *index[dim:])
 
 
 def slice_(cone: Cone, node: fx.Node, index: Index) -> Place | None:
     source, dim = node.args[0], argument(node, 1, "dim", 0) % len(index)
-    start, _stop, step = bounds_of_slice(node, 2, shape_of(source)[dim])
+    start, step, _count = bounds_of_slice(node, 2, shape_of(source)[dim])
     return source, at_dim(index, dim, plus(times(index[dim], step), start))
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
 from ringopt.graph.nodes import op_name, value_of
+from ringopt.graph.sizes import is_open, longest
 
 # More elements than this are not computed while a program is compiled: vectors of a million rows are, large tables not.
 LARGEST = 1 << 24
@@ -40,7 +41,7 @@ class Constants:
         return node in self.free
 
     def get(self, node: fx.Node) -> Tensor | None:
-        """The value; None where an input reaches it, or it or something it is made of is too large."""
+        """The value; None where an input or an open size reaches it, or it or something it is made of is too large."""
         if node not in self.free:
             return None
         needed, stack = set[fx.Node](), [node]
@@ -74,6 +75,8 @@ class Constants:
     def _compute(self, node: fx.Node) -> Any:
         if any(self.values[arg] is None for arg in node.all_input_nodes) or elements(value_of(node)) > LARGEST:
             return None
+        if has_open(node.args) or has_open(node.kwargs):
+            return None
         args, kwargs = map_aggregate(fx.map_arg((node.args, node.kwargs), self.values.__getitem__), on_cpu)
         with unset_fake_temporarily(), torch.no_grad():
             return node.target(*args, **kwargs)
@@ -86,7 +89,13 @@ def on_cpu(argument: Any) -> Any:
 def elements(value: Any) -> int:
     if isinstance(value, (tuple, list)):
         return sum(map(elements, value))
-    return value.numel() if isinstance(value, Tensor) else 0
+    return longest(value.numel()) if isinstance(value, Tensor) else 0
+
+
+def has_open(arguments: Any) -> bool:
+    found: list[Any] = []
+    map_aggregate(arguments, lambda arg: found.append(arg) if is_open(arg) else None)
+    return bool(found)
 
 
 def is_pure(node: fx.Node) -> bool:

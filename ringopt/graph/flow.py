@@ -37,7 +37,7 @@ class Axes:
         """The uncut parts of `names`, outermost first; those of size 1 count for nothing."""
         found: list[str] = []
         for name in names:
-            found += self.whole(self.parts[name]) if name in self.parts else [name] * (self.sizes[name] != 1)
+            found += self.whole(self.parts[name]) if name in self.parts else [name] * bool(self.sizes[name] != 1)
         return tuple(found)
 
     def size(self, names: Sequence[str]) -> int:

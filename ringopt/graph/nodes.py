@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.graph.sizes import plain
+
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
 
 
@@ -25,6 +27,11 @@ def is_aten(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
 
 
+def readable(name: str) -> str:
+    """Dynamo's `l_self_modules_linear_parameters_weight_` as `linear_weight`."""
+    return re.sub(r"(^|_)(l_self|l|modules|parameters|buffers)(?=_)", "", name).strip("_") or name
+
+
 def value_of(node: Any) -> Any:
     """The fake value recorded when the graph was captured, None for what is no node."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
@@ -35,11 +42,12 @@ def is_tensor(node: Any) -> bool:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Sizes of a tensor node; of a node with several outputs, those of the first."""
+    """Sizes of a tensor node, which may be open (ringopt/graph/sizes.py); of a node with several outputs, those of the
+    first."""
     value = value_of(node)
     if isinstance(value, (tuple, list)):
         value = value[0]
-    return tuple(int(size) for size in value.shape)
+    return tuple(plain(size) for size in value.shape)
 
 
 def tensor_args(node: fx.Node) -> Iterator[fx.Node]:

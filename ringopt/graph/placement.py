@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+from ringopt.graph.sizes import divides, formula, same
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Sharded:
     """Dim `dim` has outer * length * inner places; the factor `length`, a sequence, is spread over the ranks.
+    Each may be an open size.
 
     The factors make flatten(batch, sequence) and back free: [b, n, d] sharded on n is Sharded(1, 1, n, 1), and its view
     [b * n, d] is Sharded(0, b, n, 1). A value without a placement is replicated: identical on every rank.
@@ -20,8 +23,22 @@ class Sharded:
     inner: int
 
     @property
+    def key(self) -> tuple[object, ...]:
+        return tuple(map(formula, (self.dim, self.outer, self.length, self.inner)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sharded) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @property
     def size(self) -> int:
         return self.outer * self.length * self.inner
+
+    def fixed(self) -> Sharded:
+        """The same with numbers for open sizes; another length compiles another graph."""
+        return Sharded(self.dim, int(self.outer), int(self.length), int(self.inner))
 
     def at(self, dim: int) -> Sharded:
         return replace(self, dim=dim)
@@ -37,8 +54,8 @@ def through_view(placement: Sharded, old: tuple[int, ...], new: tuple[int, ...])
     after = prod(old[placement.dim + 1 :]) * placement.inner
     for dim, size in enumerate(new):
         left, right = prod(new[:dim]), prod(new[dim + 1 :])
-        if size == 1 or not left or not right or before % left or after % right:
+        if size == 1 or not left or not right or not divides(left, before) or not divides(right, after):
             continue
-        if size == (before // left) * placement.length * (after // right):
+        if same(size, (before // left) * placement.length * (after // right)):
             return Sharded(dim, before // left, placement.length, after // right)
     return None

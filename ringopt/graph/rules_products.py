@@ -61,7 +61,7 @@ def einsum(node: fx.Node) -> Rule | None:
     )
     common = [c for c in operands[0] if c not in out and all(c in letters for letters in operands)]
     places = [tuple(letters.index(c) for letters in operands) for c in common]
-    equal = [at for at in places if len({own[d] for own, d in zip(sizes, at, strict=True)}) == 1]
+    equal = [at for at in places if all(own[d] == sizes[0][at[0]] for own, d in zip(sizes, at, strict=True))]
     return Rule(maps, tuple(zip(*equal, strict=True)) if equal else ())
 
 

@@ -31,6 +31,7 @@ from ringopt.graph.nodes import (
 )
 from ringopt.graph.placement import Sharded
 from ringopt.graph.rules import Rule, ViewRule
+from ringopt.graph.sizes import at_hand, formula, is_open, same
 
 aten = torch.ops.aten
 
@@ -66,7 +67,7 @@ class Sharder:
         self.placements: dict[fx.Node, Sharded | None] = {}
         self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
         self.gathers: list[GatherNote] = []
-        self.asks, self.asked = asks, dict[int, fx.Node]()
+        self.asks, self.asked = asks, dict[object, fx.Node]()
         self.reader: fx.Node | None = None
 
     # ---- what the walk calls ---------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Sharder:
 
     def set(self, node: fx.Node, value: fx.Node, placement: Sharded | None) -> None:
         if placement is not None and value_of(node) is not None:
-            assert shape_of(node)[placement.dim] == placement.size, (node, shape_of(node), placement)
+            assert same(shape_of(node)[placement.dim], placement.size), (node, shape_of(node), placement)
         self.values[node], self.placements[node] = value, placement
         value.meta["placement"] = placement
         value.meta["whole"] = value_of(node)
@@ -120,7 +121,7 @@ class Sharder:
     def gather(self, node: fx.Node, placement: Sharded) -> fx.Node:
         value = value_of(node)
         assert self.reader is not None
-        self.gathers.append(GatherNote(node, self.reader, value.numel() * value.element_size()))
+        self.gathers.append(GatherNote(node, self.reader, at_hand(value.numel()) * value.element_size()))
         args = (self.values[node], *self.factors(placement), self.layout, self.group)
         return self.call(torch.ops.ringopt.gather.default, args, node, None, name=f"{node.name}_whole")
 
@@ -144,15 +145,17 @@ class Sharder:
         return self.call(torch.ops.ringopt.scatter.default, args, node, placement, name=f"{node.name}_rows")
 
     def rows(self, length: int) -> int | fx.Node:
-        """Rows of this rank, of a sequence of `length`."""
-        if not self.asks:
+        """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open."""
+        if not self.asks and not is_open(length):
             return self.rows_here(length)
-        if length not in self.asked:
-            args: Any = (length, self.layout, self.group, [], "", "", "never")
+        key = formula(length)
+        if key not in self.asked:
+            some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
+            args: Any = (length, self.layout, self.group, [some], "", "", "never")
             node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
             node.meta["placement"] = node.meta["whole"] = None
-            self.asked[length] = node
-        return self.asked[length]
+            self.asked[key] = node
+        return self.asked[key]
 
     def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
         """Computes only this rank's rows, from rows of the operands."""

@@ -148,7 +148,9 @@ class Roles:
     def query_of(alone: list[str], candidate: Candidate) -> str | None:
         """Of the axes that K and V lack, the one that is counted like the keys, else the longest, else the last."""
         sizes, keys = candidate.axes.sizes, candidate.axes.size(candidate.keys)
-        return max(alone, key=lambda letter: (sizes[letter] == keys, sizes[letter], alone.index(letter)), default=None)
+        return max(
+            alone, key=lambda letter: (bool(sizes[letter] == keys), sizes[letter], alone.index(letter)), default=None
+        )
 
     @cached_property
     def canonical(self) -> dict[str, tuple[str, ...]]:

@@ -89,7 +89,8 @@ def _intern(key: tuple[Any, ...], make: Callable[[], T]) -> T:
 
 # ---- constructors: they intern and nothing else; term_folding.py has those that simplify -----------------------------
 def affine(steps: Mapping[str, int], start: int, dtype: torch.dtype = torch.int64) -> Affine:
-    kept = tuple(sorted((axis, step) for axis, step in steps.items() if step))
+    kept = tuple(sorted((axis, int(step)) for axis, step in steps.items() if step))
+    start = int(start)  # a term holds no open sizes: asking for the number fixes them
     axes = frozenset(axis for axis, _ in kept)
     return _intern((Affine, dtype, kept, start), lambda: Affine(dtype, axes, kept, start))
 
@@ -122,7 +123,8 @@ def converted(operand: Term, dtype: torch.dtype) -> Cast:
 def applied(
     op: str, args: Sequence[Term | Plain], dtype: torch.dtype, kwargs: Sequence[tuple[str, Plain]] = ()
 ) -> Apply:
-    given, named = tuple(args), tuple(kwargs)
+    given = tuple(int(arg) if isinstance(arg, torch.SymInt) else arg for arg in args)
+    named = tuple(kwargs)
     key = (Apply, dtype, op, tuple(arg if isinstance(arg, Term) else repr(arg) for arg in given), repr(named))
     return _intern(key, lambda: Apply(dtype, axes_of(given), op, given, named))
 

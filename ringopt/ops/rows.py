@@ -4,12 +4,12 @@
     return_rows    its transpose: what was made of the rows goes back to where they came from, and is added up
     look_up_rows   every rank gets the rows whose numbers are in a tensor
 
-What a rank wants is written as text, one of three forms:
+What a rank wants is one of three forms, and numbers (which are arguments, not text, because a length may be open):
 
-    move a:s:c ...      another sequence, made of rows a, a + s, ... (c of them) and so on, sharded by the same layout:
+    move a s c ...      another sequence, made of rows a, a + s, ... (c of them) and so on, sharded by the same layout:
                         slices, shifts, rolls, flips, padding
-    take a:s:c ...      the same rows on every rank
-    halo n:s:a:w        for each chunk of n outputs the rows that windows of w rows see, window i beginning at i * s + a
+    take a s c ...      the same rows on every rank
+    halo n s a w        for each chunk of n outputs the rows that windows of w rows see, window i beginning at i * s + a
 
 Only rows that are not where they are wanted travel, point to point, as bytes. Each rank works out who sends what from
 the layout alone, so nothing is asked of the others.
@@ -38,22 +38,23 @@ Piece = tuple[int, int, int]  # first row, step (of any sign, or 0), how many
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows each rank wants: the text above, taken apart. `pieces` of a halo is its one (n, s, a, w)."""
+    """Which rows each rank wants, as above. `pieces` of a halo is its one (n, s, a, w)."""
 
     form: str
     pieces: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def parse(cls, text: str) -> Wanted:
-        form, *pieces = text.split()
-        return cls(form, tuple(tuple(map(int, piece.split(":"))) for piece in pieces))
+    def of(cls, form: str, numbers: Sequence[int]) -> Wanted:
+        width = 4 if form == "halo" else 3
+        return cls(form, tuple(tuple(numbers[i : i + width]) for i in range(0, len(numbers), width)))
 
-    def __str__(self) -> str:
-        return " ".join((self.form, *(":".join(map(str, piece)) for piece in self.pieces)))
+    @property
+    def numbers(self) -> list[int]:
+        return [number for piece in self.pieces for number in piece]
 
     @property
     def length(self) -> int:
-        """Rows of the sequence that a move makes."""
+        """Rows of the sequence that a move makes, or that a take wants."""
         return sum(count for _start, _step, count in self.pieces)
 
     @property
@@ -80,12 +81,12 @@ class Wanted:
         return [whole[held(plan, rank)] for rank in range(ranks)]
 
 
-def moved(*pieces: Piece) -> str:
-    return str(Wanted("move", pieces))
+def moved(*pieces: Piece) -> Wanted:
+    return Wanted("move", pieces)
 
 
-def taken(*pieces: Piece) -> str:
-    return str(Wanted("take", pieces))
+def taken(*pieces: Piece) -> Wanted:
+    return Wanted("take", pieces)
 
 
 def windows(length: int, stride: int, start: int, width: int) -> Wanted:
@@ -115,8 +116,8 @@ class Fetch:
 
 
 @lru_cache(maxsize=256)
-def fetch_of(text: str, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
-    return plan_fetch(Wanted.parse(text), layout, length, ranks, rank, device)
+def fetch_of(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
+    return plan_fetch(wanted, layout, length, ranks, rank, device)
 
 
 def plan_fetch(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
@@ -160,10 +161,20 @@ def swap(mesh: Mesh, dim: int, x: Tensor, sends: Any, receives: Any, label: str)
 
 @torch.library.custom_op("ringopt::fetch_rows", mutates_args=())
 def fetch_rows(
-    x: Tensor, dim: int, outer: int, length: int, inner: int, wanted: str, local: int, layout: str, group: str
+    x: Tensor,
+    dim: int,
+    outer: int,
+    length: int,
+    inner: int,
+    form: str,
+    numbers: Sequence[int],
+    local: int,
+    layout: str,
+    group: str,
 ) -> Tensor:
-    """The `wanted` rows of a sequence of `length` rows, of which `x` holds this rank's; `local` is their number."""
-    mesh = mesh_of(group)
+    """The rows wanted (`form` and `numbers`) of a sequence of `length` rows, of which `x` holds this rank's; `local` is
+    their number."""
+    mesh, wanted = mesh_of(group), Wanted.of(form, numbers)
     plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, x.device)
     assert plan.rows == local, f"{wanted}: {plan.rows} rows are wanted here, the graph says {local}"
     out = run_fetch(plan, factored(x, dim, outer, inner), dim + 1, mesh)
@@ -181,22 +192,40 @@ def run_fetch(plan: Fetch, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
 
 @fetch_rows.register_fake
 def _(
-    x: Tensor, dim: int, outer: int, length: int, inner: int, wanted: str, local: int, layout: str, group: str
+    x: Tensor,
+    dim: int,
+    outer: int,
+    length: int,
+    inner: int,
+    form: str,
+    numbers: Sequence[int],
+    local: int,
+    layout: str,
+    group: str,
 ) -> Tensor:
     return x.new_empty(with_dim(x, dim, outer * local * inner))
 
 
 @torch.library.custom_op("ringopt::return_rows", mutates_args=())
 def return_rows(
-    grad: Tensor, dim: int, outer: int, length: int, inner: int, wanted: str, local: int, layout: str, group: str
+    grad: Tensor,
+    dim: int,
+    outer: int,
+    length: int,
+    inner: int,
+    form: str,
+    numbers: Sequence[int],
+    local: int,
+    layout: str,
+    group: str,
 ) -> Tensor:
     """The transpose of `fetch_rows`; `local` is the number of this rank's rows of the sequence."""
-    mesh, at = mesh_of(group), dim + 1
+    mesh, at, wanted = mesh_of(group), dim + 1, Wanted.of(form, numbers)
     parts = factored(grad, dim, outer, inner)
     plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, grad.device)
     out = parts.new_zeros(with_dim(parts, at, local))
     out.index_add_(at, plan.own, parts.index_select(at, plan.kept))
-    if not Wanted.parse(wanted).everywhere:
+    if not wanted.everywhere:
         came = swap(mesh, at, parts, plan.receives, plan.sends, "return_rows")
         for (_, rows), part in zip(plan.sends, came, strict=True):
             out.index_add_(at, rows, part)
@@ -205,21 +234,30 @@ def return_rows(
 
 @return_rows.register_fake
 def _(
-    grad: Tensor, dim: int, outer: int, length: int, inner: int, wanted: str, local: int, layout: str, group: str
+    grad: Tensor,
+    dim: int,
+    outer: int,
+    length: int,
+    inner: int,
+    form: str,
+    numbers: Sequence[int],
+    local: int,
+    layout: str,
+    group: str,
 ) -> Tensor:
     return grad.new_empty(with_dim(grad, dim, outer * local * inner))
 
 
 def _setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    x, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.wanted, _local, ctx.layout, ctx.group = inputs
+    x, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.form, ctx.numbers, _local, ctx.layout, ctx.group = inputs
     ctx.local = x.shape[ctx.dim] // (ctx.outer * ctx.inner)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows = torch.ops.ringopt.return_rows(
-        grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.wanted, ctx.local, ctx.layout, ctx.group
+        grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.form, ctx.numbers, ctx.local, ctx.layout, ctx.group
     )
-    return rows, None, None, None, None, None, None, None, None
+    return rows, None, None, None, None, None, None, None, None, None
 
 
 fetch_rows.register_autograd(_backward, setup_context=_setup)

@@ -49,4 +49,7 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
 
 @rows_here.register_fake
 def _(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:
-    return torch.library.get_ctx().new_dynamic_size(min=0)  # type: ignore[return-value]
+    # Not `get_ctx().new_dynamic_size`: by Dynamo's settings no data makes sizes, and this follows from no data.
+    size = torch.library.get_ctx()._shape_env.create_unbacked_symint()
+    torch.fx.experimental.symbolic_shapes._constrain_range_for_size(size, min=0)
+    return size  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ import torch.fx as fx
 from ringopt.graph.nodes import named, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import place_of, slice_of
 from ringopt.ops.rows import moved
 from ringopt.sharding.steps import Handler, Steps, enough_rows, sequence_at
 
@@ -71,7 +72,7 @@ def select_scatter(sharder: Sharder, node: fx.Node) -> bool:
     place = sequence_at(sharder, base, [dim])
     if place is None:
         return False
-    step, row = Joined(sharder, node, place.dim), index % place.length
+    step, row = Joined(sharder, node, place.dim), place_of(index, place.length)
     whole = step(aten.unsqueeze.default, sharder.beside(written), place.dim)
     return step.done(step.where(row, row + 1, whole, sharder.values[base]), place)
 
@@ -79,12 +80,12 @@ def select_scatter(sharder: Sharder, node: fx.Node) -> bool:
 def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
     base, written, dim = node.args[0], node.args[1], named(node, "dim")
     place = sequence_at(sharder, base, [dim])
-    rows = range(shape_of(base)[dim])[named(node, "start") : named(node, "end") : named(node, "step")]
-    if place is None or not rows or rows.step != 1:
+    start, stride, count = slice_of(shape_of(base)[dim], *(named(node, name) for name in ("start", "end", "step")))
+    if place is None or not count or stride != 1:
         return False
     step = Joined(sharder, node, place.dim)
-    inside = step.part(written, rows.start)
-    return step.done(step.where(rows.start, rows.stop, inside, sharder.values[base]), place)
+    inside = step.part(written, start)
+    return step.done(step.where(start, start + count, inside, sharder.values[base]), place)
 
 
 JOINS: dict[str, Handler] = {

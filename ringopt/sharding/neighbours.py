@@ -20,6 +20,7 @@ import ringopt.ops.prefix  # noqa: F401  (registers the operator)
 from ringopt.graph.nodes import is_tensor, named, op_name, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import is_open
 from ringopt.ops.rows import Wanted, windows
 from ringopt.sharding.steps import Handler, Steps, enough_rows, sequence_at, wide_dtype
 
@@ -103,10 +104,10 @@ Local = Callable[[Steps, fx.Node, Sharded], fx.Node]
 def by_chunks(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, local: Local) -> bool:
     """`node` is `local` of the rows that each chunk sees, one chunk after the other."""
     length = shape_of(node)[place.dim]
-    if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.asks:
+    if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.asks or is_open(length):
         return False  # how many chunks, and of which sizes, stands in the graph
     out, step = Sharded(place.dim, 1, length, 1), Steps(sharder, node)
-    seen = step.fetch(sharder.values[node.args[0]], place, str(wanted), out)
+    seen = step.fetch(sharder.values[node.args[0]], place, wanted, out)
     counts = [len(rows) for rows in wanted.ranges(sharder.layout, sharder.ranks, sharder.rank)]
     chunks = step(aten.split_with_sizes.default, seen, counts, place.dim)
     pieces = [local(step, step.item(chunks, i), out) for i in range(len(counts))]

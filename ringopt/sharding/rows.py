@@ -20,6 +20,7 @@ import torch.fx as fx
 from ringopt.graph.nodes import named, op_name, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import place_of, slice_of
 from ringopt.ops.rows import Piece, moved, taken
 from ringopt.sharding.steps import Handler, Steps, enough_rows, getitems, sequence_at
 
@@ -32,8 +33,9 @@ def select(sharder: Sharder, node: fx.Node) -> bool:
     place = sharder.placements[x]
     if place is None or dim % len(shape_of(x)) != place.dim:
         return False
-    outer, rest = divmod(index % place.size, place.length * place.inner)
-    row, inner = divmod(rest, place.inner)
+    index = place_of(index, place.size)
+    outer, rest = divmod(index, place.length * place.inner) if place.outer > 1 else (0, index)
+    row, inner = divmod(rest, place.inner) if place.inner > 1 else (rest, 0)
     rows = Steps(sharder, node).fetch(sharder.values[x], place, taken((row, 1, 1)), None)
     args = (rows, place.dim, outer * place.inner + inner)
     sharder.set(node, sharder.call(aten.select.int, args, node, None), None)
@@ -42,16 +44,15 @@ def select(sharder: Sharder, node: fx.Node) -> bool:
 
 def slice_(sharder: Sharder, node: fx.Node) -> bool:
     x, dim = node.args[0], named(node, "dim")
-    rows = range(shape_of(x)[dim])[named(node, "start") : named(node, "end") : named(node, "step")]
-    return cut(sharder, node, dim, rows, node)
+    piece = slice_of(shape_of(x)[dim], *(named(node, name) for name in ("start", "end", "step")))
+    return cut(sharder, node, dim, piece, node)
 
 
 def narrow(sharder: Sharder, node: fx.Node) -> bool:
     x, dim, start, length = node.args[:4]
     if isinstance(start, fx.Node):
         return False
-    start %= shape_of(x)[dim]
-    return cut(sharder, node, dim, range(start, start + length), node)
+    return cut(sharder, node, dim, (place_of(start, shape_of(x)[dim]), 1, length), node)
 
 
 def split(sharder: Sharder, node: fx.Node) -> bool:
@@ -61,16 +62,16 @@ def split(sharder: Sharder, node: fx.Node) -> bool:
     if users is None or not all(sizes[user.args[1]] for user in users):
         return False
     ends = list(accumulate(sizes))
-    pieces = {user: range(ends[user.args[1]] - sizes[user.args[1]], ends[user.args[1]]) for user in users}
-    return all(cut(sharder, node, dim, rows, user) for user, rows in pieces.items())
+    pieces = {user: (ends[user.args[1]] - sizes[user.args[1]], 1, sizes[user.args[1]]) for user in users}
+    return all(cut(sharder, node, dim, piece, user) for user, piece in pieces.items())
 
 
-def cut(sharder: Sharder, node: fx.Node, dim: int, rows: range, of: fx.Node) -> bool:
+def cut(sharder: Sharder, node: fx.Node, dim: int, piece: Piece, of: fx.Node) -> bool:
     """`of` (`node`, or an element of its tuple) is these rows of the argument of `node`."""
     place = sequence_at(sharder, node.args[0], [dim])
-    if place is None or not rows:
+    if place is None or not piece[2]:
         return False
-    return rearranged(Steps(sharder, node), place, (rows.start, rows.step, len(rows)), of=of)
+    return rearranged(Steps(sharder, node), place, piece, of=of)
 
 
 def rearranged(step: Steps, place: Sharded, *pieces: Piece, of: fx.Node | None = None) -> bool:

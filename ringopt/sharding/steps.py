@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.attention.layouts import layout_of
+from ringopt.attention.layouts import LAYOUTS
 from ringopt.graph.nodes import named, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
@@ -58,17 +58,17 @@ class Steps:
         """A replicated value for use beside sharded ones: their gradients of it are summed over the ranks."""
         return self(torch.ops.ringopt.copy_to_group.default, x, self.sharder.group)
 
-    def fetch(self, x: fx.Node, place: Sharded, wanted: str, out: Sharded | None, of: fx.Node | None = None) -> fx.Node:
-        """Rows of `x`, sharded as `place`, by a text of ringopt/ops/rows.py: sharded as `out`, or replicated;
+    def fetch(
+        self, x: fx.Node, place: Sharded, wanted: Wanted, out: Sharded | None, of: fx.Node | None = None
+    ) -> fx.Node:
+        """Rows of `x`, sharded as `place`, that ringopt/ops/rows.py tells of: sharded as `out`, or replicated;
         `of` is the node whose value they are, where nothing is left to do."""
         sharder, target = self.sharder, torch.ops.ringopt.fetch_rows.default
-        rows = Wanted.parse(wanted)
-        local: Any = (
-            sharder.rows(rows.length)
-            if rows.form == "move"
-            else len(rows.rows(sharder.layout, sharder.ranks)[sharder.rank])
-        )
-        args = (x, *sharder.factors(place), wanted, local, sharder.layout, sharder.group)
+        if wanted.form == "halo":
+            local: Any = len(wanted.rows(sharder.layout, sharder.ranks)[sharder.rank])
+        else:
+            local = wanted.length if wanted.everywhere else sharder.rows(wanted.length)
+        args = (x, *sharder.factors(place), wanted.form, wanted.numbers, local, sharder.layout, sharder.group)
         return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
 
     def row_numbers(self, length: int, device: torch.device) -> fx.Node:
@@ -88,7 +88,7 @@ class Steps:
 
 def enough_rows(sharder: Sharder, length: int) -> bool:
     """Whether every chunk of the layout has a row."""
-    return length >= layout_of(sharder.layout, length, sharder.ranks).chunks_per_rank * sharder.ranks
+    return length >= LAYOUTS[sharder.layout].chunks_per_rank * sharder.ranks
 
 
 def sequence_at(sharder: Sharder, x: fx.Node, dims: Sequence[int]) -> Sharded | None:

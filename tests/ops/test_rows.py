@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringopt.attention.layouts import layout_of
-from ringopt.ops.rows import Wanted, held, moved, taken, windows
+from ringopt.ops.rows import held, moved, taken, windows
 from tests.threads import run_on_threads
 
 ops = torch.ops.ringopt
@@ -21,18 +21,18 @@ WANTED = {
     "roll": moved((10, 1, 3), (0, 1, 10)),
     "flip": moved((N - 1, -1, N)),
     "repeated ends": moved((0, 0, 3), (0, 1, N), (N - 1, 0, 2)),
-    "windows of three": str(windows(N, 1, -1, 3)),
-    "causal windows": str(windows(N, 1, -3, 4)),
-    "strided windows": str(windows(6, 2, -1, 3)),
+    "windows of three": windows(N, 1, -1, 3),
+    "causal windows": windows(N, 1, -3, 4),
+    "strided windows": windows(6, 2, -1, 3),
 }
 
 
-def whole(text, x):
+def whole(wanted, x):
     """The rows wanted of the whole sequence, zeros outside it, by rank."""
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
     def of(rank, p, layout):
-        rows = Wanted.parse(text).rows(layout, p)[rank]
+        rows = wanted.rows(layout, p)[rank]
         return padded[torch.where((rows >= 0) & (rows < len(x)), rows, len(x))]
 
     return of
@@ -42,11 +42,11 @@ def whole(text, x):
 @pytest.mark.parametrize("p", (2, 3, 4))
 @pytest.mark.parametrize("name", WANTED)
 def test_rows_and_their_gradient(name, p, layout):
-    text, factors = WANTED[name], (0, 2, N, 3)
+    wanted, factors = WANTED[name], (0, 2, N, 3)
     x = torch.randn(N, 2, 3, dtype=torch.float64, requires_grad=True)  # rows first, then outer and inner
-    parts = [whole(text, x)(rank, p, layout) for rank in range(p)]
+    parts = [whole(wanted, x)(rank, p, layout) for rank in range(p)]
     weights = [torch.randn_like(part) for part in parts]
-    if Wanted.parse(text).everywhere:  # every rank has the complete gradient
+    if wanted.everywhere:  # every rank has the complete gradient
         weights = [weights[0]] * p
         parts = parts[:1]
     sum((part * weight).sum() for part, weight in zip(parts, weights, strict=False)).backward()
@@ -57,9 +57,9 @@ def test_rows_and_their_gradient(name, p, layout):
     def body(mesh):
         mine = held(layout_of(layout, N, p), mesh.rank)
         here = merged(x.detach()[mine]).clone().requires_grad_()
-        count = len(Wanted.parse(text).rows(layout, p)[mesh.rank])
-        out = ops.fetch_rows(here, *factors, text, count, layout, mesh.name)
-        assert torch.equal(out, merged(whole(text, x.detach())(mesh.rank, p, layout)))
+        count = len(wanted.rows(layout, p)[mesh.rank])
+        out = ops.fetch_rows(here, *factors, wanted.form, wanted.numbers, count, layout, mesh.name)
+        assert torch.equal(out, merged(whole(wanted, x.detach())(mesh.rank, p, layout)))
         (out * merged(weights[mesh.rank])).sum().backward()
         torch.testing.assert_close(here.grad, merged(x.grad[mine]))
 
@@ -72,7 +72,7 @@ def test_any_dtype_travels_bit_by_bit(dtype):
 
     def body(mesh):
         mine = x[held(layout_of("zigzag", 6, 2), mesh.rank)]
-        return ops.fetch_rows(mine, 0, 1, 6, 1, taken((0, 1, 6)), 6, "zigzag", mesh.name)
+        return ops.fetch_rows(mine, 0, 1, 6, 1, "take", [0, 1, 6], 6, "zigzag", mesh.name)
 
     for found in run_on_threads(2, body):
         assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
@@ -91,7 +91,7 @@ def test_every_row_has_a_place_in_a_window():
 def test_what_torch_asks_of_an_operator(op, local):
     def body(mesh):
         x = torch.randn(2, 8 if local == 9 else 9, 3, requires_grad=local == 9)
-        return torch.library.opcheck(op, (x, 1, 1, 8, 1, "move -1:1:9", local, "zigzag", mesh.name))
+        return torch.library.opcheck(op, (x, 1, 1, 8, 1, "move", [-1, 1, 9], local, "zigzag", mesh.name))
 
     assert set(run_on_threads(1, body)[0].values()) == {"SUCCESS"}
 

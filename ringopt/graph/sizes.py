@@ -1,0 +1,135 @@
+"""Sizes that may be open: an int, or a symbol of torch (SymInt) that stands for any length.
+
+While the passes run, an open size stands in the arguments of a node as the SymInt itself, so it is compared and
+multiplied as an int is. Every answer to `a < b` or `int(a)` that does not hold for all values becomes a guard: another
+answer compiles the graph anew. So no pass can be wrong about a length; one that asks too much only makes the graph
+serve fewer of them. `same` and `divides` ask for a proof instead, and leave no guard.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_aggregate
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+# An axis without a known bound is taken to be this long.
+LONGEST = 1 << 40
+
+
+def plain(size: Any) -> Any:
+    """The number, of a symbol that a guard has fixed meanwhile; else the size as it is."""
+    return int(size) if isinstance(size, torch.SymInt) and size.node.expr.is_Integer else size
+
+
+def is_open(size: Any) -> bool:
+    return isinstance(plain(size), OPEN)
+
+
+def formula(size: Any) -> Any:
+    """What is equal for equal sizes: the number, or the formula of symbols."""
+    return size.node.expr if isinstance(size, OPEN) else size
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal whatever their symbols stand for."""
+    return bool(formula(one) == formula(other)) or statically_known_true(one == other)
+
+
+def divides(size: Any, whole: Any) -> bool:
+    """Whether `size` divides `whole` whatever their symbols stand for."""
+    return same(whole % size, 0)
+
+
+def place_of(index: Any, size: Any) -> Any:
+    """An index from the start, where it may count from the end."""
+    return index + size if index < 0 else index
+
+
+def slice_of(size: Any, start: Any = None, end: Any = None, step: int = 1) -> tuple[Any, int, Any]:
+    """(first, step, how many) of what a slice takes from `size` places; `slice.indices`, of open sizes too."""
+
+    def inside(index: Any) -> Any:
+        index = place_of(index, size)
+        return 0 if index < 0 else size if index > size else index
+
+    first = 0 if start is None else inside(start)
+    last = size if end is None or (isinstance(end, int) and end >= sys.maxsize) else inside(end)
+    return first, step, 0 if last <= first else (last - first + step - 1) // step
+
+
+def at_hand(size: Any) -> int:
+    """The number that the size has for the inputs at hand. For figures in a report and for samples: no guard is made,
+    so nothing that must hold for other lengths may follow from it."""
+    return int(size.node.hint) if isinstance(size, OPEN) else int(size)
+
+
+def longest(size: Any) -> int:
+    """A number that the size never exceeds."""
+    if not isinstance(size, OPEN):
+        return int(size)
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if upper.is_Integer and upper < LONGEST else LONGEST
+
+
+# ---- in the arguments of nodes ---------------------------------------------------------------------------------------
+def into_arguments(graph: fx.Graph) -> None:
+    """Nodes that compute sizes give way to the sizes themselves."""
+
+    def size(node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        return value if isinstance(value, OPEN) else node
+
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.map_arg(node.args, size), fx.map_arg(node.kwargs, size)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and isinstance(node.meta.get("val"), OPEN) and not node.users:
+            graph.erase_node(node)
+
+
+def into_nodes(graph: fx.Graph) -> None:
+    """The reverse: each open size is computed from sizes of the inputs."""
+    inputs = graph.find_nodes(op="placeholder")
+    symbols: dict[sympy.Symbol, fx.Proxy] = {}
+    made: dict[Any, Any] = {}
+
+    def node_of(size: Any) -> Any:
+        if not isinstance(size, OPEN):
+            return size
+        expr = size.node.expr
+        if expr not in made:
+            for symbol in expr.free_symbols - symbols.keys():
+                symbols[symbol] = fx.Proxy(source_of(symbol, graph, inputs))
+            found = sympy_interp(PythonReferenceAnalysis, symbols, expr)
+            made[expr] = found.node if isinstance(found, fx.Proxy) else found
+        return made[expr]
+
+    with graph.inserting_before(inputs[-1].next):
+        for node in list(graph.nodes):
+            if node.op != "placeholder":
+                node.args, node.kwargs = map_aggregate(node.args, node_of), map_aggregate(node.kwargs, node_of)
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            args = fx.map_arg(node.args, lambda arg: arg.meta["val"])
+            node.meta["val"] = node.target(*args)
+
+
+def source_of(symbol: sympy.Symbol, graph: fx.Graph, inputs: Iterable[fx.Node]) -> fx.Node:
+    """The input that is the number, or a size of one that is."""
+    for node in inputs:
+        value = node.meta.get("val")
+        if formula(value) == symbol:
+            return node
+        for dim, size in enumerate(getattr(value, "shape", ())):
+            if formula(size) == symbol:
+                return graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+    raise AssertionError(f"no input has the size {symbol}")

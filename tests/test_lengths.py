@@ -1,0 +1,84 @@
+"""Sizes that Dynamo leaves open: one compilation serves all lengths, and each call is exact."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ringopt.backend import transform
+from ringopt.options import Options
+from tests.threads import run_on_threads
+from tests.translation import TOLERANCE, Seat, difference, values_and_gradients
+
+
+class Lengths:
+    """A backend of p pretended ranks that compares every call with the program itself; `reports`: one a compilation."""
+
+    def __init__(self, p: int, **options):
+        self.p, self.options, self.reports = p, Options(**options), []
+
+    def __call__(self, gm, inputs):
+        made = [transform(gm, inputs, self.options, Seat(rank, self.p)) for rank in range(self.p)]
+        self.reports.append(made[0][1])
+
+        def run(*inputs):
+            expected = values_and_gradients(gm, inputs)
+            found = run_on_threads(self.p, lambda mesh: values_and_gradients(made[mesh.rank][0] or gm, inputs))
+            for values in found:
+                assert difference(expected, values, TOLERANCE) == ""
+            return gm(*inputs)
+
+        return run
+
+
+def run_over(module: nn.Module, calls, p: int, dynamic=None, **options) -> Lengths:
+    """Runs `module(*call)` for each call, keywords where it is a dict."""
+    torch._dynamo.reset()
+    backend = Lengths(p, **options)
+    compiled = torch.compile(module, backend=backend, dynamic=dynamic)
+    for call in calls:
+        compiled(**call) if isinstance(call, dict) else compiled(*call)
+    return backend
+
+
+class Decoder(nn.Module):
+    """Causal attention, positions by arange, labels shifted by a slice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 50)
+        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, ids):
+        b, n = ids.shape
+        x = self.embed(ids) + torch.sin(torch.arange(n, dtype=torch.float64) / 10)[:, None]
+        q = self.q(self.norm(x)).view(b, n, 4, 4).transpose(1, 2)
+        k, v = (y.view(b, n, 2, 4).transpose(1, 2) for y in self.kv(self.norm(x)).chunk(2, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        logits = self.head(x + self.out(y.transpose(1, 2).reshape(b, n, 16)))
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 50), ids[:, 1:].reshape(-1)), logits
+
+
+def ids(*sizes: int) -> torch.Tensor:
+    return torch.randint(0, 50, sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def test_the_second_length_is_the_last_to_be_compiled():
+    for p in (2, 3):
+        found = run_over(Decoder().double(), [(ids(2, n),) for n in (64, 67, 96, 33, 64, 19)], p)
+        first, second = found.reports
+        assert first.notes == () and second.notes == ("serves any size 1 of ids, as far as its guards go",)
+        assert second.sharded_fraction == 1.0
+
+
+def test_the_batch_may_be_open_too():
+    found = run_over(Decoder().double(), [(ids(b, n),) for b, n in ((3, 20), (2, 21), (5, 33))], 2, dynamic=True)
+    assert [report.sharded_fraction for report in found.reports] == [1.0]
+
+
+def test_too_few_rows_for_the_layout_or_the_ranks_compile_again():
+    found = run_over(Decoder().double(), [(ids(2, n),) for n in (20, 4, 2, 21)], 3, dynamic=True)
+    assert [(report.sites[0].layout, report.sites[0].refusal) for report in found.reports] == [
+        ("zigzag", None),
+        ("contiguous", None),
+        ("none", "2 rows for 3 ranks: every rank needs a row"),
+    ]
