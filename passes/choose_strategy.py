@@ -15,9 +15,9 @@ from ringopt.attention.bytes import bytes_sent
 from ringopt.attention.choose import Case, choose, choose_layout
 from ringopt.attention.layouts import LAYOUTS
 from ringopt.attention.predict import Heads
-from ringopt.cost.rates import Rates, cautious
+from ringopt.cost.rates import Rates, cautious, rates_of
 from ringopt.distributed.decide import agreed_rates
-from ringopt.distributed.mesh import ANY
+from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import requires_grad, shape_of, value_of
@@ -125,6 +125,9 @@ def looked_at(context: Context) -> int:
 
 def rates_for(context: Context, *sites: fx.Node) -> Rates:
     """Those that the ranks agreed on; a program for any machine is made for none in particular."""
-    if context.mesh.name == ANY:
+    query, mesh = value_of(sites[0].args[0]), context.mesh
+    if mesh.name == ANY:
         return cautious()
-    return agreed_rates(context.mesh, value_of(sites[0].args[0]).device.type)
+    if isinstance(mesh, PretendedMesh) and mesh.hardware is not None:
+        return rates_of(mesh.hardware, str(query.dtype).removeprefix("torch."))
+    return agreed_rates(mesh, query.device.type)

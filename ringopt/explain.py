@@ -13,14 +13,20 @@ from torch.export import ExportedProgram
 
 from ringopt.backend import Compiled, transform
 from ringopt.convert import check, lost_in_export, lowered
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.cost.hardware import Device, device_of, link_of
+from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import OptionError, ProgramError, RingError
 from ringopt.options import Options
-from ringopt.report import Report
+from ringopt.report import Report, readable
 
 
 def explain(
-    model: Any, *args: Any, world_size: int = 8, options: Mapping[str, Any] | Options | None = None, **kwargs: Any
+    model: Any,
+    *args: Any,
+    world_size: int = 8,
+    options: Mapping[str, Any] | Options | None = None,
+    hardware: str | None = None,
+    **kwargs: Any,
 ) -> Report:
     """The report of `torch.compile(model, backend="ring")(*args, **kwargs)` on `world_size` ranks, seen from rank 0.
 
@@ -28,17 +34,29 @@ def explain(
     zeros that take no memory. Python between graphs does run. Build the model on the meta device to explain one that
     does not fit this machine.
 
-    An ExportedProgram is explained as `ringopt.convert` would take it; it has its inputs already. Raises OptionError,
-    ProgramError (inputs beside a program, or one that is converted already), and what the model raises.
+    An ExportedProgram is explained as `ringopt.convert` would take it; it has its inputs already. With `hardware`, a
+    name of the table in ringopt/cost/hardware.py such as "h100", strategies are chosen for ranks of that kind, and a
+    note holds the memory against theirs. Raises OptionError, ProgramError (inputs beside a program, or one that is
+    converted already), and what the model raises.
     """
     if world_size < 1:
         raise OptionError(f"world_size={world_size}: expected at least 1 rank")
-    chosen, mesh = Options.of(options), mesh_of(f"pretend:0/{world_size}")
+    device = device_of(hardware) if hardware is not None else None
+    chosen, mesh = Options.of(options), PretendedMesh(0, world_size, hardware)
     if not isinstance(model, ExportedProgram):
-        return of_model(model, args, kwargs, chosen, mesh)
-    if args or kwargs:
+        report = of_model(model, args, kwargs, chosen, mesh)
+    elif args or kwargs:
         raise ProgramError("an exported program is explained at the sizes it was exported for; pass no inputs")
-    return of_program(model, chosen, mesh)
+    else:
+        report = of_program(model, chosen, mesh)
+    return report if device is None else dataclasses.replace(report, notes=(*report.notes, held_by(device, report)))
+
+
+def held_by(device: Device, report: Report) -> str:
+    """The memory of a forward and what is sent, against what a device has."""
+    held, seconds = sum(report.memory.values()), report.bytes_sent / link_of(device.link).rate
+    share = f"{readable(held)} are {held / device.memory:.1%} of the {readable(device.memory)} of {device.name}"
+    return f"{share}; what a rank sends takes {seconds * 1e3:.3g} ms of its {device.link}, hidden or not"
 
 
 def of_program(program: ExportedProgram, options: Options, mesh: Mesh) -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,8 +90,9 @@ class Report:
         """The inverse of `to_dict`, also after JSON made lists of tuples."""
         sites = tuple(Site(**{**site, "notes": tuple(site["notes"])}) for site in data["sites"])
         gathers = tuple(Gather(**gather) for gather in data["gathers"])
+        outputs = tuple(Output(**output) for output in data["outputs"])
         texts = {name: tuple(data[name]) for name in ("left_alone", "notes")}
-        return cls(**{**data, **texts, "sites": sites, "gathers": gathers})
+        return cls(**{**data, **texts, "sites": sites, "gathers": gathers, "outputs": outputs})
 
     @classmethod
     def merged(cls, reports: Iterable[Report], world_size: int) -> Report:
@@ -127,6 +129,8 @@ class Report:
 
     def rich(self) -> Group:
         parts: list[Any] = [site_table(self), *map(refused, (site for site in self.sites if site.refusal))]
+        reasons = Counter(note for site in self.sites for note in site.notes)
+        parts += [Text(f"{count} of {len(self.sites)} sites: {note}") for note, count in reasons.items()]
         if self.gathers:
             parts.append(gather_table(self))
         for output in self.outputs:

@@ -28,7 +28,7 @@ module:factory is a function without arguments that returns (model, inputs), inp
 current folder is searched first. Of a file that `ringopt convert` wrote, the report that it holds is shown.
 
 examples:
-  ringopt explain ringopt.tools.example:tiny --world-size 4 --options '{"layout": "contiguous"}'
+  ringopt explain ringopt.tools.example:tiny --world-size 4 --hardware h100 --options '{"layout": "contiguous"}'
   python -m ringopt.tools.example model.pt2
   ringopt explain model.pt2 --world-size 2 --html report.html
 """
@@ -46,6 +46,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help="file of torch.export.save (.pt2), or module:factory")
     parser.add_argument("--world-size", metavar="N", type=positive, help=f"number of ranks (default: {RANKS})")
+    parser.add_argument("--hardware", metavar="NAME", help="choose for ranks of this kind, such as h100")
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
     parser.add_argument("--json", action="store_true", help="print the report as JSON (see ringopt.Report)")
     parser.add_argument("--html", metavar="FILE", help="also write a page, one file that needs no network")
@@ -91,7 +92,8 @@ def report_of_file(arguments: argparse.Namespace) -> tuple[str, Report]:
 def explained(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Report:
     import ringopt
 
-    how = {"world_size": arguments.world_size or RANKS, "options": arguments.options}
+    how = {name: getattr(arguments, name) for name in ("options", "hardware")}
+    how["world_size"] = arguments.world_size or RANKS
     try:
         return ringopt.explain(model, *args, **how, **kwargs)
     except RingError:
@@ -108,10 +110,10 @@ def kept(arguments: argparse.Namespace, made: dict[str, Any]) -> tuple[str, Repo
     if by != ringopt.__version__:
         raise CommandError(f"{target} was converted by ringopt {by}, and this is {ringopt.__version__}; use that one")
     report = ringopt.Report.from_dict(made["report"])
-    if arguments.options or arguments.world_size not in (None, report.world_size):
+    if arguments.options or arguments.hardware or arguments.world_size not in (None, report.world_size):
         raise CommandError(
             f"{target} was converted already and holds the report for {report.world_size} ranks; leave out "
-            "--world-size and --options, or explain the program that it was made from"
+            "--world-size, --hardware and --options, or explain the program that it was made from"
         )
     options = ", ".join(f"{name}={value}" for name, value in made["options"].items())
     return f"converted by ringopt {by} with torch {made['torch']}; options {options}", report

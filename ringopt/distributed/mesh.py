@@ -164,11 +164,12 @@ class Mesh(ABC):
 
 
 class PretendedMesh(Mesh):
-    """Knows its rank and size and nothing else: for plans, reports and graphs made without processes."""
+    """Knows its rank and size and nothing else: for plans, reports and graphs made without processes. `hardware` (a
+    name of ringopt/cost/hardware.py) is what the ranks are taken to be; None: like this machine."""
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int, size: int, hardware: str | None = None):
         super().__init__()
-        self._rank, self._size = rank, size
+        self._rank, self._size, self.hardware = rank, size, hardware
 
     @property
     def name(self) -> str:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from ringopt.pages.report_page import report_page, stacked
-from ringopt.report import Gather, Report, Site
+from ringopt.report import Gather, Output, Report, Site
 from tests.harness.browser import browser, missing
 
 TAKEN = Site("layers.0", "sdpa", "causal", "ring", "math", "zigzag", None, 2048, ("why ring",), "model.py:3: sdpa(q)")
 REFUSED = Site("layers.1", "unfused", "mask", "none", "none", "none", "made of <b>scores</b>", 0, (), "model.py:9: x")
 REPORT = Report(
-    4, (TAKEN, REFUSED), ("softmax over channels (model.py:12: softmax(x, 1))",),
-    (Gather("sort", "sort needs all rows of x", 4096, "head", "model.py:20: x.sort(1)"),),
-    0.75, {"parameters": 1024, "sharded values": 3072}, 6144, None, ("export may have lost something",),
-)  # fmt: skip
+    world_size=4,
+    sites=(TAKEN, REFUSED),
+    left_alone=("softmax over channels (model.py:12: softmax(x, 1))",),
+    gathers=(Gather("sort", "sort needs all rows of x", 4096, "head", "model.py:20: x.sort(1)"),),
+    outputs=(Output("logits", "local", "S(1)", "zigzag", 8192),),
+    sharded_fraction=0.75,
+    memory={"parameters": 1024, "sharded values": 3072},
+    bytes_sent=6144,
+    notes=("export may have lost something",),
+)
 
 
 def test_it_tells_every_reason_with_its_line() -> None:
     text = report_page(REPORT, "model.pt2")
     for said in ("refused: made of &lt;b&gt;scores&lt;/b&gt;", "model.py:9: x", "sort needs all rows of x",
-                 "model.py:20: x.sort(1)", "model.py:12", "export may have lost something"):  # fmt: skip
+                 "model.py:20: x.sort(1)", "model.py:12", "logits", "export may have lost something"):  # fmt: skip
         assert said in text
     assert "<b>" not in text
+
+
+def test_it_comes_back_from_json() -> None:
+    assert Report.from_dict(json.loads(json.dumps(REPORT.to_dict()))) == REPORT
 
 
 def test_memory_is_stacked() -> None:
@@ -45,6 +56,6 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert window.run(widths) == [250, 750]
         window.click("#search")
         window.type("layers.1")
-        assert window.texts("#found") == ["1 of 5 lines"]
+        assert window.texts("#found") == ["1 of 6 lines"]
         assert [bool(row) for row in window.texts("#sites tbody tr")] == [False, True]
         assert (window.complaints(), window.requests()) == ([], [page.as_uri()])
