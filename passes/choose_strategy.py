@@ -9,6 +9,8 @@ Before: mask classified. After: `strategy`, `layout`, `kernel`, `bytes_sent` of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.fx as fx
 
 from ringopt.attention.bytes import bytes_sent
@@ -54,10 +56,13 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     far = Mask.parse(node.args[8]).far
     if far is not None:
         return f"its scores go through a function that holds {far:g}; beside such a number partial sums are not exact"
-    shortest = min(lengths(node))
-    if shortest >= ranks:
+    queries, keys = lengths(node)
+    if min(queries, keys) >= ranks:
         return None
-    said = f"{at_hand(shortest)} rows for {ranks} ranks"
+    if max(queries, keys) >= ranks and options.strategy == "auto":
+        info.whole = "queries" if queries < keys else "keys"
+        return None
+    said = f"{at_hand(min(queries, keys))} rows for {ranks} ranks"
     if options.strategy != "auto":
         raise OptionError(
             f"option strategy={options.strategy!r}: site {info.module or node.name} has {said}; every rank needs a "
@@ -69,7 +74,9 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
 def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, str]:
     """The layout, and why. Raises OptionError where the one that is asked for cannot be."""
     ranks, asked = context.mesh.size, context.options.layout
-    shortest = min((min(lengths(node)) for node in sites), default=0)
+    spread = {node: info for node, info in sites.items() if not info.whole}
+    cut = (max(lengths(node)) if info.whole else min(lengths(node)) for node, info in sites.items())
+    shortest = min(cut, default=0)
     enough = shortest >= 2 * ranks
     if asked == "zigzag" and sites and not enough:
         raise OptionError(
@@ -81,9 +88,9 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, s
     given = {where.layout for where in context.given.values()}
     if len(given) == 1 and (enough or not sites) and context.options.strategy != "halo":
         return given.pop(), ""
-    if not sites or not enough:
+    if not spread or not enough:
         return "contiguous", ""
-    cases = [case_of(node, context) for node in sites]
+    cases = [case_of(node, context) for node in spread]
     rates, layouts = rates_for(context, *sites), tuple(LAYOUTS)
     return choose_layout(cases, looked_at(context), context.options.strategy, layouts, rates)
 
@@ -91,14 +98,18 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, s
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     q, k, v = (value_of(operand) for operand in node.args[:3])
     info.layout, info.strategy = context.layout, context.options.strategy
-    if info.strategy == "auto":
+    if info.whole:
+        info.strategy = "merge" if info.whole == "queries" else "local"
+        few = at_hand(min(lengths(node)))
+        info.notes.append(f"{few} rows of {info.whole} for {context.mesh.size} ranks: all on every rank")
+    elif info.strategy == "auto":
         choice = choose(case_of(node, context), looked_at(context), context.layout, rates_for(context, node))
         info.strategy = choice.strategy
         info.notes.append(choice.reason)
     kernel, reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.kernel = kernel.name
     info.notes.append(reason)
-    case = case_of(node, context)
+    case = replace(case_of(node, context), whole=info.whole)
     try:
         plan = case.plan(context.mesh.size, context.layout, info.strategy)
     except OptionError as error:

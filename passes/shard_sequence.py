@@ -105,14 +105,19 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         info.strategy, info.bytes_sent = "none", 0
         return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
     q_length, kv_length = shape_of(q)[2], shape_of(k)[2]
-    out = Sharded(2, 1, q_length, 1)
+    rows = {"queries": q_length, "keys": kv_length}
+    layouts = ["replicated" if info.whole == side else sharder.layout for side in rows]
     sharder.reader = node
-    local = (sharder.sharded(q, out), *(sharder.sharded(x, Sharded(2, 1, kv_length, 1)) for x in (k, v)))
+
+    def operand(x: fx.Node, side: str) -> fx.Node:
+        return sharder.beside(x) if info.whole == side else sharder.sharded(x, Sharded(2, 1, rows[side], 1))
+
+    local = (operand(q, "queries"), operand(k, "keys"), operand(v, "keys"))
     parsed = Mask.parse(mask)
     learned = [i for i in parsed.differentiable if sharder.carries[sources[i]]]
 
     def placed(i: int, source: fx.Node) -> fx.Node:
-        if i in parsed.row_dims:
+        if i in parsed.row_dims and info.whole != "queries":
             return sharder.sharded(source, Sharded(parsed.row_dims[i], 1, q_length, 1))
         return sharder.beside(source) if i in learned else sharder.replicated(source)
 
@@ -122,9 +127,10 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     both = sharder.step(
         torch.ops.ringopt.ring_attention.default,
         *(*local, read, *extras, q_length, kv_length, pattern, mask, learned, *how),
-        *(sharder.layout, sharder.layout, info.strategy, info.kernel, sharder.group, VERSION),
+        *(*layouts, info.strategy, info.kernel, sharder.group, VERSION),
         like=node,
     )
+    out = None if info.whole == "queries" else Sharded(2, 1, q_length, 1)
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
     return True
 

@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.fx as fx
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 @dataclass
 class SiteInfo:
     """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a
-    mask; `source`: the line of the program that it comes from."""
+    mask; `source`: the line of the program that it comes from; `whole`: the side that has too few rows to be spread,
+    which is on every rank."""
 
     module: str
     form: str
@@ -43,6 +44,7 @@ class SiteInfo:
     refusal: str | None = None
     bytes_sent: int = 0
     notes: list[str] = field(default_factory=list)
+    whole: Literal["", "queries", "keys"] = ""
 
 
 @dataclass

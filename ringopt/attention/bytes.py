@@ -37,6 +37,9 @@ def bytes_sent(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward:
     if isinstance(plan, HeadExchange):
         there = sum(_out(plan.parcel(rank, other), sizes, backward) for other in range(plan.ranks) if other != rank)
         return there + sum(_back(plan.parcel(o, rank), sizes, backward) for o in range(plan.ranks) if o != rank)
+    if plan.merges:  # the sum of dQ is the caller's
+        results = plan.pattern.q_length * sizes.batch * sizes.q_heads * (sizes.value_dim + 1) * sizes.wide
+        return 0 if backward else results * (plan.ranks - 1)
     return sum(
         plan.sent_rows(rank, cargo, backward) * row_bytes(plan, sizes, cargo, backward)
         for cargo in (Cargo.OUT, Cargo.BACK)

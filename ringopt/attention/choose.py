@@ -13,7 +13,7 @@ from functools import lru_cache
 from ringopt.attention.exchange import Exchange, exchange_of
 from ringopt.attention.plans import NAMES, Plan, plan_of
 from ringopt.attention.predict import Heads, held_most, pairs_of, simulate
-from ringopt.attention.routes import QUERIES_MOVE
+from ringopt.attention.routes import MERGE, QUERIES_MOVE
 from ringopt.cost.rates import Rates
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
@@ -33,8 +33,8 @@ MOST_RANKS = 32
 
 @dataclass(frozen=True)
 class Case:
-    """One attention: who sees whom, rows of the whole sequences, sizes, whether its backward will run, and the text of
-    its mask."""
+    """One attention: who sees whom, rows of the whole sequences, sizes, whether its backward will run, the text of its
+    mask, and the side ("queries", "keys") that every rank has whole, if one."""
 
     pattern: str
     q_length: int
@@ -42,10 +42,12 @@ class Case:
     heads: Heads
     training: bool
     mask: str = ""
+    whole: str = ""
 
     def plan(self, ranks: int, layout: str, strategy: str) -> Plan:
         """Raises OptionError where `strategy` cannot do it."""
-        where = (self.pattern, self.q_length, self.kv_length, ranks, layout, layout, strategy)
+        queries, keys = ("replicated" if side == self.whole else layout for side in ("queries", "keys"))
+        where = (self.pattern, self.q_length, self.kv_length, ranks, queries, keys, strategy)
         return plan_of(*where, (self.heads.q_heads, self.heads.kv_heads), Mask.parse(self.mask))
 
     def ring(self, ranks: int, layout: str) -> Exchange:
@@ -103,6 +105,8 @@ def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
     """The strategy of one attention in `layout`. The ring can do all, so there always is one."""
     found = []
     for strategy in sorted(NAMES, key=order):
+        if strategy == MERGE:
+            continue  # for queries that are not spread
         if strategy in QUERIES_MOVE and case.q_length >= case.kv_length:
             continue  # as many queries as keys weigh no less, with their results, and only their way home is hidden
         try:

@@ -4,7 +4,8 @@
     backward   the same mirrored in time; gradients walk the routes home and meet the home blocks in the last step
 
 What travels is keys and values (and their gradients back), or, where `queries_move`, queries: their results come home
-as keys' gradients do, merged with what each stop adds, so that forward and backward are both mirrored plans.
+as keys' gradients do, merged with what each stop adds, so that forward and backward are both mirrored plans. Queries
+that every rank has whole ("merge") need not travel: what each rank makes of its own keys is merged in the end.
 
 A plan is data. It computes nothing and sends nothing; executor, cost, report and proof read the same steps. It knows no
 rank either: it is the same object on all ranks, and each rank unrolls its own steps from it.
@@ -21,9 +22,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 
-from ringopt.attention.layouts import Layout, layout_of
+from ringopt.attention.layouts import Layout, Replicated, layout_of
 from ringopt.attention.patterns import Kind, Pattern, pattern_of
-from ringopt.attention.routes import QUERIES_MOVE, Route, Strategy, strategy_of
+from ringopt.attention.routes import MERGE, QUERIES_MOVE, Local, Route, Strategy, strategy_of
 from ringopt.attention.rows import Rows, count, join, meet, text, without
 from ringopt.errors import OptionError, PlanError
 
@@ -97,6 +98,8 @@ class Exchange:
                 f"{lengths[0]} rows over {self.q_layout.ranks} ranks and {lengths[1]} rows over {self.kv_layout.ranks} "
                 "ranks; lengths must agree and the ranks be the same"
             )
+        if self.merges and not (self.queries_move and isinstance(self.strategy, Local)):
+            raise PlanError("queries that every rank has whole are merged, and take no other strategy")
 
     @property
     def ranks(self) -> int:
@@ -124,6 +127,11 @@ class Exchange:
         """The rows of the travelling side that those of `rank` meet, its own included: keys that its queries see, or
         queries that see its keys."""
         return self._needs[rank]
+
+    @property
+    def merges(self) -> bool:
+        """Whether the results of the same queries, on all ranks, are parts that remain to be merged."""
+        return self.q_layout.name == Replicated.name
 
     def missing(self, rank: int) -> Rows:
         """Of these, the ones that other ranks hold."""
@@ -237,7 +245,7 @@ def exchange_of(
         layout_of(q_layout, q_length, ranks),
         layout_of(kv_layout, kv_length, ranks),
         strategy_of(strategy),
-        strategy in QUERIES_MOVE,
+        strategy in (*QUERIES_MOVE, MERGE),
     )
     if refusal := plan.strategy.refusal(plan):
         raise OptionError(

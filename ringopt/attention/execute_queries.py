@@ -3,6 +3,9 @@
     forward    Q goes out; each stop adds what it has of the output and the log-sum-exp, merged on the way home
     backward   Q, the output, its gradient and the log-sum-exp go out; dQ is summed on the way home; dK and dV stay
 
+Where every rank has all queries ("merge"), nothing travels: the outputs are merged over the ranks, and dQ is this
+rank's part, for the caller to sum. So a few queries (decoding, latents, a class token) attend over many keys.
+
 The passing of queries of context parallel decoding (Yang et al., Context Parallelism for Scalable Million-Token
 Inference, 2024), here forward and backward, over any plan.
 """
@@ -63,8 +66,12 @@ def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[T
                 results.add(part.queries, out, lse.unsqueeze(-1))
 
     there_and_back(mesh, steps, held, results, compute, "forward")
-    merged, (out, lse) = Merged(q, v.shape[3]), results.home()
-    merged.add(slice(0, q.shape[2]), out, lse.squeeze(-1))
+    merged, found = Merged(q, v.shape[3]), [results.home()]
+    if exchange.merges:  # in the order of the ranks, so that all have the same bits
+        parts = mesh.all_gather(torch.cat(found[0], -1), "forward merge")
+        found = [(part[..., :-1], part[..., -1:]) for part in parts]
+    for out, lse in found:
+        merged.add(slice(0, q.shape[2]), out, lse.squeeze(-1))
     return tiles.completed(merged, given.sinks)
 
 
@@ -78,7 +85,10 @@ def backward_queries(attention: Attention, mesh: Mesh, dout: Tensor, saved: Save
     sums = Gradients(KVShape.of(q, q[..., :0], accumulator(dtype)), own, local, q.shape[2], leaving(steps))
     blocks = QueriesMove(attention, rank, dout, saved, held, sums)
     there_and_back(mesh, steps, held, sums, blocks.compute, "backward")
-    return finished(Found(sums.home()[0], blocks.dk, blocks.dv, blocks.parts), blocks, mesh)
+    found = finished(Found(sums.home()[0], blocks.dk, blocks.dv, blocks.parts), blocks, mesh)
+    if exchange.merges and rank > 0 and found.dsinks is not None:
+        found.dsinks.zero_()  # all ranks have the whole of it, and the caller sums parts
+    return found
 
 
 class QueriesMove(BlockBackward):

@@ -96,12 +96,35 @@ class Zigzag(Layout):
         return min(chunk, 2 * self.ranks - 1 - chunk)
 
 
+@dataclass(frozen=True)
+class Replicated(Layout):
+    """Every rank holds all rows: of queries or keys too few to be spread. No row has an owner."""
+
+    name = "replicated"
+    chunks_per_rank = 1
+
+    def ranges(self, rank: int) -> Rows:
+        return (range(self.length),)
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        return tuple(range(self.ranks))
+
+    def holder(self, chunk: int) -> int:
+        raise PlanError(f"the {self.length} rows are on all {self.ranks} ranks, and were asked for by their owner")
+
+    def owners(self, rows: range) -> set[int]:
+        return set()
+
+
+# Those of a sequence that is spread.
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Contiguous, Zigzag)}
 
 
 @lru_cache(maxsize=4096)
 def layout_of(name: str, length: int, ranks: int) -> Layout:
-    """The layout called `name`. Raises OptionError for another name."""
+    """The layout called `name`: of LAYOUTS, or "replicated". Raises OptionError for another name."""
+    if name == Replicated.name:
+        return Replicated(length, ranks)
     if name not in LAYOUTS:
         raise OptionError(f"layout {name!r} is unknown; the layouts are {', '.join(map(repr, LAYOUTS))}")
     return LAYOUTS[name](length, ranks)

@@ -80,6 +80,8 @@ class Local(Strategy):
         return 0
 
     def refusal(self, exchange: Exchange) -> str:
+        if exchange.queries_move and not exchange.merges:
+            return "it merges the results of queries that every rank has whole, and these are spread over the ranks"
         missing = [exchange.missing(rank) for rank in range(exchange.ranks)]
         first = next((rank for rank, rows in enumerate(missing) if rows), None)
         if first is None:
@@ -203,10 +205,14 @@ STRATEGIES: dict[str, Strategy] = {
     "ring2": Ring(two_way=True),
     "gather_q": Gather(),
     "ring_q": Ring(),
+    "merge": Local(),
 }
 
 # Queries travel in place of keys and values, and their results come back: less where queries are few.
 QUERIES_MOVE = ("gather_q", "ring_q")
+
+# Queries are on every rank, each attends with its own keys, and the results are merged.
+MERGE = "merge"
 
 
 def strategy_of(name: str) -> Strategy:

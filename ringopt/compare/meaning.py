@@ -20,6 +20,7 @@ from ringopt.attention.heads import HeadExchange
 from ringopt.attention.layouts import layout_of
 from ringopt.attention.patterns import pattern_of
 from ringopt.attention.plans import Plan, plan_of
+from ringopt.attention.predict import pairs_of
 from ringopt.attention.rows import count
 from ringopt.distributed.mesh import registered
 from ringopt.errors import OptionError, PlanError
@@ -97,7 +98,7 @@ class Reader:
         if not self.sharded or node.op in ("placeholder", "get_attr", "output"):
             return REPLICATED
         if name == "ringopt::ring_attention":
-            return str(Sharded(2, 1, 1, 1))
+            return REPLICATED if arguments["q_layout"] == "replicated" else str(Sharded(2, 1, 1, 1))
         if name == "ringopt::reduce_from_group":
             return REPLICATED
         if noted:
@@ -184,11 +185,9 @@ class Reader:
         plan = self.plan(arguments)
         if plan is None:
             return None
-        keys = range(arguments["kv_length"])
         if isinstance(plan, HeadExchange):
-            each = each // plan.q_heads * len(plan.share(self.rank))
-            return each * plan.pattern.pairs(range(arguments["q_length"]), keys)
-        return each * sum(plan.pattern.pairs(piece, keys) for piece in plan.q_pieces(self.rank))
+            return each // plan.q_heads * len(plan.share(self.rank)) * pairs_of(plan.whole, 0)
+        return each * pairs_of(plan, self.rank)
 
     # ---- attention -------------------------------------------------------------------------------------------------
     def site(self, node: fx.Node, arguments: Mapping[str, Any]) -> SiteView | None:

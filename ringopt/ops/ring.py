@@ -137,7 +137,8 @@ def ring_attention_backward(
     *config: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's own rows; of each learned source, then of the sinks, this rank's part: the caller sums it
-    over the ranks, unless the source holds the rank's rows only."""
+    over the ranks, unless the source holds the rank's rows only. So it is with queries or keys in the layout
+    "replicated"."""
     given = Operands(q, k, v, sources, sinks, seed)
     site = prepare("ring_attention_backward", given, Config(*config))
     with torch.autocast(q.device.type, enabled=False):

@@ -91,6 +91,45 @@ def test_few_queries_travel_in_place_of_many_keys(queries, travel):
     assert found.strategy.endswith("_q") == travel
 
 
+class Few(torch.nn.Module):
+    """Latents attend over a sequence, and the sequence over what they found: 2 rows on one side of each."""
+
+    def __init__(self, biased):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.latents = torch.nn.Parameter(torch.randn(1, 2, 2, 8, dtype=torch.float64, generator=draw))
+        self.table = torch.nn.Parameter(torch.randn(2, 2, 23, dtype=torch.float64, generator=draw))
+        self.biased = biased
+
+    def forward(self, x, there):
+        bias = self.table[None] if self.biased else None
+        found = F.scaled_dot_product_attention(self.latents, x, x, attn_mask=bias)
+        kept = F.scaled_dot_product_attention(self.latents * 2, x, x, attn_mask=there[:, None, None])
+        return x + F.scaled_dot_product_attention(x, found + kept, found)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("p", [3, 4])
+def test_rows_too_few_to_be_spread_are_on_every_rank(p, biased):
+    x = torch.randn(1, 2, 23, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    there = torch.ones(1, 23, dtype=torch.bool)
+    there[:, 15:] = False
+    verdict = validate(p, Few(biased), x, there)
+    assert not verdict.wrong, verdict.wrong
+    assert [(site.refusal, site.strategy) for site in verdict.report.sites] == [
+        (None, "merge"), (None, "merge"), (None, "local")
+    ]  # fmt: skip
+    assert f"2 rows of queries for {p} ranks: all on every rank" in verdict.report.sites[0].notes
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def test_a_strategy_that_is_asked_for_takes_rows_on_both_sides():
+    x, y = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 64, 8)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"option strategy='ring': site .* has 2 rows for 4 ranks"):
+        ringopt.explain(Cross(), x, y, world_size=4, options={"strategy": "ring"})
+
+
 def test_the_numbers_of_cross_attention_with_few_queries():
     x, y = (torch.randn(1, 2, rows, 8, dtype=torch.float64, requires_grad=True) for rows in (5, 23))
     verdict = validate(3, Cross(), x, y, strategy="gather_q")
