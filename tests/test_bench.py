@@ -242,7 +242,7 @@ def test_what_fails_while_measuring_comes_with_its_traceback(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "the following arguments are required: TABLE"),
+        ([], "expected a TABLE, or --calibrate"),
         (["speed"], "invalid choice: 'speed' (choose from "),
         (["one-process", "--lengths", "0"], "'0' is not a whole number, 1 or more"),
         (["one-process", "--repeats", "x"], "'x' is not a whole number, 1 or more"),

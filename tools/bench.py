@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.benchmarks import forms, kernels, one_process, overlap
+from ringopt.tools.benchmarks import calibrate, exchange, forms, kernels, one_process, overlap
 from ringopt.tools.command import CommandError, check_file, console, write
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  ringopt bench forms --only div_scale bert_permute
+  ringopt bench --calibrate
   ringopt bench one-process --lengths 1024 --repeats 3 --json bench.json
 """
 
-TABLES = (forms, one_process, overlap, kernels)
+TABLES = (forms, one_process, overlap, kernels, exchange)
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,15 +37,20 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", metavar="FILE", type=Path, help="also write machine, rows and totals as JSON")
-    tables = parser.add_subparsers(title="tables", metavar="TABLE", required=True)
+    parser.add_argument(
+        "--calibrate", action="store_true", help=f"in place of a table: {calibrate.__doc__.split('.')[0]}"
+    )
+    tables = parser.add_subparsers(title="tables", metavar="TABLE")
     for table in TABLES:
         table.add(tables, common)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, measure=None, json=None, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from ringopt.tools.benchmarks.machine import this_machine
 
+    if (arguments.measure is None) is not arguments.calibrate:
+        arguments.parser.error("expected a TABLE, or --calibrate")
     check_file("--json", arguments.json)
     result = measured(arguments)
     machine = this_machine()
@@ -62,7 +67,8 @@ def measured(arguments: argparse.Namespace) -> Result:
     told = Console(stderr=True)
     try:
         with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
-            result: Result = arguments.measure(arguments, progress)
+            run = arguments.measure
+            result: Result = calibrate.measure(progress) if run is None else run(arguments, progress)
     except (CommandError, RingError):
         raise
     except Exception as error:

@@ -22,6 +22,8 @@ from ringopt.attention.plans import Plan
 from ringopt.attention.rows import count
 from ringopt.cost.rates import Rates
 
+SHAPES = {Kind.FULL: "full", Kind.CAUSAL: "causal", Kind.PARTIAL: "masked"}
+
 
 @dataclass(frozen=True)
 class Heads(Sizes):
@@ -181,7 +183,7 @@ def tile_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, b
     queries, keys = len(block.queries), len(block.keys)
     causal = block.kind is Kind.CAUSAL
     pairs = exchange.pattern.pairs(block.queries, block.keys) if causal else queries * keys
-    speed = rates.tile(heads.kernel, heads.dtype, backward, causal)
+    speed = rates.tile(heads.kernel, heads.dtype, backward, SHAPES[block.kind])
     merged = 3 * (queries * heads.query() + (2 * keys * heads.row(Cargo.BACK) if backward else 0))
     return speed.seconds(heads.flops(pairs, backward)) + merged / rates.touch
 

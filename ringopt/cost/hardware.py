@@ -7,7 +7,7 @@ al., FlashAttention-3, 2024, section 4.1); where no paper measured it, half.
 Sources: NVIDIA data sheets "Tesla P100", "V100", "A100", "H100", "H200", "DGX B200"; PCI-SIG for PCIe (16 lanes, after
 128b/130b coding); IBTA for InfiniBand (HDR, NDR, four lanes). The CPU entry is one core with AVX-512 in float32, and
 "loopback" TCP between two processes of one machine: neither has a data sheet, both are round numbers below what such
-machines measure (`ringopt bench calibrate`).
+machines measure (`ringopt bench --calibrate`).
 """
 
 from __future__ import annotations

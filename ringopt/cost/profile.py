@@ -1,4 +1,4 @@
-"""The profile of a machine: the rates that `ringopt bench calibrate` measured, in the user's cache folder.
+"""The profile of a machine: the rates that `ringopt bench --calibrate` measured, in the user's cache folder.
 
 One JSON file for each machine, version of torch and device: what was measured with another kernel is not believed.
 """
@@ -67,5 +67,5 @@ def load(path: Path) -> Rates | None:
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise OptionError(
             f"the profile {path} cannot be read ({type(problem).__name__}: {problem}); delete it, or measure anew with "
-            "`ringopt bench calibrate`"
+            "`ringopt bench --calibrate`"
         ) from problem

@@ -38,7 +38,7 @@ class Rates:
 
     source   where the numbers are from, for people
     default  of tiles that `speeds` does not know
-    speeds   by "kernel dtype forward|backward full|causal"
+    speeds   by "kernel dtype forward|backward full|causal|masked"
     touch    bytes/s at which merged results are read and written
     call     seconds that an attention costs beside tiles and messages
     step     seconds that a step costs beside them
@@ -58,12 +58,13 @@ class Rates:
     def __hash__(self) -> int:  # speeds are a dict
         return hash(self.digest)
 
-    def tile(self, kernel: str, dtype: str, backward: bool, causal: bool) -> Speed:
-        """Of a dtype that was not measured, that of another of the kernel; of triangles, that of whole tiles."""
+    def tile(self, kernel: str, dtype: str, backward: bool, shape: str) -> Speed:
+        """Of a tile that is "full", "causal" or "masked". Where that was not measured, of a full one; of a dtype that
+        was not, in float32."""
         way = "backward" if backward else "forward"
-        for shape in ("causal", "full") if causal else ("full",):
+        for tile in dict.fromkeys((shape, "full")):
             for measured in (dtype, "float32"):
-                if (speed := self.speeds.get(f"{kernel} {measured} {way} {shape}")) is not None:
+                if (speed := self.speeds.get(f"{kernel} {measured} {way} {tile}")) is not None:
                     return speed
         return self.default
 

@@ -196,7 +196,12 @@ def emulated_on_a_rank(
 
 
 def together(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Medians in seconds, all ranks starting at once. The first turn is for warming up."""
+    """Medians in seconds, all ranks starting at once."""
+    return {name: statistics.median(found) for name, found in in_turns(runs, repeats).items()}
+
+
+def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each run, all ranks starting at once. The first turn is for warming up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats + 1):
         for name, run in runs.items():
@@ -204,4 +209,4 @@ def together(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found[1:]) for name, found in seconds.items()}
+    return {name: found[1:] for name, found in seconds.items()}

@@ -1,0 +1,102 @@
+"""`ringopt bench exchange` and `ringopt bench --calibrate`: their rows, and that the numbers in them are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from ringopt.cost import profile
+from ringopt.tools import bench
+from ringopt.tools.benchmarks import calibrate_ranks, exchange, exchange_ranks
+from ringopt.tools.benchmarks.numbers import WRONG
+from ringopt.tools.cli import main
+from ringopt.tools.command import WIDTH
+
+
+def once(runs: dict[str, Any], repeats: int) -> dict[str, float]:
+    """In the place of a measurement."""
+    return {name: float(number + 1) for number, name in enumerate(runs)}
+
+
+def rows_on_a_rank(rank: int, ranks: int) -> list[dict[str, Any]]:
+    with patch.object(exchange_ranks, "together", once), patch.object(exchange_ranks, "begin"):
+        return exchange_ranks.on_a_rank(rank, ranks, list(exchange.PATTERNS.values()), 64, 1)
+
+
+def test_every_strategy_and_both_baselines_agree_with_dense_attention(ranks: Any) -> None:
+    rows = [exchange.row_of(list(both)) for both in zip(*ranks(2, on_ranks), strict=True)]
+    assert [(row["pattern"], row["mode"]) for row in rows] == [
+        (pattern, mode) for pattern in exchange.PATTERNS.values() for mode in ("inference", "training")
+    ]
+    for row in rows:
+        assert max(row["errors"].values()) < WRONG, row["errors"]
+        assert {"ring", "gather", "ulysses", "auto", "all-gather"} <= set(row["seconds"])
+        assert ("torch ring" in row["seconds"]) == (row["mode"] == "inference" and row["pattern"] != "window(512)")
+        assert ("halo" in row["seconds"]) == (row["pattern"] == "window(512)")
+        assert row["same"]["ring2"] == "ring" and row["chosen"] in row["seconds"]
+    sums = exchange.totals(rows)
+    assert sums["wrong"] == 0 and sums["over_best"] >= 1
+
+
+def on_ranks() -> list[dict[str, Any]]:
+    import torch.distributed as dist
+
+    return rows_on_a_rank(dist.get_rank(), dist.get_world_size())
+
+
+def test_the_table_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    from ringopt.tools.benchmarks.machine import this_machine
+
+    wide = {who: 12.3456 for who in exchange.WHO}
+    row = {"pattern": "window(512)", "length": 8192, "mode": "training", "chosen": "ulysses", "layout": "zigzag"}
+    ratios = {f"over_{who}": 1.25 for who in ("best", "gather", "all-gather", "torch ring")}
+    row |= {"seconds": wide, "errors": {}, "error": 1.5e-7, "same": {}, **ratios}
+    result = exchange.Result("title", exchange.COLUMNS, [row], {}, (), ())
+    bench.show(this_machine(), result)
+    printed = capsys.readouterr().out
+    assert "…" not in printed and max(map(len, printed.splitlines())) <= WIDTH
+
+
+def test_a_length_that_torch_cannot_cut_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "exchange", "--lengths", "66"]) == 2
+    assert "--lengths 66: torch's ring takes multiples of 4" in capsys.readouterr().err
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+def test_overhead_and_rate_are_fitted_to_the_slower_rank() -> None:
+    amounts = [1e6, 1e7, 1e8]
+    fast, slow = ([(x, overhead + x / 1e9) for x in amounts] for overhead in (1e-3, 2e-3))
+    speed = calibrate_ranks.fitted([fast, slow])
+    assert speed.rate == pytest.approx(1e9) and speed.overhead == pytest.approx(2e-3)
+    assert calibrate_ranks.fitted([[(x, x / 1e9) for x in amounts]]).overhead == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("both", "part"), [(3.0, 1.0), (5.0, 0.0), (4.0, 0.5), (2.9, 1.0)])
+def test_what_is_hidden_is_a_part_of_the_shorter(both: float, part: float) -> None:
+    assert calibrate_ranks.hidden(compute=3.0, exchange=2.0, both=both) == part
+
+
+def test_calibrating_writes_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what the ranks measure in place of measuring."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    speeds = ("flash_cpu float32 forward full", "math float32 backward masked")
+    kernels = {"tiles": {name: [(1e6, 1e-3), (1e7, 2e-3)] for name in speeds}, "touch": 1e10, "one": 1e-3, "two": 3e-3}
+    beside = {"compute": 1.0, "exchange": 1.0, "both": 1.5}
+    found = iter([[kernels] * 2, [{"link": [(1e3, 1e-3), (1e6, 2e-3)], "beside": beside}] * 2])
+    with patch("ringopt.tools.benchmarks.link_lab.as_ranks", lambda *_: next(found)):
+        assert main(["bench", "--calibrate"]) == 0
+    said = capsys.readouterr().out
+    (path,) = (tmp_path / "ringopt").iterdir()
+    assert path.name in said.replace("\n", "") and "link between two processes" in said
+    rates = profile.here()
+    assert (rates.overlap, rates.touch) == (0.5, 1e10) and set(rates.speeds) == set(speeds)
+    assert json.loads(path.read_text())["format"] == profile.FORMAT
+    assert rates.speeds[speeds[0]].rate == pytest.approx(9e9)

@@ -1,0 +1,57 @@
+"""Measure this machine's kernels and link, and keep the rates for strategy="auto" in the user's cache folder.
+
+Two processes of one thread measure at the same time, as two ranks of a program would compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ringopt.tools.benchmarks.result import Column, Result, Row
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+RANKS = 2
+
+
+def measure(progress: Progress) -> Result:
+    """Writes the profile. Raises CommandError where that cannot be done, or a rank fails."""
+    from ringopt.cost.profile import store
+    from ringopt.tools.benchmarks.calibrate_ranks import kernels_on_a_rank, link_on_a_rank, rates_from
+    from ringopt.tools.benchmarks.link_lab import as_ranks
+    from ringopt.tools.command import CommandError
+
+    task = progress.add_task("kernels, then the link", total=2)
+    kernels = as_ranks(RANKS, kernels_on_a_rank)
+    progress.advance(task)
+    link = as_ranks(RANKS, link_on_a_rank)
+    progress.advance(task)
+    rates = rates_from(kernels, link)
+    try:
+        path = store(rates)
+    except OSError as problem:
+        raise CommandError(f"the profile cannot be written: {problem}") from problem
+    rows: list[Row] = [
+        {"what": name, "rate": speed.rate, "overhead": speed.overhead} for name, speed in rates.speeds.items()
+    ]
+    rows.append({"what": "link between two processes", "rate": rates.link.rate, "overhead": rates.link.latency})
+    totals = {"profile": str(path), "digest": rates.digest, **rates.to_dict()}
+    said = (
+        f"of the exchange {rates.overlap:.0%} hides behind compute; a call costs {rates.call * 1e6:.0f} us beside its "
+        f"tiles, a step {rates.step * 1e6:.0f} us; sums are merged at {rates.touch / 1e9:.1f} GB/s",
+        f'strategy="auto" goes by it from now on: {path}',
+    )
+    return Result("Rates of one rank, a thread each", COLUMNS, rows, totals, said, NOTES)
+
+
+def rate(row: Row) -> str:
+    return f"{row['rate'] / 1e9:,.1f} G{'B' if row['what'].startswith('link') else 'FLOP'}/s"
+
+
+COLUMNS = (
+    Column("what", lambda row: row["what"], right=False),
+    Column("rate", rate),
+    Column("once a tile\nor message, us", lambda row: f"{row['overhead'] * 1e6:,.0f}"),
+)
+NOTES = ("a tile takes what it costs once and its FLOPs at the rate; a message, its bytes.",)
