@@ -14,6 +14,7 @@ from ringopt.passes.normalize import Normalize
 from ringopt.passes.recompute import Recompute
 from ringopt.passes.shard_sequence import ShardSequence
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
+from ringopt.passes.sync_gradients import SyncGradients
 
 UNDERSTAND = (
     Normalize(),  # functional: values may be read anywhere
@@ -29,6 +30,7 @@ LINE = (
     *UNDERSTAND,
     ChooseStrategy(),  # every site has a strategy and a kernel, or a refusal
     ShardSequence(),  # every value is replicated or sharded
+    SyncGradients(),  # the gradients of parameters travel in buckets, or are left to a wrapper
     Lower(),  # local sizes are known and right; outputs have their strides
     Recompute(),  # what a checkpoint computes again sends nothing
 )

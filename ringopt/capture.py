@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringopt.flatten import Flatten, refuse_higher_order
 from ringopt.graph import flex
@@ -43,6 +44,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     the arguments of nodes (ringopt/graph/sizes.py). Raises GraphRefused for what cannot be flattened without losing a
     gradient.
     """
+    refuse_wrapped(gm, example_inputs)
     claimed = claims_of_flex(gm, example_inputs)
     given, gm = gm, without_tables(gm) if claimed else gm
     refuse_higher_order(gm)
@@ -66,6 +68,19 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return flat
+
+
+def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raises GraphRefused for tensors that are more than they hold, such as parameters under tensor parallelism."""
+    given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    made = ((node, node.meta.get("example_value")) for node in gm.graph.nodes if node.op == "call_function")
+    for node, value in (*given, *made):
+        if is_traceable_wrapper_subclass(value) and not isinstance(value, Lazy):
+            why = (
+                f"{readable(node.name)} is a {type(value).__name__}: a tensor that is spread over ranks already is "
+                "left to its own mesh, and the graph runs as it was"
+            )
+            raise GraphRefused(Refusal(why, node))
 
 
 def claims_of_flex(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Claim]:

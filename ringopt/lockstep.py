@@ -30,7 +30,10 @@ class Lockstep(CustomGraphPass):
 
 
 # Operators of a group that send nothing in the forward.
-SILENT = ("ringopt::scatter", "ringopt::copy_to_group", "ringopt::dropout", "ringopt::rows_here")
+SILENT = (
+    "ringopt::scatter", "ringopt::copy_to_group", "ringopt::copy_all_to_group", "ringopt::dropout",
+    "ringopt::rows_here",
+)  # fmt: skip
 
 
 def sends(node: fx.Node) -> bool:

@@ -31,6 +31,8 @@ class Options:
     check_inputs    when the inputs are compared over the ranks: every rank must pass the same full batch
     outputs         what is returned of values whose rows are spread: "gather" whole tensors; "lazy" ones that are
                     gathered when they are read, by all ranks alike; "local" this rank's rows of them
+    sync_gradients  True: every rank has the complete gradients of parameters; False: their mean over the ranks is the
+                    gradient, for a wrapper that averages (DDP or FSDP over the ranks of the mesh too)
     kernel          the attention kernel of a block
     inner_backend   what compiles the sharded graph
     timeout         seconds until a message that does not arrive is an error
@@ -44,6 +46,7 @@ class Options:
     layout: LayoutName = "auto"
     check_inputs: CheckInputs = "first"
     outputs: Outputs = "gather"
+    sync_gradients: bool = True
     kernel: KernelName = "auto"
     inner_backend: InnerBackend = "inductor"
     timeout: float = 600.0
@@ -56,6 +59,8 @@ class Options:
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise OptionError(f"option {name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+        if not isinstance(self.sync_gradients, bool):
+            raise OptionError(f"option sync_gradients={self.sync_gradients!r}: expected True or False")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
             raise OptionError(f"option timeout={self.timeout!r}: expected a number of seconds above 0")
         for name, folder in (("dump", self.dump), ("trace", self.trace)):

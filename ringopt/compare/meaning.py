@@ -99,7 +99,7 @@ class Reader:
             return REPLICATED
         if name == "ringopt::ring_attention":
             return REPLICATED if arguments["q_layout"] == "replicated" else str(Sharded(2, 1, 1, 1))
-        if name == "ringopt::reduce_from_group":
+        if name in ("ringopt::reduce_from_group", "ringopt::copy_all_to_group"):
             return REPLICATED
         if noted:
             return str(noted)

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.export import ExportedProgram
 
 from ringopt.compare.meaning import Meaning, Reader, qualified
-from ringopt.graph.alignment import HANDS_ON
+from ringopt.graph.alignment import HANDS_ON, LISTED
 from ringopt.graph.diff import NodeView
 from ringopt.graph.nodes import module_path, op_name, value_of
 from ringopt.graph.printer import text
@@ -134,7 +134,8 @@ class Viewer:
 
 def module_of(node: fx.Node) -> str:
     """The module of a node; a conversion of an input belongs to its first reader."""
-    converts = qualified(node) in HANDS_ON
+    listed = op_name(node) == "getitem" and qualified(node.args[0]) == LISTED
+    converts = listed or qualified(node) in HANDS_ON
     return module_path(node) or next((module_path(user) for user in node.users if converts), "")
 
 

@@ -62,4 +62,7 @@ def digest(data: Any) -> list[int]:
 def bytes_of(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return repr(value).encode()
-    return value.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data if value.numel() else b""
+    if not value.numel():
+        return b""
+    # A copy, for numpy() forbids its tensor's memory to be resized, which FSDP does to parameters.
+    return value.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).cpu().numpy().data

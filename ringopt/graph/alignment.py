@@ -44,7 +44,11 @@ class Item(Protocol):
 
 
 # Operators that hand on a value in another place: who reads the result reads the value behind it.
-HANDS_ON = ("ringopt::scatter", "ringopt::gather", "ringopt::copy_to_group", "ringopt::reduce_from_group")
+HANDS_ON = (
+    "ringopt::scatter", "ringopt::gather", "ringopt::copy_to_group", "ringopt::leave_to_wrapper",
+    "ringopt::reduce_from_group",
+)  # fmt: skip
+LISTED = "ringopt::copy_all_to_group"  # of several values, each by getitem
 PARTED = ("ringopt::ring_attention", "ringopt::dropout")  # and getitem of these
 
 
@@ -69,11 +73,14 @@ class Side:
 
     def behind(self, name: str) -> str:
         """The value that `name` hands on, or `name`."""
-        return self.reads[name][0] if self.hands_on(self.items[name]) else name
+        item = self.items[name]
+        if item.op == "getitem" and self.items[item.inputs[0]].op == LISTED:
+            return self.reads[item.inputs[0]][int(item.arguments.split(", ")[1])]
+        return self.reads[name][0] if self.hands_on(item) else name
 
     def hands_on(self, item: Item) -> bool:
-        parted = item.op == "getitem" and self.items[item.inputs[0]].op in PARTED
-        return parted or item.op in HANDS_ON
+        parted = item.op == "getitem" and self.items[item.inputs[0]].op in (*PARTED, LISTED)
+        return parted or item.op in (*HANDS_ON, LISTED)
 
 
 @dataclass

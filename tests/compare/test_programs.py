@@ -79,7 +79,7 @@ def test_the_text_of_sharding_one_attention(sharded: ringopt.GraphDiff) -> None:
     assert_expected_inline(
         text(sharded),
         """\
-18 nodes before, 25 after: 5 same, 8 resized, 3 rerouted, 2 replaced, 7 added
+18 nodes before, 26 after: 5 same, 8 resized, 3 rerouted, 2 replaced, 8 added
 sent by this rank in one forward, bytes: 0 -> 1,024
 FLOPs of products on this rank: 12,544 -> 3,136
 1 attention sites
@@ -89,19 +89,8 @@ FLOPs of products on this rank: 12,544 -> 3,136
 │ -      │ causal │ causal: ring, zigzag, flash_cpu │        │
 └────────┴────────┴─────────────────────────────────┴────────┘
 
-qkv
-  + %x_rows = ringopt::scatter(%x, 1, 1, 16, 1, 4, 'zigzag', 'pretend:0/4')  # f32[1, 4, 8] S(1)
-  + %qkv_weight_beside = ringopt::copy_to_group(%qkv_weight, 'pretend:0/4')  # f32[24, 8] replicated
-  + %qkv_bias_beside = ringopt::copy_to_group(%qkv_bias, 'pretend:0/4')  # f32[24] replicated
-  ~ %linear = linear(%x_rows, %qkv_weight_beside, %qkv_bias_beside)
-      input 0: %x replicated -> %x_rows S(1)
-      input 1: %qkv_weight replicated -> %qkv_weight_beside replicated
-      input 2: %qkv_bias replicated -> %qkv_bias_beside replicated
-      shape: f32[1, 16, 24] -> f32[1, 4, 24]
-      placement: replicated -> S(1)
-      FLOPs: 6144 -> 1536
-
 (no module)
+  + %bucket = ringopt::copy_all_to_group([%out_weight, %out_bias, %qkv_weight, %qkv_bias], 'pretend:0/4')  # (f32[8, 8], f32[8], f32[24, 8], f32[24]) replicated
   - %scaled_dot_product_attention = scaled_dot_product_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, None, 0, True)
   + %attention_ring_attention = ringopt::ring_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, [], None, None, 16, 16, 'causal', '', [], 0, 0.353553, 'zigzag', 'zigzag', 'ring', 'flash_cpu', 'pretend:0/4')
       shape: f32[1, 1, 16, 8] -> (f32[1, 1, 4, 8], f32[1, 1, 4])
@@ -118,9 +107,21 @@ qkv
       input: %relu replicated -> %relu_whole replicated
   ... 8 resized
 
+qkv
+  + %x_rows = ringopt::scatter(%x, 1, 1, 16, 1, 4, 'zigzag', 'pretend:0/4')  # f32[1, 4, 8] S(1)
+  + %qkv_weight_beside = getitem(%bucket, 2)  # f32[24, 8] replicated
+  + %qkv_bias_beside = getitem(%bucket, 3)  # f32[24] replicated
+  ~ %linear = linear(%x_rows, %qkv_weight_beside, %qkv_bias_beside)
+      input 0: %x replicated -> %x_rows S(1)
+      input 1: %qkv_weight replicated -> %qkv_weight_beside replicated
+      input 2: %qkv_bias replicated -> %qkv_bias_beside replicated
+      shape: f32[1, 16, 24] -> f32[1, 4, 24]
+      placement: replicated -> S(1)
+      FLOPs: 6144 -> 1536
+
 out
-  + %out_weight_beside = ringopt::copy_to_group(%out_weight, 'pretend:0/4')  # f32[8, 8] replicated
-  + %out_bias_beside = ringopt::copy_to_group(%out_bias, 'pretend:0/4')  # f32[8] replicated
+  + %out_weight_beside = getitem(%bucket, 0)  # f32[8, 8] replicated
+  + %out_bias_beside = getitem(%bucket, 1)  # f32[8] replicated
   ~ %linear_1 = linear(%squeeze, %out_weight_beside, %out_bias_beside)
       input 1: %out_weight replicated -> %out_weight_beside replicated
       input 2: %out_bias replicated -> %out_bias_beside replicated
@@ -135,7 +136,7 @@ def test_numbers_of_nodes_by_module(sharded: ringopt.GraphDiff) -> None:
     assert_expected_inline(
         text(sharded, stat=True),
         """\
-18 nodes before, 25 after: 5 same, 8 resized, 3 rerouted, 2 replaced, 7 added
+18 nodes before, 26 after: 5 same, 8 resized, 3 rerouted, 2 replaced, 8 added
 sent by this rank in one forward, bytes: 0 -> 1,024
 FLOPs of products on this rank: 12,544 -> 3,136
 1 attention sites
@@ -148,8 +149,8 @@ nodes by module
 ┏━━━━━━━━━━━━━┳━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━┳━━━━━━┓
 ┃ module      ┃ added ┃ removed ┃ replaced ┃ rerouted ┃ changed ┃ resized ┃ same ┃
 ┡━━━━━━━━━━━━━╇━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━╇━━━━━━┩
+│ (no module) │     3 │         │        2 │        1 │         │       8 │      │
 │ qkv         │     3 │         │          │        1 │         │         │      │
-│ (no module) │     2 │         │        2 │        1 │         │       8 │      │
 │ out         │     2 │         │          │        1 │         │         │      │
 └─────────────┴───────┴─────────┴──────────┴──────────┴─────────┴─────────┴──────┘""",
     )
