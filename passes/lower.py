@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
+from ringopt.graph.custom_gradient import custom_gradients
 from ringopt.graph.nodes import is_tensor, value_of
 from ringopt.graph.sizes import divides, into_nodes, same
 from ringopt.pipeline import Context, Pass
@@ -33,7 +34,11 @@ class Lower(Pass):
         modes = [value.fake_mode for value in inputs if isinstance(value, torch._subclasses.FakeTensor)]
         with modes[0], torch.no_grad():
             LocalValues(gm).run(*inputs)
-        check_sizes(gm.graph)
+            for node in custom_gradients(gm.graph):
+                outputs, _inputs, saved = node.args
+                LocalValues(node.target.backward).run(*map(value_of, (*outputs, *saved)))
+        for graph in (gm.graph, *(node.target.backward.graph for node in custom_gradients(gm.graph))):
+            check_sizes(graph)
         restore_strides(gm.graph)
         into_nodes(gm.graph)
 

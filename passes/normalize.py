@@ -5,7 +5,7 @@
     with no_grad: f(x)                    ->   f(detach(x))
     with autocast(bf16): linear(x, w)     ->   linear(to(x, bf16), to(w, bf16))
     dropout(x, 0.1, False)                ->   x
-    type_as(x, y)                         ->   to(x, bf16)
+    type_as(x, y), x.view_as(y), x.T      ->   to(x, bf16), reshape(x, [2, 3]), permute(x, [1, 0])
 
 After: no mutable op but the final copy_ into inputs the program changes, so a value may be read anywhere. Moving a read
 past a write, or a producer out of its no_grad region, is what makes hoisting lose or leak gradients.
@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.graph.autocast import Uncastable, explicit_casts
+from ringopt.graph.custom_gradient import CustomGradient, custom_gradients
 from ringopt.graph.functional import Functional, Unwritable
 from ringopt.graph.nodes import argument, op_name, requires_grad, shape_of, value_of
 from ringopt.graph.refusal import Refusal
@@ -40,7 +41,11 @@ class Normalize(Pass):
             raise GraphRefused(problem.refusal) from problem
         drop_assertions(gm.graph)
         drop_identities(gm.graph)
-        name_types(gm.graph)
+        name_shapes_and_types(gm.graph)
+        for node in custom_gradients(gm.graph):
+            # With the autocast region that is around the call around the backward too, as torch.compile has it
+            # (torch._functorch.config.backward_pass_autocast).
+            self.run(node.target.backward, context)
 
 
 PYTHON_CALLS = ("getitem", "_set_grad_enabled", "_enter_autocast", "_exit_autocast")
@@ -48,7 +53,7 @@ PYTHON_CALLS = ("getitem", "_set_grad_enabled", "_enter_autocast", "_exit_autoca
 
 def refuse_unknown_calls(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        plain = isinstance(node.target, torch._ops.OpOverload) or op_name(node) in PYTHON_CALLS
+        plain = isinstance(node.target, (torch._ops.OpOverload, CustomGradient)) or op_name(node) in PYTHON_CALLS
         if node.op in ("call_module", "call_method") or (node.op == "call_function" and not plain):
             raise GraphRefused(Refusal(f"{node.target} is no ATen operator: what it does to rows is not known", node))
 
@@ -95,11 +100,16 @@ def drop_identities(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def name_types(graph: fx.Graph) -> None:
-    """Of what a cast is told by another value, its type is all that it reads: that value need not be at hand."""
+def name_shapes_and_types(graph: fx.Graph) -> None:
+    """Of another value that tells a view its shape, or a cast its type, nothing else is read: it need not be at hand.
+    `x.T` is named as the permutation it is."""
     for node in graph.nodes:
-        if node.target not in (aten.type_as.default, aten.to.other) or len(node.args) != 2 or node.kwargs:
+        if len(node.args) != 2 - (op_name(node) == "numpy_T") or node.kwargs:
             continue
-        source, found = value_of(node.args[0]), value_of(node)
-        if source.device == found.device:
-            node.target, node.args = aten.to.dtype, (node.args[0], found.dtype)
+        first, found = node.args[0], value_of(node)
+        if node.target in (aten.type_as.default, aten.to.other) and value_of(first).device == found.device:
+            node.target, node.args = aten.to.dtype, (first, found.dtype)
+        elif node.target in (aten.view_as.default, aten.reshape_as.default):
+            node.target, node.args = aten.reshape.default, (first, list(shape_of(node)))
+        elif node.target is aten.numpy_T.default:
+            node.target, node.args = aten.permute.default, (first, list(reversed(range(found.dim()))))

@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ringopt.graph.nodes import value_of
+from ringopt.graph.nodes import is_random, value_of
 from ringopt.graph.recompute import Regions
 from ringopt.lockstep import sends
 from ringopt.pipeline import Context, Pass
@@ -62,6 +62,5 @@ def size_of(node: fx.Node) -> int:
 
 def is_seed(node: fx.Node) -> bool:
     """A random number by itself, from which an operator draws many."""
-    target, value = node.target, value_of(node)
-    random = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-    return random and isinstance(value, torch.Tensor) and not value.dim()
+    value = value_of(node)
+    return is_random(node) and isinstance(value, torch.Tensor) and not value.dim()

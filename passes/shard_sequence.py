@@ -24,8 +24,9 @@ import ringopt.ops.convert
 import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
 from ringopt.attention.layouts import layout_of
 from ringopt.distributed.mesh import ANY
+from ringopt.graph.custom_gradient import CustomGradient
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import module_path, op_name, shape_of, source_line, tensor_args, value_of
+from ringopt.graph.nodes import is_random, module_path, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sharder import Sharder
@@ -34,6 +35,7 @@ from ringopt.ops.ring import VERSION
 from ringopt.pipeline import Context, GraphRefused, Pass
 from ringopt.report import Gather
 from ringopt.sharding import across
+from ringopt.sharding.custom_gradient import Functions, Places
 
 
 class ShardSequence(Pass):
@@ -49,36 +51,53 @@ class ShardSequence(Pass):
                 raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
             return sum(map(len, layout_of(layout, length, mesh.size).ranges(mesh.rank)))
 
-        sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, asks=mesh.name == ANY)
-        for node in gm.graph.nodes:
-            if node in context.given:
-                sharder.hold(node, context.given[node].placement)
-            elif node.op in ("placeholder", "get_attr"):
-                sharder.keep(node)
-            elif node.op == "output":
-                leave(sharder, node, context)
-            elif node not in sharder.values:  # a handler of a tuple places its elements with it
-                shard_op(sharder, node, context)
+        decided: dict[fx.Node, Places] = {}
+        while True:
+            sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, asks=mesh.name == ANY)
+            functions = Functions(sharder, decided)
+            random = walk(sharder, functions, gm.graph, context)
+            sharder.graph.eliminate_dead_code()
+            if not (twice := functions.twice()):
+                break
+            decided |= twice
+        context.replicated_random += random + functions.random()
+        context.notes += functions.notes()
         gm.graph = sharder.finished()
         record(sharder, context)
 
 
-def shard_op(sharder: Sharder, node: fx.Node, context: Context) -> None:
+def walk(sharder: Sharder, functions: Functions, graph: fx.Graph, context: Context) -> list[str]:
+    """Places every node; returns the names of those that draw the same random numbers on every rank."""
+    random = []
+    for node in graph.nodes:
+        if node in context.given:
+            sharder.hold(node, context.given[node].placement)
+        elif node.op in ("placeholder", "get_attr"):
+            sharder.keep(node)
+        elif node.op == "output":
+            leave(sharder, node, context)
+        elif isinstance(node.target, CustomGradient):
+            functions.place(node)
+        elif node not in sharder.values and not spread(sharder, node, context):
+            # (A handler of a tuple places its elements with it.)
+            sharder.whole(node)
+            random += [node.name] if is_random(node) else []
+    return random
+
+
+def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     site = context.sites.get(node)
-    handled = (
+    return (
         (site is not None and site.refusal is None and attend(sharder, node, context))
         or sharder.along(node)
         or (any(map(sharder.placements.get, tensor_args(node))) and across(sharder, node))
     )
-    if not handled:
-        sharder.whole(node)
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            context.replicated_random.append(node.name)
 
 
 def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
     """Outputs: whole, or left on their ranks where the option `outputs` says so."""
     sharder.reader = node
+    context.left.clear()  # of an earlier walk
     outputs = list(node.args[0]) if isinstance(node.args[0], (tuple, list)) else []
     if context.options.outputs == "gather" or not outputs:
         sharder.graph.output(fx.map_arg(node.args[0], sharder.replicated))

@@ -23,6 +23,7 @@ from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
 from ringopt.dump import Dump
 from ringopt.errors import RefusedError
+from ringopt.flatten import has_custom
 from ringopt.graph.lengths import OpenSizes, fix_floats, shape_env_of, specialize
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import readable, requires_grad, shape_of, value_of
@@ -101,8 +102,8 @@ def transform(
     given = arriving(example_inputs, mesh)
     if not anew:
         fix_floats(gm)
-        if given:
-            specialize(gm)  # rows arrive as they were cut: of one length
+        if given or has_custom(gm):
+            specialize(gm)  # rows arrive as they were cut: of one length; a custom backward is a graph for one length
     shape_env = shape_env_of(gm) if not anew else None
     if mesh.size == 1 and shape_env is not None:
         return None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)), False

@@ -7,7 +7,7 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ringopt.flatten import Flatten, refuse_higher_order
+from ringopt.flatten import Book, Custom, Flatten, refuse_higher_order
 from ringopt.graph import flex
 from ringopt.graph.block_tables import Claim, claims, erase_tables
+from ringopt.graph.custom_gradient import CustomGradient
 from ringopt.graph.lengths import open_value
 from ringopt.graph.nodes import readable
-from ringopt.graph.recompute import Regions
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sizes import into_arguments
 from ringopt.lazy import Lazy
@@ -134,18 +134,42 @@ def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
 
 
 def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    regions = Regions()
-    trace = make_fx(
-        lambda *args: Flatten(gm, regions).run(*args),
-        tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True,
-    )  # fmt: skip
+    book = Book()
     try:
-        flat = trace(*inputs)
+        flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
+        for node in flat.graph.find_nodes(op="call_function", target=torch.ops.ringopt.custom_gradient.default):
+            give_gradient(node, book.customs[node.args[3]])
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = f"a number or a size made by {error.func} is known only when the program runs; all sizes must be fixed"
         raise GraphRefused(Refusal(why)) from error
-    flat.meta["regions"] = regions
+    flat.recompile()
+    flat.meta["regions"] = book.regions
     return flat
+
+
+def traced(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+
+
+def give_gradient(node: fx.Node, custom: Custom) -> None:
+    """Puts a CustomGradient in the place of the operator that stood for it. Only operands that its backward has a
+    gradient for are its inputs."""
+    tensors = [place for place, x in enumerate(custom.inputs) if isinstance(x, torch.Tensor)]
+    values = (*(custom.outputs[k] for k in custom.differentiable), *custom.saved)
+    given = [torch.empty_like(value) for value in values if isinstance(value, torch.Tensor)]
+    learned: list[int] = []
+
+    def gradients(*values: torch.Tensor) -> list[torch.Tensor]:
+        found = custom.gradients(*values)
+        of_tensors = [(k, found[place]) for k, place in enumerate(tensors)]
+        learned.extend(k for k, gradient in of_tensors if gradient is not None)
+        return [gradient for _, gradient in of_tensors if gradient is not None]
+
+    backward = traced(gradients, given)
+    for placeholder, value in zip(backward.graph.find_nodes(op="placeholder"), given, strict=True):
+        placeholder.meta["val"] = value
+    outputs, inputs, saved, _number = node.args
+    node.target, node.args = CustomGradient(backward), (outputs, [inputs[k] for k in learned], saved)
 
 
 def fake(value: Any, mode: FakeTensorMode) -> Any:

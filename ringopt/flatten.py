@@ -1,24 +1,30 @@
-"""Dynamo's graph, run for the tracer: regions that are functions of their own are written out in line."""
+"""Dynamo's graph, run for the tracer: regions that are functions of their own are written out in line.
+
+A custom autograd.Function is two such regions: its forward is written out on detached operands, its backward is traced
+by itself, and a node between them holds the gradient (graph/custom_gradient.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
 import torch.fx.traceback
+from torch import Tensor
 from torch._ops import HigherOrderOperator
 
 from ringopt.graph import flex
 from ringopt.graph.decompose import DECOMPOSED, is_whole_layer
 from ringopt.graph.recompute import Regions, tags
 from ringopt.graph.refusal import Refusal
+from ringopt.ops import custom_gradient as custom_gradient_operator  # noqa: F401  (registers the operator)
 from ringopt.pipeline import GraphRefused
 
 HIGHER_ORDER = {
     "flex_attention": "flex_attention inside a region of a program is not sharded yet",
-    "autograd_function_apply": "a custom autograd.Function is not sharded yet: flattening it would lose its backward",
 }
 
 # Regions by name, with the context they run in, which their first arguments make.
@@ -26,24 +32,73 @@ CONTEXTS: dict[str, Callable[..., Any]] = {
     "wrap_with_set_grad_enabled": torch.set_grad_enabled,
     "wrap_with_autocast": torch.autocast,
 }
-CHECKPOINT = "tag_activation_checkpoint"
-INLINE = (*CONTEXTS, CHECKPOINT)
+CHECKPOINT, CUSTOM = "tag_activation_checkpoint", "autograd_function_apply"
+INLINE = (*CONTEXTS, CHECKPOINT, CUSTOM)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """One call of a custom autograd.Function: its backward, and the values that this is given and gives gradients of.
+
+    outputs         all results of the forward, fake
+    differentiable  which of them have a gradient
+    saved           what the forward keeps: fake tensors and numbers
+    inputs          the operands: fake tensors and numbers
+    """
+
+    backward: fx.GraphModule
+    outputs: Sequence[Any]
+    differentiable: Sequence[int]
+    saved: Sequence[Any]
+    inputs: Sequence[Any]
+
+    def gradients(self, *given: Tensor) -> list[Tensor | None]:
+        """Of each operand, from the gradients of the differentiable outputs and the saved tensors. As autograd does it:
+        the gradient of any other output is zeros, and that of an operand that was broadcast is summed."""
+        values = iter(given)
+        of_outputs = [
+            next(values) if place in self.differentiable else torch.zeros(y.shape, dtype=y.dtype, device=y.device)
+            for place, y in enumerate(self.outputs)
+        ]
+        saved = [next(values) if isinstance(value, Tensor) else value for value in self.saved]
+        found = Flatten(self.backward, Book()).run(*of_outputs, *saved)
+        return [
+            summed_to(gradient, x.shape) if isinstance(gradient, Tensor) else gradient
+            for gradient, x in zip(found, self.inputs, strict=True)
+        ]
+
+
+def summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of a value of `shape` that was broadcast."""
+    leading = gradient.dim() - len(shape)
+    if leading:
+        gradient = gradient.sum(list(range(leading)))
+    spread = [dim for dim, size in enumerate(shape) if size == 1 and gradient.shape[dim] != 1]
+    return gradient.sum(spread, keepdim=True) if spread else gradient
+
+
+@dataclass
+class Book:
+    """What is noted of one graph while it is flattened."""
+
+    regions: Regions = field(default_factory=Regions)
+    customs: list[Custom] = field(default_factory=list)
 
 
 class Flatten(fx.Interpreter):
     """Also runs operators that hold a whole layer as their parts. `region` is the number of the checkpointed one around
     this graph."""
 
-    def __init__(self, gm: fx.GraphModule, regions: Regions, region: int | None = None):
+    def __init__(self, gm: fx.GraphModule, book: Book, region: int | None = None):
         super().__init__(gm)
-        self.regions, self.region = regions, region
+        self.book, self.region = book, region
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         self.tag()
         if is_whole_layer(target, kwargs, args):
             return DECOMPOSED[target](*args, **kwargs)
         if is_inline(target):
-            return self.run_inline(target.name(), args)
+            return self.run_inline(target.name(), args, kwargs)
         if flex.is_flex(target):
             return flex.written_out(*args)
         return super().call_function(target, args, kwargs)
@@ -57,20 +112,40 @@ class Flatten(fx.Interpreter):
         if self.region is not None:
             torch.fx.traceback.get_current_meta().update(tags(self.region))
 
-    def run_inline(self, name: str, args: tuple[Any, ...]) -> Any:
+    def run_inline(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`args` are those of the context, then the region's graph, then the graph's."""
+        if name == CUSTOM:
+            return self.run_custom(kwargs["non_differentiable_idx"], *args)
         at = next(k for k, value in enumerate(args) if isinstance(value, fx.GraphModule))
         gm, operands, region = args[at], args[at + 1 :], self.region
         if name == CHECKPOINT:
-            entered = self.regions.enter(gm.meta.get("_checkpoint_context_fn"), self.region)
+            entered = self.book.regions.enter(gm.meta.get("_checkpoint_context_fn"), self.region)
             if isinstance(entered, Refusal):
                 raise GraphRefused(entered)
             region = entered
-        inner = Flatten(gm, self.regions, region)
+        inner = Flatten(gm, self.book, region)
         if name not in CONTEXTS:
             return inner.run(*operands)
         with CONTEXTS[name](*args[:at]):
             return inner.run(*operands)
+
+    def run_custom(
+        self, constant: Sequence[int], forward: fx.GraphModule, backward: fx.GraphModule, *operands: Any
+    ) -> Any:
+        """`constant`: which outputs the Function marks as not differentiable."""
+        detached = [x.detach() if isinstance(x, Tensor) else x for x in operands]
+        outputs, saved = Flatten(forward, self.book, self.region).run(*detached)
+        outputs = list(outputs)
+        of_numbers = [k for k, y in enumerate(outputs) if y.is_floating_point() or y.is_complex()]
+        differentiable = [k for k in of_numbers if k not in constant]
+        tensors = [x for x in operands if isinstance(x, Tensor)], [x for x in saved if isinstance(x, Tensor)]
+        self.book.customs.append(Custom(backward, outputs, differentiable, saved, operands))
+        called = torch.ops.ringopt.custom_gradient(
+            [outputs[k] for k in differentiable], *tensors, len(self.book.customs) - 1
+        )
+        for k, y in zip(differentiable, called, strict=True):
+            outputs[k] = y
+        return tuple(outputs)
 
 
 def is_inline(target: Any) -> bool:
@@ -88,5 +163,21 @@ def refuse_higher_order(gm: fx.GraphModule) -> None:
                 name = node.target.name()
                 why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
                 raise GraphRefused(Refusal(why, node))
+            if is_inline(node.target) and node.target.name() == CUSTOM:
+                refuse_custom(node)
             if flex.is_functorch(node):
                 raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))
+
+
+def has_custom(gm: fx.GraphModule) -> bool:
+    """Whether a custom autograd.Function is called anywhere in a graph of Dynamo's."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return any(is_inline(node.target) and node.target.name() == CUSTOM for graph in graphs for node in graph.nodes)
+
+
+def refuse_custom(node: fx.Node) -> None:
+    if node.kwargs.get("dirty_idx"):
+        raise GraphRefused(Refusal("a custom autograd.Function writes to its input (mark_dirty)", node))
+    if "saved_for_backward_idx" not in node.kwargs:
+        why = "a custom autograd.Function is captured by this version of torch in a form that is not known here"
+        raise GraphRefused(Refusal(why, node))

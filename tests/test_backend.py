@@ -200,36 +200,6 @@ def test_ranks_with_other_inputs_are_told(ranks, what, sentence):
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
-class Exponential(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0] * 2  # not the gradient of exp: so that losing it shows
-
-
-class Custom(Attention):
-    def forward(self, x):
-        return Exponential.apply(super().forward(x))
-
-
-def refused():
-    torch._dynamo.reset()
-    model = Custom()
-    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
-    error = difference(run(compiled, model, {"x": data()}), run(model, model, {"x": data()}))
-    return error, ringopt.reports()[-1].refusal
-
-
-def test_a_graph_that_would_lose_a_gradient_runs_replicated(ranks):
-    for error, refusal in ranks(2, refused):
-        assert error < 1e-6 and "custom autograd.Function" in refusal
-
-
 def test_on_refusal_error_says_the_sites():
     class Broadcast(Attention):
         def forward(self, x):

@@ -29,22 +29,6 @@ def test_models_bit_for_bit(name):
     assert_same(flat, gm, given)
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-def test_what_would_lose_a_gradient_is_refused():
-    gm, inputs = captured(lambda x: Twice.apply(x) + 1, torch.randn(3, requires_grad=True))
-    with pytest.raises(GraphRefused, match=r"a custom autograd\.Function"):
-        capture(gm, inputs)
-
-
 @pytest.mark.parametrize(
     "function", [lambda x: x * x.max().item(), lambda x: x.nonzero().sum()], ids=["number", "size"]
 )

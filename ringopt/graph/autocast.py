@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ringopt.graph.custom_gradient import CustomGradient
 from ringopt.graph.nodes import is_tensor, op_name, origin, value_of
 from ringopt.graph.refusal import Refusal
 
@@ -97,6 +98,8 @@ class Casting(fx.Interpreter):
             return super().run_node(node)
         with self.region(), SeenCasts() as inside:
             value = super().run_node(node)
+        if isinstance(node.target, CustomGradient):
+            value = [torch.empty_like(y) for y in value]  # values of their own, for whoever writes to them
         if self.regions and self.regions[-1][2]:
             self.cast_inputs(node, inside.casts)
         node.meta["val"] = value

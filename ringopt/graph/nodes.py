@@ -32,6 +32,11 @@ def readable(name: str) -> str:
     return re.sub(r"(^|_)(l_self|l|modules|parameters|buffers)(?=_)", "", name).strip("_") or name
 
 
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws from a default generator."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def value_of(node: Any) -> Any:
     """The fake value recorded when the graph was captured, None for what is no node."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None

@@ -67,6 +67,8 @@ class Sharder:
         self.placements: dict[fx.Node, Sharded | None] = {}
         self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
         self.gathers: list[GatherNote] = []
+        # Of some values the rows are made in a way of their own; None where that is worse than to cut the whole.
+        self.climbers: dict[fx.Node, Callable[[Sharded], fx.Node | None]] = {}
         self.asks, self.asked = asks, dict[object, fx.Node]()
         self.reader: fx.Node | None = None
 
@@ -159,6 +161,8 @@ class Sharder:
 
     def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
         """Computes only this rank's rows, from rows of the operands."""
+        if node in self.climbers:
+            return self.climbers[node](placement)
         reached = self.reach(node, placement)
         return self.emit(node, *reached, placement) if reached is not None else None
 
