@@ -14,7 +14,6 @@ After: nodes tagged as AOTAutograd's partitioner reads it, and with the policy t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 import torch.fx as fx
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ringopt.graph.nodes import is_random, value_of
 from ringopt.graph.recompute import Regions
 from ringopt.lockstep import sends
+from ringopt.measure import Figures
 from ringopt.pipeline import Context, Pass
 from ringopt.report import readable
 
@@ -43,21 +43,21 @@ class Recompute(Pass):
                 node.meta["policy"] = region.policy
         if tagged and context.mesh.size > 1:
             count = len({node.meta["ac_graph_id"] for node in tagged})
-            context.notes.append(told(count, exchanges, context.options.inner_backend))
+            context.notes.append(told(count, exchanges, context.options.inner_backend, Figures(gm.graph, context.mesh)))
 
 
-def told(regions: int, exchanges: Sequence[fx.Node], inner_backend: str) -> str:
+def told(regions: int, exchanges: Sequence[fx.Node], inner_backend: str, figures: Figures) -> str:
     checkpointed = f"{regions} checkpointed region{'s' if regions > 1 else ''}"
     if inner_backend == "eager":
         return f"{checkpointed}: nothing is computed again, for inner_backend='eager' has no backward graph to do it in"
-    kept = readable(sum(map(size_of, exchanges)))
+    kept = readable(sum(size_of(node, figures) for node in exchanges))
     but = f"but for {len(exchanges)} exchanges, whose results are kept: {kept}"
     return f"{checkpointed}: computed again in the backward, {but}"
 
 
-def size_of(node: fx.Node) -> int:
+def size_of(node: fx.Node, figures: Figures) -> int:
     values = value_of(node) if isinstance(value_of(node), (tuple, list)) else [value_of(node)]
-    return sum(prod(value.shape) * value.element_size() for value in values)
+    return sum(figures.product(value.shape) * value.element_size() for value in values)
 
 
 def is_seed(node: fx.Node) -> bool:

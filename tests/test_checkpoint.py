@@ -220,3 +220,17 @@ def test_eager_computes_nothing_again_and_says_so():
         Blocks("plain"), data(dtype=torch.float32), world_size=2, options={"inner_backend": "eager"}
     )
     assert "nothing is computed again, for inner_backend='eager'" in report.notes[0]
+
+
+def lengths_in_turn():
+    torch._dynamo.reset()
+    model, worst, before = Blocks("nested"), 0.0, len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    for n in (12, 17, 21, 30):
+        inputs = {"x": data(n, torch.float32)}
+        worst = max(worst, difference(run(compiled, model, inputs), run(model, model, inputs)))
+    return worst, len(ringopt.reports()) - before
+
+
+def test_lengths_in_turn_compile_twice(ranks):
+    assert all(error < 1e-5 and graphs == 2 for error, graphs in ranks(2, lengths_in_turn))

@@ -314,3 +314,17 @@ def test_a_function_that_writes_to_its_input_is_refused():
     gm, given = captured(lambda x: Doubled.apply(x * 3) + 1, data())
     with pytest.raises(GraphRefused, match=r"a custom autograd\.Function writes to its input \(mark_dirty\)"):
         capture(gm, given)
+
+
+def lengths_in_turn():
+    torch._dynamo.reset()
+    model, worst = Model(TOKEN_WISE["inside a checkpoint"]), 0.0
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    for n in (12, 17, 21):
+        inputs = {"x": data(n, torch.float32)}
+        worst = max(worst, difference(run(compiled, model, inputs), run(model, model, inputs)))
+    return worst, ringopt.reports()[-1].sharded_fraction
+
+
+def test_lengths_in_turn(ranks):
+    assert all(error < 1e-5 and sharded == 1.0 for error, sharded in ranks(2, lengths_in_turn))
