@@ -46,7 +46,7 @@ KEPT = ("val", "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", 
 LOOKED_AT = 2
 # The graph has to be the same for these places (rank, of how many), or it depends on what is known only later.
 PLACES = ((0, LOOKED_AT), (1, 3))
-HERE_ONLY = ("mesh", "inner_backend", "timeout", "on_refusal", "dump")
+HERE_ONLY = ("mesh", "inner_backend", "timeout", "on_refusal", "dump", "trace")
 
 
 class AnyRank(PretendedMesh):

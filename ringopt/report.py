@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 100  # columns of a report as text
+ALIKE = 8  # sites that read the same and are still told one by one
 
 
 @dataclass(frozen=True)
@@ -155,11 +156,27 @@ def site_table(report: Report) -> Table:
     for name in ("module", "form", "pattern", "strategy", "layout", "kernel"):
         table.add_column(name, overflow="fold")
     table.add_column("sent", justify="right")
-    for site in report.sites:
-        end = (site.strategy, site.layout, site.kernel, readable(site.bytes_sent))
-        cells = (site.module or "-", site.form, site.pattern, *end)
-        table.add_row(*(escape(cell) for cell in cells))
+    for cells in folded([site_cells(site) for site in report.sites]):
+        table.add_row(*map(escape, cells))
     return table
+
+
+def site_cells(site: Site) -> tuple[str, ...]:
+    end = (site.strategy, site.layout, site.kernel, readable(site.bytes_sent))
+    return (site.module or "-", site.form, site.pattern, *end)
+
+
+def folded(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Rows that are alike but for their first cell as one, where there are more than ALIKE of them."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        alike.setdefault(tuple(cells), []).append(name)
+    for name, *cells in rows:
+        names = alike[tuple(cells)]
+        if len(names) <= ALIKE:
+            yield (name, *cells)
+        elif name == names[0]:
+            yield (f"{name} and {len(names) - 1} like it, to {names[-1]}", *cells)
 
 
 def refused(site: Site) -> Text:

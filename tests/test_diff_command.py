@@ -69,7 +69,7 @@ def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
         (["no.pt2", "SIN"], "no.pt2 does not exist; expected a .pt2 file"),
         (["SIN", "README.md"], "README.md is not a .pt2 file"),
         (["SIN", "tests"], "tests is a folder; expected a .pt2 file"),
-        (["SIN", "SIN", "--html", "not/there/a.html"], "cannot write not/there/a.html: No such file or directory"),
+        (["SIN", "SIN", "--html", "not/there/a.html"], "--html not/there/a.html: there is no folder not/there"),
     ],
 )
 def test_a_wrong_file_is_one_line_and_ends_with_2(

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringopt.graph.diff import Change, GraphDiff, NodeView, SiteView, Totals
+from ringopt.report import folded
 
 MARKS = {"added": ("+", "green"), "removed": ("-", "red"), "resized": ("=", "dim"), "same": (" ", "dim")}
 # Told by number, unless there is nothing else to tell.
@@ -65,7 +66,7 @@ def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
     parts: list[Text | Table] = [Text(str(diff)), *totals(diff.before, diff.after)]
     folded = () if every else FOLDED if any(change.kind not in FOLDED for change in diff.changes) else ("same",)
     if diff.sites:
-        parts.append(site_table(diff.sites))
+        parts.append(site_table(diff.sites, every))
     if stat:
         parts.append(stat_table(blocks_of(diff, True)))
         return Group(*parts)
@@ -138,16 +139,20 @@ def shortened(text: str) -> str:
     return QUOTED.sub(lambda found: f"{found[0][:LONGEST]}...'", text)
 
 
-def site_table(sites: Sequence[Change]) -> Table:
+def site_table(sites: Sequence[Change], every: bool) -> Table:
     table = Table(title=f"{len(sites)} attention sites", title_justify="left")
     for name in ("module", "before", "after", "reason"):
         table.add_column(name, overflow="fold")
-    for change in sites:
-        views = [view.site if view else None for view in (change.before, change.after)]
-        reason = next((view.reason for view in views[::-1] if view is not None and view.reason), "")
-        cells = (change.node.module or "-", *(site_text(view) for view in views), reason)
-        table.add_row(*(Text(cell) for cell in cells))
+    rows = [site_cells(change) for change in sites]
+    for cells in rows if every else folded(rows):
+        table.add_row(*map(Text, cells))
     return table
+
+
+def site_cells(change: Change) -> tuple[str, ...]:
+    views = [view.site if view else None for view in (change.before, change.after)]
+    reason = next((view.reason for view in views[::-1] if view is not None and view.reason), "")
+    return (change.node.module or "-", *map(site_text, views), reason)
 
 
 def site_text(site: SiteView | None) -> str:
