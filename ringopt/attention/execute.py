@@ -9,7 +9,7 @@ plan (exchange.py). Ring attention (Liu et al. 2023) is this loop over a plan in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from ringopt.attention.dropout import Dropout
 from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
 from ringopt.attention.heads import HeadExchange
 from ringopt.attention.merge import Merged
-from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed
+from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed, Pair
 from ringopt.attention.tiles import Scores, Tile
 from ringopt.distributed.mesh import Mesh
 from ringopt.distributed.traffic import log_event
@@ -146,8 +146,10 @@ class Tiles:
         return out, lse
 
 
-def attend_keys(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
-    """K and V travel; see run.attend."""
+def attend_keys(
+    attention: Attention, mesh: Mesh, given: Operands, group: str = ""
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    """K and V travel; see run.attend. Stops when the first messages are under way, and wherever it would wait."""
     exchange, rank, (q, k, v) = attention.exchange, mesh.rank, (given.q, given.k, given.v)
     held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
     tiles, merged = Tiles(attention, rank, given, given.sources), Merged(q, v.shape[3])
@@ -163,14 +165,17 @@ def attend_keys(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tens
                 merged.add(rows, *tiles.kernel(part).forward(*operands))
 
     for number, step in enumerate(exchange.forward(rank)):
-        label = f"forward {number}"
+        label = f"forward {number}{group}"
         arriving = [held.shape.empty(message.rows) for message in step.receives]
         pending = mesh.exchange(
             [(message.target, held.message(message.rows)) for message in step.sends], _into(step, arriving), label
         )
+        if number == 0:
+            yield
         for block in step.blocks:
             compute(block)
         log_event("computed", label, rank)
+        yield
         pending.wait()
         while arriving:
             held.put(arriving.pop())
@@ -187,31 +192,49 @@ class Saved:
     lse: Tensor
 
 
-def backward_keys(attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> Found:
-    """K and V travel again, and sums of dK and dV travel home."""
+def backward_keys(
+    attention: Attention,
+    mesh: Mesh,
+    dout: Tensor,
+    saved: Saved,
+    group: str = "",
+    dq: Tensor | None = None,
+    home: Callable[[], Pair] | None = None,
+) -> Generator[None, None, Found]:
+    """K and V travel again, and sums of dK and dV travel home. Stops as `attend_keys` does. `dq`, and what `home`
+    gives when it is first needed, are zeros to which gradients are added; without, such are made here."""
     exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.given.k, saved.given.v)
     own, local = exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank))
     held = Held(KVShape.of(k, v), own, local, k, v)
     wide = KVShape.of(k, v, accumulator(k.dtype))
-    gradients = Gradients(wide, own, local, k.shape[2], leaving(exchange.backward(rank)))
-    blocks = KeysMove(attention, rank, dout, saved, held, gradients)
-    there_and_back(mesh, exchange.backward(rank), held, gradients, blocks.compute, "backward")
+    gradients = Gradients(wide, own, local, k.shape[2], leaving(exchange.backward(rank)), home)
+    blocks = KeysMove(attention, rank, dout, saved, held, gradients, dq)
+    yield from there_and_back(mesh, exchange.backward(rank), held, gradients, blocks.compute, "backward", group)
     return finished(Found(blocks.dq, *gradients.home(), blocks.parts), blocks, mesh)
 
 
 def there_and_back(
-    mesh: Mesh, steps: Sequence[Step], held: Held, sums: Gradients, compute: Callable[[Block], None], way: str
-) -> None:
-    """Runs steps in which rows travel out (`held`) and sums of them back home."""
+    mesh: Mesh,
+    steps: Sequence[Step],
+    held: Held,
+    sums: Gradients,
+    compute: Callable[[Block], None],
+    way: str,
+    group: str = "",
+) -> Generator[None, None, None]:
+    """Runs steps in which rows travel out (`held`) and sums of them back home. Stops as `attend_keys` does."""
     for number, step in enumerate(steps):
-        label = f"{way} {number}"
+        label = f"{way} {number}{group}"
         arriving = [_shape(message, held, sums).empty(message.rows) for message in step.receives]
         sends = [(message.target, _outgoing(message, held, sums)) for message in step.sends]
         pending = mesh.exchange(sends, _into(step, arriving), label)
         del sends
+        if number == 0:
+            yield
         for block in step.blocks:
             compute(block)
         log_event("computed", label, mesh.rank)
+        yield
         pending.wait()
         for message in step.receives:
             packed = arriving.pop(0)
@@ -332,9 +355,18 @@ class BlockBackward(ABC):
 class KeysMove(BlockBackward):
     """dQ here, dK and dV in `gradients`."""
 
-    def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, gradients: Gradients):
+    def __init__(
+        self,
+        attention: Attention,
+        rank: int,
+        dout: Tensor,
+        saved: Saved,
+        held: Held,
+        gradients: Gradients,
+        dq: Tensor | None,
+    ):
         super().__init__(attention, rank, dout, saved)
-        self.held, self.gradients, self.dq = held, gradients, wide_zeros(saved.given.q)
+        self.held, self.gradients, self.dq = held, gradients, wide_zeros(saved.given.q) if dq is None else dq
 
     def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         rows, saved = self.tiles.local.slice(tile.queries), self.saved

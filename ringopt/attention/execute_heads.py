@@ -13,6 +13,7 @@ from ringopt.attention.execute import Attention, Found, Operands, Saved, attend_
 from ringopt.attention.heads import HeadExchange, Parcel, Part
 from ringopt.attention.packing import Local
 from ringopt.attention.rows import Rows, count
+from ringopt.attention.turns import finish
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.kernels.base import accumulator
 
@@ -107,7 +108,7 @@ def attend_heads(plan: HeadExchange, site: Attention, mesh: Mesh, given: Operand
     lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
     for part in plan.parts(mesh.rank):
         mine = span(part.queries, plan.share(mesh.rank).start)
-        out[:, mine], lse[:, mine] = attend_keys(*alone(site, part), part_of(plan, mesh, own, part))
+        out[:, mine], lse[:, mine] = finish(attend_keys(*alone(site, part), part_of(plan, mesh, own, part)))
     outs, lses = trade.back([trade.of_queries(out), trade.of_queries(lse.unsqueeze(-1))], "forward back")
     return torch.cat([*outs.values()], 1), torch.cat([*lses.values()], 1).squeeze(-1)
 
@@ -123,7 +124,7 @@ def backward_heads(plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor
     for part in plan.parts(mesh.rank):
         mine, theirs = span(part.queries, plan.share(mesh.rank).start), span(part.keys, plan.kv_share(mesh.rank).start)
         left = Saved(part_of(plan, mesh, own, part), out[:, mine], lse[:, mine].squeeze(-1))
-        found = backward_keys(*alone(site, part), dout[:, mine], left)
+        found = finish(backward_keys(*alone(site, part), dout[:, mine], left))
         total.dq[:, mine] = found.dq
         total.dk[:, theirs] += found.dk
         total.dv[:, theirs] += found.dv

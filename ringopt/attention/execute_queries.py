@@ -32,6 +32,7 @@ from ringopt.attention.execute import (
 from ringopt.attention.merge import Merged, merge_
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
 from ringopt.attention.tiles import Tile
+from ringopt.attention.turns import finish
 from ringopt.distributed.mesh import Mesh
 from ringopt.kernels.base import HIDDEN, accumulator
 
@@ -65,7 +66,7 @@ def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[T
                 out, lse = tiles.kernel(part).forward(*operands, part.mask, part.causal, attention.scale)
                 results.add(part.queries, out, lse.unsqueeze(-1))
 
-    there_and_back(mesh, steps, held, results, compute, "forward")
+    finish(there_and_back(mesh, steps, held, results, compute, "forward"))
     merged, found = Merged(q, v.shape[3]), [results.home()]
     if exchange.merges:  # in the order of the ranks, so that all have the same bits
         parts = mesh.all_gather(torch.cat(found[0], -1), "forward merge")
@@ -84,7 +85,7 @@ def backward_queries(attention: Attention, mesh: Mesh, dout: Tensor, saved: Save
     held = Held(KVShape.of(q, beside), own, local, q, beside)
     sums = Gradients(KVShape.of(q, q[..., :0], accumulator(dtype)), own, local, q.shape[2], leaving(steps))
     blocks = QueriesMove(attention, rank, dout, saved, held, sums)
-    there_and_back(mesh, steps, held, sums, blocks.compute, "backward")
+    finish(there_and_back(mesh, steps, held, sums, blocks.compute, "backward"))
     found = finished(Found(sums.home()[0], blocks.dk, blocks.dv, blocks.parts), blocks, mesh)
     if exchange.merges and rank > 0 and found.dsinks is not None:
         found.dsinks.zero_()  # all ranks have the whole of it, and the caller sums parts

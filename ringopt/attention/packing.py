@@ -7,7 +7,7 @@ of K and V; or queries and what belongs to them (execute_queries.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -128,12 +128,21 @@ class Gradients:
     """dK and dV in the accumulator's dtype: sums of a rank's own rows, and sums of other ranks' rows on their way home.
 
     The latter are made in the buffers in which they will leave, when something is first added to them. `leaving` are
-    the messages of gradients that the rank will send, in order.
+    the messages of gradients that the rank will send, in order. `make_home` gives zeros for the former, when they are
+    first needed.
     """
 
-    def __init__(self, shape: KVShape, own: Rows, local: Local, rows: int, leaving: Sequence[Message]):
+    def __init__(
+        self,
+        shape: KVShape,
+        own: Rows,
+        local: Local,
+        rows: int,
+        leaving: Sequence[Message],
+        make_home: Callable[[], Pair] | None = None,
+    ):
         self.shape, self._local, self._leaving = shape, local, list(leaving)
-        self._own, self._rows = own, rows
+        self._own, self._rows, self._make_home = own, rows, make_home or self._zeros
         self._home: Pair | None = None
         self._sums: dict[Message, Packed] = {}
 
@@ -164,14 +173,17 @@ class Gradients:
     def home(self) -> Pair:
         """Of the rank's own rows: [B, Hkv, S_local, D] and [B, Hkv, S_local, Dv]."""
         if self._home is None:
-            shape = self.shape
-            dk, dv = (
-                torch.empty(shape.batch, shape.heads, self._rows, dim, dtype=shape.dtype, device=shape.device)
-                for dim in (shape.key_dim, shape.value_dim)
-            )
-            self._home = dk, dv
-            self.nothing(self._home)
+            self._home = self._make_home()
         return self._home
+
+    def _zeros(self) -> Pair:
+        shape = self.shape
+        dk, dv = (
+            torch.empty(shape.batch, shape.heads, self._rows, dim, dtype=shape.dtype, device=shape.device)
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        self.nothing((dk, dv))
+        return dk, dv
 
     def _started(self, rows: Rows) -> Packed:
         packed = self.shape.empty(rows)

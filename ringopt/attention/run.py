@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ringopt.attention.execute import Attention, Operands, Saved, attend_keys, backward_keys
+from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.execute_heads import attend_heads, backward_heads
 from ringopt.attention.execute_queries import attend_queries, backward_queries
+from ringopt.attention.turns import attend_groups, backward_groups
 from ringopt.distributed.mesh import Mesh
 
 
@@ -18,7 +19,7 @@ def attend(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, T
     """out [B, Hq, Sq_local, Dv] in q's dtype and lse [B, Hq, Sq_local], both contiguous. Raises RingCommError."""
     if attention.heads is not None:
         return attend_heads(attention.heads, attention, mesh, given)
-    return (attend_queries if attention.exchange.queries_move else attend_keys)(attention, mesh, given)
+    return (attend_queries if attention.exchange.queries_move else attend_groups)(attention, mesh, given)
 
 
 def attend_backward(
@@ -34,5 +35,5 @@ def attend_backward(
     if attention.heads is not None:
         found = backward_heads(attention.heads, attention, mesh, dout, saved)
     else:
-        found = (backward_queries if attention.exchange.queries_move else backward_keys)(attention, mesh, dout, saved)
+        found = (backward_queries if attention.exchange.queries_move else backward_groups)(attention, mesh, dout, saved)
     return found.rounded(saved.given, attention.learned)

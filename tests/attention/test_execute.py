@@ -12,7 +12,7 @@ from torch import Tensor
 from ringopt.attention import execute, tiles
 from ringopt.attention.bytes import Sizes, bytes_sent
 from ringopt.attention.exchange import Cargo, Exchange, Step, exchange_of
-from ringopt.attention.execute import Attention, Operands, Saved, attend_keys
+from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.patterns import Kind
 from ringopt.attention.run import attend, attend_backward
 from ringopt.distributed.traffic import Traffic, record_traffic
@@ -304,7 +304,7 @@ def test_a_buffer_that_arrived_is_sent_on_as_it_is(monkeypatch: pytest.MonkeyPat
 
     def body(mesh: ThreadMesh) -> None:
         q, k, v = (shard(x, "contiguous", p, mesh.rank) for x in (case.q, case.k, case.v))
-        attend_keys(attention(case, p, "full", "contiguous", "ring"), mesh, Operands(q, k, v))
+        attend(attention(case, p, "full", "contiguous", "ring"), mesh, Operands(q, k, v))
 
     monkeypatch.setattr(ThreadMesh, "exchange", spied)
     run_on_threads(p, body)
@@ -321,9 +321,7 @@ def test_rows_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Exchange, "forward", lambda self, rank: stray)
     half = Attention(two, site.mask, site.kernel, site.scale)
     with pytest.raises(PlanError, match=r"rows range\(8, 16\) are not here; here are \(range\(0, 8\),\)"):
-        run_on_threads(
-            1, lambda mesh: attend_keys(half, mesh, Operands(*(x[:, :, :8] for x in (case.q, case.k, case.v))))
-        )
+        run_on_threads(1, lambda mesh: attend(half, mesh, Operands(*(x[:, :, :8] for x in (case.q, case.k, case.v)))))
 
 
 def test_gradients_without_a_way_home_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

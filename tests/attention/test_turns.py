@@ -1,0 +1,89 @@
+"""Exchanges of some heads each, by turns: the same numbers and bytes, and more under way while blocks are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringopt.attention import turns
+from ringopt.attention.execute import Operands
+from ringopt.attention.turns import by_turns, groups_of
+from ringopt.distributed.traffic import Traffic
+from ringopt.graph.mask import Mask
+from ringopt.graph.terms import axis, load
+from tests.attention.reference import assert_near, problem, sdpa, visible
+from tests.attention.test_execute import attention, recorded, run
+
+
+@pytest.fixture
+def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange for each KV head, up to four, however little it sends."""
+    monkeypatch.setattr(turns, "PIECE", 1)
+
+
+def test_turns_are_taken_in_order() -> None:
+    said: list[str] = []
+
+    def one(name: str, stops: int) -> Generator[None, None, str]:
+        for stop in range(stops):
+            said.append(f"{name}{stop}")
+            yield
+        return name
+
+    assert by_turns([one("a", 2), one("b", 0), one("c", 3)]) == ["a", "b", "c"]
+    assert said == ["a0", "c0", "a1", "c1", "c2"]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("pattern", ["full", "causal", "window(5)"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 3), (10, 5), (4, 1)])
+def test_numbers(heads: tuple[int, int], pattern: str, strategy: str, smallest: None) -> None:
+    for p, layout, n in ((2, "zigzag", 17), (3, "contiguous", 23), (4, "zigzag", 5)):
+        case = problem(n, heads=heads, dims=(8, 5))
+        (out, _lse, *grads), _ = run(case, attention(case, p, pattern, layout, strategy), layout)
+        for found, expected in zip((out, *grads), sdpa(case, visible(pattern, n, n)), strict=True):
+            assert_near(found, expected, 1e-12)
+
+
+def groups(kv_heads: int, rows: int, mask: Mask | None = None) -> list[range]:
+    case = problem(rows, heads=(kv_heads, kv_heads), dims=(64, 64), batch=1, dtype=torch.float32)
+    site = attention(case, 2, "full", "contiguous", "ring")
+    return groups_of(replace(site, mask=mask or Mask()), Operands(case.q, case.k, case.v))
+
+
+def test_how_many() -> None:
+    """A row of a head is 512 bytes here, and the first message carries half of the rows."""
+    assert groups(4, 512) == [range(4)]
+    assert groups(4, 2048) == [range(0, 2), range(2, 4)]
+    assert groups(6, 8192) == [range(0, 1), range(1, 3), range(3, 4), range(4, 6)]
+    assert groups(1, 8192) == [range(1)]
+    assert groups(4, 8192, Mask(visible=load(0, [axis("k")], torch.bool))) == [range(4)], "masks would be made twice"
+
+
+def test_the_second_is_under_way_while_the_first_computes(smallest: None) -> None:
+    p, case = 2, problem(16, heads=(4, 2))
+    traffic: Traffic = recorded(case, attention(case, p, "full", "contiguous", "ring"), "contiguous")
+    events = [(e.kind, e.label) for e in traffic.of(0).events if e.label.startswith("forward")]
+    assert events == [
+        ("posted", "forward 0 of 0"),
+        ("posted", "forward 0 of 1"),
+        ("computed", "forward 0 of 0"),
+        ("computed", "forward 0 of 1"),
+        ("waited", "forward 0 of 0"),
+        ("computed", "forward 1 of 0"),
+        ("waited", "forward 0 of 1"),
+        ("computed", "forward 1 of 1"),
+    ]
+
+
+def test_bytes_are_the_same_and_messages_more(smallest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, case = 3, problem(20, heads=(4, 2))
+    site = attention(case, p, "causal", "zigzag", "ring")
+    several = recorded(case, site, "zigzag")
+    monkeypatch.setattr(turns, "PIECE", 1 << 30)
+    one = recorded(case, site, "zigzag")
+    assert several.bytes_sent == one.bytes_sent
+    assert several.messages == 2 * one.messages
