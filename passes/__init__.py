@@ -5,6 +5,7 @@
 
 from ringopt.passes.choose_strategy import ChooseStrategy
 from ringopt.passes.classify_mask import ClassifyMask
+from ringopt.passes.dilate import Dilate
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.find_flex import FindFlex
 from ringopt.passes.find_softmax import FindSoftmax
@@ -24,6 +25,7 @@ UNDERSTAND = (
     FindUnfused(),  # and every one that is spelled out, its mask read
     StripRepeatKv(),  # K and V have only their own heads
     ClassifyMask(),  # no [n, n] mask is left: a pattern, and a term evaluated block by block
+    Dilate(),  # where options ask for it, self-attention is dilated or says why not
 )
 
 LINE = (

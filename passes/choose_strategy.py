@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from ringopt.attention.bytes import bytes_sent
 from ringopt.attention.choose import Case, choose, choose_layout
+from ringopt.attention.dilation import is_dilated
 from ringopt.attention.layouts import LAYOUTS
 from ringopt.attention.predict import Heads
 from ringopt.cost.rates import Rates, cautious, rates_of
@@ -25,6 +26,7 @@ from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import requires_grad, shape_of, value_of
 from ringopt.graph.sizes import at_hand
 from ringopt.kernels.choose import choose as choose_kernel
+from ringopt.passes.dilated_sites import choose_dilated, dilated_layout
 from ringopt.pipeline import Context, Pass, SiteInfo
 
 LEAST = 2  # ranks
@@ -44,7 +46,10 @@ class ChooseStrategy(Pass):
             context.given.clear()
         for node, info in sites.items():
             info.notes += [why] if why else []
-            choose_for(node, info, context)
+            if is_dilated(node.args[7]):
+                choose_dilated(node, info, context)
+            else:
+                choose_for(node, info, context)
 
 
 def lengths(node: fx.Node) -> tuple[int, int]:
@@ -90,8 +95,10 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, s
         return given.pop(), ""
     if not spread or not enough:
         return "contiguous", ""
-    cases = [case_of(node, context) for node in spread]
+    cases = [case_of(node, context) for node in spread if not is_dilated(node.args[7])]
     rates, layouts = rates_for(context, *sites), tuple(LAYOUTS)
+    if not cases:
+        return dilated_layout(list(spread), context, looked_at(context), rates)
     return choose_layout(cases, looked_at(context), context.options.strategy, layouts, rates)
 
 

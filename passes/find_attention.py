@@ -51,6 +51,8 @@ class FindAttention(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node in list(gm.graph.nodes):
+            if node.target is torch.ops.ringopt.attention.default:  # a module of ringopt/nn.py
+                context.sites[node] = SiteInfo(module_path(node), "ringopt", node.args[7], False, source_line(node))
             if node.target is not aten.scaled_dot_product_attention.default:
                 continue
             site = Sdpa.of(node)

@@ -21,7 +21,9 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.convert
+import ringopt.ops.dilated
 import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
+from ringopt.attention.dilation import is_dilated
 from ringopt.attention.layouts import layout_of
 from ringopt.distributed.mesh import ANY
 from ringopt.graph.custom_gradient import CustomGradient
@@ -123,6 +125,8 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     if any(place is not None and place.dim < 2 for place in map(sharder.placements.get, (q, k, v))):
         info.strategy, info.bytes_sent = "none", 0
         return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
+    if is_dilated(pattern):
+        return attend_dilated(sharder, node, context)
     q_length, kv_length = shape_of(q)[2], shape_of(k)[2]
     rows = {"queries": q_length, "keys": kv_length}
     layouts = ["replicated" if info.whole == side else sharder.layout for side in rows]
@@ -150,6 +154,22 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         like=node,
     )
     out = None if info.whole == "queries" else Sharded(2, 1, q_length, 1)
+    sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
+    return True
+
+
+def attend_dilated(sharder: Sharder, node: fx.Node, context: Context) -> bool:
+    q, k, v, seen, *_, pattern, _mask, _dropout, scale = node.args
+    length = shape_of(q)[2]
+    out = Sharded(2, 1, length, 1)
+    sharder.reader = node
+    local = [sharder.sharded(x, out) for x in (q, k, v)]
+    both = sharder.step(
+        torch.ops.ringopt.dilated_attention.default,
+        *(*local, sharder.replicated(seen) if seen is not None else None, length, pattern, scale, sharder.layout),
+        *(context.options.strategy, context.sites[node].kernel, sharder.group, VERSION),
+        like=node,
+    )
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
     return True
 

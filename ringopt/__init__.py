@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringopt import errors
+    from ringopt import errors, nn
     from ringopt.archive import load
     from ringopt.backend import reports
     from ringopt.compare.programs import diff
@@ -35,13 +35,16 @@ __all__ = [
     "errors",
     "explain",
     "load",
+    "nn",
     "record_traffic",
     "reports",
     "shard",
     "unshard",
 ]
 
-# Where each public name lives; errors is a module itself.
+_MODULES = ("errors", "nn")
+
+# Where each other public name lives.
 _HOME = {
     "GraphDiff": "ringopt.graph.diff",
     "Options": "ringopt.options",
@@ -59,8 +62,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("ringopt.errors")
+    if name in _MODULES:
+        return import_module(f"ringopt.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ringopt' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from ringopt.attention.dilation import is_dilated
 from ringopt.boundary import Boundary, arriving, ends_program, examples
 from ringopt.capture import capture, known
 from ringopt.check import CheckedInputs
@@ -102,8 +103,10 @@ def transform(
     given = arriving(example_inputs, mesh)
     if not anew:
         fix_floats(gm)
-        if given or has_custom(gm):
-            specialize(gm)  # rows arrive as they were cut: of one length; a custom backward is a graph for one length
+        # Rows arrive as they were cut: of one length. A custom backward is a graph for one length, and one process
+        # keeps no sizes open.
+        if given or has_custom(gm) or (options.dilates and mesh.size == 1):
+            specialize(gm)
     shape_env = shape_env_of(gm) if not anew else None
     if mesh.size == 1 and shape_env is not None:
         return None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)), False
@@ -152,10 +155,12 @@ def for_one_size(
 def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     """On one process: whether SDPA takes the place of products written out, or of SDPA with a mask that is needless; or
     whether weights are dropped, which are to be the same as on many ranks; or flex_attention whose backward the CPU
-    lacks."""
+    lacks; or whether it is dilated, which is for the options to say and not a gain."""
     if node.target is not torch.ops.ringopt.attention.default:
         return False
     q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
+    if is_dilated(pattern):
+        return True
     mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
     plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))
     large = mask.is_as_large_as_scores(*shape_of(q)[:2])
@@ -165,15 +170,21 @@ def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
 
 
 def tell(report: Report, options: Options) -> None:
-    """Refusals, as the user asked to hear of them. Without ranks to shard over there is nothing to refuse."""
+    """Refusals, as the user asked to hear of them. Without ranks to shard over there is nothing to refuse but to
+    dilate."""
     reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]
     reasons += [report.refusal] if report.refusal else []
     reasons += report.left_alone if not report.sites else ()
-    if not reasons or report.world_size == 1 or options.on_refusal == "ignore":
+    undilated = [f"{site.module or 'attention'}: {site.not_dilated}" for site in report.sites if site.not_dilated]
+    if options.dilates and not report.sites:
+        undilated.append(report.refusal or "no attention was found")
+    told = {"not sharded": reasons if report.world_size > 1 else [], "not dilated": undilated}
+    message = ". ".join(f"{what}: {'; '.join(why)}" for what, why in told.items() if why)
+    if not message or options.on_refusal == "ignore":
         return
-    message = "not sharded: " + "; ".join(reasons)
     if options.on_refusal == "error":
-        raise RefusedError(message + '. With on_refusal="warn" it runs replicated on every rank')
+        runs = "replicated on every rank" if told["not sharded"] else "as the model has it"
+        raise RefusedError(message + f'. With on_refusal="warn" it runs {runs}')
     log.warning(message)
 
 

@@ -46,6 +46,8 @@ KEPT = ("val", "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", 
 LOOKED_AT = 2
 # The graph has to be the same for these places (rank, of how many), or it depends on what is known only later.
 PLACES = ((0, LOOKED_AT), (1, 3))
+# Operators that a site becomes, or stays.
+SITES = ("ring_attention", "dilated_attention", "attention", "scaled_dot_product_attention")
 HERE_ONLY = ("mesh", "inner_backend", "timeout", "on_refusal", "dump", "trace")
 
 
@@ -239,8 +241,8 @@ def note(node: fx.Node, sites: Mapping[str, SiteInfo]) -> None:
     tells = next(iter(node.users), node) if isinstance(node.meta.get("val"), (list, tuple)) else node
     alone = "local" if tells.meta.get("whole") is None else "replicated"
     said: dict[str, Any] = {"placement": str(tells.meta.get("placement") or alone)}
-    site = sites.get(node.name.removesuffix("_ring_attention"))
-    if site is not None and op_name(node) in ("ring_attention", "attention", "scaled_dot_product_attention"):
+    site = sites.get(node.name.removesuffix(f"_{op_name(node)}"))
+    if site is not None and op_name(node) in SITES:
         said["site"] = {"pattern": site.pattern, "refusal": site.refusal}
     node.meta["custom"] = {**(node.meta.get("custom") or {}), "ringopt": said}
 

@@ -96,7 +96,7 @@ def attention(
     if segment_lengths is not None or dilation_rates is not None or dilation_offsets != "paper":
         beside = {"window": window is not None, "dropout_p": dropout_p > 0}
         _refuse(beside, "not possible in dilated attention (segment_lengths, dilation_rates)")
-        dilation = Dilation(segment_lengths, dilation_rates, is_causal, dilation_offsets)  # type: ignore[arg-type]
+        dilation = Dilation.asked(segment_lengths, dilation_rates, is_causal, dilation_offsets)
         return _dilated(query, key, value, attn_mask, dilation, scale, ranks, layout, strategy, kernel)
     pattern = _pattern(is_causal, window)
     seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
@@ -157,7 +157,7 @@ def _dilated(
 
 
 def _seen(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """A key padding mask as [B, keys]."""
+    """A key padding mask as [1|B, 1, 1, keys]."""
     if mask is None:
         return None
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
@@ -166,7 +166,7 @@ def _seen(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
             f"dilated attention takes an attn_mask of keys alone, [{batch}, 1, 1, {keys}] of bool with all keys of the "
             f"sequence (True is seen); found {list(mask.shape)} {mask.dtype}"
         )
-    return mask.view(sizes)[:, 0, 0].expand(batch, keys)
+    return mask.reshape(sizes)
 
 
 def shard(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, layout: str = "contiguous") -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.attention.dilation import dilation_of, is_dilated
 from ringopt.attention.layouts import layout_of
 from ringopt.attention.rows import count
 from ringopt.distributed.mesh import Mesh
@@ -25,7 +26,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
     sites = tuple(
         Site(
             info.module, info.form, info.pattern, info.strategy, info.kernel, info.layout, info.refusal,
-            info.bytes_sent, tuple(info.notes), info.source,
+            info.bytes_sent, tuple(info.notes), info.source, info.not_dilated,
         )
         for info in context.sites.values()
     )  # fmt: skip
@@ -115,11 +116,21 @@ def matrix_flops(node: fx.Node, figures: Figures) -> int:
         return 2 * figures.product((*shape_of(node), shape_of(node.args[1])[-1]))
     if name in ("conv1d", "conv2d", "conv3d"):
         return 2 * figures.product((*shape_of(node), *shape_of(node.args[1])[1:]))
+    if name == "dilated_attention" or (name == "attention" and is_dilated(node.args[7])):
+        return dilated_flops(node, figures)
     if name in ("ring_attention", "attention"):
         batch, heads, rows, width = map(figures, shape_of(node.args[0]))
         keys = figures(node.args[7] if name == "ring_attention" else shape_of(node.args[1])[2])
         return 2 * batch * heads * rows * keys * (width + figures(shape_of(node.args[2])[-1]))
     return 0
+
+
+def dilated_flops(node: fx.Node, figures: Figures) -> int:
+    """Of this rank's share of all pairs."""
+    batch, heads, rows, width = map(figures, shape_of(node.args[0]))
+    length, pattern = node.args[4:6] if op_name(node) == "dilated_attention" else (rows, node.args[7])
+    pairs = dilation_of(pattern).pairs(figures(length), heads)
+    return 2 * batch * pairs * rows // figures(length) * (width + figures(shape_of(node.args[2])[-1]))
 
 
 def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:

@@ -18,6 +18,7 @@ CheckInputs = Literal["first", "always", "never"]
 Outputs = Literal["gather", "lazy", "local"]
 KernelName = Literal["auto", "flash", "cudnn", "efficient", "flash_cpu", "math"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
+DilationOffsets = Literal["paper", "torchscale"]
 OnRefusal = Literal["warn", "error", "ignore"]
 
 
@@ -34,6 +35,9 @@ class Options:
     sync_gradients  True: every rank has the complete gradients of parameters; False: their mean over the ranks is the
                     gradient, for a wrapper that averages (DDP or FSDP over the ranks of the mesh too)
     kernel          the attention kernel of a block
+    segment_lengths, dilation_rates   make each self-attention dilated (ringopt/attention/dilation.py): another function
+                    than the model's own; None: they stay as they are
+    dilation_offsets   where the heads begin in a segment: "paper" (j mod r) or "torchscale" (j // ceil(heads / r))
     inner_backend   what compiles the sharded graph
     timeout         seconds until a message that does not arrive is an error
     on_refusal      what happens when an attention site cannot be sharded
@@ -48,6 +52,9 @@ class Options:
     outputs: Outputs = "gather"
     sync_gradients: bool = True
     kernel: KernelName = "auto"
+    segment_lengths: tuple[int, ...] | None = None
+    dilation_rates: tuple[int, ...] | None = None
+    dilation_offsets: DilationOffsets = "paper"
     inner_backend: InnerBackend = "inductor"
     timeout: float = 600.0
     on_refusal: OnRefusal = "warn"
@@ -68,6 +75,16 @@ class Options:
                 raise OptionError(f"option {name}={folder!r}: expected the path of a folder, as text")
         if self.mesh is not None:
             _check_mesh(self.mesh)
+        if self.dilates:
+            check_dilation(self.segment_lengths, self.dilation_rates, self.dilation_offsets)
+            for name in ("segment_lengths", "dilation_rates"):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def dilates(self) -> bool:
+        """Whether self-attention is to become dilated."""
+        asked = self.segment_lengths is not None or self.dilation_rates is not None
+        return asked or self.dilation_offsets != "paper"
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | Options | None) -> Options:
@@ -84,6 +101,26 @@ class Options:
 def _literals() -> dict[str, Any]:
     hints = get_type_hints(Options, localns={"DeviceMesh": object})
     return {name: kind for name, kind in hints.items() if getattr(kind, "__origin__", None) is Literal}
+
+
+def check_dilation(segment_lengths: Any, dilation_rates: Any, offsets: str) -> None:
+    """Of options, arguments and modules alike. Raises OptionError."""
+    asked = f"segment_lengths={segment_lengths!r}, dilation_rates={dilation_rates!r}"
+    for numbers in (segment_lengths, dilation_rates):
+        whole = isinstance(numbers, (tuple, list)) and all(type(x) is int and x > 0 for x in numbers)
+        if not whole or not numbers:
+            raise OptionError(f"{asked}: both are tuples of whole numbers, 1 or more")
+    if len(segment_lengths) != len(dilation_rates):
+        raise OptionError(
+            f"{asked}: {len(segment_lengths)} lengths and {len(dilation_rates)} rates; every segment length needs its "
+            "dilation rate"
+        )
+    for w, r in zip(segment_lengths, dilation_rates, strict=True):
+        if r > w:
+            raise OptionError(f"{asked}: rate {r} is above its segment length {w}, so some heads would keep no row")
+    if offsets not in get_args(DilationOffsets):
+        known = ", ".join(map(repr, get_args(DilationOffsets)))
+        raise OptionError(f"dilation_offsets={offsets!r}: expected one of {known}")
 
 
 def _check_mesh(mesh: Any) -> None:

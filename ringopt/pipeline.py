@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 @dataclass
 class SiteInfo:
     """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a
-    mask; `source`: the line of the program that it comes from; `whole`: the side that has too few rows to be spread,
-    which is on every rank."""
+    mask; `source`: the line of the program that it comes from; `not_dilated`: why the options' dilation is not applied
+    to it; `whole`: the side that has too few rows to be spread, which is on every rank."""
 
     module: str
     form: str
@@ -42,6 +42,7 @@ class SiteInfo:
     layout: str = "none"
     kernel: str = "none"
     refusal: str | None = None
+    not_dilated: str | None = None
     bytes_sent: int = 0
     notes: list[str] = field(default_factory=list)
     whole: Literal["", "queries", "keys"] = ""

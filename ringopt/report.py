@@ -19,7 +19,8 @@ ALIKE = 8  # sites that read the same and are still told one by one
 
 @dataclass(frozen=True)
 class Site:
-    """One attention site. `refusal` is None where it was rewritten, else the reason; `bytes_sent` is per rank, forward;
+    """One attention site. `refusal` is None where it was rewritten, else the reason; `not_dilated` is why the options'
+    dilation is not applied, None where it is or was not asked for; `bytes_sent` is per rank, forward;
     `source` is the line of the program that the attention comes from, "" where that is not known."""
 
     module: str
@@ -32,6 +33,7 @@ class Site:
     bytes_sent: int
     notes: tuple[str, ...] = ()
     source: str = ""
+    not_dilated: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Report:
         return captured.get()
 
     def rich(self) -> Group:
-        parts: list[Any] = [site_table(self), *map(refused, (site for site in self.sites if site.refusal))]
+        parts: list[Any] = [site_table(self), *(told for site in self.sites for told in refusals(site))]
         reasons = Counter(note for site in self.sites for note in site.notes)
         parts += [Text(f"{count} of {len(self.sites)} sites: {note}") for note, count in reasons.items()]
         if self.gathers:
@@ -179,9 +181,11 @@ def folded(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
             yield (f"{name} and {len(names) - 1} like it, to {names[-1]}", *cells)
 
 
-def refused(site: Site) -> Text:
+def refusals(site: Site) -> Iterator[Text]:
     where = f" ({site.source})" if site.source else ""
-    return Text(f"refused: {site.module or 'attention'}: {site.refusal}{where}", style="yellow")
+    for what, reason in (("refused", site.refusal), ("not dilated", site.not_dilated)):
+        if reason and (what == "refused" or reason != site.refusal):
+            yield Text(f"{what}: {site.module or 'attention'}: {reason}{where}", style="yellow")
 
 
 def gather_table(report: Report) -> Table:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from ringopt.attention.patterns import Kind
 from ringopt.errors import OptionError
-
-OFFSETS = ("paper", "torchscale")
+from ringopt.options import check_dilation
 
 # "dilated(2048:1,4096:2)", then what is not the default
 TEXT = re.compile(r"dilated\((\d+:\d+(?:,\d+:\d+)*)(,causal)?(,torchscale offsets)?(,torchscale mixing)?\)")
@@ -106,7 +106,15 @@ class Dilation:
     torchscale_mixing: bool = False
 
     def __post_init__(self) -> None:
-        check(self.segment_lengths, self.dilation_rates, self.offsets)
+        check_dilation(self.segment_lengths, self.dilation_rates, self.offsets)
+
+    @classmethod
+    def asked(
+        cls, segment_lengths: Any, dilation_rates: Any, causal: bool, offsets: str, torchscale_mixing: bool = False
+    ) -> Dilation:
+        """From what a user gave, lists included."""
+        check_dilation(segment_lengths, dilation_rates, offsets)
+        return cls(tuple(segment_lengths), tuple(dilation_rates), causal, offsets, torchscale_mixing)
 
     @cached_property
     def text(self) -> str:
@@ -130,6 +138,22 @@ class Dilation:
         """Pairs of query and key of all heads; a pair of two patterns is two."""
         return sum(term.pairs(self.causal) * len(term.heads) for term in self.terms(length, heads, heads))
 
+    def kind(self, queries: range, keys: range, length: int, heads: int) -> Kind:
+        """What the queries see of the keys: something of it in some head, or all of it in all heads."""
+        seen = Kind.EMPTY
+        for term in self.terms(length, heads, heads):
+            w = term.kept.segment
+            both = range(max(queries[0], keys[0]) // w, min(queries[-1], keys[-1]) // w + 1)
+            one = queries[0] // w == queries[-1] // w == keys[0] // w == keys[-1] // w
+            if term.kept.rate == 1 and one and not (self.causal and keys[-1] > queries[0]):
+                return Kind.FULL
+            for number in both:
+                mine, theirs = (term.kept.within(number, rows) for rows in (queries, keys))
+                if mine and theirs and not (self.causal and theirs[0] > mine[-1]):
+                    seen = Kind.PARTIAL
+                    break
+        return seen
+
     def left_out(self, length: int, heads: int) -> tuple[int, int]:
         """Rows that no head keeps, and (row, head) that no pattern keeps: their output is 0."""
         return _left_out(self, length, heads)
@@ -143,24 +167,6 @@ class Dilation:
             f"{self.text} keeps {rows} of {length} tokens in no head, and leaves {places} of {length * heads} places "
             "(token, head) out: their output is 0. A pattern of rate 1 keeps all"
         )
-
-
-def check(segment_lengths: Any, dilation_rates: Any, offsets: str) -> None:
-    asked = f"segment_lengths={segment_lengths!r}, dilation_rates={dilation_rates!r}"
-    for numbers in (segment_lengths, dilation_rates):
-        whole = isinstance(numbers, (tuple, list)) and all(type(x) is int and x > 0 for x in numbers)
-        if not whole or not numbers:
-            raise OptionError(f"{asked}: both are tuples of whole numbers, 1 or more")
-    if len(segment_lengths) != len(dilation_rates):
-        raise OptionError(
-            f"{asked}: {len(segment_lengths)} lengths and {len(dilation_rates)} rates; every segment length needs its "
-            "dilation rate"
-        )
-    for w, r in zip(segment_lengths, dilation_rates, strict=True):
-        if r > w:
-            raise OptionError(f"{asked}: rate {r} is above its segment length {w}, so some heads would keep no row")
-    if offsets not in OFFSETS:
-        raise OptionError(f"dilation_offsets={offsets!r}: expected one of {', '.join(map(repr, OFFSETS))}")
 
 
 def is_dilated(pattern: str) -> bool:

@@ -16,9 +16,12 @@ import torch
 import torch.fx as fx
 
 from ringopt.attention.bytes import Sizes, bytes_sent
+from ringopt.attention.dilated_plan import DilatedPlan, dilated_plan_of
+from ringopt.attention.dilation import dilation_of, is_dilated
+from ringopt.attention.exchange import Cargo
 from ringopt.attention.heads import HeadExchange
 from ringopt.attention.layouts import layout_of
-from ringopt.attention.patterns import pattern_of
+from ringopt.attention.patterns import Kind, pattern_of
 from ringopt.attention.plans import Plan, plan_of
 from ringopt.attention.predict import pairs_of
 from ringopt.attention.rows import count
@@ -34,7 +37,8 @@ from ringopt.ops.rows import Wanted, fetch_of
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
-ATTENTION = ("aten::scaled_dot_product_attention", "ringopt::attention", "ringopt::ring_attention")
+SPREAD = ("ringopt::ring_attention", "ringopt::dilated_attention")
+ATTENTION = ("aten::scaled_dot_product_attention", "ringopt::attention", *SPREAD)
 # Operators of products, and the argument whose last size (of a convolution: all but the first) is summed over.
 PRODUCTS = {
     "aten::linear": 0, "aten::matmul": 0, "aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::addmm": 1,
@@ -97,8 +101,8 @@ class Reader:
         name = qualified(node)
         if not self.sharded or node.op in ("placeholder", "get_attr", "output"):
             return REPLICATED
-        if name == "ringopt::ring_attention":
-            return REPLICATED if arguments["q_layout"] == "replicated" else str(Sharded(2, 1, 1, 1))
+        if name in SPREAD:
+            return REPLICATED if arguments.get("q_layout") == "replicated" else str(Sharded(2, 1, 1, 1))
         if name in ("ringopt::reduce_from_group", "ringopt::copy_all_to_group"):
             return REPLICATED
         if noted:
@@ -116,6 +120,8 @@ class Reader:
             return 0
         if name == "ringopt::ring_attention":
             return self.attention_bytes(arguments)
+        if name == "ringopt::dilated_attention":
+            return self.dilated_bytes(arguments)
         if name == "ringopt::fetch_rows":
             return self.fetch_bytes(arguments)
         ranks, sizes = self.ranks, self.sizes(value_of(node))
@@ -161,6 +167,25 @@ class Reader:
         except (PlanError, OptionError):
             return None
 
+    def dilated_plan(self, arguments: Mapping[str, Any]) -> DilatedPlan | None:
+        """The plan of dilated attention, spread or not; None where these ranks cannot run it, or sizes are open."""
+        query, key = (value_of(arguments[name]).shape for name in "qk")
+        length = arguments.get("length", query[2])
+        ranks = self.ranks if "length" in arguments else 1
+        if ranks is None or not isinstance(length, int):
+            return None
+        how = (arguments.get("layout", "contiguous"), arguments.get("strategy", "auto"))
+        try:
+            return dilated_plan_of(arguments["pattern"], length, query[1], key[1], ranks, *how)
+        except (PlanError, OptionError):
+            return None
+
+    def dilated_bytes(self, arguments: Mapping[str, Any]) -> int | None:
+        key, value = (value_of(arguments[name]) for name in "kv")
+        plan = self.dilated_plan(arguments)
+        row = key.shape[0] * (key.shape[3] + value.shape[3]) * key.element_size()
+        return int(plan.sent_rows(self.rank, Cargo.OUT) * row) if plan is not None else None
+
     # ---- what is computed ------------------------------------------------------------------------------------------
     def flops(self, node: fx.Node, arguments: Mapping[str, Any]) -> int | None:
         """2 a multiplication; of attention only the pairs that the pattern's structure lets see each other."""
@@ -178,6 +203,10 @@ class Reader:
         query, key, value = (self.sizes(value_of(arguments[of])) for of in operands_of(name))
         if query is None or key is None or value is None or len(query) < 2:
             return None
+        if is_dilated(pattern_text(name, arguments)):
+            dilated = self.dilated_plan(arguments)
+            rank = self.rank if name in SPREAD else 0
+            return 2 * query[0] * dilated.pairs(rank) * (query[-1] + value[-1]) if dilated is not None else None
         each = 2 * math.prod(query[:-2]) * (query[-1] + value[-1])
         if name != "ringopt::ring_attention":
             rows, keys = range(query[-2]), range(key[-2])
@@ -198,6 +227,10 @@ class Reader:
         pattern = noted.get("pattern") or described_pattern(name, arguments)
         reason = noted.get("refusal") or ""
         drawn = draw(name, arguments)
+        if name == "ringopt::dilated_attention":
+            plan = self.dilated_plan(arguments)
+            strategy = plan.strategies if plan is not None else arguments["strategy"]
+            return SiteView(pattern, strategy, arguments["layout"], arguments["kernel"], reason, drawn)
         if name != "ringopt::ring_attention":
             return SiteView(pattern, "none", "none", "none", reason, drawn)
         kernel, layout = arguments["kernel"], arguments["q_layout"]
@@ -245,7 +278,10 @@ def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     given = arguments.get("attn_mask") is not None
     if not isinstance(rows, int) or not isinstance(keys, int):
         return ()
-    pattern = pattern_of(pattern_text(name, arguments), rows, keys)
+    text = pattern_text(name, arguments)
+    if is_dilated(text):
+        return draw_dilated(text, arguments.get("length", rows), query.shape[1])
+    pattern = pattern_of(text, rows, keys)
     lines = []
     for some in cut(rows):
         kinds = []
@@ -259,6 +295,13 @@ def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
                 kinds.append("#" if banded == seen == "full" else "/")
         lines.append("".join(kinds))
     return tuple(lines)
+
+
+def draw_dilated(text: str, length: int, heads: int) -> tuple[str, ...]:
+    """Of all heads together."""
+    mark, sees = {Kind.EMPTY: ".", Kind.FULL: "#", Kind.PARTIAL: "/"}, dilation_of(text).kind
+    blocks = cut(length) if isinstance(length, int) else []
+    return tuple("".join(mark[sees(some, others, length, heads)] for others in blocks) for some in blocks)
 
 
 def square(rows: range, keys: range) -> dict[str, range]:

@@ -49,7 +49,7 @@ HANDS_ON = (
     "ringopt::reduce_from_group",
 )  # fmt: skip
 LISTED = "ringopt::copy_all_to_group"  # of several values, each by getitem
-PARTED = ("ringopt::ring_attention", "ringopt::dropout")  # and getitem of these
+PARTED = ("ringopt::ring_attention", "ringopt::dilated_attention", "ringopt::dropout")  # and getitem of these
 
 
 @dataclass

@@ -7,7 +7,7 @@
 (the text of a ringopt.graph.mask.Mask that reads `sources`). Query head h attends with KV head h // (Hq / Hkv). A sink
 is one more logit in the softmax of every row of its head, and leads to no value. Weights are dropped with probability
 `dropout_p`, as `seed` says (ringopt/attention/dropout.py). A pattern may be dilated (ringopt/attention/dilation.py);
-what the mask says of keys is then taken along, and it can say no more.
+`attn_mask` then says which keys are no padding, [1|B, 1, 1, Sk] of bool.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import ringopt.ops.dilated  # noqa: F401  (registers the operator)
 from ringopt.attention.dilation import is_dilated
 from ringopt.attention.dropout import Dropout
 from ringopt.attention.patterns import pattern_of
-from ringopt.graph.mask import Mask, places
-from ringopt.graph.term_readers import evaluate
+from ringopt.graph.mask import Mask
 from ringopt.kernels.base import HIDDEN, accumulator
 from ringopt.kernels.math import fold, spread
 from ringopt.ops.ring import VERSION
@@ -51,11 +50,10 @@ def attention_reference(
     ValueError for dropout without a seed, and where a dilated pattern stands beside what it cannot be joined with."""
     parsed, grouped = Mask.parse(mask), q.shape[1] != k.shape[1]
     if is_dilated(pattern):
-        if sinks is not None or dropout_p > 0:
-            raise ValueError("ringopt::attention: dilated attention has neither sinks nor dropout")
-        seen = seen_keys(k, attn_mask, sources, parsed)
+        if mask or sinks is not None or dropout_p > 0:
+            raise ValueError("ringopt::attention: dilated attention has no mask but of keys, no sinks and no dropout")
         where = (k.shape[2], pattern, scale, "contiguous", "auto", "auto", "pretend:0/1", VERSION)
-        return torch.ops.ringopt.dilated_attention(q, k, v, seen, *where)[0]  # type: ignore[no-any-return]
+        return torch.ops.ringopt.dilated_attention(q, k, v, attn_mask, *where)[0]  # type: ignore[no-any-return]
     if dropout_p > 0 and seed is None:
         raise ValueError(f"ringopt::attention: dropout_p is {dropout_p}, and there is no seed to draw from")
     plain = attn_mask is None and not any(parsed.terms)
@@ -106,25 +104,6 @@ def written_out(
     if drop is not None:
         weights = weights * drop.factor(batch, heads, queries, keys, wide)
     return spread(fold(weights.to(v.dtype), groups) @ v, groups)
-
-
-def seen_keys(k: Tensor, given: Tensor | None, sources: list[Tensor], mask: Mask) -> Tensor | None:
-    """[B, Sk] bool: the keys that a mask of keys alone lets queries see; None where that is all. Raises ValueError for
-    another mask."""
-    if given is None and not any(mask.terms):
-        return None
-    batch, keys = k.shape[0], k.shape[2]
-    if given is not None and (given.dtype != torch.bool or given.dim() != 4 or given.shape[1:3] != (1, 1)):
-        raise ValueError(
-            f"dilated attention takes a mask [B, 1, 1, keys] of bool; found {list(given.shape)} {given.dtype}"
-        )
-    if not mask.of_keys:
-        raise ValueError("dilated attention takes a mask of keys alone, the same for all heads and queries")
-    found = [given[:, 0, 0]] if given is not None else []
-    if mask.visible is not None:
-        place = places(batch, 1, range(1), range(keys), k.device)
-        found.append(evaluate(mask.visible, place, sources, k.device).expand(batch, 1, 1, keys)[:, 0, 0])
-    return torch.stack([x.expand(batch, keys) for x in found]).all(0)
 
 
 def hidden_rows(mask: Tensor) -> Tensor:

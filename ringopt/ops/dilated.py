@@ -1,8 +1,8 @@
 """`ringopt::dilated_attention` and its backward: dilated self attention, on one device or over rows that are spread
 over the ranks of a mesh.
 
-    dilated_attention(q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv], seen? [B, S], ...)
-        -> out, lse
+    dilated_attention(q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv], seen? [1|B, 1, 1, S],
+                      ...) -> out, lse
 
 Opaque, and for the same reasons, as `ringopt::ring_attention` (ops/ring.py). What is computed alone and what is
 exchanged: attention/dilated_plan.py.
@@ -63,10 +63,10 @@ class Config(NamedTuple):
 )
 def dilated_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *config: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S_local, Dv] in q's dtype; lse [B, Hq, S_local] in natural log, not differentiable. `seen`: bool,
-    False for keys that are padding. Where no pattern keeps a row of a head, or it sees padding only, out is 0 and lse
-    -inf. Raises RingMismatchError, RingCommError, OptionError, PlanError."""
-    given = Operands(q, k, v, seen)
-    attention, mesh = prepare("dilated_attention", given, Config(*config))
+    False for keys that are padding, of the whole sequence. Where no pattern keeps a row of a head, or it sees padding
+    only, out is 0 and lse -inf. Raises RingMismatchError, RingCommError, OptionError, PlanError."""
+    given = operands_of(q, k, v, seen)
+    attention, mesh = prepare("dilated_attention", given, seen, Config(*config))
     with torch.autocast(q.device.type, enabled=False):
         return attend_dilated(attention, mesh, given)
 
@@ -86,8 +86,8 @@ def dilated_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, out: Tensor, lse: Tensor, *config: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rank's own rows."""
-    given = Operands(q, k, v, seen)
-    attention, mesh = prepare("dilated_attention_backward", given, Config(*config))
+    given = operands_of(q, k, v, seen)
+    attention, mesh = prepare("dilated_attention_backward", given, seen, Config(*config))
     with torch.autocast(q.device.type, enabled=False):
         return attend_dilated_backward(attention, mesh, dout, Saved(given, out, lse))
 
@@ -114,11 +114,15 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
 dilated_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def prepare(op: str, given: Operands, config: Config) -> tuple[DilatedAttention, Mesh]:
+def operands_of(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Operands:
+    return Operands(q, k, v, seen if seen is None else seen.flatten(1).expand(q.shape[0], -1))
+
+
+def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tuple[DilatedAttention, Mesh]:
     """The plan, proved on this rank and compared with what the other ranks are about to run; and the mesh."""
     mesh, (q, k, v) = mesh_of(config.group), (given.q, given.k, given.v)
     layout = layout_of(config.layout, config.length, mesh.size)
-    misfit = misfit_of(Shards(q, k, v), layout, layout, mesh.rank) or misfit_of_seen(given, config.length)
+    misfit = misfit_of(Shards(q, k, v), layout, layout, mesh.rank) or misfit_of_seen(seen, q.shape[0], config.length)
     agree(mesh, key_of(op, misfit, given, config, mesh.size))
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
@@ -129,11 +133,13 @@ def prepare(op: str, given: Operands, config: Config) -> tuple[DilatedAttention,
     return DilatedAttention(plan, kernel, config.scale), mesh
 
 
-def misfit_of_seen(given: Operands, length: int) -> str:
-    seen, expected = given.seen, [given.q.shape[0], length]
-    if seen is not None and (list(seen.shape) != expected or seen.dtype != torch.bool):
-        return f"seen is {list(seen.shape)} {seen.dtype}; expected {expected} torch.bool, of the whole sequence"
-    return ""
+def misfit_of_seen(seen: Tensor | None, batch: int, length: int) -> str:
+    if seen is None or (seen.dtype == torch.bool and list(seen.shape) in ([1, 1, 1, length], [batch, 1, 1, length])):
+        return ""
+    return (
+        f"the mask is {list(seen.shape)} {seen.dtype}; dilated attention takes one of keys alone, [1 or {batch}, 1, 1, "
+        f"{length}] torch.bool (True is seen), with all keys of the sequence"
+    )
 
 
 def key_of(

@@ -1,0 +1,135 @@
+"""Self-attention becomes dilated, where the options ask for it (`segment_lengths`, `dilation_rates`).
+
+    y = attention(q, k, v, None, [attention_mask], ..., "causal", '{"parts": ["visible"], ...}')
+        ->
+    seen = reshape(tabulate([attention_mask], ...))                                       # [B, 1, 1, n], bool
+    y = attention(q, k, v, seen, [], ..., "dilated(2048:1,4096:2,causal)", "")
+
+Another function than the model's own, which is why it is asked for. Causal composes with it, and so do masks that say
+which keys are padding. What hides a key by adding a number below -1e4 hides it whole: a row that sees padding only is
+0. All else stays as it was, and the report says why.
+
+Before: every mask read. After: a site is dilated, or says why it is not. Modules that are dilated themselves
+(ringopt/nn.py) are found as sites and stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
+from ringopt.attention.dilation import Dilation, dilation_of, is_dilated
+from ringopt.graph.bands import split
+from ringopt.graph.mask import FAR, Mask
+from ringopt.graph.nodes import emit, shape_of
+from ringopt.graph.peel import Peeled, conjuncts, every, rest_of
+from ringopt.graph.provenance import origins
+from ringopt.graph.sizes import at_hand
+from ringopt.graph.terms import Term, axes_of, dumps
+from ringopt.pipeline import Context, Pass, SiteInfo
+
+attention = torch.ops.ringopt.attention.default
+
+
+class Dilate(Pass):
+    name = "dilate"
+
+    def run(self, gm: fx.GraphModule, context: Context) -> None:
+        tables: dict[tuple[object, ...], fx.Node] = {}
+        for node, info in context.sites.items():
+            if node.target is attention and is_dilated(node.args[7]):
+                info.pattern = node.args[7]
+            elif context.options.dilates:
+                found = readable(node, info)
+                if isinstance(found, str):
+                    info.not_dilated = found
+                    continue
+                rewrite(node, found, context, tables)
+                info.pattern = node.args[7]
+            else:
+                continue
+            info.notes += filter(None, told(dilation_of(info.pattern), *map(at_hand, shape_of(node.args[0])[1:3])))
+
+
+def told(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
+    """For the report, of the length at hand."""
+    pairs = heads * (length * (length + 1) // 2 if dilation.causal else length * length)
+    part = dilation.pairs(length, heads) / pairs
+    name = "causal" if dilation.causal else "full"
+    return f"computes {part:.1%} of the FLOPs of {name} attention", dilation.told_left_out(length, heads)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a mask hides: later keys when `causal`, and those for which `seen` (over b and k) does not hold."""
+
+    causal: bool
+    seen: Term | None
+
+
+def readable(node: fx.Node, info: SiteInfo) -> Hidden | str:
+    """What its mask hides, or why the site cannot be dilated."""
+    if info.refusal is not None or node.target is not attention:
+        return info.refusal or "it was not read"
+    q, k, v, given, _sources, sinks, seed, pattern, text, *_ = node.args
+    queries, keys = shape_of(q)[2], shape_of(k)[2]
+    if queries != keys:
+        return f"it is no self-attention: {queries} queries look at {keys} keys"
+    if looks_elsewhere(q, k, v):
+        return "it is no self-attention: keys and values come from where the queries do not"
+    if sinks is not None or seed is not None:
+        return "its weights are dropped" if seed is not None else "it has sinks"
+    if given is not None:
+        return "its mask is a tensor that was not read"
+    return hidden(pattern, Mask.parse(text))
+
+
+def looks_elsewhere(q: fx.Node, k: fx.Node, v: fx.Node) -> bool:
+    """Cross attention over as many keys as there are queries: keys and values have an origin in common, and none with
+    the queries."""
+    of_queries, of_keys, of_values = ({end.node for end in origins(x, 2)} for x in (q, k, v))
+    return bool(of_keys & of_values) and not of_queries & (of_keys | of_values)
+
+
+def hidden(pattern: str, mask: Mask) -> Hidden | str:
+    if mask.score is not None:
+        return "its scores go through a function"
+    found = Peeled(conjuncts(mask.visible) if mask.visible is not None else [])
+    if mask.bias is not None and rest_of(mask.bias, found, -FAR) is not None:
+        return "a bias is added to its scores"
+    band, conditions = split(found.conditions)
+    bands = {pattern, band} - {"full"}
+    if bands - {"causal"}:
+        return f"a {' and '.join(sorted(bands))} mask does not compose with dilation"
+    axes = axes_of(conditions)
+    if not axes <= {"b", "k"}:
+        said = {"q": "differs by query", "h": "differs by head", "r": "differs by query"}
+        return f"its mask {next(said[axis] for axis in 'qrh' if axis in axes)}, and is no padding of keys"
+    return Hidden(bool(bands), every(conditions) if conditions else None)
+
+
+def rewrite(node: fx.Node, found: Hidden, context: Context, tables: dict[tuple[object, ...], fx.Node]) -> None:
+    options, (q, k, v, _given, sources, *_) = context.options, node.args
+    lengths, rates = options.segment_lengths, options.dilation_rates
+    assert lengths is not None and rates is not None
+    pattern = Dilation(lengths, rates, found.causal, options.dilation_offsets).text
+    seen = None
+    if found.seen is not None:
+        text, batch = json.dumps(dumps(found.seen)), shape_of(q)[0] if "b" in found.seen.axes else 1
+        key = (text, batch, shape_of(k)[2], *sources)
+        if key not in tables:
+            tables[key] = table(node, list(sources), text, batch)
+        seen = tables[key]
+    node.args = (q, k, v, seen, [], None, None, pattern, "", 0.0, node.args[10])
+
+
+def table(node: fx.Node, sources: list[fx.Node], text: str, batch: int) -> fx.Node:
+    """[batch, 1, 1, keys]: the condition `text` for each key."""
+    keys = shape_of(node.args[1])[2]
+    with node.graph.inserting_before(node):
+        column = emit(node.graph, torch.ops.ringopt.tabulate.default, (sources, text, "k", [batch, 1, keys]), node)
+        return emit(node.graph, torch.ops.aten.reshape.default, (column, [batch, 1, 1, keys]), node)

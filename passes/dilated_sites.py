@@ -1,0 +1,88 @@
+"""Layout, exchange and kernel of dilated sites, for choose_strategy, and what dilation spares them.
+
+Contiguous shards keep neighbours together, so that most segments lie within one; under a long causal pattern zigzag
+shares the work better. Each pattern's rows are gathered, which sends what is needed and no more, unless a rank would
+hold more rows of others than it has of its own: those go round a ring (attention/dilated_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.fx as fx
+
+from ringopt.attention.choose import CLOSE, duration
+from ringopt.attention.dilated_plan import DilatedPlan, dilated_plan_of
+from ringopt.attention.exchange import Cargo, exchange_of
+from ringopt.attention.layouts import LAYOUTS
+from ringopt.cost.rates import Rates
+from ringopt.errors import OptionError
+from ringopt.graph.nodes import shape_of, value_of
+from ringopt.graph.sizes import at_hand
+from ringopt.kernels.choose import choose
+from ringopt.pipeline import Context, SiteInfo
+from ringopt.report import readable
+
+
+def dilated_layout(sites: Sequence[fx.Node], context: Context, ranks: int, rates: Rates) -> tuple[str, str]:
+    """The layout in which the forward of all `sites` takes least time on `ranks` ranks, and why; of close ones the
+    first."""
+    totals = {layout: sum(seconds(node, context, layout, ranks, rates) for node in sites) for layout in LAYOUTS}
+    fastest = min(totals.values())
+    best = next(layout for layout, total in totals.items() if total <= fastest * (1 + CLOSE))
+    told = " and ".join(f"{duration(total)} {layout}" for layout, total in totals.items())
+    return best, f"layout {best}: all sites take {told}, predicted; {rates.source}"
+
+
+def seconds(node: fx.Node, context: Context, layout: str, ranks: int, rates: Rates) -> float:
+    """Of the slowest rank: what it computes, with what it sends hidden behind that as far as may be."""
+    q, k, v = (value_of(operand) for operand in node.args[:3])
+    plan, shape = plan_of(node, context, layout, ranks), "causal" if "causal" in node.args[7] else "full"
+    kernel, _reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    speed = rates.tile(kernel.name, str(q.dtype).removeprefix("torch."), False, shape)
+    return max(
+        rates.step_seconds(
+            speed.seconds(2 * at_hand(q.shape[0]) * plan.pairs(rank) * (q.shape[-1] + v.shape[-1])),
+            rates.exchange_seconds(plan.sent_rows(rank, Cargo.OUT) * row_bytes(node), ranks - 1),
+        )
+        for rank in range(ranks)
+    )
+
+
+def choose_dilated(node: fx.Node, info: SiteInfo, context: Context) -> None:
+    """Fills in `info`."""
+    q, k, v = (value_of(operand) for operand in node.args[:3])
+    plan = plan_of(node, context, context.layout, context.mesh.size)
+    kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    info.layout, info.strategy, info.kernel = context.layout, plan.strategies, kernel.name
+    info.bytes_sent = plan.sent_rows(context.mesh.rank, Cargo.OUT) * row_bytes(node)
+    info.notes += [reason, spared(node, plan, context)]
+
+
+def plan_of(node: fx.Node, context: Context, layout: str, ranks: int) -> DilatedPlan:
+    """Of the length at hand. Raises OptionError, which names the site, for a strategy that dilated attention has
+    not."""
+    q, k = node.args[:2]
+    sizes = (at_hand(shape_of(q)[2]), shape_of(q)[1], shape_of(k)[1])
+    try:
+        return dilated_plan_of(node.args[7], *sizes, ranks, layout, context.options.strategy)
+    except OptionError as error:
+        raise OptionError(f"site {context.sites[node].module or node.name}: {error}") from error
+
+
+def row_bytes(node: fx.Node) -> int:
+    """Of one row of one KV head, with its value."""
+    k, v = (value_of(operand) for operand in node.args[1:3])
+    return int(at_hand(k.shape[0]) * (k.shape[-1] + v.shape[-1]) * k.element_size())
+
+
+def spared(node: fx.Node, plan: DilatedPlan, context: Context) -> str:
+    """Of all ranks together."""
+    length, ranks, row = at_hand(shape_of(node.args[0])[2]), context.mesh.size, row_bytes(node)
+    pattern, layout = "causal" if plan.dilation.causal else "full", context.layout
+    ring = exchange_of(pattern, length, length, ranks, layout, layout, "ring")
+    sent = sum(plan.sent_rows(rank, Cargo.OUT) for rank in range(ranks)) * row
+    return (
+        f"all ranks together send {readable(sent)} a forward, where a ring of {pattern} attention would send "
+        f"{readable(ring.volume * shape_of(node.args[1])[1] * row)}"
+    )
