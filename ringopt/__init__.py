@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringopt import errors, nn
     from ringopt.archive import load
+    from ringopt.arrive import from_rows
     from ringopt.backend import reports
     from ringopt.compare.programs import diff
     from ringopt.convert import convert
@@ -34,6 +35,7 @@ __all__ = [
     "diff",
     "errors",
     "explain",
+    "from_rows",
     "load",
     "nn",
     "record_traffic",
@@ -53,6 +55,7 @@ _HOME = {
     "convert": "ringopt.convert",
     "diff": "ringopt.compare.programs",
     "explain": "ringopt.explain",
+    "from_rows": "ringopt.arrive",
     "load": "ringopt.archive",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",

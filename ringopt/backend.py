@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ringopt.attention.dilation import is_dilated
-from ringopt.boundary import Boundary, arriving, ends_program, examples
+from ringopt.boundary import Boundary, arriving, check_arrivals, ends_program, examples
 from ringopt.capture import capture, known
 from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
@@ -97,7 +97,7 @@ def transform(
     draws random numbers that must be the same on every rank. Its meta "relied_on" has the places of the inputs whose
     numbers were read, "given" the inputs of which it takes this rank's rows, "left" the outputs that are to be lazy.
     Made `anew`, when Dynamo takes no more guards, it is a graph for the sizes of `example_inputs` only."""
-    if options.outputs == "local" and not ends_program(gm):
+    if "local" in (options.inputs, options.outputs) and not ends_program(gm):
         options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
     context, sizes = Context(options, mesh), OpenSizes(gm)
     given = arriving(example_inputs, mesh)
@@ -130,6 +130,7 @@ def transform(
         report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
         dump.done(report, None)
         return None, report, False
+    check_arrivals(context, inputs)
     flat.meta["relied_on"] = [place for place, node in enumerate(inputs) if node in context.relied_on]
     flat.meta["given"] = {i: context.given[node] for i, node in enumerate(inputs) if node in context.given}
     flat.meta["left"] = context.left if options.outputs == "lazy" else {}

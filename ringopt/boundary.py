@@ -19,8 +19,12 @@ from torch._dynamo import eval_frame
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.mesh import Mesh, PretendedMesh
+from ringopt.errors import OptionError
+from ringopt.graph.nodes import is_tensor, shape_of
+from ringopt.graph.sizes import at_hand
 from ringopt.lazy import Lazy, Spread, rows_of, same_rows, spread, whole
+from ringopt.pipeline import Context
 
 
 class Boundary:
@@ -65,6 +69,21 @@ def arriving(inputs: Sequence[Any], mesh: Mesh) -> dict[int, Spread]:
     """The inputs whose rows are spread over the ranks of `mesh`, by place."""
     lazy = {i: x.shard.spread for i, x in enumerate(inputs) if isinstance(x, Lazy)}
     return {i: where for i, where in lazy.items() if where.group == mesh.name and mesh.size > 1}
+
+
+def check_arrivals(context: Context, inputs: Sequence[fx.Node]) -> None:
+    """With inputs="local" attention over whole inputs is a mistake, but for a dry run. Raises OptionError."""
+    dry = isinstance(context.mesh, PretendedMesh)
+    if context.options.inputs == "global" or context.given or dry or not context.shards:
+        return
+    kept = {node for node in inputs if node.meta.get("parameter") or "content" in node.meta}
+    found = [
+        f"{node.name} {list(map(at_hand, shape_of(node)))}" for node in inputs if is_tensor(node) and node not in kept
+    ]
+    raise OptionError(
+        f"option inputs='local': no input comes in rows; found {', '.join(found)}. Which of them carry the sequence, "
+        "and along which dim, has to be said: pass each as ringopt.from_rows(x, dim)"
+    )
 
 
 def ends_program(gm: fx.GraphModule) -> bool:

@@ -117,6 +117,8 @@ def options_of(options: Mapping[str, Any] | Options | None) -> Options:
     chosen = Options.of(options)
     if chosen.mesh is not None:
         raise ProgramError("option mesh belongs to one run; a converted program takes the ranks of whoever runs it")
+    if chosen.inputs != "global":
+        raise ProgramError(f"option inputs={chosen.inputs!r}: a converted program keeps its signature, whole inputs")
     if not chosen.sync_gradients:
         raise ProgramError("option sync_gradients=False: a converted program sums the gradients of its parameters")
     if chosen.outputs != "gather":

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses"]
 LayoutName = Literal["auto", "contiguous", "zigzag"]
+Inputs = Literal["global", "local"]
 CheckInputs = Literal["first", "always", "never"]
 Outputs = Literal["gather", "lazy", "local"]
 KernelName = Literal["auto", "flash", "cudnn", "efficient", "flash_cpu", "math"]
@@ -29,6 +30,8 @@ class Options:
     mesh            1-D DeviceMesh over which the sequence is sharded; None: all ranks of the default process group
     strategy        how rows reach the ranks that need them; "auto" lets ringopt choose per site
     layout          which rows a rank holds; "auto" takes zigzag where a causal site gains balance from it
+    inputs          "global": every rank passes whole inputs; "local": its rows of those that carry the sequence, each
+                    as ringopt.from_rows makes it, which says along which dim they are cut
     check_inputs    when the inputs are compared over the ranks: every rank must pass the same full batch
     outputs         what is returned of values whose rows are spread: "gather" whole tensors; "lazy" ones that are
                     gathered when they are read, by all ranks alike; "local" this rank's rows of them
@@ -48,6 +51,7 @@ class Options:
     mesh: DeviceMesh | None = None
     strategy: Strategy = "auto"
     layout: LayoutName = "auto"
+    inputs: Inputs = "global"
     check_inputs: CheckInputs = "first"
     outputs: Outputs = "gather"
     sync_gradients: bool = True

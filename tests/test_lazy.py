@@ -199,6 +199,71 @@ def test_rows_go_from_block_to_block(ranks):
         assert error < 1e-9 and gathered == 2 * (2 * 6 * D * 8) + 2 * 5 * 8
 
 
+# ---- inputs that come in rows ----------------------------------------------------------------------------------------
+def from_rows(layout, n):
+    """Losses, logits and gradients of the program against one process; that of this rank's rows of x too."""
+    model, (x, labels) = Model(), data(n)
+    whole = x.clone().requires_grad_()
+    loss, logits = model(whole, labels)
+    (loss + logits.mean()).backward()
+    wanted = [loss.detach(), logits.detach(), *(p.grad.clone() for p in model.parameters()), whole.grad]
+    model.zero_grad()
+    rows, its_labels = (ringopt.shard(t, 1, layout=layout).clone() for t in (x, labels))
+    rows.requires_grad_()
+    before = len(ringopt.reports())
+    run = compiled(model, "gather")
+    with ringopt.record_traffic() as traffic:
+        loss, logits = run(*(ringopt.from_rows(t, 1, layout=layout) for t in (rows, its_labels)))
+    (loss + logits.mean()).backward()
+    gradient = ringopt.unshard(rows.grad, 1, length=n, layout=layout)
+    found = [loss.detach(), logits.detach(), *(p.grad for p in model.parameters()), gradient]
+    (report,) = ringopt.reports()[before:]
+    read = [event.label for event in traffic.events if event.label.startswith("read")]
+    return difference(found, wanted), report.sharded_fraction, report.sites[0].layout, read
+
+
+@pytest.mark.parametrize("p, layout, n", [(2, "zigzag", 13), (3, "contiguous", 17)])
+def test_a_loader_that_shards(ranks, p, layout, n):
+    for error, sharded, used, read in ranks(p, from_rows, layout, n):
+        assert error < 1e-9 and (sharded, used, read) == (1.0, layout, [])
+
+
+def plain_rows():
+    model, (x, labels) = Model(), data(12)
+    run, rows = compiled(model, "gather", inputs="local"), [ringopt.shard(t, 1) for t in (x, labels)]
+    loss, _logits = run(*(ringopt.from_rows(t, 1) for t in rows))
+    torch.testing.assert_close(loss, model(x, labels)[0])
+    try:
+        run(*rows)
+    except Exception as error:
+        return str(error)
+
+
+def test_rows_have_to_be_told_from_short_sequences(ranks):
+    for said in ranks(2, plain_rows):
+        assert "inputs='local': no input comes in rows; found x [2, 6, 8], labels [2, 6]" in said
+        assert "pass each as ringopt.from_rows(x, dim)" in said
+
+
+def wrong_rows(what):
+    rank, (x, _labels) = dist.get_rank(), data(12)
+    x = x[:, : 5 + 2 * rank] if what == "cut" else x[: 1 + rank, :6]
+    try:
+        ringopt.from_rows(x, 1)
+    except RingMismatchError as error:
+        return str(error)
+
+
+def test_rows_that_are_not_of_one_tensor(ranks):
+    for said in ranks(2, wrong_rows, "cut"):
+        assert "the ranks hold [5, 7] rows, and a contiguous sequence of 12 is cut into [6, 6]" in said
+    for said in ranks(2, wrong_rows, "batch"):
+        assert "the ranks do not pass rows of one tensor" in said
+    assert ringopt.from_rows(data()[0], 1).shape == (2, 13, D)  # of one process all rows are here
+    with pytest.raises(OptionError, match="dim=3"):
+        ringopt.from_rows(data()[0], 3)
+
+
 # ---- told beforehand -------------------------------------------------------------------------------------------------
 def test_explain_says_what_is_not_gathered():
     whole, lazy = (
