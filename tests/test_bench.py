@@ -306,3 +306,13 @@ def test_rows_of_kernels(dtype: str, tolerance: float, tmp_path: Path) -> None:
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--device", "cuda"]) == 2
     assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
+
+
+# ---- soak ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_soak(tmp_path: Path) -> None:
+    found = tables("soak", "--steps", "12", "--ranks", "2", "--delay", "1", str(tmp_path / "soak.json"))
+    assert found["totals"] == {"steps": 12, "wrong": 0}
+    assert {"ring", "halo", "ulysses", "merge"} <= {row["strategy"] for row in found["rows"]}
+    assert max(row["error"] for row in found["rows"]) < 1e-12

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.benchmarks import calibrate, exchange, forms, kernels, one_process, overlap
+from ringopt.tools.benchmarks import calibrate, exchange, forms, kernels, one_process, overlap, soak
 from ringopt.tools.command import CommandError, check_file, console, write
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ examples:
   ringopt bench one-process --lengths 1024 --repeats 3 --json bench.json
 """
 
-TABLES = (forms, one_process, overlap, kernels, exchange)
+TABLES = (forms, one_process, overlap, kernels, exchange, soak)
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
