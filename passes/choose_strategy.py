@@ -40,6 +40,7 @@ class ChooseStrategy(Pass):
             if info.refusal is None:
                 info.refusal = refusal_of(node, info, context)
         sites = {node: info for node, info in context.sites.items() if info.refusal is None}
+        context.carries = requires_grad(gm.graph)
         context.layout, why = layout_for(sites, context)
         if any(where.layout != context.layout for where in context.given.values()):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layout}")
@@ -131,7 +132,7 @@ def case_of(node: fx.Node, context: Context) -> Case:
     kernel, _reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     dropped = node.args[9] > 0
     by = "math" if dropped or Mask.parse(node.args[8]).score is not None else kernel.name
-    training = requires_grad(node.graph)[node]
+    training = context.carries[node]
     q_length, kv_length = map(at_hand, lengths(node))
     return Case(node.args[7], q_length, kv_length, Heads.of(q, k, v, by), training, node.args[8])
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import logging
 import re
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -41,6 +42,8 @@ from ringopt.passes import LINE, UNDERSTAND
 from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
 from ringopt.report import Report
 
+log = logging.getLogger(__name__)
+
 KEPT = ("val", "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "unbacked_bindings")
 # What the report and the choice of strategies look at, where the number of ranks is open.
 LOOKED_AT = 2
@@ -66,8 +69,8 @@ def convert(
 
     On one process it computes what `program` does; under torchrun every rank passes the same full inputs and has the
     whole outputs and, if it calls backward, the complete gradients. `allow_empty`: a program of which nothing can be
-    sharded is returned as it is. Raises ProgramError (converted already, open sizes, nothing to shard), RefusedError
-    (on_refusal="error"), OptionError.
+    sharded is returned as it is. Warns of what the export may have lost (checkpointing, custom backward). Raises
+    ProgramError (converted already, open sizes, nothing to shard), RefusedError (on_refusal="error"), OptionError.
     """
     return converted(program, options, allow_empty)[0]
 
@@ -79,7 +82,10 @@ def converted(
     chosen = options_of(options)
     check(program)
     report = lowered(program, chosen, mesh_of(f"pretend:0/{LOOKED_AT}"))[1]
-    report = dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
+    lost = lost_in_export(program)
+    for what in lost:
+        log.warning(what)
+    report = dataclasses.replace(report, notes=(*report.notes, *lost))
     if not any(site.refusal is None for site in report.sites):
         reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites]
         why = "; ".join([*reasons, *report.left_alone, *filter(None, [report.refusal])]) or "no attention was found"

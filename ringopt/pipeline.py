@@ -56,6 +56,7 @@ class Context:
     relied_on          of these, the ones whose numbers the transformed graph takes for granted
     sites              the attention nodes, in order
     replicated_random  ops that every rank must draw the same random numbers for
+    carries            which values carry a gradient, from the choice of strategies on
     notes              what else the report says of the graph
     given              inputs of which this rank has its rows, and how they are spread
     left               outputs that stay on their ranks, by place, and how they are spread
@@ -69,6 +70,7 @@ class Context:
     left_alone: list[Refusal] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
     replicated_random: list[str] = field(default_factory=list)
+    carries: dict[fx.Node, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     layout: str = "contiguous"
     given: dict[fx.Node, Spread] = field(default_factory=dict)

@@ -261,7 +261,7 @@ def test_options_choose() -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "function"])
-def test_what_export_may_have_lost_is_noted(kind: str) -> None:
+def test_what_export_may_have_lost_is_told(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -280,6 +280,7 @@ def test_what_export_may_have_lost_is_noted(kind: str) -> None:
     report = converted(exported(Lossy()))[1]
     wanted = {"checkpoint": "activation checkpointing", "function": "the backward of a custom autograd.Function"}[kind]
     assert any(note.startswith(f"export may have lost {wanted}") for note in report.notes)
+    assert [record.message for record in caplog.records if "export" in record.message] == list(report.notes)
     assert converted(exported())[1].notes == ()
 
 

@@ -138,7 +138,5 @@ def save(program: ExportedProgram, file: Path, provenance: str) -> None:
 def tell(arguments: argparse.Namespace, report: Report, verdict: str) -> None:
     if arguments.explain:
         console().print(report)
-    for note in report.notes if not arguments.explain else ():
-        print(f"note: {note}")
     sharded = sum(site.refusal is None for site in report.sites)
     print(f"{arguments.target}: {sharded} of {len(report.sites)} attention sites sharded{verdict}")
