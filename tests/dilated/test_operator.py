@@ -184,7 +184,7 @@ def test_opcheck() -> None:
     case = problem(21)
     operands = [x.requires_grad_() for x in (case.q, case.k, case.v)]
     config = (21, "dilated(8:1,13:2,causal)", 0.3, "contiguous", "auto", "auto", "pretend:0/1", VERSION)
-    for seen in (None, torch.arange(21).expand(2, 21) > 4):
+    for seen in (None, torch.arange(21).expand(2, 1, 1, 21) > 4):
         torch.library.opcheck(torch.ops.ringopt.dilated_attention.default, (*operands, seen, *config))
 
 
