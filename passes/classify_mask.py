@@ -21,6 +21,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.attention.agreement import of_mask
+from ringopt.graph.bands import Known
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.mask import places
@@ -82,7 +83,7 @@ class Reader:
         except Unreadable as problem:
             return problem.refusal
         peeled = peel(term, cone, learned)
-        reading = reading_of(peeled.conditions, peeled.bias, learned)
+        reading = reading_of(peeled.conditions, peeled.bias, learned, known=Known(cone.known, cone.sizes))
         return check(reading, given, term, cone) or reading
 
 

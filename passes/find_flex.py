@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.attention.agreement import of_scores
+from ringopt.graph.bands import Known
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.nodes import emit, module_path, requires_grad, shape_of, source_line, value_of
@@ -74,7 +75,9 @@ def read(node: fx.Node, constants: Constants, carries: dict[fx.Node, bool]) -> t
     below = descendants(product, node)
     scores = peel_scores(term, main, cone, carries.__getitem__, below.__contains__)
     scores.nan = False  # flex_attention makes rows that see nothing 0
-    reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, scores.score)
+    reading = reading_of(
+        scores.conditions, scores.bias, carries.__getitem__, scores.score, known=Known(cone.known, cone.sizes)
+    )
     original = substitute(term, leaves={main: score(main.dtype)})
     if cone.is_known(original) and not scores.shifts:
         said = of_scores(reading, scores, cone.sizes, cone.known, original)

@@ -23,6 +23,7 @@ import torch.fx as fx
 import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
 from ringopt.attention.agreement import of_scores
 from ringopt.graph.axes import rule_of
+from ringopt.graph.bands import Known
 from ringopt.graph.constants import Constants
 from ringopt.graph.nodes import emit, is_aten, module_path, op_name, requires_grad, shape_of, source_line, value_of
 from ringopt.graph.products import product_of
@@ -173,7 +174,8 @@ def only_leaves(node: fx.Node) -> bool:
 def read(found: Found, carries: dict[fx.Node, bool]) -> Reading:
     """Raises NotAttention where the reading is not what the program does."""
     scores = found.scores
-    reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, scores.score, scores.nan)
+    how = (scores.score, scores.nan, Known(found.known or {}, found.roles.sizes))
+    reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, *how)
     if found.original is not None and not scores.shifts:
         sizes = {name: at_hand(size) for name, size in found.roles.sizes.items()}
         said = of_scores(reading, scores, sizes, found.known, found.original)

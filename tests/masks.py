@@ -11,6 +11,7 @@ import torch.fx as fx
 import torch.nn as nn
 
 from ringopt.attention.patterns import pattern_of
+from ringopt.attention.seen import seen
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import shape_of
 from ringopt.passes.classify_mask import ClassifyMask
@@ -40,9 +41,8 @@ class Site:
     def block(self, rows: range, keys: range) -> torch.Tensor:
         """The additive mask that pattern and terms make."""
         b, h, q, k = self.sizes
-        spans = [pattern_of(self.node.args[7], q, k).span(row) for row in rows]
-        seen = torch.tensor([[key in span for key in keys] for span in spans])
-        return self.mask.block(b, h, rows, keys, self.sources, torch.float32).masked_fill(~seen, -math.inf)
+        visible = seen(pattern_of(self.node.args[7], q, k), rows, keys)
+        return self.mask.block(b, h, rows, keys, self.sources, torch.float32).masked_fill(~visible, -math.inf)
 
 
 class Remember(Pass):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.attention.patterns import pattern_of
+from ringopt.attention.seen import seen
 from ringopt.graph.mask import places
 from ringopt.graph.peel import HIDES_FLOAT16
 from ringopt.graph.reading import Reading
@@ -35,11 +36,14 @@ def of_mask(
     """Where the reading of a mask differs from what `original` gives for some rows and keys; "" where it does not. With
     `whole` all of it is compared."""
     kind = dtype if dtype.is_floating_point else torch.float32
-    sources = [known[source] for source in reading.sources]
+    sources, pattern = (
+        [known[source] for source in reading.sources],
+        pattern_of(reading.pattern, sizes["q"], sizes["k"]),
+    )
     with unset_fake_temporarily(), torch.no_grad():
         for rows, keys in [(range(sizes["q"]), range(sizes["k"]))] if whole else blocks(sizes):
             total = reading.mask.block(sizes["b"], sizes["h"], rows, keys, sources, kind)
-            found = total.masked_fill(~seen(reading, sizes, rows, keys), -math.inf)
+            found = total.masked_fill(~seen(pattern, rows, keys), -math.inf)
             if not agree(original(rows, keys), found):
                 return told(reading, rows, keys)
     return ""
@@ -49,7 +53,10 @@ def of_scores(
     reading: Reading, scores: Scores, sizes: Mapping[str, int], known: Mapping[Any, Tensor], term: Term
 ) -> str:
     """As `of_mask`, of what is done to scores: `term` is that, as a function of the product."""
-    sources = [known[source] for source in reading.sources]
+    sources, pattern = (
+        [known[source] for source in reading.sources],
+        pattern_of(reading.pattern, sizes["q"], sizes["k"]),
+    )
     draw = torch.Generator().manual_seed(0)
     with unset_fake_temporarily(), torch.no_grad():
         for rows, keys in blocks(sizes):
@@ -61,7 +68,7 @@ def of_scores(
                 scaled = scaled * evaluate(factor, place, known)
             total = scaled if reading.mask.score is None else reading.mask.modified(scaled, rows, keys, sources)
             total = total + reading.mask.block(sizes["b"], sizes["h"], rows, keys, sources, torch.float64)
-            found = total.masked_fill(~seen(reading, sizes, rows, keys), -math.inf)
+            found = total.masked_fill(~seen(pattern, rows, keys), -math.inf)
             if not agree(original.double().expand_as(found), found, 1e-4):
                 return told(reading, rows, keys)
     return ""
@@ -88,12 +95,6 @@ def blocks(sizes: Mapping[str, int]) -> list[tuple[range, range]]:
 
 def stretch(start: int, length: int) -> range:
     return range(max(start, 0), min(max(start, 0) + BLOCK, length))
-
-
-def seen(reading: Reading, sizes: Mapping[str, int], rows: range, keys: range) -> Tensor:
-    """Which key a query sees by the pattern."""
-    pattern = pattern_of(reading.pattern, sizes["q"], sizes["k"])
-    return torch.tensor([[key in pattern.span(row) for key in keys] for row in rows])
 
 
 def agree(original: Tensor, found: Tensor, tolerance: float = 0.0) -> bool:

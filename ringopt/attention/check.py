@@ -156,14 +156,15 @@ def check_coverage(exchange: Exchange, rank: int, blocks: Sequence[Block]) -> No
 def check_peers(rank: int, steps: Steps, steps_of: Callable[[int], Steps]) -> None:
     """Both ends of every message of `rank` are in the same step, and in the same place of their channel."""
     for index, step in enumerate(steps):
-        for peer in {m.target for m in step.sends} | {m.source for m in step.receives}:
+        for peer in {*step.sends_to, *step.receives_from}:
             theirs = steps_of(peer)
             other = theirs[index] if index < len(theirs) else Step()
-            for sends, receives in ((step.sends, other.receives), (other.sends, step.receives)):
-                sent = [m for m in sends if rank in (m.source, m.target) and peer in (m.source, m.target)]
-                received = [m for m in receives if rank in (m.source, m.target) and peer in (m.source, m.target)]
-                where = f"step {index}, rank {rank} with rank {peer}"
-                _expect(sent == received, where, "one sends {} where the other receives {}", sent, received)
+            out = step.sends_to.get(peer, []), other.receives_from.get(rank, [])
+            back = other.sends_to.get(rank, []), step.receives_from.get(peer, [])
+            for sent, received in (out, back):
+                if sent != received:
+                    where = f"step {index}, rank {rank} with rank {peer}"
+                    raise _fault(where, "one sends {} where the other receives {}", sent, received)
 
 
 def simulate(plans: Sequence[Steps]) -> None:
@@ -219,7 +220,10 @@ def _require(rows: range, pieces: Iterable[range]) -> range:
 
 def _holder(rows: range, pieces: Iterable[range]) -> range | None:
     """The piece that holds all of `rows`."""
-    return next((piece for piece in pieces if piece.start <= rows.start and rows.stop <= piece.stop), None)
+    for piece in pieces:
+        if piece.start <= rows.start and rows.stop <= piece.stop:
+            return piece
+    return None
 
 
 def _expect(truth: object, where: str, fault: str, *facts: Any) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from ringopt.attention.layouts import Layout, Replicated, layout_of
 from ringopt.attention.patterns import Kind, Pattern, pattern_of
@@ -69,6 +70,22 @@ class Step:
     receives: tuple[Message, ...] = ()
     blocks: tuple[Block, ...] = ()
     drops: Rows = ()  # pieces of remote rows, as they came
+
+    @cached_property
+    def sends_to(self) -> dict[int, list[Message]]:
+        """The sends of each target, in order."""
+        found: dict[int, list[Message]] = defaultdict(list)
+        for message in self.sends:
+            found[message.target].append(message)
+        return found
+
+    @cached_property
+    def receives_from(self) -> dict[int, list[Message]]:
+        """The receives of each source, in order."""
+        found: dict[int, list[Message]] = defaultdict(list)
+        for message in self.receives:
+            found[message.source].append(message)
+        return found
 
     def __str__(self) -> str:
         mail = [f"receive {m}" for m in self.receives] + [f"send {m}" for m in self.sends]
@@ -174,7 +191,7 @@ class Exchange:
     def _needs(self) -> tuple[Rows, ...]:
         if self.queries_move:
             return tuple(join(map(self.pattern.users, pieces)) for pieces in self._kv_pieces)
-        return tuple(join(map(self.pattern.needs, pieces)) for pieces in self._q_pieces)
+        return tuple(join(chain.from_iterable(map(self.pattern.needed, pieces))) for pieces in self._q_pieces)
 
     # What follows from the strategy
 
@@ -199,7 +216,8 @@ class Exchange:
             if only is not None:
                 users = [only]
             elif self.queries_move:
-                users = sorted(self.kv_layout.owners(self.pattern.needs(piece)) - {home})
+                owners = map(self.kv_layout.owners, self.pattern.needed(piece))
+                users = sorted(set().union(*owners) - {home})
             else:
                 users = sorted(self.q_layout.owners(self.pattern.users(piece)) - {home})
             needed = {user: tuple(filter(len, (meet(piece, rows) for rows in self.needs(user)))) for user in users}

@@ -1,8 +1,9 @@
 """Which keys a query sees, as far as it shapes the exchange.
 
-A pattern is a band: query t sees the keys s with `low <= s - t < high`. So each query sees one span of keys, neither
-end of the span ever moves back along the sequence, and all questions of a planner (who sees whom, is a tile full, how
-many pairs has it) are answered from the corners of a tile, at any length in constant time.
+In a pattern each query sees one span of keys, and neither end of the span ever moves back along the sequence. So all
+questions of a planner (who sees whom, is a tile full, how many pairs has it) are answered from the corners of a tile,
+at any length in constant time. Here are bands, where query t sees the keys s with `low <= s - t < high`; structures.py
+has segments, and patterns made of others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import ClassVar
 
-from ringopt.attention.rows import Rows, meet
+from ringopt.attention.rows import Rows, join, meet
 from ringopt.errors import OptionError, PlanError
 
 
@@ -54,41 +55,36 @@ class Pattern(ABC):
 
     @property
     @abstractmethod
-    def low(self) -> int:
-        """Query t sees no key before t + low."""
-
-    @property
-    @abstractmethod
-    def high(self) -> int:
-        """Query t sees no key from t + high on."""
-
-    @property
-    @abstractmethod
     def text(self) -> str:
         """What `pattern_of` reads."""
 
     @abstractmethod
+    def span(self, query: int) -> range:
+        """The keys that `query` sees; empty where a window has passed the last key."""
+
+    @abstractmethod
+    def users(self, keys: range) -> range:
+        """The queries that see some of `keys`: a stretch without holes."""
+
+    @abstractmethod
+    def pairs(self, queries: range, keys: range) -> int:
+        """How many (query, key) pairs of the tile are seen."""
+
     def cut(self, queries: range, keys: range) -> Iterator[tuple[range, range]]:
         """Cuts a PARTIAL tile so that less is computed or masked; the parts may still hold hidden rows."""
+        yield queries, keys
 
     def keep(self, rows: range) -> Rows:
         """The pieces of `rows` that take part in the attention: here all, uncut."""
         return (rows,) if rows else ()
 
-    def span(self, query: int) -> range:
-        """The keys that `query` sees; empty where a window has passed the last key."""
-        return range(min(max(query + self.low, 0), self.kv_length), min(query + self.high, self.kv_length))
-
     def needs(self, queries: range) -> range:
         """The keys that some of `queries` sees: a stretch without holes."""
         return range(self.span(queries[0]).start, self.span(queries[-1]).stop) if queries else range(0)
 
-    def users(self, keys: range) -> range:
-        """The queries that see some of `keys`: a stretch without holes."""
-        if not keys:
-            return range(0)
-        start = max(keys[0] - self.high + 1, 0)
-        return range(start, max(start, min(keys[-1] - self.low + 1, self.q_length)))
+    def needed(self, queries: range) -> Rows:
+        """The same, without holes that a pattern may have."""
+        return join([self.needs(queries)])
 
     def kind(self, queries: range, keys: range) -> Kind:
         """What part of the tile is seen."""
@@ -101,7 +97,8 @@ class Pattern(ABC):
             return Kind.PARTIAL
         if keys[-1] < first.stop:
             return Kind.FULL
-        return Kind.CAUSAL if self.causal and queries == keys else Kind.PARTIAL
+        triangle = self.causal and queries == keys and first.stop == queries[0] + 1
+        return Kind.CAUSAL if triangle else Kind.PARTIAL
 
     def tiles(self, queries: range, keys: range) -> Iterator[Tile]:
         """The seen part of `queries` x `keys` as disjoint tiles, without the rows that meet nothing."""
@@ -115,19 +112,40 @@ class Pattern(ABC):
         elif kind is not Kind.EMPTY:
             yield queries, keys, kind
 
-    def pairs(self, queries: range, keys: range) -> int:
-        """How many (query, key) pairs of the tile are seen.
 
-        A span and `keys` share clamp(stop) - clamp(start) rows, both clamped to `keys`; each is a sum over the queries
-        that `ramp` has in closed form.
-        """
+@dataclass(frozen=True)
+class Band(Pattern):
+    """Query t sees the keys s with low <= s - t < high."""
+
+    @property
+    @abstractmethod
+    def low(self) -> int:
+        """Query t sees no key before t + low."""
+
+    @property
+    @abstractmethod
+    def high(self) -> int:
+        """Query t sees no key from t + high on."""
+
+    def span(self, query: int) -> range:
+        return range(min(max(query + self.low, 0), self.kv_length), min(query + self.high, self.kv_length))
+
+    def users(self, keys: range) -> range:
+        if not keys:
+            return range(0)
+        start = max(keys[0] - self.high + 1, 0)
+        return range(start, max(start, min(keys[-1] - self.low + 1, self.q_length)))
+
+    def pairs(self, queries: range, keys: range) -> int:
+        """A span and `keys` share clamp(stop) - clamp(start) rows, both clamped to `keys`; each is a sum over the
+        queries that `ramp` has in closed form."""
         if not queries or not keys:
             return 0
         return ramp(queries, self.high, keys) - ramp(queries, self.low, keys)
 
 
 @dataclass(frozen=True)
-class Full(Pattern):
+class Full(Band):
     """Every key, or when causal every key up to the query."""
 
     near = False
@@ -153,7 +171,7 @@ class Full(Pattern):
 
 
 @dataclass(frozen=True)
-class Window(Pattern):
+class Window(Band):
     """The `width` keys t-width+1 .. t when causal, else all keys nearer than `width`.
 
     Partial tiles are cut into strips of at least `strip` queries, each with the keys that it needs: a strip of s
@@ -206,14 +224,22 @@ WINDOW = re.compile(r"window\((\d+)(,both)?\)")
 
 @lru_cache(maxsize=4096)
 def pattern_of(text: str, q_length: int, kv_length: int) -> Pattern:
-    """The pattern that `text` names: "full", "causal", "window(4096)" (causal) or "window(4096,both)".
+    """The pattern that `text` names: "full", "causal", "window(4096)" (causal), "window(4096,both)", or one of
+    structures.py: "window(4096,sinks=4)", "prefix(64)", "chunked(128)" (causal), "chunked(128,both)",
+    "documents(0,5,17)" (causal), "documents(0,5,17,both)".
 
     Raises OptionError for another text, PlanError for a length or a width below 1.
     """
+    from ringopt.attention.structures import structure_of  # which stands on this module
+
     if text in ("full", "causal"):
         return Full(q_length, kv_length, text == "causal")
     if window := WINDOW.fullmatch(text):
         return Window(q_length, kv_length, window[2] is None, int(window[1]))
+    if (structure := structure_of(text, q_length, kv_length)) is not None:
+        return structure
     raise OptionError(
-        f"attention pattern {text!r} is unknown; patterns are 'full', 'causal', 'window(4096)' and 'window(4096,both)'"
+        f"attention pattern {text!r} is unknown; patterns are 'full', 'causal', 'window(4096)', 'window(4096,both)', "
+        "'window(4096,sinks=4)', 'prefix(64)', 'chunked(128)', 'chunked(128,both)', 'documents(0,5,17)' and "
+        "'documents(0,5,17,both)'"
     )

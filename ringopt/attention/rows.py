@@ -12,8 +12,10 @@ Rows = tuple[range, ...]
 
 def meet(a: range, b: range) -> range:
     """The rows that both ranges hold; empty where they hold none."""
-    start = max(a.start, b.start)
-    return range(start, max(start, min(a.stop, b.stop)))
+    # Written out: of all that a plan and its proof ask, they ask this most.
+    start = a.start if a.start > b.start else b.start
+    stop = a.stop if a.stop < b.stop else b.stop
+    return range(start, stop if stop > start else start)
 
 
 def join(ranges: Iterable[range]) -> Rows:

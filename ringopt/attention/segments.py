@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ringopt.attention.layouts import Layout
 from ringopt.attention.patterns import Full, Pattern
@@ -19,19 +18,9 @@ from ringopt.attention.rows import Rows, meet
 class Segments(Pattern):
     """Row t sees its own segment, when causal the rows s <= t of it. Segment i is edges[i] to edges[i + 1]."""
 
+    near = True
+
     edges: tuple[int, ...] = ()
-
-    @property
-    def low(self) -> int:
-        return 1 - self._longest
-
-    @property
-    def high(self) -> int:
-        return 1 if self.causal else self._longest
-
-    @property
-    def _longest(self) -> int:
-        return max(stop - start for start, stop in pairwise(self.edges))
 
     @property
     def text(self) -> str:

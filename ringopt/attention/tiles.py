@@ -21,6 +21,7 @@ from ringopt.attention.exchange import Block
 from ringopt.attention.packing import Local
 from ringopt.attention.patterns import Kind, Pattern
 from ringopt.attention.rows import meet
+from ringopt.attention.seen import seen
 from ringopt.graph.mask import FAR, Mask
 from ringopt.graph.term_bounds import bounds
 from ringopt.graph.terms import axes_of
@@ -126,7 +127,9 @@ class Scores:
     def _within(self, mask: Tensor | None, queries: range, keys: range) -> Tensor:
         """`mask` (None: zeros) where the pattern lets a query see a key, else -inf."""
         hidden = torch.full((), HIDDEN, dtype=self.dtype, device=self.device)
-        mask = torch.where(self._band(queries, keys), hidden.new_zeros(()) if mask is None else mask, hidden)
+        mask = torch.where(
+            seen(self.pattern, queries, keys, self.device), hidden.new_zeros(()) if mask is None else mask, hidden
+        )
         return mask if mask.dim() == 4 else mask[None, None]
 
     def level(self, queries: range) -> Tensor | None:
@@ -178,12 +181,6 @@ class Scores:
     def _additive(self, queries: range, keys: range) -> Tensor:
         sizes, local = (self.batch, self.heads), self._local(queries)
         return self.mask.block(*sizes, queries, keys, self.sources, self.dtype, self.device, local)
-
-    def _band(self, queries: range, keys: range) -> Tensor:
-        """Which key (column) a query (row) sees by the pattern."""
-        places, rows = (torch.arange(span.start, span.stop, device=self.device) for span in (keys, queries))
-        away = places - rows[:, None]
-        return (self.pattern.low <= away) & (away < self.pattern.high)
 
     def _queries_at_once(self, keys: int) -> int:
         sizes = (("b", self.batch), ("h", len(self.heads)))

@@ -1,19 +1,31 @@
-"""Conditions on k - q as the structural pattern of a site: what an exchange plan can use."""
+"""Conditions as the structural pattern of a site: what an exchange plan can use.
+
+Bands of k - q, a prefix of keys that all see, a causal window with sinks, chunks, and documents whose rows are known
+while compiling. A pattern stands for conditions only where it hides what they hide and nothing else.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringopt.graph.terms import Affine, Apply, Term, constant, number
+from ringopt.graph.terms import Affine, Apply, Load, Term, axes_of, constant, number
 
 # k - q, the only difference that a pattern knows
 DIFFERENCE = (("k", 1), ("q", -1))
+ANY, CAUSAL = (-math.inf, math.inf), (-math.inf, 0)
+
+# Their edges are part of the graph's text.
+MOST_DOCUMENTS = 1024
 
 
-def band_of(condition: Term) -> tuple[float, float] | None:
+def band_of(condition: Any) -> tuple[float, float] | None:
     """(low, high) of low <= k - q <= high; None for another condition."""
     if not isinstance(condition, Apply) or condition.op not in ("le", "ge", "eq"):
         return None
@@ -23,7 +35,22 @@ def band_of(condition: Term) -> tuple[float, float] | None:
     return (-math.inf if condition.op == "le" else right, math.inf if condition.op == "ge" else right)
 
 
-def split(conditions: Sequence[Term]) -> tuple[str, list[Term]]:
+@dataclass(frozen=True)
+class Known:
+    """What is known while compiling: numbers of sources that no input reaches, and how many queries and keys there are
+    (symbols, where these are open)."""
+
+    tensors: Mapping[Any, Tensor] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+    def rows(self, source: Any) -> Tensor | None:
+        """The numbers of a vector that has one for each query and each key."""
+        values, sizes = self.tensors.get(source), [self.sizes.get(side) for side in "qk"]
+        fits = values is not None and all(isinstance(n, int) and [n] == list(values.shape) for n in sizes)
+        return values if fits else None
+
+
+def split(conditions: Sequence[Term], known: Known | None = None) -> tuple[str, list[Term]]:
     """The pattern, and the conditions that it does not say. All of them together hide what `conditions` hide.
 
     Where the band of all conditions on k - q is no pattern, the narrowest pattern around it is taken and they stay.
@@ -33,8 +60,75 @@ def split(conditions: Sequence[Term]) -> tuple[str, list[Term]]:
     high = min((band[1] for band in bands.values()), default=math.inf)
     if low > high or any(constant(condition) is False for condition in conditions):
         return "full", [number(False, torch.bool)]
+    rest = [condition for condition in conditions if condition not in bands]
+    if (low, high) in (ANY, CAUSAL):
+        for condition in rest:
+            if pattern := structure(condition, (low, high) == CAUSAL, known or Known()):
+                return pattern, [other for other in rest if other is not condition]
     pattern, exact = pattern_around(low, high)
-    return pattern, [condition for condition in conditions if not exact or condition not in bands]
+    return pattern, rest if exact else list(conditions)
+
+
+def structure(condition: Term, causal: bool, known: Known) -> str | None:
+    """The pattern of `condition`, and of k <= q beside it where `causal`."""
+    if not isinstance(condition, Apply) or len(condition.args) != 2:
+        return None
+    left, right = condition.args
+    if condition.op == "logical_or":
+        band, first = (band_of(left), first_keys(right)) if first_keys(right) else (band_of(right), first_keys(left))
+        if band == CAUSAL and first and not causal:
+            return f"prefix({first})"
+        if band is not None and first and causal and band[0] <= 0 < band[1] and math.isinf(band[1]):
+            return f"window({1 - int(band[0])},sinks={first})"
+    if condition.op == "eq":
+        both = "" if causal else ",both"
+        size = chunk_of(left)
+        if size and chunk_of(right) == size and axes_of([left]) != axes_of([right]):
+            return f"chunked({size}{both})"
+        edges = edges_of(left, right, known)
+        if edges:
+            return f"documents({','.join(map(str, edges))}{both})"
+    return None
+
+
+def first_keys(condition: Any) -> int:
+    """n where the condition is k < n, else 0."""
+    if not isinstance(condition, Apply) or condition.op != "le" or not isinstance(condition.args[1], int):
+        return 0
+    left = condition.args[0]
+    if not isinstance(left, Affine) or left.steps != (("k", 1),):
+        return 0
+    return max(condition.args[1] - left.start + 1, 0)
+
+
+def chunk_of(term: Any) -> int:
+    """c where the term is row // c, else 0."""
+    if not isinstance(term, Apply) or term.op != "floor_divide" or not isinstance(term.args[1], int):
+        return 0
+    size = term.args[1]
+    return size if size > 0 and isinstance(term.args[0], Term) and is_row([term.args[0]]) else 0
+
+
+def edges_of(left: Any, right: Any, known: Known) -> list[int] | None:
+    """Where documents begin, and the end of the last, if both terms read one known vector at the query and at the key,
+    in which each number stands in one run; else None."""
+    if not (isinstance(left, Load) and isinstance(right, Load) and left.source is right.source):
+        return None
+    values = known.rows(left.source)
+    at = {axis for term in (left, right) if is_row(term.index) for axis in term.axes}
+    if values is None or at != {"q", "k"}:
+        return None
+    with unset_fake_temporarily():
+        runs, lengths = torch.unique_consecutive(values, return_counts=True)
+        if len(runs) > MOST_DOCUMENTS or len(runs.unique()) < len(runs) or bool((runs != runs).any()):
+            return None
+        return [0, *lengths.cumsum(0).tolist()]
+
+
+def is_row(index: Sequence[Term]) -> bool:
+    """Whether a vector is read at the place of the query, or of the key."""
+    place = index[0] if len(index) == 1 else None
+    return isinstance(place, Affine) and place.start == 0 and place.steps in ((("q", 1),), (("k", 1),))
 
 
 def pattern_around(low: float, high: float) -> tuple[str, bool]:

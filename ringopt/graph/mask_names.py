@@ -30,7 +30,7 @@ def name_of_mask(
     learned: Callable[[fx.Node], bool],
     score: Term | None = None,
 ) -> str:
-    names = [] if pattern == "full" else [pattern]
+    names = [] if pattern == "full" else ["documents" if pattern.startswith("documents") else pattern]
     names += dict.fromkeys(name_of_condition(condition) for condition in conditions)
     if bias is not None:
         names.append(name_of_bias(bias, learned))

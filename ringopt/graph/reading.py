@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ringopt.graph.bands import split
+from ringopt.graph.bands import Known, split
 from ringopt.graph.mask import Mask
 from ringopt.graph.mask_names import name_of_mask
 from ringopt.graph.nodes import op_name, shape_of
@@ -42,9 +42,10 @@ def reading_of(
     learned: Callable[[fx.Node], bool],
     score: Term | None = None,
     nan: bool = False,
+    known: Known | None = None,
 ) -> Reading:
     """A key is seen where all conditions hold; `bias` is added to the score, `score` done to it before."""
-    pattern, rest = split(conditions)
+    pattern, rest = split(conditions, known)
     terms = (every(rest) if rest else None, bias, score)
     sources = tuple(dict.fromkeys(load.source for load in loads(*terms)))
     numbers = {source: i for i, source in enumerate(sources)}

@@ -20,6 +20,7 @@ import ringopt.ops.dilated  # noqa: F401  (registers the operator)
 from ringopt.attention.dilation import is_dilated
 from ringopt.attention.dropout import Dropout
 from ringopt.attention.patterns import pattern_of
+from ringopt.attention.seen import seen
 from ringopt.graph.mask import Mask
 from ringopt.kernels.base import HIDDEN, accumulator
 from ringopt.kernels.math import fold, spread
@@ -121,19 +122,12 @@ def whole_mask(
     rows, keys = q.shape[2], k.shape[2]
     total = q.new_zeros(1, 1, rows, keys, dtype=dtype)
     if pattern != "full":
-        total = total.masked_fill(~seen(pattern, rows, keys, q.device), HIDDEN)
+        total = total.masked_fill(~seen(pattern_of(pattern, rows, keys), range(rows), range(keys), q.device), HIDDEN)
     if mask.visible is not None or mask.bias is not None:
         total = total + mask.block(q.shape[0], q.shape[1], range(rows), range(keys), sources, dtype, q.device)
     if given is not None:
         total = total.masked_fill(~given, HIDDEN) if given.dtype == torch.bool else total + given
     return total
-
-
-def seen(pattern: str, rows: int, keys: int, device: torch.device) -> Tensor:
-    """Which key (column) a query (row) sees by structure alone."""
-    band = pattern_of(pattern, rows, keys)
-    offset = torch.arange(keys, device=device) - torch.arange(rows, device=device)[:, None]
-    return (offset >= band.low) & (offset < band.high)
 
 
 LIBRARY.impl("attention", attention_reference, "CompositeImplicitAutograd")

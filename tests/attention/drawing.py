@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from ringopt.attention.exchange import Exchange
-from ringopt.attention.layouts import Contiguous, Zigzag
+from ringopt.attention.layouts import Contiguous, Replicated, Zigzag
 from ringopt.attention.patterns import Full, Pattern, Window
-from ringopt.attention.routes import QUERIES_MOVE, STRATEGIES, Gather
+from ringopt.attention.routes import MERGE, QUERIES_MOVE, STRATEGIES, Gather, Local
+from ringopt.attention.structures import Chunked, Documents, Prefix, Sinks
 
 many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)  # nothing is timed
-RANKS = (*range(1, 7),) * 15 + (*range(7, 17),)  # one plan in ten has many ranks: they take long to check
+RANKS = (*range(1, 7),) * 50 + (*range(7, 17),)  # one plan in thirty has many ranks: they take long to check
 
 
-@st.composite
-def patterns(draw: st.DrawFn, most_rows: int) -> Pattern:
+def pattern_from(draw: Random, most_rows: int) -> Pattern:
     """Any pattern; lengths of queries and keys agree in half of the cases."""
-    q_length = draw(st.integers(1, most_rows))
-    kv_length = draw(st.one_of(st.just(q_length), st.integers(1, most_rows)))
-    causal = draw(st.booleans())
-    if draw(st.booleans()):
+    q_length = draw.randint(1, most_rows)
+    kv_length = q_length if draw.random() < 0.5 else draw.randint(1, most_rows)
+    causal, number = draw.random() < 0.5, draw.randint(1, q_length + 5)
+    kind = draw.choice((Full, Window, Window, Prefix, Sinks, Chunked, Documents))
+    if kind is Full:
         return Full(q_length, kv_length, causal)
-    return Window(q_length, kv_length, causal, draw(st.integers(1, q_length + 5)), strip=draw(st.integers(1, 64)))
+    if kind is Window:
+        return Window(q_length, kv_length, causal, number, strip=draw.randint(1, 64))
+    if kind is Prefix:
+        return Prefix(q_length, kv_length, True, number)
+    if kind is Sinks:
+        return Sinks(q_length, kv_length, True, number, draw.randint(1, 9))
+    if kind is Chunked:
+        return Chunked(q_length, kv_length, causal, number)
+    inner = {draw.randint(1, q_length) for _ in range(draw.randint(0, 6))} - {q_length}
+    return Documents(q_length, q_length, causal, (0, *sorted(inner), q_length))
 
 
-@st.composite
-def exchanges(draw: st.DrawFn, most_rows: int) -> Exchange:
-    """Any plan; ranks may outnumber rows."""
-    pattern = draw(patterns(most_rows))
-    ranks = draw(st.sampled_from(RANKS))
-    layouts = st.sampled_from((Contiguous, Zigzag))
-    q_layout = draw(layouts)
-    kv_layout = draw(st.one_of(st.just(q_layout), layouts))
-    name = draw(st.sampled_from(sorted(STRATEGIES)))
-    layouts_of_both = q_layout(pattern.q_length, ranks), kv_layout(pattern.kv_length, ranks)
-    exchange = Exchange(pattern, *layouts_of_both, STRATEGIES[name], name in QUERIES_MOVE)
+def patterns(most_rows: int) -> st.SearchStrategy[Pattern]:
+    return st.integers(0, 2**32).map(lambda seed: pattern_from(Random(seed), most_rows))
+
+
+def sees(pattern: Pattern, query: int, key: int) -> bool:
+    """The definitions of the patterns, pair by pair."""
+    past = key <= query or not pattern.causal
+    if isinstance(pattern, Window):
+        return past and abs(query - key) < pattern.width
+    if isinstance(pattern, Prefix):
+        return past or key < pattern.length
+    if isinstance(pattern, Sinks):
+        return past and (query - key < pattern.width or key < pattern.sinks)
+    if isinstance(pattern, Chunked):
+        return past and query // pattern.size == key // pattern.size
+    if isinstance(pattern, Documents):
+        return past and not any(min(query, key) < edge <= max(query, key) for edge in pattern.edges)
+    return past
+
+
+def exchanges(number: int, most_rows: int) -> Iterator[Exchange]:
+    """That many plans, of any kind and always the same; ranks may outnumber rows."""
+    return (exchange_from(Random(seed), most_rows) for seed in range(number))
+
+
+def exchange_from(draw: Random, most_rows: int) -> Exchange:
+    pattern, ranks = pattern_from(draw, most_rows), draw.choice(RANKS)
+    of_queries = draw.choice((Contiguous, Zigzag))
+    of_keys = of_queries if draw.random() < 0.5 else draw.choice((Contiguous, Zigzag))
+    layouts = of_queries(pattern.q_length, ranks), of_keys(pattern.kv_length, ranks)
+    name = draw.choice(sorted(STRATEGIES))
+    if name == MERGE:
+        return Exchange(pattern, Replicated(pattern.q_length, ranks), layouts[1], Local(), True)
+    if name == "local" and draw.random() < 0.5:
+        return Exchange(pattern, layouts[0], Replicated(pattern.kv_length, ranks), Local())
+    exchange = Exchange(pattern, *layouts, STRATEGIES[name], name in QUERIES_MOVE)
     return replace(exchange, strategy=Gather()) if exchange.strategy.refusal(exchange) else exchange

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,12 +53,20 @@ def problem(
 def visible(pattern: str, n: int, m: int) -> Tensor:
     """[n, m]: which key a query sees, from the definition of the pattern."""
     query, key = torch.arange(n)[:, None], torch.arange(m)
-    if pattern == "full":
-        return torch.ones(n, m, dtype=torch.bool)
-    if pattern == "causal":
-        return key <= query
-    width, *both = pattern.removeprefix("window(").removesuffix(")").split(",")
-    return (key - query).abs() < int(width) if both else (key <= query) & (key > query - int(width))
+    name, _, rest = pattern.removesuffix(")").partition("(")
+    numbers = [int(number) for number in re.findall(r"\d+", rest)]
+    past = key <= query if name == "causal" or (rest and "both" not in rest) else torch.ones(n, m, dtype=torch.bool)
+    if name == "window":
+        near = (key - query).abs() < numbers[0]
+        return past & (near | (key < numbers[1]) if len(numbers) > 1 else near)
+    if name == "prefix":
+        return past | (key < numbers[0])
+    if name == "chunked":
+        return past & (query // numbers[0] == key // numbers[0])
+    if name == "documents":
+        edges = torch.tensor(numbers)
+        return past & (torch.bucketize(query, edges, right=True) == torch.bucketize(key, edges, right=True))
+    return past
 
 
 def sdpa(case: Problem, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -84,6 +84,18 @@ def test_values_of_another_width() -> None:
         assert_near(found, expected, 1e-12)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ring2", "gather", "ring_q"])
+@pytest.mark.parametrize("pattern", ["window(5,sinks=3)", "prefix(9)", "chunked(11)", "chunked(16,both)", "documents"])
+def test_numbers_of_structures(pattern: str, strategy: str) -> None:
+    for p, layout, n, m in ((2, "zigzag", 67, 67), (3, "contiguous", 67, 67), (4, "zigzag", 17, 40)):
+        text = f"documents(0,3,{n // 2},{n - 4},{n})" if pattern == "documents" else pattern
+        m = n if pattern == "documents" else m
+        case = problem(n, m)
+        (out, _lse, *grads), _ = run(case, attention(case, p, text, layout, strategy), layout)
+        for found, expected in zip((out, *grads), sdpa(case, visible(text, n, m)), strict=True):
+            assert_near(found, expected, 1e-12)
+
+
 def test_lse() -> None:
     case, p = problem(17, 9), 3
     (_, lse, *_), _ = run(case, attention(case, p, "window(4)", "contiguous", "ring"), "contiguous")

@@ -7,17 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringopt.attention.patterns import Full, Kind, Pattern, Window, pattern_of
+from ringopt.attention.seen import seen
+from ringopt.attention.structures import Chunked, Documents, Prefix, Sinks
 from ringopt.errors import OptionError, PlanError
-from tests.attention.drawing import many, patterns
+from tests.attention.drawing import many, patterns, sees
 
 some_patterns = patterns(most_rows=24)
 spans = st.builds(lambda start, size: range(start, start + size), st.integers(0, 24), st.integers(0, 24))
-
-
-def sees(pattern: Pattern, query: int, key: int) -> bool:
-    """The definition, pair by pair."""
-    far = isinstance(pattern, Window) and abs(query - key) >= pattern.width
-    return not far and (key <= query or not pattern.causal)
 
 
 def pairs(pattern: Pattern, queries: range, keys: range) -> set[tuple[int, int]]:
@@ -26,9 +22,15 @@ def pairs(pattern: Pattern, queries: range, keys: range) -> set[tuple[int, int]]
 
 @given(some_patterns)
 @settings(many)
-def test_spans_are_the_definition(pattern: Pattern) -> None:
-    for query in range(pattern.q_length):
-        assert list(pattern.span(query)) == [key for key in range(pattern.kv_length) if sees(pattern, query, key)]
+def test_every_query_sees_what_the_definition_says(pattern: Pattern) -> None:
+    queries, keys = range(pattern.q_length), range(pattern.kv_length)
+    expected = [[sees(pattern, query, key) for key in keys] for query in queries]
+    assert seen(pattern, queries, keys).tolist() == expected
+    assert seen(pattern, queries[2:], keys[3:]).tolist() == [row[3:] for row in expected[2:]]
+    for query in queries:
+        needed = [key for rows in pattern.needed(range(query, query + 1)) for key in rows]
+        assert needed == [key for key in keys if sees(pattern, query, key)]
+        assert set(needed) <= set(pattern.span(query)) and bool(needed) == bool(pattern.span(query))
 
 
 @given(some_patterns, spans, spans)
@@ -36,16 +38,18 @@ def test_spans_are_the_definition(pattern: Pattern) -> None:
 def test_answers_about_a_tile_are_those_of_enumeration(pattern: Pattern, queries: range, keys: range) -> None:
     queries, keys = queries[: max(0, pattern.q_length - queries.start)], keys[: max(0, pattern.kv_length - keys.start)]
     everything = pairs(pattern, range(pattern.q_length), range(pattern.kv_length))
-    assert set(pattern.needs(queries)) == {key for query, key in everything if query in queries}
+    needed = {key for query, key in everything if query in queries}
+    assert {key for rows in pattern.needed(queries) for key in rows} == needed
+    assert set(pattern.needs(queries)) == set(range(min(needed, default=0), max(needed, default=-1) + 1))
     assert set(pattern.users(keys)) == {query for query, key in everything if key in keys}
 
-    seen = pairs(pattern, queries, keys)
-    assert pattern.pairs(queries, keys) == len(seen)
-    assert pattern.kind(queries, keys) is kind_of(seen, queries, keys)
+    wanted = pairs(pattern, queries, keys)
+    assert pattern.pairs(queries, keys) == len(wanted)
+    assert pattern.kind(queries, keys) is kind_of(wanted, queries, keys)
 
     tiles = list(pattern.tiles(queries, keys))
     covered = [pair for some, others, _ in tiles for pair in pairs(pattern, some, others)]
-    assert len(covered) == len(set(covered)) and set(covered) == seen
+    assert len(covered) == len(set(covered)) and set(covered) == wanted
     for some, others, kind in tiles:
         assert kind is kind_of(pairs(pattern, some, others), some, others) is not Kind.EMPTY
 
@@ -96,10 +100,16 @@ def test_a_million_rows_are_counted_at_once() -> None:
         ("causal", Full(6, 9, causal=True)),
         ("window(4)", Window(6, 9, causal=True, width=4)),
         ("window(4,both)", Window(6, 9, causal=False, width=4)),
+        ("window(4,sinks=2)", Sinks(6, 9, True, width=4, sinks=2)),
+        ("prefix(3)", Prefix(6, 9, True, length=3)),
+        ("chunked(4)", Chunked(6, 9, causal=True, size=4)),
+        ("chunked(4,both)", Chunked(6, 9, causal=False, size=4)),
+        ("documents(0,2,6)", Documents(6, 6, True, edges=(0, 2, 6))),
+        ("documents(0,6,both)", Documents(6, 6, False, edges=(0, 6))),
     ],
 )
 def test_texts(text: str, pattern: Pattern) -> None:
-    assert pattern_of(text, 6, 9) == pattern
+    assert pattern_of(text, 6, pattern.kv_length) == pattern
     assert pattern.text == text
 
 
@@ -114,3 +124,14 @@ def test_impossible_sizes_are_refused() -> None:
         pattern_of("full", 0, 5)
     with pytest.raises(PlanError, match="window of 0 keys"):
         pattern_of("window(0)", 5, 5)
+    with pytest.raises(PlanError, match="chunks of 0 rows"):
+        pattern_of("chunked(0)", 5, 5)
+    with pytest.raises(PlanError, match=r"6 queries and 6 keys were given edges \[0, 4\]; they ascend from 0"):
+        pattern_of("documents(0,4)", 6, 6)
+
+
+def test_short_segments_are_computed_together_and_long_ones_alone() -> None:
+    rows = range(1024)
+    assert len(list(pattern_of("chunked(64)", 1024, 1024).tiles(rows, rows))) == 4
+    kinds = {kind for *_, kind in pattern_of("chunked(512)", 1024, 1024).tiles(rows, rows)}
+    assert kinds == {Kind.CAUSAL}

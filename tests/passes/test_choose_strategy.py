@@ -78,6 +78,59 @@ def test_layout_when_rows_are_few():
     assert site(MASKS["causal"][0], n=7).layout == "contiguous"
 
 
+IDS = torch.tensor([7] * 10 + [3] * 30 + [5] * 24)
+STRUCTURES = {
+    "prefix(4)": lambda rows, keys: (keys <= rows) | (keys < 4),
+    "window(8,sinks=4)": lambda rows, keys: (keys <= rows) & ((rows - keys < 8) | (keys < 4)),
+    "chunked(16)": lambda rows, keys: (keys <= rows) & (rows // 16 == keys // 16),
+    "chunked(24,both)": lambda rows, keys: rows // 24 == keys // 24,
+    "documents": lambda rows, keys: (keys <= rows) & (IDS[rows] == IDS[keys]),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_structure_of_the_program_bounds_what_travels(name):
+    found, full = (site(mask, layout="contiguous") for mask in (STRUCTURES[name], MASKS["full"][0]))
+    assert found.pattern == name
+    assert found.bytes_sent < full.bytes_sent
+    if name == "chunked(16)":
+        assert (found.strategy, found.bytes_sent) == ("local", 0)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_the_numbers_of_a_structure(name):
+    class Masked(torch.nn.Module):
+        def forward(self, x):
+            rows, keys = torch.arange(64)[:, None], torch.arange(64)[None, :]
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=STRUCTURES[name](rows, keys))
+
+    x = torch.randn(1, 2, 64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    verdict = validate(3, Masked(), x)
+    assert not verdict.wrong, verdict.wrong
+    assert [site.pattern for site in verdict.report.sites] == [name]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda rows, keys: (keys <= rows) | (keys < 4) & (rows < 9),
+        lambda rows, keys: (rows + 1) // 16 == keys // 16,
+        lambda rows, keys: IDS.roll(5)[rows] == IDS.roll(5)[keys],  # one document in two runs
+        lambda rows, keys: (keys < rows) | (keys < 4),
+    ],
+)
+def test_what_is_almost_a_structure_stays_a_mask(mask):
+    class Masked(torch.nn.Module):
+        def forward(self, x):
+            rows, keys = torch.arange(64)[:, None], torch.arange(64)[None, :]
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=mask(rows, keys))
+
+    x = torch.randn(1, 2, 64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    verdict = validate(2, Masked(), x)
+    assert not verdict.wrong, verdict.wrong
+    assert verdict.report.sites[0].pattern not in STRUCTURES
+
+
 class Cross(torch.nn.Module):
     def forward(self, x, y):
         return F.scaled_dot_product_attention(x, y, y)

@@ -18,6 +18,7 @@ from ringopt.attention.layouts import LAYOUTS, layout_of
 from ringopt.attention.patterns import pattern_of
 from ringopt.attention.plans import Plan
 from ringopt.attention.predict import Heads
+from ringopt.attention.seen import seen
 from ringopt.cost.rates import Rates
 from ringopt.distributed.decide import agreed_rates
 from ringopt.distributed.process import ProcessMesh, process_mesh
@@ -163,9 +164,8 @@ class Problem:
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), self.few.double())]
 
     def seen(self, pattern: str, queries: Tensor) -> Tensor:
-        band = pattern_of(pattern, self.length, self.length)
-        away = torch.arange(self.length) - queries[:, None]
-        return (band.low <= away) & (away < band.high)
+        whole, rows = pattern_of(pattern, self.length, self.length), range(self.length)
+        return torch.cat([seen(whole, range(query, query + 1), rows) for query in queries.tolist()])
 
 
 class AllGather(torch.autograd.Function):
