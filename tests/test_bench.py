@@ -19,9 +19,11 @@ import ringopt
 from ringopt.kernels.choose import KERNELS
 from ringopt.tools import bench
 from ringopt.tools.benchmarks import beside, forms, one_process
+from ringopt.tools.benchmarks.against import compared
 from ringopt.tools.benchmarks.finding import by_inductor, by_ringopt
 from ringopt.tools.benchmarks.machine import this_machine
 from ringopt.tools.benchmarks.numbers import WRONG, distance, numbers
+from ringopt.tools.benchmarks.result import Result
 from ringopt.tools.benchmarks.spellings import FORMS, LOOKALIKES
 from ringopt.tools.benchmarks.timing import interleaved
 from ringopt.tools.benchmarks.unfused import CASES, DEPTH, HEADS, build
@@ -316,3 +318,37 @@ def test_rows_of_soak(tmp_path: Path) -> None:
     assert found["totals"] == {"steps": 12, "wrong": 0}
     assert {"ring", "halo", "ulysses", "merge"} <= {row["strategy"] for row in found["rows"]}
     assert max(row["error"] for row in found["rows"]) < 1e-12
+
+
+# ---- an earlier run --------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_beside_this_one() -> None:
+    machine = this_machine()
+    row = {"model": "plain", "length": 8, "ring_seconds": 1.0, "ring_error": 1e-7}
+    now = Result("", (), [row, row | {"length": 16, "ring_seconds": 3.0}, row | {"length": 32}], {}, (), ())
+    rows = [row | {"ring_seconds": 2.0}, row | {"length": 16, "ring_seconds": 1.5}]
+    table, notes = compared({"machine": {"cpu": "another"}, "title": "", "rows": rows}, now, machine)
+    assert [list(column.cells) for column in table.columns] == [
+        ["ring_seconds"],
+        ["2"],
+        ["1.00"],
+        ["0.50"],
+        ["2.00"],
+        ["plain 16"],
+    ]
+    assert notes == ["2 of 3 rows are in both runs.", "another machine then: cpu another"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(None, "No such file"), ("no", "Expecting value"), ("{}", "was not written by ringopt bench")],
+)
+def test_what_is_no_earlier_run(
+    content: str | None, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "then.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["bench", "forms", "--against", str(path)]) == 2
+    assert sentence in capsys.readouterr().err.replace("\n", "")

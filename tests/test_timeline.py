@@ -107,7 +107,11 @@ def test_a_recorded_run(ranks: Callable[..., list[Any]], tmp_path: Path, capsys:
         ("{}", [], "is no trace of ringopt: KeyError"),
         ('{"traceEvents": []}', [], "holds traces in which nothing was exchanged"),
         (json.dumps(chrome(spans_of(EVENTS))), ["--last", "0"], "--last 0: expected a number of seconds above 0"),
-        (json.dumps(chrome(spans_of(EVENTS))), ["--svg", "/no/such/t.svg"], "--svg /no/such/t.svg: No such file"),
+        (
+            json.dumps(chrome(spans_of(EVENTS))),
+            ["--svg", "/no/such/t.svg"],
+            "--svg /no/such/t.svg: there is no folder /no/such",
+        ),
     ],
 )
 def test_errors(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
 from ringopt.tools.benchmarks import calibrate, exchange, forms, kernels, one_process, overlap, soak
+from ringopt.tools.benchmarks.against import compared, earlier
 from ringopt.tools.command import CommandError, check_file, console, write
 
 if TYPE_CHECKING:
@@ -37,13 +38,14 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", metavar="FILE", type=Path, help="also write machine, rows and totals as JSON")
+    common.add_argument("--against", metavar="FILE", type=Path, help="the JSON of an earlier run, to compare with")
     parser.add_argument(
         "--calibrate", action="store_true", help=f"in place of a table: {calibrate.__doc__.split('.')[0]}"
     )
     tables = parser.add_subparsers(title="tables", metavar="TABLE")
     for table in TABLES:
         table.add(tables, common)
-    parser.set_defaults(run=run, measure=None, json=None, parser=parser)
+    parser.set_defaults(run=run, measure=None, json=None, against=None, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,9 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.measure is None) is not arguments.calibrate:
         arguments.parser.error("expected a TABLE, or --calibrate")
     check_file("--json", arguments.json)
+    before = earlier(arguments.against) if arguments.against else None
     result = measured(arguments)
     machine = this_machine()
     show(machine, result)
+    if before is not None:
+        table, notes = compared(before, result, machine)
+        console().print(table, *notes, sep="\n", markup=False)
     if arguments.json:
         write_json(arguments.json, machine, result)
     return 0

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringopt.tools.command import CommandError
+from ringopt.tools.command import CommandError, check_file, console, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -40,18 +40,11 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    check_file("--svg", arguments.svg)
     spans = last(read_all(arguments.folder), arguments.last)
     if arguments.svg:
-        try:
-            arguments.svg.write_text(drawn(spans), encoding="utf-8")
-        except OSError as problem:
-            raise CommandError(f"--svg {arguments.svg}: {problem.strerror}") from None
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)
-    console.print(table(spans), NOTE, sep="\n", markup=False)
+        write(arguments.svg, drawn(spans))
+    console().print(table(spans), NOTE, sep="\n", markup=False)
     return 0
 
 

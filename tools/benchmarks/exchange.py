@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.result import Column, Result, Row, error
+from ringopt.tools.command import whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -35,17 +36,11 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--lengths", metavar="N", nargs="+", type=length, help="of the sequence (256 ... 8192)")
+    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, help="of the sequence (256 ... 8192)")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS), help="who sees whom (all)")
-    parser.add_argument("--repeats", metavar="N", type=length, default=5, help="timed calls of each, by turns (5)")
+    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
     parser.add_argument("--quick", action="store_true", help="lengths 256 and 1024, 3 repeats")
     parser.set_defaults(measure=measure)
-
-
-def length(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:

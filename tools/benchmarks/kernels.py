@@ -7,7 +7,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.benchmarks.result import Column, Result, Row, chosen, error
-from ringopt.tools.command import CommandError
+from ringopt.tools.command import CommandError, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -40,12 +40,6 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
     parser.add_argument("--only", metavar="KERNEL", nargs="+", help="only these kernels, or ring")
     parser.set_defaults(measure=measure)
-
-
-def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:

@@ -7,6 +7,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.result import Column, Result, Row, chosen, error
+from ringopt.tools.command import whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -38,12 +39,6 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
     parser.add_argument("--only", metavar="MODEL", nargs="+", help="only these models")
     parser.set_defaults(measure=measure)
-
-
-def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:

@@ -11,6 +11,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.benchmarks.result import Column, Result, Row, error
+from ringopt.tools.command import whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -43,12 +44,6 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--repeats", metavar="N", type=whole, default=7, help="timed calls of each, by turns (7)")
     parser.add_argument("--emulated", action="store_true", help="hold messages back instead of making links")
     parser.set_defaults(measure=measure)
-
-
-def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def ranks(text: str) -> int:

@@ -10,7 +10,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.benchmarks.result import Column, Result, Row, error
-from ringopt.tools.command import CommandError
+from ringopt.tools.command import CommandError, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -41,12 +41,6 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--delay", metavar="MS", type=whole, default=2, help="longest, in milliseconds (2)")
     parser.add_argument("--seed", metavar="N", type=whole, default=1, help="of what is drawn (1)")
     parser.set_defaults(measure=measure)
-
-
-def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
