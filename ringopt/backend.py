@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ringopt.attention.dilation import is_dilated
-from ringopt.boundary import Boundary, arriving, check_arrivals, ends_program, examples
+from ringopt.boundary import Boundary, arriving, break_after, check_arrivals, ends_program, examples
 from ringopt.capture import capture, known
 from ringopt.check import CheckedInputs
 from ringopt.distributed.mesh import Mesh, mesh_of
@@ -135,6 +135,8 @@ def transform(
     flat.meta["given"] = {i: context.given[node] for i, node in enumerate(inputs) if node in context.given}
     flat.meta["left"] = context.left if options.outputs == "lazy" else {}
     context.notes += sizes.notes if shape_env is not None else ()
+    if mesh.size > 1:
+        context.notes += break_after(gm, context.gathers, len(flat.meta["left"]))
     report = report_of(flat.graph, context)
     dump.done(report, flat)
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]

@@ -7,6 +7,7 @@ gathered between two graphs.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -25,6 +26,7 @@ from ringopt.graph.nodes import is_tensor, shape_of
 from ringopt.graph.sizes import at_hand
 from ringopt.lazy import Lazy, Spread, rows_of, same_rows, spread, whole
 from ringopt.pipeline import Context
+from ringopt.report import Gather, readable
 
 
 class Boundary:
@@ -119,3 +121,19 @@ def caller_of_compiler() -> FrameType | None:
             last = frame
         frame = frame.f_back
     return last.f_back if last is not None else None
+
+
+def break_after(gm: fx.GraphModule, gathers: Sequence[Gather], lazy: int) -> tuple[str, ...]:
+    """For the report: that Dynamo's graph ends at a graph break, torch's own reason for it and its line, and what
+    was gathered for what runs there; `lazy` values are left to whoever reads them."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ()
+    why = str(reason.reason).strip().splitlines()[0]
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    where = f" ({os.path.basename(frame.filename)}:{frame.lineno}: {frame.line})" if frame is not None else ""
+    over = [gather for gather in gathers if gather.op == "output"]
+    size = readable(sum(gather.bytes for gather in over))
+    crossing = [f"{len(over)} values cross it whole, gathered: {size}"] if over else []
+    crossing += [f"{lazy} cross it in rows, gathered if they are read there"] if lazy else []
+    return (f"ends at a graph break: {why}{where}; {', '.join(crossing) or 'nothing is gathered for it'}",)

@@ -32,8 +32,8 @@ CONTEXTS: dict[str, Callable[..., Any]] = {
     "wrap_with_set_grad_enabled": torch.set_grad_enabled,
     "wrap_with_autocast": torch.autocast,
 }
-CHECKPOINT, CUSTOM = "tag_activation_checkpoint", "autograd_function_apply"
-INLINE = (*CONTEXTS, CHECKPOINT, CUSTOM)
+CHECKPOINT, CUSTOM, NESTED = "tag_activation_checkpoint", "autograd_function_apply", "invoke_subgraph"
+INLINE = (*CONTEXTS, CHECKPOINT, CUSTOM, NESTED)
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ class Flatten(fx.Interpreter):
             if isinstance(entered, Refusal):
                 raise GraphRefused(entered)
             region = entered
+        if name == NESTED:
+            operands = operands[1:]  # after the name of the region
         inner = Flatten(gm, self.book, region)
         if name not in CONTEXTS:
             return inner.run(*operands)

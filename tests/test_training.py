@@ -1,0 +1,61 @@
+"""Loss curves: 50 steps of an optimizer on 2 ranks are those of one process, however the step is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringopt
+from tests.models import VOCAB, build
+
+STEPS, LENGTH = 50, 21
+
+
+def step_of(how, model, compiled, inputs, scaler):
+    """Gradients of one step, and its loss."""
+    if how == "accumulated":
+        parts = [compiled(**inputs).loss, compiled(**{key: x.flip(0) for key, x in inputs.items()}).loss]
+        loss = sum(parts) / len(parts)
+    else:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+            loss = compiled(**inputs).loss
+    scaler.scale(loss).backward()
+    return loss.detach()
+
+
+def curve(how, backend):
+    """The losses of 50 steps; `backend` None: eager."""
+    torch._dynamo.reset()
+    model, inputs = build("llama", LENGTH)
+    if how == "checkpointed":
+        model.model.gradient_checkpointing_enable()
+    options = {"inner_backend": "aot_eager"}
+    compiled = torch.compile(model, backend=backend, options=options) if backend else model
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "autocast")
+    draw, losses = torch.Generator().manual_seed(3), []
+    for _ in range(STEPS):
+        first = torch.randint(0, VOCAB, (len(inputs["input_ids"]), 1), generator=draw)
+        ids = (first + torch.arange(LENGTH)) % VOCAB  # what can be learnt
+        losses.append(float(step_of(how, model, compiled, {"input_ids": ids, "labels": ids}, scaler)))
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return losses
+
+
+def both(how):
+    found = curve(how, "ring")
+    return found, curve(how, None), [report.sharded_fraction for report in ringopt.reports()[-1:]]
+
+
+@pytest.mark.parametrize(
+    "how, bound", [("plain", 1e-4), ("checkpointed", 1e-4), ("accumulated", 1e-4), ("autocast", 2e-2)]
+)
+def test_fifty_steps(ranks, how, bound):
+    (found, expected, sharded), (other, _, _) = ranks(2, both, how, timeout=240)
+    assert found == other, "the ranks drift apart"
+    assert sharded == [1.0] and expected[-1] < expected[0]
+    assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < bound
