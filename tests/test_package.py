@@ -57,6 +57,13 @@ def test_import_is_light() -> None:
     assert python("import sys, ringopt; print(sorted({'torch', 'sympy', 'rich', 'numpy'} & set(sys.modules)))") == "[]"
 
 
+def test_importing_the_operators_defines_all_of_them() -> None:
+    """Or a file of a converted program could not be loaded: it names operators that nobody registered."""
+    names = sorted(path.stem for path in (ROOT / "ringopt" / "ops").glob("[a-z]*.py"))
+    code = f"import sys, ringopt.ops; print([n for n in {names} if 'ringopt.ops.' + n not in sys.modules])"
+    assert python(code, PYTHONPATH=str(ROOT)) == "[]"
+
+
 def test_import_needs_no_process_group() -> None:
     code = "import ringopt, torch.distributed as dist; [getattr(ringopt, n) for n in ringopt.__all__]"
     assert python(f"{code}; print(dist.is_initialized())") == "False"

@@ -2,9 +2,12 @@
 
 import ringopt.ops.attention
 import ringopt.ops.convert
+import ringopt.ops.custom_gradient
 import ringopt.ops.dilated
 import ringopt.ops.dropout
 import ringopt.ops.extreme
+import ringopt.ops.flex
+import ringopt.ops.gradients
 import ringopt.ops.prefix
 import ringopt.ops.ring
 import ringopt.ops.rows
