@@ -22,10 +22,11 @@ from ringopt.attention.agreement import of_scores
 from ringopt.graph.bands import Known
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
-from ringopt.graph.nodes import emit, module_path, requires_grad, shape_of, source_line, value_of
+from ringopt.graph.nodes import emit_attention, module_path, requires_grad, shape_of, source_line, value_of
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.scores import NotAttention, Scores, peel_scores
+from ringopt.graph.sizes import at_hand
 from ringopt.graph.spelled_reading import descendants
 from ringopt.graph.term_folding import substitute
 from ringopt.graph.terms import load, loads, score
@@ -80,7 +81,8 @@ def read(node: fx.Node, constants: Constants, carries: dict[fx.Node, bool]) -> t
     )
     original = substitute(term, leaves={main: score(main.dtype)})
     if cone.is_known(original) and not scores.shifts:
-        said = of_scores(reading, scores, cone.sizes, cone.known, original)
+        sizes = {name: at_hand(size) for name, size in cone.sizes.items()}
+        said = of_scores(reading, scores, sizes, cone.known, original)
         if said:
             raise NotAttention(said)
     return scores, reading
@@ -93,7 +95,7 @@ def rewrite(graph: fx.Graph, node: fx.Node, scores: Scores, reading: Reading) ->
     with graph.inserting_before(node):
         q = multiplied(graph, q, scores.factors, sizes_of(node), node)
         args = (q, k, v, None, list(reading.sources), None, None, reading.pattern, reading.mask.text, 0.0, scores.scale)
-        new = emit(graph, torch.ops.ringopt.attention.default, args, node)
+        new = emit_attention(graph, args, node)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     info = SiteInfo(module_path(new), "flex", reading.name, reading.name != "full", source_line(new))

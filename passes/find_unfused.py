@@ -25,7 +25,17 @@ from ringopt.attention.agreement import of_scores
 from ringopt.graph.axes import rule_of
 from ringopt.graph.bands import Known
 from ringopt.graph.constants import Constants
-from ringopt.graph.nodes import emit, is_aten, module_path, op_name, requires_grad, shape_of, source_line, value_of
+from ringopt.graph.nodes import (
+    emit,
+    emit_attention,
+    is_aten,
+    module_path,
+    op_name,
+    requires_grad,
+    shape_of,
+    source_line,
+    value_of,
+)
 from ringopt.graph.products import product_of
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
@@ -195,7 +205,7 @@ def rewrite(graph: fx.Graph, found: Found, reading: Reading) -> fx.Node:
         seed = draw_seed(graph, end) if found.dropout_p else None
         pattern, text, sources = reading.pattern, reading.mask.text, list(reading.sources)
         args = (q, k, v, None, sources, sinks, seed, pattern, text, found.dropout_p, scores.scale)
-        node = emit(graph, torch.ops.ringopt.attention.default, args, end)
+        node = emit_attention(graph, args, end)
         rows = [factor for factor in found.factors if "k" not in factor.axes]
         result = multiplied(graph, node, rows, roles.sizes, end)
         result = as_product(graph, result, roles, end)

@@ -13,10 +13,10 @@ import torch
 import torch.fx as fx
 
 from ringopt.graph.cone_views import Index, at_dim, bounds_of_slice, broadcast, looked_up, plus, times
-from ringopt.graph.nodes import argument, is_tensor, op_name, shape_of, value_of
+from ringopt.graph.nodes import argument, is_tensor, named, op_name, shape_of, value_of
 from ringopt.graph.sizes import place_of
 from ringopt.graph.term_folding import apply, cast, compare, literal, logic, where
-from ringopt.graph.terms import INTEGERS, Plain, Term, number
+from ringopt.graph.terms import INTEGERS, Affine, Plain, Term, affine, constant, number
 
 if TYPE_CHECKING:
     from ringopt.graph.cone import Cone
@@ -39,10 +39,10 @@ def filled(position: int | None, value: int = 0) -> Rule:
 
 def arange(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     numbers = [*node.args] if len(node.args) > 1 else [0, *node.args]
-    if not all(type(each) is int for each in numbers):
+    start, step = numbers[0], numbers[2] if len(numbers) > 2 else 1
+    if type(start) is not int or type(step) is not int:
         return None
-    step = numbers[2] if len(numbers) > 2 else 1
-    return cast(plus(times(index[0], step), numbers[0]), value_of(node).dtype)
+    return cast(plus(times(index[0], step), start), value_of(node).dtype)
 
 
 def converted(cone: Cone, node: fx.Node, index: Index) -> Term | None:
@@ -119,6 +119,29 @@ def pad(cone: Cone, node: fx.Node, index: Index) -> Term | None:
         within, place = between(cone, index[dim], start, start + sizes[dim])
         inside, here = logic("logical_and", inside, within), at_dim(here, dim, place)
     return where(inside, cone.at(node.args[0], here), value, value_of(node).dtype)
+
+
+# ---- along the rows ---------------------------------------------------------------------------------------------------
+def diff(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+    """Each element less the one before it; before the first stands `prepend`, of one element."""
+    x, dim, prepend = node.args[0], named(node, "dim") % len(index), named(node, "prepend")
+    if named(node, "n") != 1 or named(node, "append") is not None or value_of(x).dtype not in INTEGERS:
+        return None
+    earlier = cone.at(x, at_dim(index, dim, plus(index[dim], -1 if prepend is not None else 0)))
+    later = cone.at(x, index if prepend is not None else at_dim(index, dim, plus(index[dim], 1)))
+    if prepend is not None:
+        first = constant(cone.at(prepend, at_dim(index, dim, affine({}, 0)))) if shape_of(prepend)[dim] == 1 else None
+        # The line through the rows of x meets what stands before them: there is no need to tell the first row apart.
+        before = constant(cone.at(x, at_dim(index, dim, affine({}, -1))))
+        if not isinstance(earlier, Affine) or first is None or before != first:
+            return None
+    return apply("sub", [later, earlier], value_of(node).dtype)
+
+
+def running_sum(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+    """Of zeros."""
+    zeros = constant(cone.at(node.args[0], index)) == 0
+    return number(0, value_of(node).dtype) if zeros else None
 
 
 # ---- pointwise -------------------------------------------------------------------------------------------------------
@@ -213,6 +236,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), filled(None, 0)),
     "arange": arange,
     "index": wrapped,
+    "diff": diff,
+    "cumsum": running_sum,
     **dict.fromkeys(("to", "_to_copy", "type_as"), converted),
     "triu": triangle("ge"),
     "tril": triangle("le"),

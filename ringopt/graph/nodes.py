@@ -135,3 +135,12 @@ def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[st
     given, named = fx.map_arg((new.args, new.kwargs), value_of)
     new.meta["val"] = target(*given, **named)
     return new
+
+
+def emit_attention(graph: fx.Graph, args: Any, like: fx.Node) -> fx.Node:
+    """A `ringopt::attention`. It is not run for its value: what it computes on one device depends on the length."""
+    new = graph.create_node("call_function", torch.ops.ringopt.attention.default, tuple(args), {}, "attention")
+    new.meta = origin(like)
+    q, v = value_of(args[0]), value_of(args[2])
+    new.meta["val"] = q.new_empty((*q.shape[:3], v.shape[3]))
+    return new

@@ -12,13 +12,14 @@ left padding is the usual case where none does. What is not proven stays in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
 from ringopt.graph.cone import Cone
+from ringopt.graph.sizes import is_open
 from ringopt.graph.term_bounds import Interval, bounds
 from ringopt.graph.term_folding import apply, literal, logic, negate, substitute
 from ringopt.graph.terms import Affine, Apply, Load, Term, affine, axis, constant, number
@@ -141,11 +142,15 @@ def is_small(found: Peeled, cone: Cone, learned: Callable[[fx.Node], bool]) -> b
 
 def every_row_sees_a_key(conditions: list[Term], cone: Cone) -> bool:
     """Proven by one key that all conditions let every query see: its own, the first or the last."""
-    last = cone.sizes["k"] - 1
-    witnesses: list[Affine] = [affine({}, 0), affine({}, last)]
-    if cone.sizes["q"] <= cone.sizes["k"]:
-        witnesses.insert(0, axis("q"))
+
+    def witnesses() -> Iterator[Affine]:
+        if cone.sizes["q"] <= cone.sizes["k"]:
+            yield axis("q")
+        yield affine({}, 0)
+        if not is_open(cone.sizes["k"]):
+            yield affine({}, cone.sizes["k"] - 1)
+
     return any(
         all(constant(cone.fold(substitute(condition, {"k": key}))) is True for condition in conditions)
-        for key in witnesses
+        for key in witnesses()
     )
