@@ -53,8 +53,10 @@ class ChooseStrategy(Pass):
                 choose_for(node, info, context)
 
 
-def lengths(node: fx.Node) -> tuple[int, int]:
-    return shape_of(node.args[0])[2], shape_of(node.args[1])[2]
+def lengths(node: fx.Node, context: Context) -> tuple[int, int]:
+    """Of queries and keys. A program for any number of ranks holds them against that number when it runs."""
+    q, k = shape_of(node.args[0])[2], shape_of(node.args[1])[2]
+    return (at_hand(q), at_hand(k)) if context.mesh.name == ANY else (q, k)
 
 
 def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
@@ -62,7 +64,7 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     far = Mask.parse(node.args[8]).far
     if far is not None:
         return f"its scores go through a function that holds {far:g}; beside such a number partial sums are not exact"
-    queries, keys = lengths(node)
+    queries, keys = lengths(node, context)
     if min(queries, keys) >= ranks:
         return None
     if max(queries, keys) >= ranks and options.strategy == "auto":
@@ -81,7 +83,7 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, s
     """The layout, and why. Raises OptionError where the one that is asked for cannot be."""
     ranks, asked = context.mesh.size, context.options.layout
     spread = {node: info for node, info in sites.items() if not info.whole}
-    cut = (max(lengths(node)) if info.whole else min(lengths(node)) for node, info in sites.items())
+    cut = (max(lengths(node, context)) if info.whole else min(lengths(node, context)) for node, info in sites.items())
     shortest = min(cut, default=0)
     enough = shortest >= 2 * ranks
     if asked == "zigzag" and sites and not enough:
@@ -108,7 +110,7 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     info.layout, info.strategy = context.layout, context.options.strategy
     if info.whole:
         info.strategy = "merge" if info.whole == "queries" else "local"
-        few = at_hand(min(lengths(node)))
+        few = at_hand(min(lengths(node, context)))
         info.notes.append(f"{few} rows of {info.whole} for {context.mesh.size} ranks: all on every rank")
     elif info.strategy == "auto":
         choice = choose(case_of(node, context), looked_at(context), context.layout, rates_for(context, node))
@@ -133,7 +135,7 @@ def case_of(node: fx.Node, context: Context) -> Case:
     dropped = node.args[9] > 0
     by = "math" if dropped or Mask.parse(node.args[8]).score is not None else kernel.name
     training = context.carries[node]
-    q_length, kv_length = map(at_hand, lengths(node))
+    q_length, kv_length = map(at_hand, lengths(node, context))
     return Case(node.args[7], q_length, kv_length, Heads.of(q, k, v, by), training, node.args[8])
 
 

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from ringopt import __version__
 from ringopt.backend import tell
@@ -33,9 +33,11 @@ from ringopt.capture import capture, known
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh, mesh_of
 from ringopt.dump import Dump
 from ringopt.errors import ProgramError
+from ringopt.graph.lengths import sizes_of
 from ringopt.graph.nodes import is_tensor, op_name
 from ringopt.graph.printer import short
 from ringopt.graph.refusal import Refusal
+from ringopt.graph.sizes import formula, into_assertions
 from ringopt.measure import report_of
 from ringopt.options import Options
 from ringopt.passes import LINE, UNDERSTAND
@@ -81,6 +83,9 @@ def converted(
     """The program, and the report of it on LOOKED_AT ranks."""
     chosen = options_of(options)
     check(program)
+    undumped = dataclasses.replace(chosen, dump=None)
+    made = [lowered(program, undumped, AnyRank(*place)) for place in PLACES]
+    asked = guards_of(program)
     report = lowered(program, chosen, mesh_of(f"pretend:0/{LOOKED_AT}"))[1]
     lost = lost_in_export(program)
     for what in lost:
@@ -93,7 +98,9 @@ def converted(
             return program, report
         raise ProgramError(f"nothing of this program can be sharded: {why}. allow_empty=True keeps it as it is")
     tell(report, chosen)
-    gm, context = for_any_rank(program, dataclasses.replace(chosen, dump=None))
+    check_fixed(program)
+    gm, context = for_any_rank(made)
+    into_assertions(gm.graph, asked)
     if context.replicated_random:
         raise ProgramError(
             f"{', '.join(context.replicated_random[:3])} draw random numbers that must be the same on every rank, "
@@ -103,9 +110,8 @@ def converted(
     return rebuilt(program, gm, context), report
 
 
-def for_any_rank(program: ExportedProgram, options: Options) -> tuple[fx.GraphModule, Context]:
-    """The lowered graph, made for two places of different meshes and found to be the same text."""
-    made = [lowered(program, options, AnyRank(*place)) for place in PLACES]
+def for_any_rank(made: Sequence[tuple[fx.GraphModule, Report, Context]]) -> tuple[fx.GraphModule, Context]:
+    """The lowered graph, made for two places of different meshes, if it is the same text."""
     texts = [short(gm.graph).splitlines() for gm, _report, _context in made]
     if texts[0] != texts[1]:
         one, other = next(pair for pair in zip_longest(*texts, fillvalue="nothing") if pair[0] != pair[1])
@@ -136,11 +142,35 @@ def check(program: ExportedProgram) -> None:
     for node in program.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt":
             raise ProgramError(f"the program is converted already: {node.name} is {node.target}")
-    if program.range_constraints:
-        sizes = ", ".join(f"{symbol} in {bounds}" for symbol, bounds in program.range_constraints.items())
+    inputs = program.graph.find_nodes(op="placeholder")
+    plain = {formula(size) for node in inputs for size in sizes_of(node.meta.get("val"))}
+    missing = [str(symbol) for symbol in program.range_constraints if symbol not in plain]
+    if missing:
         raise ProgramError(
-            f"the program has open sizes ({sizes}), which conversion cannot keep open yet; export it without "
-            "dynamic_shapes, one file a length"
+            f"no input has the size {', '.join(missing)}, from which others are derived, or which data makes; export "
+            "the program with plain Dims"
+        )
+
+
+def shape_env_of(program: ExportedProgram) -> ShapeEnv:
+    """What holds the open sizes of the program."""
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    envs = [size.node.shape_env for value in values for size in sizes_of(value) if isinstance(size, torch.SymInt)]
+    return envs[0] if envs else ShapeEnv()
+
+
+def guards_of(program: ExportedProgram) -> list[Any]:
+    """What was taken for granted of open sizes, in the export and by the passes."""
+    return list(dict.fromkeys(guard.expr for guard in shape_env_of(program).guards))
+
+
+def check_fixed(program: ExportedProgram) -> None:
+    env = shape_env_of(program)
+    fixed = {symbol: env.replacements[symbol] for symbol in program.range_constraints if symbol in env.replacements}
+    if fixed:
+        said = ", ".join(f"{symbol} is {number}" for symbol, number in fixed.items())
+        raise ProgramError(
+            f"an open size is fixed where a mask or a view is read ({said}); export the program without dynamic_shapes"
         )
 
 
@@ -164,7 +194,7 @@ def lost_in_export(program: ExportedProgram) -> list[str]:
 def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.GraphModule, Report, Context]:
     context, dump = Context(options, mesh), Dump(options, mesh.rank)
     try:
-        gm = capture(copy.deepcopy(program.graph_module), inputs_of(program), ShapeEnv())
+        gm = capture(copy.deepcopy(program.graph_module), inputs_of(program), shape_env_of(program))
         if any(claim.places for claim in gm.meta["claims"]):
             raise GraphRefused(
                 Refusal("a converted program cannot check the block tables of flex_attention at each run")
@@ -173,6 +203,9 @@ def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.
         context.values |= lifted_constants(program, gm)
         dump.captured(gm)
         Pipeline(LINE if mesh.size > 1 else UNDERSTAND, dump.passed).run(gm, context)
+    except GuardOnDataDependentSymNode as problem:
+        said = str(problem).splitlines()[0]
+        raise ProgramError(f"something depends on how many rows a rank has: {said}") from problem
     except GraphRefused as refused:
         report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
         dump.done(report, None)
@@ -224,7 +257,7 @@ def rebuilt(program: ExportedProgram, gm: fx.GraphModule, context: Context) -> E
         node.meta = {key: value for key, value in node.meta.items() if key in KEPT}
         if node.op == "placeholder" and is_tensor(node) and node.meta["val"].is_leaf:
             node.meta["val"].requires_grad_(False)
-    ranges = {}
+    ranges = dict(program.range_constraints)
     for node in gm.graph.nodes:
         for symbol in node.meta.get("unbacked_bindings", ()):
             ranges[symbol] = node.meta["val"].node.shape_env.var_to_range[symbol]

@@ -162,6 +162,27 @@ def test_ops_that_mix_rows_are_exact(ranks: Callable[..., list[Any]], tmp_path: 
             assert difference(found, wanted) < TOLERANCE
 
 
+LENGTHS = (17, 30, 9)
+
+
+def at_lengths(file: Path) -> list[list[Tensor]]:
+    found = []
+    for n in LENGTHS:
+        module = ringopt.load(file).module()
+        found.append(run(lambda x, module=module: module(x), module, {"x": rows(n).double()}))
+    return found
+
+
+def test_one_file_serves_all_lengths(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    program = export(MixingRows().double(), (rows(17).double(),), dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},))
+    torch.export.save(program, tmp_path / "whole.pt2")
+    torch.export.save(ringopt.convert(program), tmp_path / "open.pt2")
+    wanted = at_lengths(tmp_path / "whole.pt2")
+    for p in (1, 2, 3):
+        for found in ranks(p, at_lengths, tmp_path / "open.pt2"):
+            assert max(map(difference, found, wanted)) < TOLERANCE
+
+
 class Shifted(Mixer):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -302,10 +323,23 @@ def test_a_converted_program_is_refused() -> None:
         ringopt.convert(ringopt.convert(exported()))
 
 
-def test_open_sizes_are_refused() -> None:
-    program = export(Mixer(), (rows(),), dynamic_shapes=({1: Dim("n", min=4, max=64)},))
-    with pytest.raises(ProgramError, match=r"the program has open sizes \(s\d+ in .*export it without dynamic_shapes"):
+class Flattened(Mixer):
+    """A mask whose elements are counted by n * q + k: it is read with one number for n."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        n, places = x.shape[1], torch.arange(x.shape[1])
+        seen = (places[:, None] >= places).flatten().view(n, n)
+        return self.out(F.scaled_dot_product_attention(q, k, v, seen).squeeze(1))  # type: ignore[no-any-return]
+
+
+def test_an_open_size_that_is_fixed_is_refused() -> None:
+    program = export(Flattened(), (rows(),), dynamic_shapes=({1: Dim("n", min=4, max=64)},))
+    with pytest.raises(ProgramError, match=r"an open size is fixed where a mask .* \(s\d+ is 16\); export the program"):
         ringopt.convert(program)
+    derived = export(Mixer(), (rows(),), dynamic_shapes=({1: 4 * Dim("quarter", min=2, max=16)},))
+    with pytest.raises(ProgramError, match=r"no input has the size .*with plain Dims"):
+        ringopt.convert(derived)
 
 
 def test_options_of_one_run_and_unknown_ones_are_refused() -> None:

@@ -81,7 +81,6 @@ def test_force_and_allow_empty(folder: Path, tmp_path: Path) -> None:
         ("in.pt2", "no/new.pt2", [], "no is no folder"),
         ("in.pt2", "", ["--force"], "is a folder"),
         ("plain.pt2", "new.pt2", [], "nothing of this program can be sharded: no attention was found. --allow-empty"),
-        ("open.pt2", "new.pt2", [], "the program has open sizes"),
         ("in.pt2", "new.pt2", ["--options", '{"laout": 1}'], "unknown option 'laout'"),
         ("in.pt2", "new.pt2", ["--world-size", "2"], "--world-size tells --verify on how many ranks to run"),
         ("in.pt2", "new.pt2", ["--import", "not_there"], "cannot import 'not_there'"),

@@ -121,7 +121,7 @@ def pad(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     return where(inside, cone.at(node.args[0], here), value, value_of(node).dtype)
 
 
-# ---- along the rows ---------------------------------------------------------------------------------------------------
+# ---- along the rows --------------------------------------------------------------------------------------------------
 def diff(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     """Each element less the one before it; before the first stands `prepend`, of one element."""
     x, dim, prepend = node.args[0], named(node, "dim") % len(index), named(node, "prepend")

@@ -98,29 +98,48 @@ def into_arguments(graph: fx.Graph) -> None:
 
 def into_nodes(graph: fx.Graph) -> None:
     """The reverse: each open size is computed from sizes of the inputs."""
-    inputs = graph.find_nodes(op="placeholder")
-    symbols: dict[sympy.Symbol, fx.Proxy] = {}
-    made: dict[Any, Any] = {}
+    written = Written(graph)
 
     def node_of(size: Any) -> Any:
-        if not isinstance(size, OPEN):
-            return size
-        expr = size.node.expr
-        if expr not in made:
-            for symbol in expr.free_symbols - symbols.keys():
-                symbols[symbol] = fx.Proxy(source_of(symbol, graph, inputs))
-            found = sympy_interp(PythonReferenceAnalysis, symbols, expr)
-            made[expr] = found.node if isinstance(found, fx.Proxy) else found
-        return made[expr]
+        return written.of(size.node.expr) if isinstance(size, OPEN) else size
 
-    with graph.inserting_before(inputs[-1].next):
+    with graph.inserting_before(written.inputs[-1].next):
         for node in list(graph.nodes):
             if node.op != "placeholder":
                 node.args, node.kwargs = map_aggregate(node.args, node_of), map_aggregate(node.kwargs, node_of)
-    for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            args = fx.map_arg(node.args, lambda arg: arg.meta["val"])
-            node.meta["val"] = node.target(*args)
+    written.give_values()
+
+
+def into_assertions(graph: fx.Graph, formulas: Iterable[sympy.Basic]) -> None:
+    """What must hold of the sizes of the inputs is asked when the program runs."""
+    written = Written(graph)
+    with graph.inserting_before(written.inputs[-1].next):
+        for formula in formulas:
+            said = f"this program was made for inputs with {formula}"
+            graph.call_function(torch.ops.aten._assert_scalar.default, (written.of(formula), said))
+    written.give_values()
+
+
+class Written:
+    """Formulas of sizes as nodes, which are made where the graph inserts."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph, self.inputs = graph, graph.find_nodes(op="placeholder")
+        self.symbols: dict[sympy.Symbol, fx.Proxy] = {}
+        self.made: dict[Any, Any] = {}
+
+    def of(self, formula: sympy.Basic) -> Any:
+        if formula not in self.made:
+            for symbol in sorted(formula.free_symbols - self.symbols.keys(), key=str):
+                self.symbols[symbol] = fx.Proxy(source_of(symbol, self.graph, self.inputs))
+            found = sympy_interp(PythonReferenceAnalysis, self.symbols, formula)
+            self.made[formula] = found.node if isinstance(found, fx.Proxy) else found
+        return self.made[formula]
+
+    def give_values(self) -> None:
+        for node in self.graph.nodes:
+            if node.op == "call_function" and "val" not in node.meta:
+                node.meta["val"] = node.target(*fx.map_arg(node.args, lambda arg: arg.meta["val"]))
 
 
 def source_of(symbol: sympy.Symbol, graph: fx.Graph, inputs: Iterable[fx.Node]) -> fx.Node:

@@ -33,7 +33,7 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
     """`names` are parted by commas; `when` is "first", "always" or "never", as the option check_inputs. Raises, on
     every rank alike, RingMismatchError where they differ and PlanError where some rank would have too few rows."""
     mesh = mesh_of(group)
-    if mesh.size == 1:
+    if mesh.size == 1 and length > 0:
         return length
     compared = _compared.setdefault(mesh, set())
     if names and (when == "always" or (when == "first" and (mesh.rank, program) not in compared)):
@@ -51,5 +51,5 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
 def _(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:
     # Not `get_ctx().new_dynamic_size`: by Dynamo's settings no data makes sizes, and this follows from no data.
     size = torch.library.get_ctx()._shape_env.create_unbacked_symint()
-    torch.fx.experimental.symbolic_shapes._constrain_range_for_size(size, min=0)
+    torch.fx.experimental.symbolic_shapes._constrain_range_for_size(size, min=1)
     return size  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ import torch.fx as fx
 from ringopt.graph.nodes import named, op_name, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
-from ringopt.graph.sizes import place_of, slice_of
+from ringopt.graph.sizes import at_hand, place_of, slice_of
 from ringopt.ops.rows import Piece, moved, taken
 from ringopt.sharding.steps import Handler, Steps, enough_rows, getitems, sequence_at
 
@@ -170,7 +170,9 @@ def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, 
     for that every rank would hold more than its shard: then the sequence is better gathered."""
     x, count = node.args[0], prod(shape_of(rows))
     place, numbers = sharder.placements[x], value_of(rows).dtype in (torch.int32, torch.int64)
-    if place is None or place.outer * place.inner > 1 or not numbers or count * sharder.ranks > place.length:
+    if place is None or place.outer * place.inner > 1 or not numbers:
+        return None
+    if at_hand(count) * sharder.ranks > at_hand(place.length):
         return None
     step = Steps(sharder, node)
     flat = step(aten.reshape.default, step(aten.to.dtype, sharder.replicated(rows), torch.int64), [-1])

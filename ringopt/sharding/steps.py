@@ -13,6 +13,7 @@ from ringopt.attention.layouts import LAYOUTS
 from ringopt.graph.nodes import named, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import at_hand
 from ringopt.ops.rows import Wanted
 
 aten = torch.ops.aten
@@ -88,6 +89,7 @@ class Steps:
 
 def enough_rows(sharder: Sharder, length: int) -> bool:
     """Whether every chunk of the layout has a row."""
+    length = at_hand(length) if sharder.asks else length  # `rows_here` asks again, of the ranks that there are
     return length >= LAYOUTS[sharder.layout].chunks_per_rank * sharder.ranks
 
 
