@@ -120,7 +120,7 @@ def run(case: Problem, p: int, pattern: str, layouts: tuple[str, str]) -> list[T
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(5)", "window(5,both)"])
 @pytest.mark.parametrize(("p", "heads"), [(2, (4, 2)), (3, (10, 2)), (4, (4, 1)), (3, (3, 3))])
 def test_numbers(p: int, heads: tuple[int, int], pattern: str, layouts: tuple[str, str]) -> None:
-    for n, m in ((17, 17), (3, 3), (17, 40), (40, 17)):
+    for n, m in ((17, 17), (3, 3), (17, 40)):
         case = problem(n, m, heads=heads)
         for found, right in zip(run(case, p, pattern, layouts), sdpa(case, visible(pattern, n, m)), strict=True):
             assert_near(found, right, 1e-12)

@@ -1,0 +1,86 @@
+"""The table of laws: pattern x strategy x layout x ranks, each with some heads, lengths and dtype; the output, all
+gradients and every byte."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringopt.attention.bytes import Sizes, bytes_sent
+from ringopt.attention.execute import Attention, Operands, Saved
+from ringopt.attention.heads import HeadExchange
+from ringopt.attention.plans import Plan, plan_of
+from ringopt.attention.run import attend, attend_backward
+from ringopt.distributed.traffic import Traffic, record_traffic
+from ringopt.errors import OptionError
+from ringopt.graph.mask import Mask
+from ringopt.kernels.choose import choose
+from tests.attention.reference import Problem, assert_near, join, problem, sdpa, shard, visible
+from tests.threads import ThreadMesh, run_on_threads
+
+PATTERNS = (
+    "full", "causal", "window(9)", "window(40,both)", "window(9,sinks=3)", "prefix(21)", "chunked(24)", "documents",
+)  # fmt: skip
+STRATEGIES = ("local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses")
+RANKS = (2, 3, 4)
+
+# What each cell of the table takes in turn: all are met many times, in other company each.
+HEADS = ((4, 4), (4, 2), (6, 2), (4, 1), (5, 5))
+LENGTHS = ((64, 64), (67, 67), (257, 257), (67, 40), (40, 67), (5, 5), (64, 7))
+DTYPES = ((torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 4e-2))
+
+
+def run(case: Problem, plan: Plan, layout: str) -> tuple[list[Tensor], Traffic]:
+    """out, dq, dk, dv in sequence order."""
+    kernel, _ = choose("auto", case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
+    exchange, heads = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
+    site = Attention(exchange, Mask(), kernel, case.scale, heads=heads)
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        q, k, v, dout = (shard(x, layout, mesh.size, mesh.rank) for x in (case.q, case.k, case.v, case.dout))
+        given = Operands(q, k, v)
+        out, lse = attend(site, mesh, given)
+        return [out, *attend_backward(site, mesh, dout, Saved(given, out, lse))[:3]]
+
+    with record_traffic() as traffic:
+        results = run_on_threads(plan.ranks, body)
+    return [join(parts, layout) for parts in zip(*results, strict=True)], traffic
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_laws(strategy: str, layout: str) -> None:
+    done = 0
+    for number, (pattern, p) in enumerate(product(PATTERNS, RANKS), start=3 * STRATEGIES.index(strategy)):
+        heads, (n, m), (dtype, near) = (some[number % len(some)] for some in (HEADS, LENGTHS, DTYPES))
+        if pattern == "documents":
+            pattern, m = f"documents({','.join(map(str, sorted({0, 2, n // 3, n - 2, n})))})", n
+        try:
+            plan = plan_of(pattern, n, m, p, layout, layout, strategy, heads)
+        except OptionError as refused:
+            assert f"strategy {strategy!r} cannot do" in str(refused) and strategy in ("local", "halo")
+            continue
+        exact = problem(n, m, heads=heads, dims=(8, 8 if number % 2 else 5))
+        found, traffic = run(exact.to(dtype), plan, layout)
+        for got, right in zip(found, sdpa(exact, visible(pattern, n, m)), strict=True):
+            assert_near(got, right, near)
+        sizes = Sizes.of(*(x.to(dtype) for x in (exact.q, exact.k, exact.v)))
+        for rank, way in product(range(p), ("forward", "backward")):
+            events = traffic.of(rank).events
+            sent = sum(event.bytes for event in events if event.label.startswith(way))
+            assert sent == bytes_sent(plan, sizes, rank, way == "backward"), (pattern, p, n, m)
+        done += 1
+    least = {"local": 0, "halo": 8 if layout == "contiguous" else 0}.get(strategy, len(PATTERNS) * len(RANKS))
+    assert done >= least
+
+
+def test_local_where_no_rows_are_missing() -> None:
+    case = problem(64)
+    plan = plan_of("chunked(16)", 64, 64, 4, "contiguous", "contiguous", "local", (4, 2))
+    found, traffic = run(case, plan, "contiguous")
+    for got, right in zip(found, sdpa(case, visible("chunked(16)", 64, 64)), strict=True):
+        assert_near(got, right, 1e-12)
+    assert traffic.bytes_sent == 0
