@@ -287,6 +287,17 @@ def test_help_loads_no_torch(arguments: list[str]) -> None:
     assert "ringopt bench one-process --" in result.stdout and result.stdout.endswith("False\n")
 
 
+# ---- dilated ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_dilated(tmp_path: Path) -> None:
+    found = tables("dilated", "--scale", "64", "--repeats", "1", str(tmp_path / "dilated.json"))
+    assert [(row["length"], row["ranks"], row["sent"]) for row in found["rows"]] == [
+        (1024, 1, 0), (8192, 1, 0), (128, 1, 0), (512, 2, 0)
+    ]  # fmt: skip
+    assert max(row["error"] for row in found["rows"]) < WRONG
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
