@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,8 +75,11 @@ def of_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options:
         outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
         return lambda *_inputs: tuple(hollow(value) for value in outputs)
 
+    unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
     try:
-        torch.compile(model, backend=dry)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # Every dry run is a compilation; beyond its limit Dynamo would capture nothing, and nothing would be reported.
+        with torch._dynamo.config.patch(unlimited):
+            torch.compile(model, backend=dry)(*args, **kwargs)  # type: ignore[no-untyped-call]
     except BackendCompilerFailed as failed:
         if isinstance(failed.inner_exception, RingError):
             raise failed.inner_exception from None

@@ -154,6 +154,12 @@ def test_explain_for_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hardware 'x100' is unknown; the table has cpu, p100, " in capsys.readouterr().err
 
 
+def test_explaining_often_is_explaining() -> None:
+    """Also after more runs than Dynamo compiles of one function."""
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        assert len(ringopt.explain(Causal(), torch.zeros(1, 64, 16), world_size=2).sites) == 1
+
+
 def test_many_sites_that_are_alike_are_told_as_one() -> None:
     site = Site("layers.0", "sdpa", "causal", "ring", "math", "zigzag", None, 2048)
     windows = [replace(site, module=f"layers.{i}", pattern="window(4)" if i % 2 else "causal") for i in range(24)]
