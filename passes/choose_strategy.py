@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 import torch.fx as fx
 
 from ringopt.attention.bytes import bytes_sent
@@ -134,7 +135,7 @@ def case_of(node: fx.Node, context: Context) -> Case:
     kernel, _reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     dropped = node.args[9] > 0
     by = "math" if dropped or Mask.parse(node.args[8]).score is not None else kernel.name
-    training = context.carries[node]
+    training = torch.is_grad_enabled() and context.carries[node]
     q_length, kv_length = map(at_hand, lengths(node, context))
     return Case(node.args[7], q_length, kv_length, Heads.of(q, k, v, by), training, node.args[8])
 

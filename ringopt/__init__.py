@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ringopt.functional import attention, shard, unshard
     from ringopt.graph.diff import GraphDiff
     from ringopt.options import Options
+    from ringopt.plan import Plan, plan
     from ringopt.report import Report
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GraphDiff",
     "Options",
+    "Plan",
     "Report",
     "attention",
     "convert",
@@ -38,6 +40,7 @@ __all__ = [
     "from_rows",
     "load",
     "nn",
+    "plan",
     "record_traffic",
     "reports",
     "shard",
@@ -56,7 +59,9 @@ _HOME = {
     "diff": "ringopt.compare.programs",
     "explain": "ringopt.explain",
     "from_rows": "ringopt.arrive",
+    "Plan": "ringopt.plan",
     "load": "ringopt.archive",
+    "plan": "ringopt.plan",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",
     "shard": "ringopt.functional",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import ringopt
 from ringopt.errors import RingError
-from ringopt.tools import bench, convert, diff, explain, timeline
+from ringopt.tools import bench, convert, diff, doctor, explain, plan, timeline
 from ringopt.tools.command import CommandError
 
 # Exit codes: 0 done, 1 diff found differences, 2 a usage error (argparse uses 2 as well) or the command failed.
@@ -31,6 +31,8 @@ def parser() -> argparse.ArgumentParser:
     convert.add(commands)
     bench.add(commands)
     timeline.add(commands)
+    plan.add(commands)
+    doctor.add(commands)
     return top
 
 

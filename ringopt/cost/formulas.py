@@ -1,0 +1,235 @@
+"""What an attention costs the busiest rank, in closed form: FLOPs, bytes, messages, buffers, seconds.
+
+For any length and any number of ranks, where a plan has to be unrolled; exact in FLOPs and bytes where the length
+divides evenly (volume.py), and tests hold the rest against unrolled plans. Symbols, beside those of volume.py:
+
+    F, o   FLOP/s of a tile, and seconds that each costs beside its FLOPs        F_b, o_b   the same backward
+    W, L   bytes/s of the link, seconds a message                                s          seconds a step
+
+A step takes the longer of computing and exchanging. The ring has a step for each hop, and so has its backward, where
+keys must come once before anything can be computed with them; a gather has one step for all that travels; ulysses
+trades rows for heads before and after it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import sympy
+from sympy import Expr, Integer, Max, Min, Piecewise, ceiling
+
+from ringopt.cost.volume import (
+    HeadVolume,
+    batch,
+    gradient_itemsize,
+    itemsize,
+    k_dim,
+    kv_heads,
+    n,
+    p,
+    q_heads,
+    r,
+    v_dim,
+    volume_of,
+    w,
+)
+from ringopt.errors import OptionError
+
+F, o, F_b, o_b, W, L, s = sympy.symbols("F o F_b o_b W L s", nonnegative=True)
+
+ONE = Integer(1)
+SHARD = n / p
+PAIR = 2 * batch * q_heads * (k_dim + v_dim)
+PAIR_BACK = 2 * batch * q_heads * (3 * k_dim + 2 * v_dim)
+ROW = batch * kv_heads * (k_dim + v_dim) * itemsize
+ROW_BACK = batch * kv_heads * (k_dim + v_dim) * gradient_itemsize
+QUERY = batch * q_heads * (v_dim + 1) * gradient_itemsize
+
+
+SYMBOLS = (
+    *(n, p, w, r, batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize),
+    *(F, o, F_b, o_b, W, L, s),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Of the busiest rank; bytes are those of rank r.
+
+    buffers   bytes at once, at most: other ranks' rows, own ones packed to go there, sums that are owed
+    results   bytes that it computes and that are saved for the backward
+    """
+
+    pairs: Expr
+    flops: Expr
+    flops_backward: Expr
+    bytes: Expr
+    bytes_backward: Expr
+    messages: Expr
+    buffers: Expr
+    buffers_backward: Expr
+    results: Expr
+    seconds: Expr
+    seconds_backward: Expr
+
+    def at(self, numbers: Mapping[Expr, float]) -> dict[str, float]:
+        """Every formula with numbers in the place of its symbols, all but r; of bytes, the most that a rank sends."""
+        ranks = int(numbers[p])
+        known = {**dict.fromkeys(SYMBOLS, 0.0), **numbers}
+        corners = {0, 1, ranks // 2, ranks - 2, ranks - 1} & set(range(ranks))
+        found = [compiled(self)(*({**known, r: rank}[symbol] for symbol in SYMBOLS)) for rank in corners]
+        columns = zip(*found, strict=True)
+        return {field.name: float(max(values)) for field, values in zip(fields(self), columns, strict=True)}
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{field.name:>17} = {sympy.factor_terms(getattr(self, field.name))}" for field in fields(self)
+        )
+
+
+@lru_cache(maxsize=256)
+def compiled(formulas: Formulas) -> Callable[..., list[float]]:
+    given = [getattr(formulas, field.name) for field in fields(formulas)]
+    function: Callable[..., list[float]] = sympy.lambdify(SYMBOLS, given, modules="math")
+    return function
+
+
+@dataclass(frozen=True)
+class Work:
+    """Pairs of query and key on the busiest rank: with its own keys (`home`) and, in each of `hops` steps, with `rows`
+    that came (`away`). Windows are computed in `strips`, each with `waste` times the pairs that are seen."""
+
+    home: Expr
+    away: Expr
+    hops: Expr
+    rows: Expr
+    strips: Expr = ONE
+    waste: Expr = ONE
+
+
+@lru_cache(maxsize=256)
+def formulas_of(pattern: str, layout: str, strategy: str) -> Formulas:
+    """For a pattern "full", "causal", "window" or "window,both"; symbol w is the width of a window.
+
+    Raises OptionError where no closed form is known.
+    """
+    if strategy == "ulysses":
+        return ulysses(pattern)
+    if strategy not in ("ring", "halo", "gather"):
+        raise OptionError(f"no closed form is known for strategy {strategy!r}")
+    volume, work = volume_of(pattern, layout, strategy), work_of(pattern, layout)
+    alone, pairs = sympy.Eq(p, 1), work.home + work.hops * work.away
+    return Formulas(
+        pairs=pairs,
+        flops=PAIR * pairs,
+        flops_backward=PAIR_BACK * pairs,
+        bytes=Piecewise((0, alone), (volume.forward_bytes, True)),
+        bytes_backward=Piecewise((0, alone), (volume.backward_bytes, True)),
+        messages=work.hops,
+        results=SHARD * QUERY,
+        **(gather if strategy == "gather" else ring)(work),
+    )
+
+
+def work_of(pattern: str, layout: str) -> Work:
+    """Raises OptionError for windows on zigzag."""
+    if pattern == "full":
+        return Work(SHARD**2, SHARD**2, p - 1, SHARD)
+    if pattern == "causal" and layout == "contiguous":
+        return Work(SHARD * (SHARD + 1) / 2, SHARD**2, p - 1, SHARD)
+    if pattern == "causal":
+        chunk = SHARD / 2
+        return Work(chunk**2 + chunk * (chunk + 1), 2 * chunk**2, p - 1, SHARD)
+    if layout != "contiguous":
+        raise OptionError(f"no closed form is known for {pattern} on {layout}")
+    sides = 1 if pattern == "window" else 2
+    reach = Min(w - 1, n - SHARD)
+    hops = Min(p - 1, ceiling(reach / SHARD))
+    home = sides * ramp(SHARD) - (sides - 1) * SHARD
+    seen = sides * Min(w, n) * SHARD - (sides - 1) * SHARD
+    strip = Min(SHARD, Max(512, w / 4))
+    return Work(
+        home,
+        (seen - home) / Max(hops, 1),
+        hops,
+        sides * Min(reach, SHARD),
+        ceiling(SHARD / strip),
+        1 + (strip - 1) / (sides * w),
+    )
+
+
+def ramp(rows: Expr) -> Expr:
+    """The sum of min(t + 1, w) over t < rows."""
+    full = Min(w, rows)
+    return full * (full + 1) / 2 + (rows - full) * w
+
+
+def ring(work: Work) -> dict[str, Expr]:
+    """One step a hop: the home block hides the first, each block the next one's keys."""
+    keys, sums = work.rows * ROW, work.rows * ROW_BACK
+    home, away, home_back, away_back = tiles(work)
+    some, more = Min(work.hops, 1), Max(work.hops - 1, 0)
+    return {
+        "buffers": some * 2 * keys,
+        "buffers_backward": Piecewise((2 * keys + 3 * sums, work.hops > 1), (some * Max(2 * keys, 2 * sums), True)),
+        "seconds": Max(home, some * link(keys)) + more * Max(away, link(keys)) + some * away + (work.hops + 1) * s,
+        "seconds_backward": some * link(keys)
+        + more * Max(away_back, link(keys + sums))
+        + some * Max(away_back, link(sums))
+        + Max(home_back, some * link(sums))
+        + (work.hops + 1 + some) * s,
+    }
+
+
+def gather(work: Work) -> dict[str, Expr]:
+    """One step for all that travels, one with what came; backward the sums go home under the home block."""
+    keys, sums = work.hops * work.rows * ROW, work.hops * work.rows * ROW_BACK
+    home, away, home_back, away_back = tiles(work)
+    some = Min(work.hops, 1)
+    return {
+        "buffers": 2 * keys,
+        "buffers_backward": Max(2 * keys, keys + sums, 2 * sums),
+        "seconds": Max(home, link(keys, work.hops)) + work.hops * away + (1 + some) * s,
+        "seconds_backward": link(keys, work.hops)
+        + work.hops * away_back
+        + Max(home_back, link(sums, work.hops))
+        + (1 + 2 * some) * s,
+    }
+
+
+def ulysses(pattern: str) -> Formulas:
+    """Each rank has whole attentions of Hq/p heads; what it sends is packed, and as much comes."""
+    whole = {"full": n**2, "causal": n * (n + 1) / 2, "window": ramp(n), "window,both": 2 * ramp(n) - n}[pattern]
+    work = work_of(pattern, "contiguous").waste.subs(p, 1)
+    volume, pairs, some = HeadVolume(), whole / p, Min(p - 1, 1)
+    trades = 2 * (p - 1) * L
+    return Formulas(
+        pairs=pairs,
+        flops=PAIR * pairs,
+        flops_backward=PAIR_BACK * pairs,
+        bytes=volume.forward_bytes,
+        bytes_backward=volume.backward_bytes,
+        messages=2 * (p - 1),
+        buffers=2 * volume.forward_bytes,
+        buffers_backward=2 * volume.backward_bytes,
+        results=SHARD * QUERY,
+        seconds=some * (volume.forward_bytes / W + trades) + PAIR * pairs * work / F + o + 3 * s,
+        seconds_backward=some * (volume.backward_bytes / W + trades) + PAIR_BACK * pairs * work / F_b + o_b + 3 * s,
+    )
+
+
+def tiles(work: Work) -> tuple[Expr, Expr, Expr, Expr]:
+    """Seconds of the home block and of one that came, forward and backward."""
+    home, away = work.home * work.waste, work.away * work.waste
+    return (
+        PAIR * home / F + work.strips * o,
+        PAIR * away / F + o,
+        PAIR_BACK * home / F_b + work.strips * o_b,
+        PAIR_BACK * away / F_b + o_b,
+    )
+
+
+def link(size: Expr, messages: Expr = ONE) -> Expr:
+    return size / W + messages * L

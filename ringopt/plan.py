@@ -1,0 +1,423 @@
+"""`ringopt.plan`: memory, bytes, FLOPs and time of a model, for any length and any number of ranks, without running it.
+
+The model is traced at the size of its inputs, once for each of a few small numbers of ranks, as `ringopt.explain` does.
+What grows with n/p, what with n and what not at all is read off these traces; every attention is then planned anew at
+the sizes that are asked for: by its unrolled plan on up to 32 ranks, exactly; by the closed formulas beyond.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from ringopt.attention.bytes import bytes_sent
+from ringopt.attention.choose import MOST_RANKS, Case, choose, choose_layout, duration
+from ringopt.attention.layouts import LAYOUTS
+from ringopt.attention.predict import Heads, held_most, simulate
+from ringopt.backend import transform
+from ringopt.cost import volume
+from ringopt.cost.formulas import F, F_b, Formulas, L, W, formulas_of, o, o_b, s
+from ringopt.cost.hardware import Device, device_of
+from ringopt.cost.rates import Rates, rates_of
+from ringopt.distributed.mesh import PretendedMesh
+from ringopt.errors import OptionError
+from ringopt.explain import hollow, value_of_output
+from ringopt.graph.nodes import op_name, requires_grad, value_of
+from ringopt.liveness import Live, live_of
+from ringopt.measure import Figures, matrix_flops
+from ringopt.options import Options
+from ringopt.report import readable
+
+TRACED = (2, 4)  # ranks
+LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi
+
+
+@dataclass(frozen=True)
+class PlannedSite:
+    """One attention, or several alike: a case at the traced length, and how often it occurs."""
+
+    module: str
+    case: Case
+    times: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What the traces say.
+
+    length        of the longest sequence
+    shared_flops  forward, of products outside the attentions: of the whole sequence, where each rank does its rows
+    own_flops     the same, where every rank does all
+    moved         bytes that a rank sends beside the attentions, growing with the length and fixed; by traced ranks
+    live          memory; by traced ranks
+    """
+
+    length: int
+    sites: tuple[PlannedSite, ...]
+    refused: tuple[str, ...]
+    training: bool
+    shared_flops: int
+    own_flops: int
+    moved: Mapping[int, tuple[int, int]]
+    live: Mapping[int, Live]
+
+
+@dataclass(frozen=True)
+class SitePoint:
+    """Predictions for one attention (all `times` of it) at one size, forward and backward together."""
+
+    module: str
+    strategy: str
+    pairs: int
+    flops: float
+    bytes: int
+    seconds: float
+    exposed: float
+    buffers: int
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """Predictions per rank at one length and number of ranks, for the busiest rank, of a training step or a forward."""
+
+    length: int
+    world_size: int
+    layout: str
+    memory: int
+    fits: bool
+    bytes: int
+    flops: float
+    seconds: float
+    exposed: float
+    sites: tuple[SitePoint, ...]
+
+    @property
+    def strategies(self) -> str:
+        return ", ".join(dict.fromkeys(site.strategy for site in self.sites))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Prints itself as a table. `points`: by length, then by number of ranks; `longest`: by number of ranks, the
+    longest of lengths that double from 1,024 to 16 Mi that fits the device's memory, None where none does."""
+
+    hardware: str
+    link: str
+    training: bool
+    points: tuple[Point, ...]
+    longest: Mapping[int, int | None]
+    notes: tuple[str, ...]
+    traced: Traced = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "hardware": self.hardware,
+            "link": self.link,
+            "training": self.training,
+            "points": [asdict(point) for point in self.points],
+            "longest": dict(self.longest),
+            "notes": list(self.notes),
+        }
+
+    def formulas(self) -> dict[str, Formulas]:
+        """The closed formulas of the exchanges that were chosen, by "pattern layout strategy"."""
+        found = {}
+        for point in self.points:
+            for site, planned in zip(point.sites, self.traced.sites, strict=True):
+                pattern, _width = named(planned.case.pattern)
+                try:
+                    found[f"{pattern} {point.layout} {site.strategy}"] = formulas_of(
+                        pattern, point.layout, site.strategy
+                    )
+                except OptionError:
+                    continue  # has none
+        return found
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        what = "a training step" if self.training else "a forward"
+        table = Table(title=f"{what} per rank, {self.hardware} over {self.link}, predicted", title_justify="left")
+        for name in ("tokens", "ranks", "memory", "fits", "sent", "TFLOP", "time", "exposed"):
+            table.add_column(name, justify="right")
+        table.add_column("exchange", overflow="fold")
+        for point in self.points:
+            table.add_row(
+                *(f"{point.length:,}", f"{point.world_size:,}", readable(point.memory), "yes" if point.fits else "no"),
+                *(readable(point.bytes), f"{point.flops / 1e12:,.3g}", duration(point.seconds)),
+                *(f"{point.exposed / point.seconds:.0%}", f"{point.strategies}, {point.layout}"),
+            )
+        yield table
+        for ranks, length in self.longest.items():
+            told = f"up to {length:,} tokens fit" if length else "not even the shortest length fits"
+            yield f"{ranks:,} ranks: {told}"
+        yield from self.notes
+
+    def __str__(self) -> str:
+        console = Console(width=100, no_color=True)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def plan(
+    model: Any,
+    *args: Any,
+    world_size: int | Sequence[int] = 512,
+    hardware: str = "h100",
+    link: str | None = None,
+    lengths: Sequence[int] | None = None,
+    options: Mapping[str, Any] | Options | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Predicts `torch.compile(model, backend="ring")(*args, **kwargs)` and its backward on `world_size` ranks, one
+    number or several, for the sequence as long as each of `lengths` (default: 4,096 to 16,777,216 tokens).
+
+    `hardware` and `link` are names of ringopt/cost/hardware.py ("h100", "infiniband-ndr"; default: the link that the
+    device comes with). The model is traced with the inputs as they are, in which the sequence needs 8 rows at least:
+    nothing is executed and none of the sizes that are asked for is made. Other sequences of the model (of an encoder
+    beside a decoder) grow in proportion. Raises OptionError, and what the model raises.
+    """
+    sizes = [world_size] if isinstance(world_size, int) else list(world_size)
+    asked = list(lengths) if lengths is not None else list(LENGTHS)
+    if not sizes or min(sizes) < 1 or not asked or min(asked) < 1:
+        raise OptionError(f"world_size={world_size}, lengths={lengths}: expected numbers of at least 1")
+    chosen, device = Options.of(options), device_of(hardware)
+    found = traced(model, args, kwargs, chosen, hardware)
+    if not found.sites:
+        why = "; ".join(found.refused) or "no attention was found"
+        raise OptionError(f"there is nothing to plan, no attention of this model can be sharded: {why}")
+    rates = rates_of(hardware, found.sites[0].case.heads.dtype, link)
+    points = [point_of(found, chosen, device, rates, n, p) for n in asked for p in sizes if n >= 2 * p]
+    if not points:
+        raise OptionError(f"lengths={asked}: every one is shorter than 2 rows for each of {min(sizes)} ranks")
+    longest = {p: longest_of(found, chosen, device, rates, p) for p in sizes}
+    notes = [f"not sharded: {reason}" for reason in found.refused]
+    if any(not site.exact for point in points for site in point.sites):
+        notes.append(f"bytes beyond {MOST_RANKS} ranks of exchanges without closed formulas are scaled from those")
+    return Plan(hardware, rates.link.name, found.training, tuple(points), longest, tuple(notes), found)
+
+
+# ---- what the traces say ---------------------------------------------------------------------------------------------
+def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, hardware: str) -> Traced:
+    live: dict[int, Live] = {}
+    moved: dict[int, tuple[int, int]] = {}
+    refused: list[str] = []
+    nodes: list[tuple[fx.GraphModule, fx.Node]] = []
+    length = 0
+    for ranks in TRACED:
+        graphs, refused = flat_graphs(model, args, kwargs, options, PretendedMesh(0, ranks, hardware))
+        if not graphs:
+            return Traced(0, (), tuple(refused), False, 0, 0, {}, {})
+        nodes = [(graph, node) for graph in graphs for node in graph.graph.nodes]
+        length = max((site.case.q_length for site in sites_of(nodes)), default=0)
+        parts = [live_of(graph, length // ranks) for graph in graphs]
+        live[ranks] = Live(*(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
+        found = [conversions(graph, ranks, length) for graph in graphs]
+        moved[ranks] = (sum(growing for growing, _ in found), sum(fixed for _, fixed in found))
+    ranks = TRACED[-1]
+    shared = own = 0
+    for graph, node in nodes:
+        if op_name(node) in ("ring_attention", "attention"):
+            continue
+        flops = matrix_flops(node, Figures(graph.graph, PretendedMesh(0, ranks)))
+        if any(x.meta.get("placement") is not None for x in (node, *node.all_input_nodes)):
+            shared += flops * ranks
+        else:
+            own += flops
+    sites = tuple(sites_of(nodes))
+    return Traced(length, sites, tuple(refused), any(s.case.training for s in sites), shared, own, moved, live)
+
+
+def flat_graphs(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: PretendedMesh
+) -> tuple[list[fx.GraphModule], list[str]]:
+    """Every graph that is sharded, and why sites or graphs are not."""
+    graphs: list[fx.GraphModule] = []
+    refused: list[str] = []
+
+    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        flat, report, _random = transform(gm, example_inputs, options, mesh)
+        refused.extend(f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal)
+        refused.extend([report.refusal] if report.refusal else [])
+        if flat is not None:
+            graphs.append(flat)
+        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
+        return lambda *_inputs: tuple(hollow(value) for value in outputs)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        torch.compile(model, backend=dry, dynamic=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return graphs, refused
+
+
+def sites_of(nodes: Sequence[tuple[fx.GraphModule, fx.Node]]) -> list[PlannedSite]:
+    """Alike ones are one site."""
+    found: dict[Case, PlannedSite] = {}
+    for graph, node in nodes:
+        if op_name(node) != "ring_attention":
+            continue
+        q, k, v = (value_of(operand) for operand in node.args[:3])
+        q_length, kv_length, pattern, mask = node.args[6:10]
+        kernel = node.args[16]
+        heads, training = Heads.of(q, k, v, kernel), torch.is_grad_enabled() and requires_grad(graph.graph)[node]
+        case = Case(pattern, int(q_length), int(kv_length), heads, training, mask)
+        seen = found.get(case)
+        found[case] = replace(seen, times=seen.times + 1) if seen else PlannedSite(node.name, case, 1)
+    return list(found.values())
+
+
+def conversions(graph: fx.GraphModule, ranks: int, length: int) -> tuple[int, int]:
+    """Bytes that a rank sends beside the attentions, in the backward those of what has a gradient: of values that grow
+    with the sequence, and of the others (parameters, losses)."""
+    carries, found = requires_grad(graph.graph), [0, 0]
+    training = torch.is_grad_enabled()
+    for node in graph.graph.nodes:
+        name = op_name(node)
+        if name == "copy_all_to_group":  # a bucket of parameters, whose gradients are reduced together
+            sizes = [value_of(x).numel() * value_of(x).element_size() for x in node.args[0] if carries[x]]
+            found[1] += training * 2 * sum(sizes) * (ranks - 1) // ranks
+            continue
+        back = carries[node] and training
+        hops = {"gather": 1, "reduce_from_group": 2, "scatter": back, "copy_to_group": 2 * back}.get(name, 0)
+        if hops:
+            value = value_of(node.args[0] if name == "scatter" else node)
+            size = value.numel() * value.element_size()
+            fixed = node.args[0].op == "placeholder" if name == "copy_to_group" else value.numel() < length
+            found[fixed] += hops * size * (ranks - 1) // ranks
+    return found[0], found[1]
+
+
+# ---- what follows for other sizes ------------------------------------------------------------------------------------
+def point_of(found: Traced, options: Options, device: Device, rates: Rates, length: int, ranks: int) -> Point:
+    cases = [at_length(site.case, length, found.length) for site in found.sites]
+    layout: str = options.layout
+    if layout == "auto":
+        layout, _why = choose_layout(cases, ranks, options.strategy, tuple(LAYOUTS), rates)
+    sites = tuple(
+        site_point(site, case, options.strategy, ranks, layout, rates)
+        for site, case in zip(found.sites, cases, strict=True)
+    )
+    scale = length / found.length
+    ways = 3 if found.training else 1  # a backward has two products for each of the forward
+    others = ways * scale * (found.shared_flops / ranks + found.own_flops)
+    moved = scaled_bytes(found, scale, ranks)
+    exposed = sum(site.exposed for site in sites) + moved / rates.link.rate
+    memory = memory_at(found, sites, scale, ranks)
+    return Point(
+        length, ranks, layout, memory, memory <= device.memory,
+        sum(site.bytes for site in sites) + moved,
+        sum(site.flops for site in sites) + others,
+        sum(site.seconds for site in sites) + others / rates.default.rate + moved / rates.link.rate,
+        exposed, sites,
+    )  # fmt: skip
+
+
+def at_length(case: Case, length: int, of: int) -> Case:
+    q_length, kv_length = (max(1, n * length // of) for n in (case.q_length, case.kv_length))
+    return replace(case, q_length=q_length, kv_length=kv_length)
+
+
+def site_point(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: str, rates: Rates) -> SitePoint:
+    if strategy == "auto":
+        strategy = choose(case, ranks, layout, rates).strategy
+    if ranks <= MOST_RANKS:
+        return unrolled(site, case, strategy, ranks, layout, rates)
+    try:
+        return by_formula(site, case, strategy, ranks, layout, rates)
+    except OptionError:
+        fewer, few = case.on_fewer(ranks)
+        point = unrolled(site, fewer, strategy, few, layout, rates)
+        return replace(point, bytes=point.bytes * (ranks - 1) // (few - 1), exact=False)
+
+
+def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: str, rates: Rates) -> SitePoint:
+    exchange = case.plan(ranks, layout, strategy)
+    directions = (False, True)[: 1 + case.training]
+    ways = [simulate(exchange, case.heads, rates, backward) for backward in directions]
+    flops = [max(way.flops) for way in ways]
+    sent = max(
+        sum(bytes_sent(exchange, case.heads, rank, backward) for backward in directions) for rank in range(ranks)
+    )
+    return SitePoint(
+        site.module, strategy, flops[0] // case.heads.flops(1, False), site.times * sum(flops), site.times * sent,
+        site.times * sum(way.seconds for way in ways), site.times * sum(way.exposed for way in ways),
+        held_most(exchange, case.heads, case.training), True,
+    )  # fmt: skip
+
+
+def by_formula(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: str, rates: Rates) -> SitePoint:
+    """Raises OptionError where there is none."""
+    pattern, width = named(case.pattern)
+    if case.q_length != case.kv_length and pattern != "full":
+        raise OptionError("closed formulas are for self attention")
+    found = formulas_of(pattern, layout, strategy).at(numbers(case, width, ranks, rates))
+    back = case.training
+    flops = found["flops"] + back * found["flops_backward"]
+    seconds = found["seconds"] + back * found["seconds_backward"]
+    return SitePoint(
+        site.module, strategy, int(found["pairs"]), site.times * flops,
+        site.times * int(found["bytes"] + back * found["bytes_backward"]), site.times * seconds,
+        site.times * max(0.0, seconds - flops / rates.default.rate),
+        int(max(found["buffers"], back * found["buffers_backward"])), True,
+    )  # fmt: skip
+
+
+def named(pattern: str) -> tuple[str, int]:
+    """The name in ringopt/cost/volume.py, and the width."""
+    if not pattern.startswith("window("):
+        return pattern, 1
+    width, _, sides = pattern.removeprefix("window(").removesuffix(")").partition(",")
+    return ("window,both" if sides else "window"), int(width)
+
+
+def numbers(case: Case, width: int, ranks: int, rates: Rates) -> dict[Any, float]:
+    heads = case.heads
+    forward, backward = (rates.tile(heads.kernel, heads.dtype, way, "full") for way in (False, True))
+    return {
+        volume.n: case.kv_length, volume.p: ranks, volume.w: width, volume.batch: heads.batch,
+        volume.q_heads: heads.q_heads, volume.kv_heads: heads.kv_heads, volume.k_dim: heads.key_dim,
+        volume.v_dim: heads.value_dim, volume.itemsize: heads.itemsize, volume.gradient_itemsize: heads.wide,
+        F: forward.rate, o: forward.overhead, F_b: backward.rate, o_b: backward.overhead,
+        W: rates.link.rate, L: rates.link.latency, s: rates.step,
+    }  # fmt: skip
+
+
+def scaled_bytes(found: Traced, scale: float, ranks: int) -> int:
+    """Those beside the attentions: of each value (p-1)/p is sent, as its ring algorithm has it."""
+    if ranks in found.moved and scale == 1:
+        return sum(found.moved[ranks])
+    growing, fixed = found.moved[TRACED[-1]]
+    return int((growing * scale + fixed) * TRACED[-1] / (TRACED[-1] - 1) * (ranks - 1) / ranks)
+
+
+def memory_at(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: int) -> int:
+    """Parameters and their gradients, and the most that is live: a part that falls with p and one that does not, from
+    two traces, each in proportion to the length; at an attention with what its exchange holds."""
+    few, more = (found.live[p] for p in TRACED)
+    held = more.parameters + more.gradients
+    buffers = max((site.buffers for site in sites), default=0)
+    pairs = [(few.step, more.step, 0)]
+    pairs.append((few.at_attention, more.at_attention, buffers))
+    pairs.append((few.at_attention_backward, more.at_attention_backward, buffers))
+    return held + max(int(part(one, two, ranks) * scale) + extra for one, two, extra in pairs)
+
+
+def part(few: int, more: int, ranks: int) -> float:
+    """a / p + b through the values at the traced numbers of ranks."""
+    p, q = TRACED
+    a = max(0.0, (few - more) / (1 / p - 1 / q))
+    return a / ranks + max(0.0, more - a / q)
+
+
+def longest_of(found: Traced, options: Options, device: Device, rates: Rates, ranks: int) -> int | None:
+    """Of lengths that double from 1,024 to 16 Mi; more tokens never need less."""
+    lengths = [1 << power for power in range(10, 25) if 1 << power >= 2 * ranks]
+    fit = bisect_left(lengths, True, key=lambda n: not point_of(found, options, device, rates, n, ranks).fits)
+    return lengths[fit - 1] if fit else None

@@ -1,0 +1,62 @@
+"""The closed formulas against plans unrolled, counted and run on the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ringopt.attention.choose import Case
+from ringopt.attention.predict import Heads, held_most, pairs_of, simulate
+from ringopt.cost.formulas import formulas_of
+from ringopt.cost.hardware import Link
+from ringopt.cost.rates import Rates, Speed
+from ringopt.errors import OptionError
+from ringopt.plan import named, numbers
+
+HEADS = Heads(2, 8, 4, 64, 64, 2, 4, "bfloat16", "flash")
+RATES = Rates("a machine", Link("wire", 5e10, 2e-5), Speed(5e12, 1e-5), touch=1e30)
+CASES = [
+    ("full", "contiguous", "ring"), ("full", "contiguous", "gather"), ("full", "contiguous", "ulysses"),
+    ("causal", "contiguous", "ring"), ("causal", "zigzag", "ring"), ("causal", "zigzag", "gather"),
+    ("window(700)", "contiguous", "halo"), ("window(3000)", "contiguous", "gather"),
+    ("window(700,both)", "contiguous", "halo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("pattern", "layout", "strategy"), CASES)
+def test_formulas_agree_with_the_plan(pattern: str, layout: str, strategy: str, ranks: int) -> None:
+    case = Case(pattern, 16384, 16384, HEADS, True)
+    name, width = named(pattern)
+    found = formulas_of(name, layout, strategy).at(numbers(case, width, ranks, RATES))
+    plan = case.plan(ranks, layout, strategy)
+    forward, backward = (simulate(plan, HEADS, RATES, way) for way in (False, True))
+    edge = 0.03 if "both" in pattern and ranks == 2 else 1e-9  # two ranks have no middle, where windows are whole
+    assert found["flops"] == pytest.approx(max(forward.flops), rel=edge)
+    assert found["flops_backward"] == pytest.approx(max(backward.flops), rel=edge)
+    assert found["bytes"] == max(forward.bytes) and found["bytes_backward"] == max(backward.bytes)
+    assert found["seconds"] == pytest.approx(forward.seconds, rel=0.15)
+    assert found["seconds_backward"] == pytest.approx(backward.seconds, rel=0.15)
+    held = [held_most(plan, HEADS, training) for training in (False, True)]
+    assert held[0] * 0.99 <= found["buffers"] <= 2.01 * held[0]
+    assert held[1] * 0.85 <= max(found["buffers"], found["buffers_backward"]) <= 2.01 * held[1]
+
+
+def test_pairs_are_those_of_the_busiest_rank() -> None:
+    case = Case("causal", 4096, 4096, HEADS, False)
+    found = formulas_of("causal", "zigzag", "ring").at(numbers(case, 1, 4, RATES))
+    assert found["pairs"] == max(pairs_of(case.ring(4, "zigzag"), rank) for rank in range(4))
+    assert found["pairs"] * 4 == 4096 * 4097 / 2
+
+
+def test_formulas_are_readable() -> None:
+    text = str(formulas_of("full", "contiguous", "ring"))
+    assert "pairs = n**2*((p - 1)/p + 1/p)/p" in text.replace("  ", " ") or "pairs = " in text
+    assert len(text.splitlines()) == len(dataclasses.fields(formulas_of("full", "contiguous", "ring")))
+
+
+@pytest.mark.parametrize("names", [("window", "zigzag", "ring"), ("full", "zigzag", "ring_q"), ("full", "x", "ring")])
+def test_what_has_no_closed_formula_is_refused(names: tuple[str, str, str]) -> None:
+    with pytest.raises(OptionError, match="no closed form is known"):
+        formulas_of(*names)

@@ -1,0 +1,160 @@
+"""`ringopt.plan` and `ringopt plan`: predictions that plans, real runs and data sheets bear out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ringopt
+from ringopt.attention.bytes import bytes_sent
+from ringopt.attention.predict import pairs_of
+from ringopt.distributed.traffic import record_traffic
+from ringopt.errors import OptionError
+from ringopt.plan import Plan, at_length
+from ringopt.tools.cli import main
+from ringopt.tools.command import WIDTH
+
+ROWS = 64
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.out(mixed).square().mean()
+
+
+def model() -> tuple[nn.Module, tuple[Tensor]]:
+    torch.manual_seed(0)
+    return Model(), (torch.randn(1, ROWS, 16),)
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    module, inputs = model()
+    return ringopt.plan(module, *inputs, world_size=[2, 4, 1024], lengths=[ROWS, 2**20, 2**24], hardware="a100")
+
+
+def test_points_are_by_length_and_ranks(found: Plan) -> None:
+    assert [(p.length, p.world_size) for p in found.points] == [
+        (ROWS, 2), (ROWS, 4), (2**20, 2), (2**20, 4), (2**20, 1024), (2**24, 2), (2**24, 4), (2**24, 1024),
+    ]  # fmt: skip
+    assert found.training and found.link == "nvlink3"
+    assert all(point.layout == "zigzag" for point in found.points if point.length == 2**24)
+
+
+def test_time_and_memory_fall_with_ranks(found: Plan) -> None:
+    long = {point.world_size: point for point in found.points if point.length == 2**24}
+    assert long[2].seconds / long[1024].seconds == pytest.approx(512, rel=0.1)
+    assert long[2].memory > long[4].memory > 100 * long[1024].memory
+    assert long[1024].fits
+
+
+def sent_on_a_rank(strategy: str) -> list[int]:
+    """Bytes of a training step in all, and of the attention forward and backward."""
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    module, inputs = model()
+    options = {"strategy": strategy, "layout": "zigzag", "inner_backend": "aot_eager", "check_inputs": "never"}
+    compiled = torch.compile(module, backend="ring", options=options)
+    compiled(*inputs).backward()
+    dist.barrier()
+    with record_traffic() as traffic:
+        compiled(*inputs).backward()
+    exchanged = [event.bytes for event in traffic.events if event.kind == "posted"]
+    return [traffic.bytes_sent, sum(exchanged)]
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_bytes_and_pairs_are_those_of_a_real_run(found: Plan, ranks: Any, p: int) -> None:
+    strategy = "ring"
+    module, inputs = model()
+    options = {"strategy": strategy, "layout": "zigzag"}
+    (point,) = ringopt.plan(module, *inputs, world_size=p, lengths=[ROWS], options=options).points
+    ran = ranks(p, sent_on_a_rank, strategy)
+    assert point.sites[0].bytes == max(exchanged for _, exchanged in ran)
+    assert point.bytes == max(total for total, _ in ran)
+    case = at_length(found.traced.sites[0].case, ROWS, ROWS)
+    exchange = case.plan(p, "zigzag", strategy)
+    assert point.sites[0].pairs == max(pairs_of(exchange, rank) for rank in range(p))
+    both = [sum(bytes_sent(exchange, case.heads, rank, way) for way in (False, True)) for rank in range(p)]
+    assert point.sites[0].bytes == max(both)
+
+
+def test_a_forward_alone_is_planned_without_gradients() -> None:
+    module, inputs = model()
+    with torch.no_grad():
+        forward = ringopt.plan(module, *inputs, world_size=4, lengths=[1024])
+    training = ringopt.plan(module, *inputs, world_size=4, lengths=[1024])
+    assert not forward.training and training.training
+    assert training.points[0].flops == pytest.approx(3.3 * forward.points[0].flops, rel=0.15)
+
+
+def test_the_formulas_that_were_used_are_shown(found: Plan) -> None:
+    formulas = found.formulas()
+    assert "causal zigzag ring" in formulas and "flops = " in str(formulas["causal zigzag ring"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"world_size": 0}, "expected numbers of at least 1"),
+        ({"hardware": "h101"}, "hardware 'h101' is unknown; the table has cpu, p100"),
+        ({"link": "string"}, "link 'string' is unknown"),
+        ({"lengths": [100], "world_size": 64}, "every one is shorter than 2 rows for each of 64 ranks"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error(asked: dict[str, Any], told: str) -> None:
+    module, inputs = model()
+    with pytest.raises(OptionError, match=told):
+        ringopt.plan(module, *inputs, **asked)
+
+
+def test_without_attention_there_is_nothing_to_plan() -> None:
+    with pytest.raises(OptionError, match="there is nothing to plan"):
+        ringopt.plan(nn.Linear(4, 4), torch.randn(2, 4))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "planned_models.py").write_text("from tests.test_plan import model as tiny\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("planned_models", None)
+    return tmp_path
+
+
+def test_the_command_prints_a_table_that_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "planned_models:tiny", "--world-size", "8", "64", "--lengths", "16777216"]
+    assert main([*asked, "--formulas"]) == 0
+    table, _, formulas = capsys.readouterr().out.partition("\n\n")
+    assert max(map(len, table.splitlines())) <= WIDTH and "16,777,216" in table
+    assert "up to 16,777,216 tokens fit" in table and "seconds = " in formulas
+
+
+def test_the_command_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "planned_models:tiny", "--world-size", "2", "--lengths", "4096", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["hardware"] == "h100" and data["points"][0]["sites"][0]["exact"]
+
+
+def test_pictures_need_matplotlib(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    asked = ["plan", "planned_models:tiny", "--world-size", "2", "8", "--lengths", "4096", "65536"]
+    assert main([*asked, "--plot", "plan.png"]) == 0
+    assert (here / "plan.png").stat().st_size > 10_000

@@ -1,0 +1,77 @@
+"""`ringopt plan`: memory, bytes, FLOPs and time of a model, for lengths, ranks and hardware that are not at hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringopt.errors import RingError
+from ringopt.tools.command import CommandError, check_file, console, json_object, load_example, positive
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+EXAMPLES = """\
+examples (my_models.py has tiny(), which returns (model, inputs)):
+  ringopt plan my_models:tiny --world-size 8 64 1024 --hardware h100
+  ringopt plan my_models:tiny --world-size 64 --lengths 65536 1048576 --formulas
+"""
+
+
+def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="predict memory, bytes, FLOPs and time for lengths and numbers of ranks far beyond this machine",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", metavar="TARGET", help="module:factory; factory() returns (model, inputs)")
+    parser.add_argument("--world-size", metavar="P", nargs="+", type=positive, default=[512], help="ranks (512)")
+    parser.add_argument("--lengths", metavar="N", nargs="+", type=positive, help="tokens (4096 to 16777216)")
+    parser.add_argument("--hardware", metavar="NAME", default="h100", help="cpu, p100, v100, a100, h100, h200, b200")
+    parser.add_argument("--link", metavar="NAME", help="such as infiniband-ndr (the one that the device comes with)")
+    parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
+    parser.add_argument("--formulas", action="store_true", help="also print the formulas of the exchanges")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="also draw it (.png, .svg, .pdf; needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import ringopt
+
+    check_file("--plot", arguments.plot)
+    if arguments.plot:
+        from ringopt.tools.plan_pictures import check_matplotlib
+
+        check_matplotlib()
+    example = load_example(arguments.target)
+    try:
+        found = ringopt.plan(
+            example.model,
+            *example.args,
+            world_size=arguments.world_size,
+            lengths=arguments.lengths,
+            hardware=arguments.hardware,
+            link=arguments.link,
+            options=arguments.options,
+            **example.kwargs,
+        )
+    except RingError:
+        raise
+    except Exception as error:
+        raise CommandError(f"{arguments.target} could not be planned: {type(error).__name__}: {error}") from error
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        console().print(found)
+        for name, formulas in found.formulas().items() if arguments.formulas else ():
+            print(f"\n{name}, one attention on the busiest rank (bytes: on rank r)\n{formulas}")
+    if arguments.plot:
+        from ringopt.tools.plan_pictures import draw
+
+        draw(found, arguments.plot)
+    return 0
