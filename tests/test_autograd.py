@@ -70,6 +70,8 @@ STEPS = {
     "running average": running,
     "tied": tied,
 }
+
+
 def normed(model, x):
     return model.norm(x.transpose(1, 2)).transpose(1, 2)
 

@@ -1,11 +1,13 @@
 """Sizes that Dynamo leaves open: one compilation serves all lengths, and each call is exact."""
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from ringopt.backend import transform
 from ringopt.options import Options
+from tests.models import build
 from tests.threads import run_on_threads
 from tests.translation import TOLERANCE, Seat, difference, values_and_gradients
 
@@ -82,3 +84,41 @@ def test_too_few_rows_for_the_layout_or_the_ranks_compile_again():
         ("contiguous", None),
         ("none", "2 rows for 3 ranks: every rank needs a row"),
     ]
+
+
+@pytest.mark.parametrize("name, pattern", [("llama", "causal"), ("bert", "padding(attention_mask)")])
+def test_models_of_transformers_stay_sharded(name, pattern):
+    model, _ = build(name, 48, torch.float64)
+    calls = []
+    for n in (31, 40, 21):
+        mask = {"attention_mask": torch.ones(2, n, dtype=torch.long)} if name == "bert" else {}
+        for rows in mask.values():
+            rows[1, -n // 4 :] = 0
+        calls.append({"input_ids": ids(2, n), "labels": ids(2, n), **mask})
+    second = run_over(model, calls, 2).reports[1:]
+    assert [(report.sharded_fraction > 0.99, report.sites[0].pattern) for report in second] == [(True, pattern)]
+
+
+def greedy(cache: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Tokens by the model as it is and compiled, and how the attention of each graph was spread."""
+    import ringopt
+
+    model, prompt = build("llama", 40)[0].eval(), ids(2, 13)
+    model.config.use_cache = True
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    how |= {"cache_implementation": cache} if cache else {}
+    torch._dynamo.reset()
+    before = len(ringopt.reports())
+    with torch.inference_mode():
+        expected = model.generate(prompt, **how)
+        model.forward = torch.compile(model.forward, backend="ring", options={"inner_backend": "eager"})
+        found = model.generate(prompt, **how)
+    return expected, found, [report.sites[0].strategy for report in ringopt.reports()[before:]]
+
+
+@pytest.mark.parametrize("cache, graphs", [("", 3), pytest.param("static", 2, marks=pytest.mark.zoo)])
+def test_tokens_are_generated_with_a_cache(cache, graphs, ranks):
+    """Greedy tokens are those of one process; there is no graph a token."""
+    for expected, found, spread in ranks(2, greedy, cache):
+        assert torch.equal(expected, found)
+        assert len(spread) <= graphs
