@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -134,9 +135,18 @@ def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None 
 
 
 def new_group(ranks: Sequence[int], timeout: float) -> Any:
-    """Only the members of a part of the world make its group: the others may be busy with other meshes."""
-    part = len(ranks) < dist.get_world_size()
-    return dist.new_group(list(ranks), timedelta(seconds=timeout), use_local_synchronization=part, sort_ranks=False)
+    """Only the members of a part of the world make its group: the others may be busy with other meshes. Raises
+    OptionError."""
+    part, ordered = len(ranks) < dist.get_world_size(), list(ranks) == sorted(ranks)
+    # Below torch 2.12 the ranks of a group are always in ascending order.
+    keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    if not ordered and not keeps_order:
+        raise OptionError(
+            f"the mesh holds ranks {list(ranks)}, and torch {torch.__version__} makes groups in ascending order only; "
+            "use torch 2.12 or later, or a mesh in that order"
+        )
+    order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
+    return dist.new_group(list(ranks), timedelta(seconds=timeout), use_local_synchronization=part, **order)
 
 
 def _registered(name: str) -> ProcessMesh | None:
