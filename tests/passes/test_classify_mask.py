@@ -307,11 +307,11 @@ def test_only_upper_left_is_causal_over_different_lengths(offset, pattern, left)
 def test_long_masks_are_compared_in_blocks(monkeypatch):
     monkeypatch.setattr("ringopt.passes.classify_mask.WHOLE", 1000)
     site = only(Attention(chunks), X.repeat(1, 4, 1))
-    assert site.node.args[7] == "causal"
+    assert site.node.args[7] == "chunked(8)"
 
 
 def test_a_difference_from_the_programs_mask_is_refused(monkeypatch):
-    monkeypatch.setattr("ringopt.graph.reading.split", lambda conditions: ("window(3)", []))
+    monkeypatch.setattr("ringopt.graph.reading.split", lambda conditions, known: ("window(3)", []))
     (site,), _context = classified(Attention(tril_of_ones), X)
     assert site.node.args[3] is not None and site.node.args[7] == "full"
     assert site.info.refusal == (

@@ -103,7 +103,7 @@ MASKS = {
     "a window": (lambda s, m: lambda b, h, q, k: (q >= k) & (q - k < 5), "window(5)"),
     "documents": (documents, "causal & documents(m)"),
     "documents, indexed twice": (lambda s, m: lambda b, h, q, k: m[b][q] == m[b][k], "documents(m)"),
-    "a prefix": (lambda s, m: lambda b, h, q, k: (q >= k) | (k < 3), "(causal | (k <= 2))"),
+    "a prefix": (lambda s, m: lambda b, h, q, k: (q >= k) | (k < 3), "prefix(3)"),
     "padding": (lambda s, m: lambda b, h, q, k: m[b, k] == 7, "padding(m)"),  # rows of batch 0 see nothing
     "a window of each head": (lambda s, m: lambda b, h, q, k: (q - k).abs() < s.reach[h], "mask(reach)"),
 }
