@@ -99,6 +99,13 @@ def test_padding_of_any_length() -> None:
     run_over(Encoder(), [(torch.randn(2, n, 16, **F64), torch.rand(2, n) > 0.8) for n in (50, 67, 33)], 2)
 
 
+def test_an_exported_encoder_is_converted() -> None:
+    """On one process; numbers on several are those of the same passes above."""
+    x = torch.randn(2, N, 16, **F64)
+    program = torch.export.export(Encoder(), (x,))
+    torch.testing.assert_close(ringopt.convert(program).module()(x), program.module()(x), rtol=1e-9, atol=1e-9)
+
+
 def test_torchs_fast_path_does_not_pass_the_module_by() -> None:
     encoder, x = Encoder(), torch.randn(2, N, 16, **F64)
     with torch.no_grad():
