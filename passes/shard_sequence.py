@@ -22,13 +22,24 @@ import torch.fx as fx
 
 import ringopt.ops.convert
 import ringopt.ops.dilated
+import ringopt.ops.respread
 import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
 from ringopt.attention.dilation import is_dilated
-from ringopt.attention.layouts import layout_of
+from ringopt.attention.layouts import LAYOUTS, layout_of
 from ringopt.distributed.mesh import ANY
+from ringopt.graph.composite import parts_of
 from ringopt.graph.custom_gradient import CustomGradient
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import is_random, module_path, op_name, shape_of, source_line, tensor_args, value_of
+from ringopt.graph.nodes import (
+    is_random,
+    is_tensor,
+    module_path,
+    op_name,
+    shape_of,
+    source_line,
+    tensor_args,
+    value_of,
+)
 from ringopt.graph.placement import Sharded
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sharder import Sharder
@@ -36,7 +47,7 @@ from ringopt.lazy import Spread
 from ringopt.ops.ring import VERSION
 from ringopt.pipeline import Context, GraphRefused, Pass
 from ringopt.report import Gather
-from ringopt.sharding import across
+from ringopt.sharding import HANDLERS, across
 from ringopt.sharding.custom_gradient import Functions, Places
 
 
@@ -53,9 +64,10 @@ class ShardSequence(Pass):
                 raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
             return sum(map(len, layout_of(layout, length, mesh.size).ranges(mesh.rank)))
 
+        least = LAYOUTS[layout].chunks_per_rank * mesh.size
         decided: dict[fx.Node, Places] = {}
         while True:
-            sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, asks=mesh.name == ANY)
+            sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, least, mesh.name == ANY)
             functions = Functions(sharder, decided)
             random = walk(sharder, functions, gm.graph, context)
             sharder.graph.eliminate_dead_code()
@@ -92,8 +104,32 @@ def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     return (
         (site is not None and site.refusal is None and attend(sharder, node, context))
         or sharder.along(node)
-        or (any(map(sharder.placements.get, tensor_args(node))) and across(sharder, node))
+        or (is_cut(sharder, node) and (across(sharder, node) or in_parts(sharder, node, context)))
     )
+
+
+def is_cut(sharder: Sharder, node: fx.Node) -> bool:
+    return any(map(sharder.placements.get, tensor_args(node)))
+
+
+def in_parts(sharder: Sharder, node: fx.Node, context: Context) -> bool:
+    """An operator that torch defines by others, each of which is sharded by itself."""
+    parts = parts_of(node, frozenset(HANDLERS)) if node not in context.sites else None
+    users = list(node.users)
+    if parts is None or (not is_tensor(node) and any(user.target is not operator.getitem for user in users)):
+        return False
+    made = dict(zip(parts.find_nodes(op="placeholder"), dict.fromkeys(tensor_args(node)), strict=True))
+    for part in parts.nodes:
+        if part.op == "call_function":
+            with node.graph.inserting_before(node):
+                made[part] = node.graph.node_copy(part, made.__getitem__)
+            sharder.adopt(made[part], like=node)
+            if not spread(sharder, made[part], context):
+                sharder.whole(made[part])
+    found = fx.map_arg(parts.output_node().args[0], made.__getitem__)
+    for user, value in [(node, found)] if is_tensor(node) else [(user, found[user.args[1]]) for user in users]:
+        sharder.set(user, sharder.values[value], sharder.placements[value])
+    return True
 
 
 def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:

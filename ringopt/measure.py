@@ -16,6 +16,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.graph.nodes import is_tensor, op_name, shape_of, source_line, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sizes import at_hand, formula
+from ringopt.ops.respread import plan_respread
 from ringopt.ops.rows import Wanted, fetch_of
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
@@ -92,6 +93,11 @@ def fetched(graph: fx.Graph, figures: Figures) -> int:
             plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, torch.device("cpu"))
             row = value_of(x).element_size() * outer * inner * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
             total += row * sum(len(rows) for _, rows in plan.sends)
+        elif op_name(node) == "respread":
+            x, dim, old, new, _local, layout, _group = node.args
+            moves = plan_respread(tuple(old), tuple(new), layout, mesh.size, mesh.rank, torch.device("cpu"))
+            place = value_of(x).element_size() * prod(shape_of(x)) // shape_of(x)[dim]
+            total += place * sum(len(rows) for _, rows in moves.sends)
     return total
 
 

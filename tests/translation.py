@@ -146,7 +146,7 @@ class Shaken(fx.Interpreter):
 def is_unstable(flat: fx.GraphModule, inputs: list[Any], expected: Values) -> bool:
     """Whether rounding alone changes what the program says: an order of equal values, a sign of zero."""
     with torch.random.fork_rng():
-        return bool(difference(expected, values_and_gradients(Shaken(flat).run, inputs), TOLERANCE))
+        return any(difference(expected, values_and_gradients(Shaken(flat).run, inputs)) for _ in range(8))
 
 
 Values = tuple[list[Any], list[Any]]

@@ -33,6 +33,7 @@ from ringopt.graph.nodes import value_of
 from ringopt.graph.placement import Sharded
 from ringopt.kernels.base import accumulator
 from ringopt.lockstep import SILENT
+from ringopt.ops.respread import plan_respread
 from ringopt.ops.rows import Wanted, fetch_of
 
 # Local: each rank has its own, such as its part of a sum.
@@ -124,6 +125,8 @@ class Reader:
             return self.dilated_bytes(arguments)
         if name == "ringopt::fetch_rows":
             return self.fetch_bytes(arguments)
+        if name == "ringopt::respread":
+            return self.respread_bytes(arguments)
         ranks, sizes = self.ranks, self.sizes(value_of(node))
         if ranks is None or sizes is None or name not in ("ringopt::gather", "ringopt::reduce_from_group"):
             return None
@@ -145,6 +148,14 @@ class Reader:
         plan = fetch_of(wanted, arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
         row = math.prod(sizes) * value_of(x).element_size() // max(here, 1)
         return sum(len(rows) for _peer, rows in plan.sends) * int(row)
+
+    def respread_bytes(self, arguments: Mapping[str, Any]) -> int | None:
+        sizes, old, new = self.sizes(value_of(arguments["x"])), tuple(arguments["old"]), tuple(arguments["new"])
+        if self.ranks is None or sizes is None or self.ranks * math.prod(old) > PLANNED:
+            return None
+        plan = plan_respread(old, new, arguments["layout"], self.ranks, self.rank, torch.device("cpu"))
+        place = math.prod(sizes) * value_of(arguments["x"]).element_size() // max(sizes[arguments["dim"]], 1)
+        return sum(len(rows) for _peer, rows in plan.sends) * int(place)
 
     def attention_bytes(self, arguments: Mapping[str, Any]) -> int | None:
         query, key, value = (self.sizes(value_of(arguments[name])) for name in "qkv")

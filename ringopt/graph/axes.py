@@ -39,6 +39,16 @@ def rule_of(node: fx.Node) -> Rule | None:
     return None
 
 
+def is_known(node: fx.Node) -> bool:
+    """Whether there are rules for the op, whatever they say of this use of it."""
+    target, name = node.target, op_name(node)
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return name in RULES or torch.Tag.pointwise in target.tags or name in POINTWISE
+
+
 # Token-wise ops that carry no pointwise tag; so do those of torch.special but its softmax and its sums.
 POINTWISE = frozenset(
     {"to", "contiguous", "clone", "detach", "alias", "_to_copy", "lift_fresh_copy", "type_as", "float", "bfloat16"}

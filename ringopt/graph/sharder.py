@@ -47,8 +47,8 @@ class GatherNote:
 
 class Sharder:
     """`group` and `layout` name the ranks and their rows; this is `rank` of `ranks`, and `rows_here(length)` counts its
-    rows of a sequence. Where the program `asks` for that when it runs, no number of ranks or rows stands in the graph:
-    `rank` and `ranks` are then only examples."""
+    rows of a sequence; one of fewer than `least` rows is not sharded. Where the program `asks` for that when it runs,
+    no number of ranks or rows stands in the graph: `rank` and `ranks` are then only examples."""
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Sharder:
         rank: int,
         ranks: int,
         rows_here: Callable[[int], int],
+        least: int,
         asks: bool = False,
     ):
         self.group, self.layout, self.rank, self.ranks, self.rows_here = group, layout, rank, ranks, rows_here
@@ -69,7 +70,7 @@ class Sharder:
         self.gathers: list[GatherNote] = []
         # Of some values the rows are made in a way of their own; None where that is worse than to cut the whole.
         self.climbers: dict[fx.Node, Callable[[Sharded], fx.Node | None]] = {}
-        self.asks, self.asked = asks, dict[object, fx.Node]()
+        self.least, self.asks, self.asked = least, asks, dict[object, fx.Node]()
         self.reader: fx.Node | None = None
 
     # ---- what the walk calls ---------------------------------------------------------------------------------------
@@ -105,6 +106,11 @@ class Sharder:
                 return True
         return False
 
+    def adopt(self, node: fx.Node, like: fx.Node) -> None:
+        """A node that is new in the original graph: what `like` does is done in parts."""
+        node.meta.update(origin(like))
+        self.carries[node] = any(self.carries[arg] for arg in node.all_input_nodes)
+
     def set(self, node: fx.Node, value: fx.Node, placement: Sharded | None) -> None:
         if placement is not None and value_of(node) is not None:
             assert same(shape_of(node)[placement.dim], placement.size), (node, shape_of(node), placement)
@@ -139,7 +145,20 @@ class Sharder:
         """This rank's rows of the value."""
         if self.placements[node] == placement:
             return self.values[node]
-        return self.once(node, placement, lambda: self.climb(node, placement) or self.scatter(node, placement))
+        made = (self.climb, self.respread, self.scatter)
+        return self.once(node, placement, lambda: next(filter(None, (make(node, placement) for make in made))))
+
+    def respread(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
+        """From the sequence along which the value is sharded to another that the same dim is made of; None where that
+        is another dim, of open size, or too short."""
+        held = self.placements[node]
+        if held is None or self.asks or held.dim != placement.dim:
+            return None
+        old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
+        if any(map(is_open, (*old, *new))) or placement.length < self.least:
+            return None
+        args = (self.values[node], held.dim, old, new, self.rows(placement.length), self.layout, self.group)
+        return self.call(torch.ops.ringopt.respread.default, args, node, placement, name=f"{node.name}_respread")
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
         local = self.rows(placement.length)

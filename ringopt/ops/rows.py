@@ -122,21 +122,22 @@ def fetch_of(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, de
 
 def plan_fetch(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
     plan = layout_of(layout, length, ranks)
+    return route([held(plan, other) for other in range(ranks)], wanted.rows(layout, ranks), length, rank, device)
+
+
+def route(homes: Sequence[Tensor], wanted: Sequence[Tensor], length: int, rank: int, device: torch.device) -> Fetch:
+    """What `rank` does, where each rank holds the rows `homes` of `length` and wants the rows `wanted`."""
     owner, place = torch.full((length + 1,), -1), torch.zeros(length + 1, dtype=torch.long)
-    for other in range(ranks):
-        rows = held(plan, other)
+    for other, rows in enumerate(homes):
         owner[rows], place[rows] = other, torch.arange(len(rows))
-
-    def known(rows: Tensor) -> Tensor:
-        return torch.where((rows >= 0) & (rows < length), rows, length)  # row `length` has no owner
-
-    wants = [known(rows) for rows in wanted.rows(layout, ranks)]
+    # Row `length` has no owner.
+    wants = [torch.where((rows >= 0) & (rows < length), rows, length) for rows in wanted]
 
     def places(peer: int) -> Tensor:
         return place[wants[peer][owner[wants[peer]] == rank]].to(device)
 
     mine = wants[rank]
-    peers = [peer for peer in range(ranks) if peer != rank]
+    peers = [peer for peer in range(len(homes)) if peer != rank]
     sends = [(peer, places(peer)) for peer in peers]
     receives = [(peer, (owner[mine] == peer).nonzero()[:, 0].to(device)) for peer in peers]
     return Fetch(
@@ -181,8 +182,8 @@ def fetch_rows(
     return out.reshape(with_dim(x, dim, outer * local * inner))
 
 
-def run_fetch(plan: Fetch, x: Tensor, dim: int, mesh: Mesh) -> Tensor:
-    came = swap(mesh, dim, x, plan.sends, plan.receives, "fetch_rows")
+def run_fetch(plan: Fetch, x: Tensor, dim: int, mesh: Mesh, label: str = "fetch_rows") -> Tensor:
+    came = swap(mesh, dim, x, plan.sends, plan.receives, label)
     out = x.new_zeros(with_dim(x, dim, plan.rows))
     out.index_copy_(dim, plan.kept, x.index_select(dim, plan.own))
     for (_, rows), part in zip(plan.receives, came, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ringopt.graph.nodes import is_aten, op_name
+from ringopt.graph.nodes import is_aten, op_name, tensor_args
 from ringopt.graph.sharder import Sharder
 from ringopt.sharding.draws import DRAWS
 from ringopt.sharding.extremes import EXTREMES
@@ -21,6 +21,7 @@ from ringopt.sharding.norms import NORMS
 from ringopt.sharding.rows import ROWS
 from ringopt.sharding.steps import Handler
 from ringopt.sharding.sums import SUMS, partial_sums
+from ringopt.sharding.views import plain, reshaped
 
 HANDLERS: dict[str, Handler] = {
     **SUMS, **ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS,
@@ -30,4 +31,8 @@ HANDLERS: dict[str, Handler] = {
 def across(sharder: Sharder, node: fx.Node) -> bool:
     """Places `node`, whose rows come from several ranks; False where nothing here knows how."""
     handler = HANDLERS.get(op_name(node)) if is_aten(node) else None
-    return partial_sums(sharder, node) or (handler is not None and handler(sharder, node))
+    if partial_sums(sharder, node) or reshaped(sharder, node):
+        return True
+    if handler is None:
+        return False
+    return handler(sharder, node) or (plain(sharder, next(tensor_args(node))) and handler(sharder, node))

@@ -15,11 +15,12 @@ from itertools import accumulate
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import named, shape_of, value_of
+from ringopt.graph.nodes import named, op_name, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
 from ringopt.graph.sizes import place_of, slice_of
 from ringopt.ops.rows import moved
+from ringopt.sharding.rows import pad
 from ringopt.sharding.steps import Handler, Steps, enough_rows, sequence_at
 
 aten = torch.ops.aten
@@ -88,8 +89,35 @@ def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
     return step.done(step.where(start, start + count, inside, sharder.values[base]), place)
 
 
+def filled(sharder: Sharder, node: fx.Node) -> bool:
+    """Padding of the sequence by a number other than 0; by what `rows` knows otherwise."""
+    if pad(sharder, node):
+        return True
+    place, amounts = sharder.placements[node.args[0]], list(named(node, "pad"))
+    constant = op_name(node) == "constant_pad_nd" or named(node, "mode") == "constant"
+    if (
+        place is None
+        or place.outer * place.inner > 1
+        or not constant
+        or not enough_rows(sharder, shape_of(node)[place.dim])
+    ):
+        return False
+    at = 2 * (len(shape_of(node)) - 1 - place.dim)
+    if any(amounts[:at]) or any(amounts[at + 2 :]):
+        return False
+    step = Joined(sharder, node, place.dim)
+    moved_rows, before = step.part(node.args[0], amounts[at]), max(amounts[at], 0)
+    last = amounts[at] + place.length
+    after, until = step(aten.ge.Scalar, step.column, before), step(aten.lt.Scalar, step.column, last)
+    among = step(aten.logical_and.default, after, until)
+    return step.done(
+        step(aten.where.ScalarOther, among, moved_rows, named(node, "value"), placement=step.out), step.out
+    )
+
+
 JOINS: dict[str, Handler] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), cat),
     "select_scatter": select_scatter,
     "slice_scatter": slice_scatter,
+    **dict.fromkeys(("pad", "constant_pad_nd"), filled),
 }

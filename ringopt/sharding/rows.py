@@ -11,6 +11,8 @@ whatever they were cut from. A slice of a few rows, too few for every chunk of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
@@ -74,29 +76,76 @@ def cut(sharder: Sharder, node: fx.Node, dim: int, piece: Piece, of: fx.Node) ->
     return rearranged(Steps(sharder, node), place, piece, of=of)
 
 
-def rearranged(step: Steps, place: Sharded, *pieces: Piece, of: fx.Node | None = None) -> bool:
-    """The node's rows are these of its argument, one after the other."""
+def rearranged(
+    step: Steps, place: Sharded, *pieces: Piece, of: fx.Node | None = None, local: fx.Node | None = None
+) -> bool:
+    """The node's rows are these of its argument (of `local`, where that is what is left of it), one after the other."""
     sharder, node = step.sharder, of or step.node
     length = sum(count for _, _, count in pieces)
     out = Sharded(place.dim, 1, length, 1) if enough_rows(sharder, length) else None
     wanted = moved(*pieces) if out is not None else taken(*pieces)
-    sharder.set(node, step.fetch(sharder.values[step.node.args[0]], place, wanted, out, node), out)
+    x = sharder.values[step.node.args[0]] if local is None else local
+    sharder.set(node, step.fetch(x, place, wanted, out, node), out)
     return True
 
 
+def sequence_among(sharder: Sharder, x: fx.Node, dims: Sequence[int]) -> tuple[Sharded, list[int]] | None:
+    """The placement of `x` where its sequence is one of `dims`, with nothing else folded into it; and all of them, from
+    0."""
+    place, all_dims = sharder.placements[x], [dim % len(shape_of(x)) for dim in dims]
+    if place is None or place.outer * place.inner > 1 or place.dim not in all_dims:
+        return None
+    return place, all_dims
+
+
 def roll(sharder: Sharder, node: fx.Node) -> bool:
-    shifts, place = named(node, "shifts"), sequence_at(sharder, node.args[0], named(node, "dims"))
-    if place is None:
+    """Along other dims first, on each rank for itself."""
+    shifts, found = list(named(node, "shifts")), sequence_among(sharder, node.args[0], named(node, "dims"))
+    if found is None:
         return False
-    first = -shifts[0] % place.length
-    return rearranged(Steps(sharder, node), place, (first, 1, place.length - first), (0, 1, first))
+    (place, dims), step = found, Steps(sharder, node)
+    others = [i for i, dim in enumerate(dims) if dim != place.dim]
+    local = sharder.values[node.args[0]]
+    if others:
+        amounts, along = [shifts[i] for i in others], [dims[i] for i in others]
+        local = step(aten.roll.default, local, amounts, along, placement=place)
+    first = -sum(shift for shift, dim in zip(shifts, dims, strict=True) if dim == place.dim) % place.length
+    return rearranged(step, place, (first, 1, place.length - first), (0, 1, first), local=local)
 
 
 def flip(sharder: Sharder, node: fx.Node) -> bool:
-    place = sequence_at(sharder, node.args[0], named(node, "dims"))
+    found = sequence_among(sharder, node.args[0], named(node, "dims"))
+    if found is None:
+        return False
+    (place, dims), step = found, Steps(sharder, node)
+    others, local = [dim for dim in dims if dim != place.dim], sharder.values[node.args[0]]
+    if others:
+        local = step(aten.flip.default, local, others, placement=place)
+    return rearranged(step, place, (place.length - 1, -1, place.length), local=local)
+
+
+def repeat(sharder: Sharder, node: fx.Node) -> bool:
+    """The whole once more: each rank repeats its rows, and the sequence is the inner one of two factors."""
+    x = node.args[0]
+    place, times = sharder.placements[x], list(node.args[1])
     if place is None:
         return False
-    return rearranged(Steps(sharder, node), place, (place.length - 1, -1, place.length))
+    times = [1] * (len(shape_of(x)) - len(times)) + times  # tile may say less
+    dim = place.dim + len(times) - len(shape_of(x))
+    out, step = replace(place, dim=dim, outer=place.outer * times[dim]), Steps(sharder, node)
+    sharder.set(node, step(aten.repeat.default, sharder.values[x], times, placement=out), out)
+    return True
+
+
+def repeat_interleave(sharder: Sharder, node: fx.Node) -> bool:
+    """Each row several times."""
+    x, times, dim = node.args[0], node.args[1], named(node, "dim")
+    place = sharder.placements[x]
+    if place is None or node.target is not aten.repeat_interleave.self_int or dim is None:
+        return False
+    out, step = replace(place, inner=place.inner * times), Steps(sharder, node)
+    sharder.set(node, step(node.target, sharder.values[x], times, place.dim, placement=out), out)
+    return True
 
 
 def pad(sharder: Sharder, node: fx.Node) -> bool:
@@ -191,6 +240,7 @@ ROWS: dict[str, Handler] = {
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
     "roll": roll,
     "flip": flip,
-    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    **dict.fromkeys(("repeat", "tile"), repeat),
+    "repeat_interleave": repeat_interleave,
     "diff": diff,
 }

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.attention.layouts import LAYOUTS
 from ringopt.graph.nodes import named, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
@@ -90,7 +89,7 @@ class Steps:
 def enough_rows(sharder: Sharder, length: int) -> bool:
     """Whether every chunk of the layout has a row."""
     length = at_hand(length) if sharder.asks else length  # `rows_here` asks again, of the ranks that there are
-    return length >= LAYOUTS[sharder.layout].chunks_per_rank * sharder.ranks
+    return length >= sharder.least
 
 
 def sequence_at(sharder: Sharder, x: fx.Node, dims: Sequence[int]) -> Sharded | None:

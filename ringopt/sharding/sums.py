@@ -58,6 +58,18 @@ def pooled_to_one(sharder: Sharder, node: fx.Node) -> bool:
     return step.done(step(aten.div.Scalar, total, place.length))
 
 
+def linear(sharder: Sharder, node: fx.Node) -> bool:
+    """Over the sequence, with a bias: it is added once, to the sum of what the ranks have."""
+    x, weight, bias = node.args
+    place = sequence_at(sharder, x, [-1])
+    if place is None:
+        return False
+    step = Steps(sharder, node)
+    columns = sharder.sharded(weight, place.at(len(shape_of(weight)) - 1))
+    total = step.total(step(aten.linear.default, sharder.values[x], columns))
+    return step.done(step(aten.add.Tensor, total, sharder.replicated(bias)))
+
+
 def like(sharder: Sharder, node: fx.Node) -> bool:
     """new_zeros and its kin take from their argument a dtype and a device: any rows will do."""
     sharder.reader = node
@@ -68,6 +80,7 @@ def like(sharder: Sharder, node: fx.Node) -> bool:
 
 
 SUMS: dict[str, Handler] = {
+    "linear": linear,
     "adaptive_avg_pool1d": pooled_to_one,
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), like),
 }

@@ -36,7 +36,15 @@ STEPS = {
     "split": lambda m, x: F.pad(x.split((2, 8, x.shape[1] - 10), 1)[1], (0, 0, 0, x.shape[1] - 8)),
     "roll": lambda m, x: m.linear(x.roll(1, 1)),
     "roll back": lambda m, x: m.linear(x.roll(-4, 1)),
+    "roll of channels, too": lambda m, x: m.linear(x.roll((1, 2, -3), (1, 2, 1))),
     "flip": lambda m, x: m.linear(x.flip(1)),
+    "flip of channels, too": lambda m, x: m.linear(x.flip((1, 2))),
+    "padded by a number": lambda m, x: F.pad(x, (0, 0, 1, -1), value=2.0),
+    "row before the first of the flattened": lambda m, x: x + F.pad(x.reshape(-1, D)[1:], (0, 0, 1, 0)).view(x.shape),
+    "repeated": lambda m, x: m.linear(x.repeat(1, 2, 1))[:, 3:-10],
+    "tiled": lambda m, x: m.linear(x.tile((2, 1)))[:, 3:-10],
+    "each row twice": lambda m, x: m.linear(x.repeat_interleave(2, 1))[:, 3:-10],
+    "linear over the sequence": lambda m, x: T(F.linear(T(x), m.vector[0].expand(13, 13), m.vector[:1].expand(13))) + x,
     "diff": lambda m, x: F.pad(x.diff(dim=1), (0, 0, 1, 0)),
     "diff of booleans": lambda m, x: x * F.pad((x > 0).diff(dim=1), (0, 0, 1, 0)),
     "relative shift by slice": lambda m, x: x + F.pad(x[:, 1:] * x[:, :-1], (0, 0, 1, 0)),
@@ -72,10 +80,10 @@ def test_ends(name, layout):
 @pytest.mark.parametrize(
     "step, op",
     [
-        (lambda m, x: F.pad(x, (0, 0, 1, -1), value=2.0), "pad"),
-        (lambda m, x: x.roll((1, 2), (1, 2)), "roll"),
+        (lambda m, x: F.pad(x, (1, -1, 1, -1), value=2.0), "pad"),
+        (lambda m, x: x.roll(3), "roll"),
         (lambda m, x: F.pad(x.diff(2, dim=1), (0, 0, 1, 1)), "diff"),
-        (lambda m, x: x.reshape(-1, D)[1:].reshape(-1)[: x.numel() // 2].sum() + x, "slice"),
+        (lambda m, x: x.index_fill(1, torch.tensor([0]), 0.5), "index_fill"),
     ],
 )
 def test_what_is_not_known_is_gathered(step, op):

@@ -1,0 +1,50 @@
+"""Reshapes that cut the sequence: it is spread anew, along one of the dims that it is cut into.
+
+y = view(x, [B, 4, 6, D])   ->   x_windows = respread(x_rows, 1, (1, 24, 1), (1, 4, 6))      # whole windows
+                                 y_rows    = reshape(x_windows, [B, -1, 6, D])
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from ringopt.graph.axes import rule_of
+from ringopt.graph.nodes import shape_of
+from ringopt.graph.placement import Sharded
+from ringopt.graph.rules import ViewRule
+from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import is_open
+from ringopt.sharding.steps import enough_rows
+
+
+def reshaped(sharder: Sharder, node: fx.Node) -> bool:
+    """The outermost dim that ranks can share evenly, or else the longest: windows of a sequence are spread whole."""
+    rule = rule_of(node)
+    place = sharder.placements[node.args[0]] if isinstance(rule, ViewRule) else None
+    if not isinstance(rule, ViewRule) or place is None or any(map(is_open, (*rule.old, *rule.new))) or sharder.asks:
+        return False
+    found: list[tuple[Sharded, Sharded]] = []
+    for dim, size in enumerate(shape_of(node)):
+        out = Sharded(dim, 1, size, 1)
+        wanted = rule.pull(out) if enough_rows(sharder, size) else None
+        if wanted is not None and wanted[0] is not None and wanted[0].dim == place.dim:
+            found.append((out, wanted[0]))
+    if not found:
+        return False
+    even = [pair for pair in found if pair[0].length % sharder.least == 0]
+    out, source = even[0] if even else max(found, key=lambda pair: pair[0].length)
+    sharder.reader = node
+    sharder.set(node, sharder.emit(node, rule, [source], out), out)
+    return True
+
+
+def plain(sharder: Sharder, x: fx.Node) -> bool:
+    """Spreads `x` along all places of its sharded dim, where the sequence was a factor of it."""
+    place = sharder.placements.get(x)
+    if place is None or place.outer * place.inner == 1:
+        return False
+    whole = Sharded(place.dim, 1, place.size, 1)
+    moved = sharder.respread(x, whole)
+    if moved is not None:
+        sharder.set(x, moved, whole)
+    return moved is not None
