@@ -9,6 +9,7 @@ import ringopt.ops.extreme
 import ringopt.ops.flex
 import ringopt.ops.gradients
 import ringopt.ops.prefix
+import ringopt.ops.respread
 import ringopt.ops.ring
 import ringopt.ops.rows
 import ringopt.ops.rows_here

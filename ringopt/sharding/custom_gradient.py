@@ -36,7 +36,7 @@ class Backward(Sharder):
 
     def __init__(self, graph: fx.Graph, forward: Sharder):
         group, layout, rank, ranks = forward.group, forward.layout, forward.rank, forward.ranks
-        super().__init__(graph, group, layout, rank, ranks, forward.rows_here)
+        super().__init__(graph, group, layout, rank, ranks, forward.rows_here, forward.least)
         self.forward = forward
         self.given: dict[fx.Node, tuple[fx.Node, Sharded | None]] = {}
         self.saved: dict[fx.Node, fx.Node] = {}

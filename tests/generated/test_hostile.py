@@ -56,7 +56,7 @@ EXACT = {
         "x = x + merge((q @ k.mT + b).softmax(-1) @ v)"
     ),
     "kv of another length": ("k, = heads(F.max_pool1d(x.mT, 2).mT, 1); q, = heads(x, 1); x = x + merge(sdpa(q, k, k))"),
-    "one_hot pooling": "i = F.one_hot(torch.arange(x.shape[1]) // 4, 4).to(x.dtype); x = x + i @ (i.T @ x)",
+    "one_hot pooling": "i = F.one_hot(torch.arange(x.shape[1]) // 4, 6).to(x.dtype); x = x + i @ (i.T @ x)",
     "complex rope": (
         "z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)); "
         "f = torch.polar(torch.ones(x.shape[1], 4).double(), torch.outer(torch.arange(x.shape[1]).double(), "
@@ -138,6 +138,10 @@ EXACT = {
     "argmax one way out": (
         "x = x + F.one_hot(x.argmax(1), x.shape[1]).mT[..., :x.shape[1]].transpose(1, 2).double().mean(-1)[:, None]"
     ),
+    "pooling token": (
+        "t = p(1, 1, 8).expand(x.shape[0], 1, 8); q, = heads(t, 1); k, = heads(x, 1); "
+        "t = t + merge(sdpa(q, k, k)); x = x * t.sigmoid()"
+    ),
 }
 
 #: some operand is needed whole
@@ -160,12 +164,12 @@ GATHERED = {
         "m = (torch.arange(x.shape[1]) % 3 == 0)[None, :, None].expand_as(x); x = x.masked_scatter(m, x.sin())"
     ),
     "index_add by bucket": (
-        "i = torch.arange(x.shape[1]) // 3; s = torch.zeros(x.shape[0], 5, 8, dtype=x.dtype).index_add(1, i, x); "
+        "i = torch.arange(x.shape[1]) // 3; s = torch.zeros(x.shape[0], 8, 8, dtype=x.dtype).index_add(1, i, x); "
         "x = x + s[:, i]"
     ),
     "scatter_reduce by bucket": (
         "i = (torch.arange(x.shape[1]) // 4)[None, :, None].expand_as(x); "
-        "s = torch.zeros(x.shape[0], 4, 8, dtype=x.dtype).scatter_reduce(1, i, x, 'mean', include_self=False); "
+        "s = torch.zeros(x.shape[0], 6, 8, dtype=x.dtype).scatter_reduce(1, i, x, 'mean', include_self=False); "
         "x = x + s.gather(1, i)"
     ),
     "fft mixing": "x = x + torch.fft.fft2(x, dim=(1, 2)).real / 9",
@@ -177,10 +181,6 @@ GATHERED = {
     "fft convolution": (
         "n = x.shape[1]; k = torch.fft.rfft(p(n, 8), 2 * n, dim=0); "
         "x = torch.fft.irfft(torch.fft.rfft(x, 2 * n, dim=1) * k, 2 * n, dim=1)[:, :n]"
-    ),
-    "pooling token": (
-        "t = p(1, 1, 8).expand(x.shape[0], 1, 8); q, = heads(t, 1); k, = heads(x, 1); "
-        "t = t + merge(sdpa(q, k, k)); x = x * t.sigmoid()"
     ),
     "top-k tokens": (
         "s, i = x[..., 0].topk(4, 1); x = x + (x.gather(1, i[..., None].expand(-1, -1, 8)) * s.sigmoid()[..., "
