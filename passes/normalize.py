@@ -19,7 +19,7 @@ import torch.fx as fx
 from ringopt.graph.autocast import Uncastable, explicit_casts
 from ringopt.graph.custom_gradient import CustomGradient, custom_gradients
 from ringopt.graph.functional import Functional, Unwritable
-from ringopt.graph.nodes import argument, named, op_name, requires_grad, shape_of, value_of
+from ringopt.graph.nodes import argument, op_name, requires_grad, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
 
@@ -33,7 +33,6 @@ class Normalize(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         refuse_unknown_calls(gm.graph)
-        refuse_shared_statistics(gm.graph)
         explicit_detach(gm.graph)
         try:
             explicit_casts(gm)
@@ -57,18 +56,6 @@ def refuse_unknown_calls(graph: fx.Graph) -> None:
         plain = isinstance(node.target, (torch._ops.OpOverload, CustomGradient)) or op_name(node) in PYTHON_CALLS
         if node.op in ("call_module", "call_method") or (node.op == "call_function" and not plain):
             raise GraphRefused(Refusal(f"{node.target} is no ATen operator: what it does to rows is not known", node))
-
-
-def refuse_shared_statistics(graph: fx.Graph) -> None:
-    """batch_norm writes its running statistics without saying so in its schema; of two calls that share them, one may
-    be sharded and the other not."""
-    written: set[fx.Node] = set()
-    for node in graph.find_nodes(op="call_function", target=aten.batch_norm.default):
-        mean = named(node, "running_mean")
-        if named(node, "training") and isinstance(mean, fx.Node):
-            if mean in written:
-                raise GraphRefused(Refusal("two calls of batch_norm update the same running statistics", node))
-            written.add(mean)
 
 
 def explicit_detach(graph: fx.Graph) -> None:

@@ -34,6 +34,7 @@ from ringopt.graph.nodes import (
     is_random,
     is_tensor,
     module_path,
+    named,
     op_name,
     shape_of,
     source_line,
@@ -77,7 +78,18 @@ class ShardSequence(Pass):
         context.replicated_random += random + functions.random()
         context.notes += functions.notes()
         gm.graph = sharder.finished()
+        refuse_mixed_statistics(gm.graph)
         record(sharder, context)
+
+
+def refuse_mixed_statistics(graph: fx.Graph) -> None:
+    """batch_norm writes its running statistics without saying so in its schema, and needs them again in the backward: a
+    sharded call that writes the same ones would take them away."""
+    written = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
+        if named(node, "training") and named(node, "running_mean") in written:
+            said = "two calls of batch_norm update the same running statistics, and one of them cannot be sharded"
+            raise GraphRefused(Refusal(said, node))
 
 
 def walk(sharder: Sharder, functions: Functions, graph: fx.Graph, context: Context) -> list[str]:
