@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 EXAMPLES = """\
-examples (my_models.py has tiny(), which returns (model, inputs)):
-  ringopt plan my_models:tiny --world-size 8 64 1024 --hardware h100
-  ringopt plan my_models:tiny --world-size 64 --lengths 65536 1048576 --formulas
+examples:
+  ringopt plan ringopt.tools.example:tiny --world-size 8 1024 --hardware h100
+  ringopt plan ringopt.tools.example:tiny --world-size 64 --lengths 65536 1048576 --formulas
 """
 
 

@@ -208,7 +208,7 @@ def dropped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
 
 REFUSED = {
     "window": (with_mask(lambda q, k: (q - k).abs() < 5), r"a window\(5,both\) mask does not compose with dilation"),
-    "chunks": (with_mask(lambda q, k: q // 8 == k // 8), "its mask differs by query, and is no padding of keys"),
+    "chunks": (with_mask(lambda q, k: q // 8 == k // 8), "a chunked\\(8,both\\) mask does not compose with dilation"),
     "bias": (with_mask(lambda q, k: -(q - k).abs().double()), "a bias is added to its scores"),
     "dropout": (dropped, "its weights are dropped"),
 }
