@@ -191,16 +191,6 @@ def tile_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, b
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a rank beside its own q, k, v: at the peak of the forward, at that of the backward (beside what was
-    saved and the gradient that comes in), and what is saved from one to the other."""
-
-    forward: int
-    backward: int
-    saved: int
-
-
 def held_most(plan: Plan, heads: Heads, training: bool) -> int:
     """Bytes of rows of other ranks, of own ones packed to go there and of gradients owed, on the rank that holds most
     at once, forward and (in `training`) backward."""
@@ -208,33 +198,6 @@ def held_most(plan: Plan, heads: Heads, training: bool) -> int:
     if isinstance(plan, HeadExchange):
         return max(bytes_sent(plan, heads, rank, backward) * 2 for rank in range(plan.ranks) for backward in ways)
     return max(held_peak(plan, rank, heads, backward) for rank in range(plan.ranks) for backward in ways)
-
-
-def memory_of(exchange: Exchange, heads: Heads, rank: int, strip: int) -> Memory:
-    """`strip`: the queries of a tile of the forward (execute.py), whose result is held beside the sums."""
-    queries = sum(map(len, exchange.q_pieces(rank)))
-    narrow_out = queries * heads.batch * heads.q_heads * heads.value_dim * heads.itemsize
-    sums = queries * heads.query()
-    lse = queries * heads.batch * heads.q_heads * heads.wide
-    tile = min(strip, queries) * heads.query()
-    converted = narrow_out if heads.itemsize != heads.wide else 0
-    own = exchange.kv_pieces(rank)
-    forward = max(held_peak(exchange, rank, heads, False) + sums + tile, sums + converted)
-    dq = queries * heads.batch * heads.q_heads * heads.key_dim * heads.wide
-    home = count(own) * heads.row(Cargo.BACK)
-    back = held_peak(exchange, rank, heads, True)
-    end = dq + home + (dq + home) * heads.itemsize // heads.wide * bool(converted)
-    blocks = [block for step in exchange.steps(rank, True) for block in step.blocks]
-    kernel = max((kernel_backward(block, heads) for block in blocks), default=0)
-    return Memory(forward, max(back + dq + home + kernel, end), narrow_out + lse)
-
-
-def kernel_backward(block: Block, heads: Heads) -> int:
-    """What a kernel returns for a block: dq, dk, dv; grouped heads are repeated for it, and their gradients summed."""
-    groups = heads.q_heads // heads.kv_heads
-    queries = len(block.queries) * heads.batch * heads.q_heads * heads.key_dim * heads.itemsize
-    keys = len(block.keys) * heads.row()
-    return queries + keys + (2 * groups * keys if groups > 1 else 0)
 
 
 def held_peak(exchange: Exchange, rank: int, heads: Heads, backward: bool) -> int:

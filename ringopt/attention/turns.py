@@ -55,8 +55,8 @@ def attend_groups(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Te
     lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
     def one(number: int, heads: range) -> Turns[None]:
-        part, own = of_group(attention, given, heads), queries_of(given, heads)
-        out[:, own], lse[:, own] = yield from attend_keys(part[0], mesh, part[1], f" of {number}")
+        (site, part), own = of_group(attention, given, heads), queries_of(given, heads)
+        out[:, own], lse[:, own] = yield from attend_keys(site, mesh, part, f" of {number}")
 
     by_turns([one(number, heads) for number, heads in enumerate(groups)])
     return out, lse

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh, Transfer, Work
+from ringopt.tools.benchmarks.wrapped import Wrapped
 
 
 @dataclass
@@ -29,25 +30,13 @@ class Late:
         time.sleep(max(0.0, self.due - time.monotonic()))
 
 
-class EmulatedLink(Mesh):
+class EmulatedLink(Wrapped):
     """`mesh` with links of `rate` bytes a second each way and `latency` seconds a message."""
 
     def __init__(self, mesh: Mesh, rate: float, latency: float = 0.0):
-        super().__init__()
-        self.mesh, self.rate, self.latency, self.device = mesh, rate, latency, mesh.device
+        super().__init__(mesh)
+        self.rate, self.latency = rate, latency
         self._free = [0.0, 0.0]  # when the link in, the link out have carried what was posted so far
-
-    @property
-    def name(self) -> str:
-        return f"emulated:{self.mesh.name}"
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def size(self) -> int:
-        return self.mesh.size
 
     def _post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
@@ -59,9 +48,3 @@ class EmulatedLink(Mesh):
         start = max(self._free[way], time.monotonic())
         self._free[way] = start + sum(sizes) / self.rate
         return self._free[way] + self.latency * bool(sizes)
-
-    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
-        return self.mesh._all_gather(x, label)
-
-    def _all_reduce(self, x: Tensor, label: str) -> Tensor:
-        return self.mesh._all_reduce(x, label)

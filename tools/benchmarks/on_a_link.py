@@ -27,6 +27,7 @@ from ringopt.tools.benchmarks.link_lab import LinkLab, as_ranks
 from ringopt.tools.benchmarks.numbers import distance
 from ringopt.tools.benchmarks.overlap import PASSES
 from ringopt.tools.benchmarks.result import Row
+from ringopt.tools.benchmarks.wrapped import Wrapped
 
 HEADS, DIM = 4, 64
 FAST = 10_000.0  # megabits a second: nothing waits for such a link
@@ -45,24 +46,8 @@ class Case:
         return exchange_of(self.pattern, self.length, self.length, self.ranks, layout, layout, "ring")
 
 
-class Mute(Mesh):
+class Mute(Wrapped):
     """Sends nothing: what arrives is zeros."""
-
-    def __init__(self, mesh: Mesh):
-        super().__init__()
-        self.mesh = mesh
-
-    @property
-    def name(self) -> str:
-        return f"mute:{self.mesh.name}"
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def size(self) -> int:
-        return self.mesh.size
 
     def _post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
@@ -70,12 +55,6 @@ class Mute(Mesh):
         for _, buffer in receives:
             buffer.zero_()
         return []
-
-    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
-        return self.mesh._all_gather(x, label)
-
-    def _all_reduce(self, x: Tensor, label: str) -> Tensor:
-        return self.mesh._all_reduce(x, label)
 
 
 class Rank:

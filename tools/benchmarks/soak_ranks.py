@@ -20,31 +20,20 @@ from ringopt.errors import OptionError
 from ringopt.tools.benchmarks.numbers import distance
 from ringopt.tools.benchmarks.result import Row
 from ringopt.tools.benchmarks.soak import TIMEOUT
+from ringopt.tools.benchmarks.wrapped import Wrapped
 
 WRONG = 1e-9
 LONGEST = 90  # rows
 T = TypeVar("T")
 
 
-class Delayed(Mesh):
+class Delayed(Wrapped):
     """`mesh`, late by up to `delay` seconds wherever it talks."""
 
     def __init__(self, mesh: Mesh, delay: float, seed: int):
-        super().__init__()
-        self.mesh, self.delay, self.device = mesh, delay, mesh.device
+        super().__init__(mesh)
+        self.delay = delay
         self._random = random.Random(seed)
-
-    @property
-    def name(self) -> str:
-        return f"delayed:{self.mesh.name}"
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def size(self) -> int:
-        return self.mesh.size
 
     def _late(self, talk: Callable[[], T]) -> T:
         if self._random.random() < 0.5:
