@@ -22,8 +22,9 @@ from ringopt.attention.heads import HeadExchange
 from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed, Pair
 from ringopt.attention.tiles import Scores, Tile
-from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.mesh import Mesh, Pending
 from ringopt.distributed.traffic import log_event
+from ringopt.errors import PlanError
 from ringopt.graph.mask import Mask
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator
 from ringopt.kernels.math import Math, Modifier
@@ -146,10 +147,35 @@ class Tiles:
         return out, lse
 
 
+@dataclass(frozen=True)
+class Posted:
+    """The messages of a step, under way: the buffers that they arrive in, and what to wait for."""
+
+    arriving: list[Packed]
+    pending: Pending
+
+
+def post_first(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool, group: str = "") -> Posted:
+    """The messages of the first step of `attend_keys` or `backward_keys`, which take nothing but K and V: to be posted
+    before there are queries, or a gradient."""
+    exchange, rank = attention.exchange, mesh.rank
+    held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
+    step = next(iter(exchange.steps(rank, backward)), Step())
+    return post(mesh, step, held, f"{'backward' if backward else 'forward'} 0{group}")
+
+
+def post(mesh: Mesh, step: Step, held: Held, label: str, sums: Gradients | None = None) -> Posted:
+    """Those of one step: rows out of `held`, and sums of them home."""
+    arriving = [_shape(message, held, sums).empty(message.rows) for message in step.receives]
+    sends = [(message.target, _outgoing(message, held, sums)) for message in step.sends]
+    return Posted(arriving, mesh.exchange(sends, _into(step, arriving), label))
+
+
 def attend_keys(
-    attention: Attention, mesh: Mesh, given: Operands, group: str = ""
+    attention: Attention, mesh: Mesh, given: Operands, group: str = "", first: Posted | None = None
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """K and V travel; see run.attend. Stops when the first messages are under way, and wherever it would wait."""
+    """K and V travel; see run.attend. Stops when the first messages are under way, and wherever it would wait. `first`:
+    what was posted of the first step."""
     exchange, rank, (q, k, v) = attention.exchange, mesh.rank, (given.q, given.k, given.v)
     held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
     tiles, merged = Tiles(attention, rank, given, given.sources), Merged(q, v.shape[3])
@@ -166,19 +192,16 @@ def attend_keys(
 
     for number, step in enumerate(exchange.forward(rank)):
         label = f"forward {number}{group}"
-        arriving = [held.shape.empty(message.rows) for message in step.receives]
-        pending = mesh.exchange(
-            [(message.target, held.message(message.rows)) for message in step.sends], _into(step, arriving), label
-        )
+        posted = first if number == 0 and first is not None else post(mesh, step, held, label)
         if number == 0:
             yield
         for block in step.blocks:
             compute(block)
         log_event("computed", label, rank)
         yield
-        pending.wait()
-        while arriving:
-            held.put(arriving.pop())
+        posted.pending.wait()
+        while posted.arriving:
+            held.put(posted.arriving.pop())
         held.drop(step.drops)
     return tiles.completed(merged, given.sinks)
 
@@ -200,16 +223,18 @@ def backward_keys(
     group: str = "",
     dq: Tensor | None = None,
     home: Callable[[], Pair] | None = None,
+    first: Posted | None = None,
 ) -> Generator[None, None, Found]:
     """K and V travel again, and sums of dK and dV travel home. Stops as `attend_keys` does. `dq`, and what `home`
-    gives when it is first needed, are zeros to which gradients are added; without, such are made here."""
+    gives when it is first needed, are zeros to which gradients are added; without, such are made here. `first`: what
+    was posted of the first step."""
     exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.given.k, saved.given.v)
     own, local = exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank))
     held = Held(KVShape.of(k, v), own, local, k, v)
     wide = KVShape.of(k, v, accumulator(k.dtype))
     gradients = Gradients(wide, own, local, k.shape[2], leaving(exchange.backward(rank)), home)
     blocks = KeysMove(attention, rank, dout, saved, held, gradients, dq)
-    yield from there_and_back(mesh, exchange.backward(rank), held, gradients, blocks.compute, "backward", group)
+    yield from there_and_back(mesh, exchange.backward(rank), held, gradients, blocks.compute, "backward", group, first)
     return finished(Found(blocks.dq, *gradients.home(), blocks.parts), blocks, mesh)
 
 
@@ -221,28 +246,26 @@ def there_and_back(
     compute: Callable[[Block], None],
     way: str,
     group: str = "",
+    first: Posted | None = None,
 ) -> Generator[None, None, None]:
     """Runs steps in which rows travel out (`held`) and sums of them back home. Stops as `attend_keys` does."""
     for number, step in enumerate(steps):
         label = f"{way} {number}{group}"
-        arriving = [_shape(message, held, sums).empty(message.rows) for message in step.receives]
-        sends = [(message.target, _outgoing(message, held, sums)) for message in step.sends]
-        pending = mesh.exchange(sends, _into(step, arriving), label)
-        del sends
+        posted = first if number == 0 and first is not None else post(mesh, step, held, label, sums)
         if number == 0:
             yield
         for block in step.blocks:
             compute(block)
         log_event("computed", label, mesh.rank)
         yield
-        pending.wait()
+        posted.pending.wait()
         for message in step.receives:
-            packed = arriving.pop(0)
+            packed = posted.arriving.pop(0)
             if message.cargo is Cargo.OUT:
                 held.put(packed)
             else:
                 sums.arrived(packed)
-        del arriving
+            del packed
         held.drop(step.drops)
 
 
@@ -378,12 +401,18 @@ class KeysMove(BlockBackward):
         self.gradients.add(tile.keys, dk, dv)
 
 
-def _shape(message: Message, held: Held, gradients: Gradients) -> KVShape:
-    return held.shape if message.cargo is Cargo.OUT else gradients.shape
+def _shape(message: Message, held: Held, sums: Gradients | None) -> KVShape:
+    return held.shape if message.cargo is Cargo.OUT else _there(sums).shape
 
 
-def _outgoing(message: Message, held: Held, gradients: Gradients) -> Tensor:
-    return held.message(message.rows) if message.cargo is Cargo.OUT else gradients.take(message)
+def _outgoing(message: Message, held: Held, sums: Gradients | None) -> Tensor:
+    return held.message(message.rows) if message.cargo is Cargo.OUT else _there(sums).take(message)
+
+
+def _there(sums: Gradients | None) -> Gradients:
+    if sums is None:
+        raise PlanError("sums are to go home in a step that has none: what goes out first goes out alone")
+    return sums
 
 
 def _into(step: Step, arriving: Sequence[Packed]) -> list[tuple[int, Tensor]]:

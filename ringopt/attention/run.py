@@ -6,24 +6,37 @@ rows are traded for heads (execute_heads.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from ringopt.attention.execute import Attention, Operands, Saved
+from ringopt.attention.execute import Attention, Operands, Posted, Saved
 from ringopt.attention.execute_heads import attend_heads, backward_heads
 from ringopt.attention.execute_queries import attend_queries, backward_queries
-from ringopt.attention.turns import attend_groups, backward_groups
+from ringopt.attention.turns import attend_groups, backward_groups, begin_groups
 from ringopt.distributed.mesh import Mesh
+from ringopt.errors import PlanError
 
 
-def attend(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
+def begin(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool) -> list[Posted]:
+    """The first messages of `attend` or `attend_backward`, posted: for where K and V exist before the rest does. Each
+    is to be handed on as `begun`. Of plans in which only keys travel."""
+    if attention.heads is not None or attention.exchange.queries_move:
+        raise PlanError("what travels first is more than K and V, so it cannot begin with them alone")
+    return begin_groups(attention, mesh, k, v, backward)
+
+
+def attend(attention: Attention, mesh: Mesh, given: Operands, begun: Sequence[Posted] = ()) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq_local, Dv] in q's dtype and lse [B, Hq, Sq_local], both contiguous. Raises RingCommError."""
     if attention.heads is not None:
         return attend_heads(attention.heads, attention, mesh, given)
-    return (attend_queries if attention.exchange.queries_move else attend_groups)(attention, mesh, given)
+    if attention.exchange.queries_move:
+        return attend_queries(attention, mesh, given)
+    return attend_groups(attention, mesh, given, begun)
 
 
 def attend_backward(
-    attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved
+    attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved, begun: Sequence[Posted] = ()
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """dq, dk, dv of the rank's rows, complete; and of each learned source, then of the sinks, this rank's part of the
     gradient. Of a source that holds the rank's rows only, that part is complete.
@@ -34,6 +47,8 @@ def attend_backward(
     """
     if attention.heads is not None:
         found = backward_heads(attention.heads, attention, mesh, dout, saved)
+    elif attention.exchange.queries_move:
+        found = backward_queries(attention, mesh, dout, saved)
     else:
-        found = (backward_queries if attention.exchange.queries_move else backward_groups)(attention, mesh, dout, saved)
+        found = backward_groups(attention, mesh, dout, saved, begun)
     return found.rounded(saved.given, attention.learned)

@@ -15,7 +15,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ringopt.attention.execute import Attention, Found, Operands, Saved, attend_keys, backward_keys, wide_zeros
+from ringopt.attention.execute import (
+    Attention,
+    Found,
+    Operands,
+    Posted,
+    Saved,
+    attend_keys,
+    backward_keys,
+    post_first,
+    wide_zeros,
+)
 from ringopt.attention.packing import Pair
 from ringopt.distributed.mesh import Mesh
 from ringopt.kernels.base import accumulator
@@ -45,34 +55,52 @@ def finish(run: Turns[T]) -> T:
     return by_turns([run])[0]
 
 
-def attend_groups(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
-    """K and V travel, in as many exchanges as pay; see run.attend."""
-    groups = groups_of(attention, given)
+def begin_groups(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool) -> list[Posted]:
+    """What each exchange of `attend_groups` or `backward_groups` posts first, in the order in which they do."""
+    groups = groups_of(attention, k, v)
     if len(groups) == 1:
-        return finish(attend_keys(attention, mesh, given))
+        return [post_first(attention, mesh, k, v, backward)]
+    return [
+        post_first(attention, mesh, of(k, heads), of(v, heads), backward, f" of {number}")
+        for number, heads in enumerate(groups)
+    ]
+
+
+def attend_groups(
+    attention: Attention, mesh: Mesh, given: Operands, begun: Sequence[Posted] = ()
+) -> tuple[Tensor, Tensor]:
+    """K and V travel, in as many exchanges as pay; see run.attend."""
+    groups = groups_of(attention, given.k, given.v)
+    firsts: Sequence[Posted | None] = begun or [None] * len(groups)
+    if len(groups) == 1:
+        return finish(attend_keys(attention, mesh, given, first=firsts[0]))
     q, v = given.q, given.v
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
     def one(number: int, heads: range) -> Turns[None]:
         (site, part), own = of_group(attention, given, heads), queries_of(given, heads)
-        out[:, own], lse[:, own] = yield from attend_keys(site, mesh, part, f" of {number}")
+        out[:, own], lse[:, own] = yield from attend_keys(site, mesh, part, f" of {number}", firsts[number])
 
     by_turns([one(number, heads) for number, heads in enumerate(groups)])
     return out, lse
 
 
-def backward_groups(attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> Found:
+def backward_groups(
+    attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved, begun: Sequence[Posted] = ()
+) -> Found:
     """K and V travel again, and sums of dK and dV home; see run.attend_backward."""
-    given, groups = saved.given, groups_of(attention, saved.given)
+    given, groups = saved.given, groups_of(attention, saved.given.k, saved.given.v)
+    firsts: Sequence[Posted | None] = begun or [None] * len(groups)
     if len(groups) == 1:
-        return finish(backward_keys(attention, mesh, dout, saved))
+        return finish(backward_keys(attention, mesh, dout, saved, first=firsts[0]))
     dq, homes = wide_zeros(given.q), Homes(given.k, given.v)
 
     def one(number: int, heads: range) -> Turns[Found]:
         (site, part), own = of_group(attention, given, heads), queries_of(given, heads)
         left = Saved(part, saved.out[:, own], saved.lse[:, own])
-        return backward_keys(site, mesh, dout[:, own], left, f" of {number}", dq[:, own], lambda: homes.of(heads))
+        totals = (dq[:, own], lambda: homes.of(heads))
+        return backward_keys(site, mesh, dout[:, own], left, f" of {number}", *totals, firsts[number])
 
     found = by_turns([one(number, heads) for number, heads in enumerate(groups)])
     dsinks = [part.dsinks for part in found if part.dsinks is not None]
@@ -94,9 +122,9 @@ class Homes:
         return of(dk, heads), of(dv, heads)
 
 
-def groups_of(attention: Attention, given: Operands) -> list[range]:
+def groups_of(attention: Attention, k: Tensor, v: Tensor) -> list[range]:
     """The KV heads of each exchange; the same on every rank. One, where masks would have to be made for each."""
-    exchange, (k, v) = attention.exchange, (given.k, given.v)
+    exchange = attention.exchange
     heads = k.shape[1]
     if not heads or attention.mask.text or exchange.length == 0:
         return [range(heads)]

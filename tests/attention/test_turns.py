@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ringopt.attention import turns
-from ringopt.attention.execute import Operands
 from ringopt.attention.turns import by_turns, groups_of
 from ringopt.distributed.traffic import Traffic
 from ringopt.graph.mask import Mask
@@ -51,7 +50,7 @@ def test_numbers(heads: tuple[int, int], pattern: str, strategy: str, smallest: 
 def groups(kv_heads: int, rows: int, mask: Mask | None = None) -> list[range]:
     case = problem(rows, heads=(kv_heads, kv_heads), dims=(64, 64), batch=1, dtype=torch.float32)
     site = attention(case, 2, "full", "contiguous", "ring")
-    return groups_of(replace(site, mask=mask or Mask()), Operands(case.q, case.k, case.v))
+    return groups_of(replace(site, mask=mask or Mask()), case.k, case.v)
 
 
 def test_how_many() -> None:
