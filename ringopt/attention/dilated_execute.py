@@ -261,7 +261,7 @@ class Cut:
         return self.held.shape
 
     def _outgoing(self, message: Message) -> Tensor:
-        return self.held.message(message.rows)
+        return self.held.take(message)
 
     def _keep(self, message: Message, buffer: Packed) -> None:
         self.held.put(buffer)
@@ -318,7 +318,7 @@ class CutBackward(Cut):
         return self.held.shape if message.cargo is Cargo.OUT else self.gradients.shape
 
     def _outgoing(self, message: Message) -> Tensor:
-        return self.held.message(message.rows) if message.cargo is Cargo.OUT else self.gradients.take(message)
+        return self.held.take(message) if message.cargo is Cargo.OUT else self.gradients.take(message)
 
     def _keep(self, message: Message, buffer: Packed) -> None:
         if message.cargo is Cargo.OUT:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ringopt.attention.dropout import Dropout
-from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
+from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange
 from ringopt.attention.merge import Merged
-from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed, Pair
+from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
+from ringopt.attention.posted import Posted, leaving, post, there_and_back
 from ringopt.attention.tiles import Scores, Tile
-from ringopt.distributed.mesh import Mesh, Pending
+from ringopt.distributed.mesh import Mesh
 from ringopt.distributed.traffic import log_event
-from ringopt.errors import PlanError
 from ringopt.graph.mask import Mask
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator
 from ringopt.kernels.math import Math, Modifier
@@ -147,28 +147,13 @@ class Tiles:
         return out, lse
 
 
-@dataclass(frozen=True)
-class Posted:
-    """The messages of a step, under way: the buffers that they arrive in, and what to wait for."""
-
-    arriving: list[Packed]
-    pending: Pending
-
-
 def post_first(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool, group: str = "") -> Posted:
     """The messages of the first step of `attend_keys` or `backward_keys`, which take nothing but K and V: to be posted
     before there are queries, or a gradient."""
     exchange, rank = attention.exchange, mesh.rank
     held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
     step = next(iter(exchange.steps(rank, backward)), Step())
-    return post(mesh, step, held, f"{'backward' if backward else 'forward'} 0{group}")
-
-
-def post(mesh: Mesh, step: Step, held: Held, label: str, sums: Gradients | None = None) -> Posted:
-    """Those of one step: rows out of `held`, and sums of them home."""
-    arriving = [_shape(message, held, sums).empty(message.rows) for message in step.receives]
-    sends = [(message.target, _outgoing(message, held, sums)) for message in step.sends]
-    return Posted(arriving, mesh.exchange(sends, _into(step, arriving), label))
+    return post(mesh, step, Cargo.OUT, held, f"{'backward' if backward else 'forward'} 0{group}")
 
 
 def attend_keys(
@@ -192,16 +177,15 @@ def attend_keys(
 
     for number, step in enumerate(exchange.forward(rank)):
         label = f"forward {number}{group}"
-        posted = first if number == 0 and first is not None else post(mesh, step, held, label)
+        rows = first if number == 0 and first is not None else post(mesh, step, Cargo.OUT, held, label)
         if number == 0:
             yield
         for block in step.blocks:
             compute(block)
         log_event("computed", label, rank)
         yield
-        posted.pending.wait()
-        while posted.arriving:
-            held.put(posted.arriving.pop())
+        for packed in rows.wait():
+            held.put(packed)
         held.drop(step.drops)
     return tiles.completed(merged, given.sinks)
 
@@ -224,54 +208,20 @@ def backward_keys(
     dq: Tensor | None = None,
     home: Callable[[], Pair] | None = None,
     first: Posted | None = None,
+    home_first: bool = False,
 ) -> Generator[None, None, Found]:
     """K and V travel again, and sums of dK and dV travel home. Stops as `attend_keys` does. `dq`, and what `home`
     gives when it is first needed, are zeros to which gradients are added; without, such are made here. `first`: what
-    was posted of the first step."""
+    was posted of the first step; `home_first`: see Exchange.backward."""
     exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.given.k, saved.given.v)
     own, local = exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank))
     held = Held(KVShape.of(k, v), own, local, k, v)
     wide = KVShape.of(k, v, accumulator(k.dtype))
-    gradients = Gradients(wide, own, local, k.shape[2], leaving(exchange.backward(rank)), home)
+    steps = exchange.backward(rank, home_first)
+    gradients = Gradients(wide, own, local, k.shape[2], leaving(steps), home)
     blocks = KeysMove(attention, rank, dout, saved, held, gradients, dq)
-    yield from there_and_back(mesh, exchange.backward(rank), held, gradients, blocks.compute, "backward", group, first)
+    yield from there_and_back(mesh, steps, held, gradients, blocks.compute, "backward", group, first)
     return finished(Found(blocks.dq, *gradients.home(), blocks.parts), blocks, mesh)
-
-
-def there_and_back(
-    mesh: Mesh,
-    steps: Sequence[Step],
-    held: Held,
-    sums: Gradients,
-    compute: Callable[[Block], None],
-    way: str,
-    group: str = "",
-    first: Posted | None = None,
-) -> Generator[None, None, None]:
-    """Runs steps in which rows travel out (`held`) and sums of them back home. Stops as `attend_keys` does."""
-    for number, step in enumerate(steps):
-        label = f"{way} {number}{group}"
-        posted = first if number == 0 and first is not None else post(mesh, step, held, label, sums)
-        if number == 0:
-            yield
-        for block in step.blocks:
-            compute(block)
-        log_event("computed", label, mesh.rank)
-        yield
-        posted.pending.wait()
-        for message in step.receives:
-            packed = posted.arriving.pop(0)
-            if message.cargo is Cargo.OUT:
-                held.put(packed)
-            else:
-                sums.arrived(packed)
-            del packed
-        held.drop(step.drops)
-
-
-def leaving(steps: Sequence[Step]) -> list[Message]:
-    """The messages that carry sums home, in order."""
-    return [message for step in steps for message in step.sends if message.cargo is Cargo.BACK]
 
 
 def finished(found: Found, blocks: BlockBackward, mesh: Mesh) -> Found:
@@ -399,21 +349,3 @@ class KeysMove(BlockBackward):
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.dq[:, :, self.tiles.local.slice(tile.queries)] += dq
         self.gradients.add(tile.keys, dk, dv)
-
-
-def _shape(message: Message, held: Held, sums: Gradients | None) -> KVShape:
-    return held.shape if message.cargo is Cargo.OUT else _there(sums).shape
-
-
-def _outgoing(message: Message, held: Held, sums: Gradients | None) -> Tensor:
-    return held.message(message.rows) if message.cargo is Cargo.OUT else _there(sums).take(message)
-
-
-def _there(sums: Gradients | None) -> Gradients:
-    if sums is None:
-        raise PlanError("sums are to go home in a step that has none: what goes out first goes out alone")
-    return sums
-
-
-def _into(step: Step, arriving: Sequence[Packed]) -> list[tuple[int, Tensor]]:
-    return [(message.source, packed.flat) for message, packed in zip(step.receives, arriving, strict=True)]

@@ -25,12 +25,11 @@ from ringopt.attention.execute import (
     Saved,
     Tiles,
     finished,
-    leaving,
-    there_and_back,
     wide_zeros,
 )
 from ringopt.attention.merge import Merged, merge_
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
+from ringopt.attention.posted import leaving, there_and_back
 from ringopt.attention.tiles import Tile
 from ringopt.attention.turns import finish
 from ringopt.distributed.mesh import Mesh

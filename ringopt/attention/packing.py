@@ -110,8 +110,9 @@ class Held:
         """K and V of `rows`, which lie within one piece; views. Raises PlanError where they are not here."""
         return find(self._pairs, rows)
 
-    def message(self, rows: Rows) -> Tensor:
-        """`rows` as a message: part of the buffer they came in, or newly packed."""
+    def take(self, message: Message) -> Tensor:
+        """The buffer of `message`: part of the one in which its rows came, or newly packed."""
+        rows = message.rows
         arrived = self._arrived.get(rows[0]) if rows else None
         flat = arrived.slice_of(rows) if arrived is not None else None
         return flat if flat is not None else self._packed(rows).flat

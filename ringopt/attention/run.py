@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringopt.attention.execute import Attention, Operands, Posted, Saved
+from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.execute_heads import attend_heads, backward_heads
 from ringopt.attention.execute_queries import attend_queries, backward_queries
+from ringopt.attention.posted import Posted
 from ringopt.attention.turns import attend_groups, backward_groups, begin_groups
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import PlanError

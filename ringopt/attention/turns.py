@@ -19,7 +19,6 @@ from ringopt.attention.execute import (
     Attention,
     Found,
     Operands,
-    Posted,
     Saved,
     attend_keys,
     backward_keys,
@@ -27,6 +26,7 @@ from ringopt.attention.execute import (
     wide_zeros,
 )
 from ringopt.attention.packing import Pair
+from ringopt.attention.posted import Posted
 from ringopt.distributed.mesh import Mesh
 from ringopt.kernels.base import accumulator
 
@@ -98,9 +98,10 @@ def backward_groups(
 
     def one(number: int, heads: range) -> Turns[Found]:
         (site, part), own = of_group(attention, given, heads), queries_of(given, heads)
-        left = Saved(part, saved.out[:, own], saved.lse[:, own])
-        totals = (dq[:, own], lambda: homes.of(heads))
-        return backward_keys(site, mesh, dout[:, own], left, f" of {number}", *totals, firsts[number])
+        left, sums = Saved(part, saved.out[:, own], saved.lse[:, own]), (dq[:, own], lambda: homes.of(heads))
+        # The home blocks of half of the groups hide the first hop of K and V, the others the last hop of dK and dV.
+        how = (firsts[number], 2 * number < len(groups))
+        return backward_keys(site, mesh, dout[:, own], left, f" of {number}", *sums, *how)
 
     found = by_turns([one(number, heads) for number, heads in enumerate(groups)])
     dsinks = [part.dsinks for part in found if part.dsinks is not None]
@@ -115,11 +116,14 @@ class Homes:
 
     @cached_property
     def pair(self) -> Pair:
-        return wide_zeros(self._k), wide_zeros(self._v)
+        """To be read when `of` has been called for all heads."""
+        dk, dv = (torch.empty(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (self._k, self._v))
+        return dk, dv
 
     def of(self, heads: range) -> Pair:
+        """Zeros for some heads: written no sooner than asked for, and until then a machine may give no memory."""
         dk, dv = self.pair
-        return of(dk, heads), of(dv, heads)
+        return of(dk, heads).zero_(), of(dv, heads).zero_()
 
 
 def groups_of(attention: Attention, k: Tensor, v: Tensor) -> list[range]:

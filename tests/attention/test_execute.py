@@ -273,6 +273,10 @@ def test_a_full_ring_sends_p_minus_1_shards() -> None:
         assert (forward, backward) == (shards * 4, shards * (4 + 4))
 
 
+def carries(step: Step, cargo: Cargo) -> bool:
+    return any(message.cargo is cargo for message in (*step.sends, *step.receives))
+
+
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 def test_messages_travel_under_the_blocks_of_their_step(strategy: str) -> None:
     p, case = 4, problem(67)
@@ -281,12 +285,17 @@ def test_messages_travel_under_the_blocks_of_their_step(strategy: str) -> None:
     for rank in range(p):
         log = [(event.kind, event.label) for event in traffic.of(rank).events]
         expected = []
-        for way, steps in (("forward", site.exchange.forward(rank)), ("backward", site.exchange.backward(rank))):
-            for index, step in enumerate(steps):
-                moves = bool(step.sends or step.receives)
-                expected += [("posted", f"{way} {index}")] * moves
-                expected += [("computed", f"{way} {index}")]
-                expected += [("waited", f"{way} {index}")] * moves
+        for index, step in enumerate(site.exchange.forward(rank)):
+            moves = bool(step.sends or step.receives)
+            expected += [("posted", f"forward {index}")] * moves + [("computed", f"forward {index}")]
+            expected += [("waited", f"forward {index}")] * moves
+        steps = (*site.exchange.backward(rank), Step())
+        for index, step in enumerate(steps[:-1]):
+            out = carries(step, Cargo.OUT)
+            expected += [("posted", f"backward {index}")] * out + [("computed", f"backward {index}")]
+            expected += [("waited", f"backward {index}, home")] * carries(step, Cargo.BACK)
+            expected += [("posted", f"backward {index + 1}, home")] * carries(steps[index + 1], Cargo.BACK)
+            expected += [("waited", f"backward {index}")] * out
         assert log == expected
 
 
@@ -343,7 +352,7 @@ def test_gradients_without_a_way_home_are_refused(monkeypatch: pytest.MonkeyPatc
     case = problem(16)
     steps = Exchange.backward
 
-    def lossy(self: Exchange, rank: int) -> tuple[Step, ...]:
+    def lossy(self: Exchange, rank: int, home_first: bool = False) -> tuple[Step, ...]:
         def kept(messages: Any) -> Any:
             return tuple(m for m in messages if m.cargo is Cargo.OUT)
 

@@ -18,6 +18,10 @@ def held() -> Held:
     return Held(KVShape.of(K, V), OWN, Local(OWN), K, V)
 
 
+def leaving(*rows: range) -> Message:
+    return Message(0, 1, Cargo.OUT, rows)
+
+
 def test_local_rows() -> None:
     local = Local(OWN)
     assert [local.slice(range(*ends)) for ends in ((0, 2), (1, 2), (6, 8), (7, 8))] == [
@@ -28,18 +32,18 @@ def test_local_rows() -> None:
 
 
 def test_a_message_holds_k_then_v_of_each_piece() -> None:
-    assert held().message(OWN).tolist() == [0, 1, 10, 11, 12, 13, 2, 3, 14, 15, 16, 17]
+    assert held().take(leaving(*OWN)).tolist() == [0, 1, 10, 11, 12, 13, 2, 3, 14, 15, 16, 17]
 
 
 def test_a_message_is_read_back() -> None:
     there = Held(KVShape.of(K, V), (), Local(()), K[:, :, :0], V[:, :, :0])
     packed = there.shape.empty(OWN)
-    packed.flat.copy_(held().message(OWN))
+    packed.flat.copy_(held().take(leaving(*OWN)))
     there.put(packed)
     key, value = there.pair(range(7, 8))
     assert key.flatten().tolist() == [3] and value.flatten().tolist() == [16, 17]
-    assert there.message(OWN).data_ptr() == packed.flat.data_ptr(), "sent on without a copy"
-    assert there.message(OWN[1:]).tolist() == [2, 3, 14, 15, 16, 17]
+    assert there.take(leaving(*OWN)).data_ptr() == packed.flat.data_ptr(), "sent on without a copy"
+    assert there.take(leaving(*OWN[1:])).tolist() == [2, 3, 14, 15, 16, 17]
     there.drop(OWN[:1])
     with pytest.raises(PlanError, match=r"rows range\(0, 1\) are not here; here are \(range\(6, 8\),\)"):
         there.pair(range(0, 1))
@@ -49,9 +53,9 @@ def test_rows_of_two_buffers_are_packed_anew() -> None:
     there = Held(KVShape.of(K, V), (), Local(()), K[:, :, :0], V[:, :, :0])
     for piece in OWN:
         packed = there.shape.empty((piece,))
-        packed.flat.copy_(held().message((piece,)))
+        packed.flat.copy_(held().take(leaving(piece)))
         there.put(packed)
-    assert there.message(OWN).tolist() == held().message(OWN).tolist()
+    assert there.take(leaving(*OWN)).tolist() == held().take(leaving(*OWN)).tolist()
 
 
 def test_gradients_go_home_or_into_the_message_that_carries_them() -> None:

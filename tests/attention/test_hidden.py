@@ -1,0 +1,53 @@
+"""What of the exchange is hidden, on a clock on which only blocks and messages take time."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringopt.attention import turns
+from ringopt.attention.exchange import exchange_of
+from ringopt.attention.execute import Attention
+from ringopt.graph.mask import Mask
+from ringopt.kernels.cpu_flash import CpuFlash
+from ringopt.tools.benchmarks.virtual_clock import Clocked, hidden
+
+LENGTH, DIM = 256, 8
+
+
+def ring(pattern: str, p: int) -> Attention:
+    layout = "zigzag" if pattern == "causal" else "contiguous"
+    return Attention(exchange_of(pattern, LENGTH, LENGTH, p, layout, layout, "ring"), Mask(), CpuFlash(), 1.0)
+
+
+@pytest.fixture
+def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many exchanges as there may be, however little each sends."""
+    monkeypatch.setattr(turns, "PIECE", 1)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("pattern", ["causal", "full"])
+@pytest.mark.parametrize("p", [2, 4])
+def test_a_link_slower_than_none_but_faster_than_the_blocks_is_hidden(
+    p: int, pattern: str, backward: bool, smallest: None
+) -> None:
+    for share in (0.3, 0.6, 0.9):
+        assert hidden(ring(pattern, p), (1, 4, 4, DIM), backward, share).share >= 0.95
+
+
+def test_one_exchange_of_all_heads_leaves_a_backward_bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first keys are waited for with nothing to compute: what the clock is there to show."""
+    monkeypatch.setattr(turns, "PIECE", 1 << 30)
+    found = hidden(ring("full", 2), (1, 4, 4, DIM), backward=True, share=0.6)
+    assert found.total == pytest.approx(1.3)
+
+
+def test_the_clock_of_two_ranks() -> None:
+    """Two steps of 2 seconds; a message of 1 second is hidden behind the first, one of 3 seconds is waited for."""
+    site, sizes = ring("full", 2), (1, 1, 1, DIM)
+    second, size = 2 / 128**2, 2 * 128 * DIM * 4
+    for seconds, total in ((1, 4), (3, 5)):
+        found = Clocked.of(site, sizes, False, second, size / seconds)
+        assert found.seconds == pytest.approx(total)
+        lanes = {lane: sum(span.seconds for span in found.spans if span.lane == lane) for lane in ("link", "exposed")}
+        assert lanes == pytest.approx({"link": 2 * seconds, "exposed": 2 * (total - 4)})
