@@ -26,10 +26,10 @@ from ringopt.attention.dilation import Dilation, dilation_of, is_dilated
 from ringopt.graph.bands import split
 from ringopt.graph.mask import FAR, Mask
 from ringopt.graph.nodes import emit, shape_of
-from ringopt.graph.peel import Peeled, conjuncts, every, rest_of
+from ringopt.graph.peel import Peeled, every, rest_of
 from ringopt.graph.provenance import origins
 from ringopt.graph.sizes import at_hand
-from ringopt.graph.terms import Term, axes_of, dumps
+from ringopt.graph.terms import Term, axes_of, conjuncts, dumps
 from ringopt.pipeline import Context, Pass, SiteInfo
 
 attention = torch.ops.ringopt.attention.default

@@ -18,7 +18,7 @@ import ringopt.ops.attention
 import ringopt.ops.convert
 import ringopt.ops.dilated  # noqa: F401  (registers the operators)
 from ringopt.attention.choose import Case, choose
-from ringopt.attention.dilation import Dilation
+from ringopt.attention.dilation import Dilation, shared_heads
 from ringopt.attention.layouts import layout_of
 from ringopt.attention.predict import Heads
 from ringopt.attention.rows import count
@@ -73,12 +73,15 @@ def attention(
     and not from how many ranks there are.
 
     `is_causal` and `window` speak of positions in the whole sequence: window=w lets query t see keys t-w+1 .. t when
-    causal, else all keys s with |t - s| < w. `mesh`: the ranks that share the sequence (default: all). `strategy`: how
-    rows travel, "local", "halo", "gather", "ring", "ring2" (both ways round) or "ulysses"; "auto" is the
-    one that is predicted to be fastest. `kernel`: "auto", or by name as in the options. Without a process group, or on
-    a mesh of one rank, this is the single-device operator.
+    causal, else all keys s with |t - s| < w. `sinks`=s beside it: and the first s keys (Xiao et al., StreamingLLM,
+    2023). `dilation_rates` beside it, one r or one for each query head: w keys, r rows apart (Beltagy et al.,
+    Longformer, 2020). No [Sq, Sk] is held for them, and only rows that a head needs travel.
 
-    `segment_lengths` (w) and `dilation_rates` (r), as many of one as of the other: dilated self attention (Ding et al.,
+    `mesh`: the ranks that share the sequence (default: all). `strategy`: how rows travel, "local", "halo", "gather",
+    "ring", "ring2" (both ways round) or "ulysses"; "auto" is the one that is predicted to be fastest. `kernel`: "auto",
+    or by name as in the options. Without a process group, or on a mesh of one rank, this is the single-device operator.
+
+    `segment_lengths` (w) and `dilation_rates` (r), as many of one as of the other: dilated self-attention (Ding et al.,
     LongNet, 2023). Of each segment of w positions, head j takes every r-th one from its offset on, and these attend to
     each other; all patterns are one softmax. `dilation_offsets`: "paper" (j mod r) or "torchscale" (j // ceil(Hq / r)).
     Any lengths; a (token, head) that no pattern takes is 0, with a warning. `attn_mask` is then of keys alone, [B, 1,
@@ -87,24 +90,31 @@ def attention(
     Raises OptionError for what is not built; RingMismatchError where shards or masks are not those of one sequence;
     RingCommError.
     """
-    _refuse({"sinks": sinks is not None}, "not built yet: leave it at its default")
     _check_operands(query, key, value, enable_gqa)
     if not 0.0 <= dropout_p <= 1.0:
         raise OptionError(f"attention(dropout_p={dropout_p}): a probability is from 0 to 1")
     scale = query.shape[3] ** -0.5 if scale is None else scale
     ranks = _mesh_of(mesh)
-    if segment_lengths is not None or dilation_rates is not None or dilation_offsets != "paper":
-        beside = {"window": window is not None, "dropout_p": dropout_p > 0}
-        _refuse(beside, "not possible in dilated attention (segment_lengths, dilation_rates)")
+    dilates = dilation_rates is not None and window is None
+    if segment_lengths is not None or dilates or dilation_offsets != "paper":
+        beside = {"window": window is not None, "sinks": sinks is not None, "dropout_p": dropout_p > 0}
+        _refuse(beside, "not possible in dilated attention of segments (segment_lengths)")
         dilation = Dilation.asked(segment_lengths, dilation_rates, is_causal, dilation_offsets)
         return _dilated(query, key, value, attn_mask, dilation, scale, ranks, layout, strategy, kernel)
-    pattern = _pattern(is_causal, window)
+    rates = _rates(dilation_rates, query.shape[1])
+    if len(set(rates)) > 1:
+        how: dict[str, Any] = {"window": window, "sinks": sinks, "scale": scale, "is_causal": is_causal}
+        how |= {"dropout_p": dropout_p, "mesh": mesh, "layout": layout, "strategy": strategy, "kernel": kernel}
+        return _by_rate(query, key, value, attn_mask, rates, how)
+    pattern = _pattern(is_causal, window, sinks, rates[0])
     seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
-    if ranks is None or ranks.size == 1:
+    if (ranks is None or ranks.size == 1) and window is None:
         one = torch.ops.ringopt.attention(
             *(query, key, value, attn_mask, [], None, seed, pattern, "", dropout_p, scale)
         )
         return one  # type: ignore[no-any-return]
+    if ranks is None or ranks.size == 1:
+        ranks, layout, strategy = mesh_of("pretend:0/1"), "contiguous", "local"
     mask, sources = _mask(attn_mask)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *sources))
     held = _held(ranks, query, key, sources, seed, training)
@@ -125,6 +135,38 @@ def attention(
     return out
 
 
+def _rates(asked: Any, heads: int) -> tuple[int, ...]:
+    """Of a window: one of each query head."""
+    if asked is None:
+        return (1,) * heads
+    whole = isinstance(asked, (tuple, list)) and all(type(rate) is int and rate >= 1 for rate in asked)
+    if not whole or len(asked) not in (1, heads):
+        raise OptionError(
+            f"attention(dilation_rates={asked!r}) beside a window: a tuple of one whole number, 1 or more, or of one "
+            f"for each of {heads} query heads"
+        )
+    return tuple(asked) * (heads // len(asked))
+
+
+def _by_rate(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rates: tuple[int, ...], how: dict[str, Any]
+) -> Tensor:
+    """The heads of each rate alone, with the KV heads that they attend with: so no row travels farther for a head than
+    its own window reaches."""
+    groups, outs = query.shape[1] // key.shape[1], []
+    found = {rate: [head for head, its in enumerate(rates) if its == rate] for rate in sorted(set(rates))}
+    for rate, heads in found.items():
+        shared, spread = shared_heads(heads, groups)
+        kv_heads = list(shared) if spread is None else [head // groups for head in heads]
+        of_heads = mask
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+            of_heads = mask.index_select(-3, torch.tensor(heads, device=mask.device))
+        parts = (query[:, heads], key[:, kv_heads], value[:, kv_heads], of_heads)
+        outs.append(attention(*parts, enable_gqa=True, dilation_rates=(rate,), **how))
+    order = sorted(range(len(rates)), key=[head for heads in found.values() for head in heads].__getitem__)
+    return torch.cat(outs, 1)[:, order]
+
+
 def _dilated(
     query: Tensor,
     key: Tensor,
@@ -139,8 +181,7 @@ def _dilated(
 ) -> Tensor:
     mesh = mesh_of("pretend:0/1") if mesh is None else mesh
     alone = mesh.size == 1
-    held = {name: [x.shape[2]] for name, x in (("query", query), ("key", key))}
-    held = held if alone else _held(mesh, query, key, [], None, False)
+    held = _held(mesh, query, key, [], None, False)
     if held["query"] != held["key"]:
         raise OptionError(
             f"dilated attention is self attention; the ranks hold {held['query']} rows of query and {held['key']} of "
@@ -209,12 +250,15 @@ def _mesh_of(mesh: DeviceMesh | Mesh | None) -> Mesh | None:
     return process_mesh(mesh)
 
 
-def _pattern(is_causal: bool, window: int | None) -> str:
+def _pattern(is_causal: bool, window: int | None, sinks: int | None, rate: int) -> str:
     if window is not None and window < 1:
         raise OptionError(f"attention(window={window}): a query sees at least 1 key, itself")
+    if sinks is not None and (window is None or sinks < 0):
+        raise OptionError(f"attention(sinks={sinks}): how many first keys are seen beside a window; window={window}")
     if window is None:
         return "causal" if is_causal else "full"
-    return f"window({window})" if is_causal else f"window({window},both)"
+    more = ((not is_causal, "both"), (sinks, f"sinks={sinks}"), (rate > 1, f"rate={rate}"))
+    return f"window({','.join([str(window), *(said for given, said in more if given)])})"
 
 
 def _check_operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -258,6 +302,8 @@ def _held(
     mine = {"query": query.shape[2], "key": key.shape[2], "seed": int(seed) if seed is not None else -1}
     mine["training"] = int(training)
     mine |= dict(zip(MASK_DIMS, sources[0].shape if sources else (-1,) * 4, strict=True))
+    if mesh.size == 1:
+        return {name: [count] for name, count in mine.items()}
     parts: Any = mesh.all_gather(torch.tensor(list(mine.values()), device=mesh.device), "lengths")
     return {name: [int(count) for count in counts] for name, counts in zip(mine, torch.stack(parts).T, strict=True)}
 

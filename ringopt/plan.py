@@ -20,6 +20,7 @@ from rich.table import Table
 from ringopt.attention.bytes import bytes_sent
 from ringopt.attention.choose import MOST_RANKS, Case, choose, choose_layout, duration
 from ringopt.attention.layouts import LAYOUTS
+from ringopt.attention.patterns import WINDOW
 from ringopt.attention.predict import Heads, held_most, simulate
 from ringopt.backend import transform
 from ringopt.cost import volume
@@ -371,10 +372,8 @@ def by_formula(site: PlannedSite, case: Case, strategy: str, ranks: int, layout:
 
 def named(pattern: str) -> tuple[str, int]:
     """The name in ringopt/cost/volume.py, and the width."""
-    if not pattern.startswith("window("):
-        return pattern, 1
-    width, _, sides = pattern.removeprefix("window(").removesuffix(")").partition(",")
-    return ("window,both" if sides else "window"), int(width)
+    window = WINDOW.fullmatch(pattern)
+    return (f"window{window[2] or ''}", int(window[1])) if window else (pattern, 1)
 
 
 def numbers(case: Case, width: int, ranks: int, rates: Rates) -> dict[Any, float]:

@@ -157,11 +157,6 @@ def test_the_seed_is_that_of_rank_0(ranks: Any) -> None:
 X = torch.ones(1, 2, 4, 8)
 
 
-def test_what_is_not_built() -> None:
-    with pytest.raises(OptionError, match=r"attention\(sinks=\.\.\.\) is not built yet"):
-        attention(X, X, X, sinks=4)
-
-
 @pytest.mark.parametrize(
     ("asked", "told"),
     [

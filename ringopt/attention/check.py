@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
 from ringopt.attention.patterns import Kind
-from ringopt.attention.rows import count, meet, text
+from ringopt.attention.rows import count, meet, overlap, text, within
 from ringopt.errors import PlanError
 
 Steps = Sequence[Step]
@@ -139,13 +139,14 @@ class _Gradients:
 def check_coverage(exchange: Exchange, rank: int, blocks: Sequence[Block]) -> None:
     """Tiles do not overlap, and together have as many seen pairs as all queries of the rank with all keys (or all keys
     of the rank with all queries): so each seen pair is in exactly one of them."""
-    open_tiles: list[Block] = []
-    for tile in sorted(blocks, key=lambda tile: tile.keys.start):
-        open_tiles = [other for other in open_tiles if other.keys.stop > tile.keys.start]
-        for other in open_tiles:
-            overlap = meet(tile.queries, other.queries) and meet(tile.keys, other.keys)
-            _expect(not overlap, f"rank {rank}", "computes pairs twice: {} and {}", tile, other)
-        open_tiles.append(tile)
+    for group in _groups(blocks):
+        open_tiles: list[Block] = []
+        for tile in sorted(group, key=lambda tile: tile.keys.start):
+            open_tiles = [other for other in open_tiles if other.keys.stop > tile.keys.start]
+            for other in open_tiles:
+                twice = overlap(tile.queries, other.queries) and overlap(tile.keys, other.keys)
+                _expect(not twice, f"rank {rank}", "computes pairs twice: {} and {}", tile, other)
+            open_tiles.append(tile)
     pairs, everything = exchange.pattern.pairs, range(exchange.pattern.kv_length)
     computed = sum(pairs(tile.queries, tile.keys) for tile in blocks)
     if exchange.queries_move:
@@ -153,6 +154,18 @@ def check_coverage(exchange: Exchange, rank: int, blocks: Sequence[Block]) -> No
     else:
         wanted = sum(pairs(own, everything) for own in exchange.q_pieces(rank))
     _expect(computed == wanted, f"rank {rank}", "computes {} pairs of {}", computed, wanted)
+
+
+def _groups(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Tiles of different groups share no key: those whose keys are the widest step apart, by where they begin; each
+    group with all other tiles."""
+    widest = max((tile.keys.step for tile in blocks), default=1)
+    groups: dict[int, list[Block]] = defaultdict(list)
+    for tile in blocks:
+        if tile.keys.step == widest:
+            groups[tile.keys.start % widest].append(tile)
+    rest = [tile for tile in blocks if tile.keys.step < widest]
+    return [[*group, *rest] for group in groups.values()]
 
 
 def check_peers(rank: int, steps: Steps, steps_of: Callable[[int], Steps]) -> None:
@@ -223,7 +236,7 @@ def _require(rows: range, pieces: Iterable[range]) -> range:
 def _holder(rows: range, pieces: Iterable[range]) -> range | None:
     """The piece that holds all of `rows`."""
     for piece in pieces:
-        if piece.start <= rows.start and rows.stop <= piece.stop:
+        if within(rows, piece):
             return piece
     return None
 

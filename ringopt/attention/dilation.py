@@ -197,11 +197,11 @@ def _terms(dilation: Dilation, length: int, heads: int, kv_heads: int) -> tuple[
             kept = Kept(length, min(segment, length), rate, offset)
             if not kept.rows(0):
                 continue  # the sequence ends before the first row of these heads
-            made.append(Term(kept, range(mine[0], mine[-1] + 1, step), *_shared(mine, heads // kv_heads)))
+            made.append(Term(kept, range(mine[0], mine[-1] + 1, step), *shared_heads(mine, heads // kv_heads)))
     return tuple(made)
 
 
-def _shared(heads: list[int], groups: int) -> tuple[Sequence[int], tuple[int, ...] | None]:
+def shared_heads(heads: list[int], groups: int) -> tuple[Sequence[int], tuple[int, ...] | None]:
     """KV heads of some query heads, each once, and `spread` of a Term where these are not shared evenly."""
     of = [head // groups for head in heads]
     each = sorted(set(of))

@@ -47,7 +47,7 @@ class Dropout:
 
 
 def counted(places: range, device: torch.device) -> Tensor:
-    return torch.arange(places.start, places.stop, device=device)
+    return torch.arange(places.start, places.stop, places.step, device=device)
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ class Exchange:
     @cached_property
     def _needs(self) -> tuple[Rows, ...]:
         if self.queries_move:
-            return tuple(join(map(self.pattern.users, pieces)) for pieces in self._kv_pieces)
+            return tuple(join(chain.from_iterable(map(self.pattern.used, pieces))) for pieces in self._kv_pieces)
         return tuple(join(chain.from_iterable(map(self.pattern.needed, pieces))) for pieces in self._q_pieces)
 
     # What follows from the strategy

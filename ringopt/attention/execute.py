@@ -58,7 +58,7 @@ class Attention:
     def nan_rows(self) -> bool:
         """Whether there may be rows that are NaN because they see no key."""
         pattern, parts = self.exchange.pattern, any(term is not None for term in self.mask.terms)
-        return self.mask.nan and (parts or not pattern.span(pattern.q_length - 1))
+        return self.mask.nan and (parts or pattern.blind)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Tiles:
         scores, dropout = self.scores, self.dropout
 
         def rows_of(rows: slice) -> range:
-            return range(tile.queries.start + rows.start, tile.queries.start + rows.stop)
+            return tile.queries[rows]
 
         def change(raw: Tensor, rows: slice) -> Tensor:
             return scores.modified(raw, rows_of(rows), tile.keys)

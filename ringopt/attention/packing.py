@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringopt.attention.exchange import Message
-from ringopt.attention.rows import Rows, count
+from ringopt.attention.rows import Rows, count, within
 from ringopt.errors import PlanError
 
 Pair = tuple[Tensor, Tensor]
@@ -85,7 +85,7 @@ class Local:
         for own, start in self._places:
             if within(rows, own):
                 first = start + rows.start - own.start
-                return slice(first, first + len(rows))
+                return slice(first, first + len(rows) * rows.step, rows.step if rows.step > 1 else None)
         raise PlanError(f"rows {rows} are not in one piece of the local rows {[own for own, _ in self._places]}")
 
 
@@ -211,9 +211,6 @@ def find(pairs: Mapping[range, Pair], rows: range) -> Pair:
     for piece, (key, value) in pairs.items():
         if within(rows, piece):
             first = rows.start - piece.start
-            return key.narrow(2, first, len(rows)), value.narrow(2, first, len(rows))
+            place = slice(first, first + len(rows) * rows.step, rows.step)
+            return key[:, :, place], value[:, :, place]
     raise PlanError(f"rows {rows} are not here; here are {tuple(pairs)}")
-
-
-def within(rows: range, piece: range) -> bool:
-    return piece.start <= rows.start and rows.stop <= piece.stop

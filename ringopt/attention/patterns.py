@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import ClassVar
 
 from ringopt.attention.rows import Rows, join, meet
 from ringopt.errors import OptionError, PlanError
@@ -44,14 +43,17 @@ class Pattern(ABC):
     kv_length: int
     causal: bool = False
 
-    near: ClassVar[bool]  # no key is seen from however far behind it
-
     def __post_init__(self) -> None:
         if self.q_length < 1 or self.kv_length < 1:
             raise PlanError(
                 f"attention of {self.q_length} queries over {self.kv_length} keys was asked for; "
                 "both must be at least 1"
             )
+
+    @property
+    @abstractmethod
+    def near(self) -> bool:
+        """Whether no key is seen from however far behind it."""
 
     @property
     @abstractmethod
@@ -64,7 +66,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def users(self, keys: range) -> range:
-        """The queries that see some of `keys`: a stretch without holes."""
+        """From the first to the last query that sees some of `keys`."""
 
     @abstractmethod
     def pairs(self, queries: range, keys: range) -> int:
@@ -79,12 +81,21 @@ class Pattern(ABC):
         return (rows,) if rows else ()
 
     def needs(self, queries: range) -> range:
-        """The keys that some of `queries` sees: a stretch without holes."""
+        """From the first to the last key that some of `queries` sees."""
         return range(self.span(queries[0]).start, self.span(queries[-1]).stop) if queries else range(0)
 
     def needed(self, queries: range) -> Rows:
         """The same, without holes that a pattern may have."""
         return join([self.needs(queries)])
+
+    def used(self, keys: range) -> Rows:
+        """`users`, without holes that a pattern may have."""
+        return join([self.users(keys)])
+
+    @property
+    def blind(self) -> bool:
+        """Whether some query sees no key: the last does not, where any is so."""
+        return not self.span(self.q_length - 1)
 
     def kind(self, queries: range, keys: range) -> Kind:
         """What part of the tile is seen."""
@@ -225,8 +236,9 @@ WINDOW = re.compile(r"window\((\d+)(,both)?\)")
 @lru_cache(maxsize=4096)
 def pattern_of(text: str, q_length: int, kv_length: int) -> Pattern:
     """The pattern that `text` names: "full", "causal", "window(4096)" (causal), "window(4096,both)", or one of
-    structures.py: "window(4096,sinks=4)", "prefix(64)", "chunked(128)" (causal), "chunked(128,both)",
-    "documents(0,5,17)" (causal), "documents(0,5,17,both)".
+    structures.py: "window(4096,sinks=4)", "window(4096,both,sinks=4)", "prefix(64)", "chunked(128)" (causal),
+    "chunked(128,both)", "documents(0,5,17)" (causal), "documents(0,5,17,both)". "causal(rate=2)", "full(rate=2)" and
+    windows that end in ",rate=2)" see every second key of these (strided.py).
 
     Raises OptionError for another text, PlanError for a length or a width below 1.
     """
@@ -240,6 +252,6 @@ def pattern_of(text: str, q_length: int, kv_length: int) -> Pattern:
         return structure
     raise OptionError(
         f"attention pattern {text!r} is unknown; patterns are 'full', 'causal', 'window(4096)', 'window(4096,both)', "
-        "'window(4096,sinks=4)', 'prefix(64)', 'chunked(128)', 'chunked(128,both)', 'documents(0,5,17)' and "
-        "'documents(0,5,17,both)'"
+        "'window(4096,sinks=4)', 'prefix(64)', 'chunked(128)', 'chunked(128,both)', 'documents(0,5,17)', "
+        "'documents(0,5,17,both)', 'causal(rate=2)', 'full(rate=2)' and 'window(4096,rate=2)'"
     )

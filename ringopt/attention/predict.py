@@ -16,10 +16,9 @@ from torch import Tensor
 from ringopt.attention.bytes import Sizes, bytes_sent, row_bytes
 from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange, Part
-from ringopt.attention.packing import within
 from ringopt.attention.patterns import Kind
 from ringopt.attention.plans import Plan
-from ringopt.attention.rows import count
+from ringopt.attention.rows import count, within
 from ringopt.cost.rates import Rates
 
 SHAPES = {Kind.FULL: "full", Kind.CAUSAL: "causal", Kind.PARTIAL: "masked"}

@@ -1,6 +1,7 @@
 """Sets of sequence rows as tuples of ranges: exact, hashable, and of constant size however long the sequence.
 
-Every range has step 1 and counts rows of the whole sequence, never of a rank's local tensor.
+Ranges count rows of the whole sequence, never of a rank's local tensor. They have step 1 but for tiles of a strided
+pattern (strided.py), whose rows are an equal step apart.
 """
 
 from __future__ import annotations
@@ -16,6 +17,25 @@ def meet(a: range, b: range) -> range:
     start = a.start if a.start > b.start else b.start
     stop = a.stop if a.stop < b.stop else b.stop
     return range(start, stop if stop > start else start)
+
+
+def inside(rows: range, hull: range) -> range:
+    """Of `rows`, of any step, those that lie in `hull`, of step 1."""
+    first, last = (max(0, -(-(edge - rows.start) // rows.step)) for edge in (hull.start, hull.stop))
+    return rows[first : max(first, last)]
+
+
+def within(rows: range, piece: range) -> bool:
+    """Whether `piece`, of step 1, holds all of `rows`, of any step."""
+    return piece.start <= rows.start and (rows[-1] < piece.stop if rows else rows.stop <= piece.stop)
+
+
+def overlap(a: range, b: range) -> bool:
+    """Whether two ranges of any step share a row."""
+    if a.step == b.step:
+        return bool(meet(a, b)) and (a.start - b.start) % a.step == 0
+    few, many = sorted((a, b), key=len)
+    return any(row in many for row in few)
 
 
 def join(ranges: Iterable[range]) -> Rows:
@@ -44,5 +64,5 @@ def count(rows: Iterable[range]) -> int:
 
 
 def text(rows: Iterable[range]) -> str:
-    """`0:4,12:16`, as one writes slices."""
-    return ",".join(f"{piece.start}:{piece.stop}" for piece in rows)
+    """`0:4,12:16,20:30:2`, as one writes slices."""
+    return ",".join(f"{piece.start}:{piece.stop}" + f":{piece.step}" * (piece.step > 1) for piece in rows)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ringopt.attention.patterns import Band, Pattern
+from ringopt.attention.strided import Strided
 from ringopt.attention.structures import Beside
 
 
@@ -14,10 +15,14 @@ def seen(pattern: Pattern, queries: range, keys: range, device: torch.device | N
     if isinstance(pattern, Beside):
         parts = [seen(part, queries, some, device) for some, part in pattern.each(keys)]
         return torch.cat([torch.zeros(len(queries), 0, dtype=torch.bool, device=device), *parts], 1)
-    places = torch.arange(keys.start, keys.stop, device=device)
-    if isinstance(pattern, Band):
-        away = places - torch.arange(queries.start, queries.stop, device=device)[:, None]
-        return (pattern.low <= away) & (away < pattern.high)
+    places = torch.arange(keys.start, keys.stop, keys.step, device=device)
+    if isinstance(pattern, (Band, Strided)):
+        away = places - torch.arange(queries.start, queries.stop, queries.step, device=device)[:, None]
+        if isinstance(pattern, Band):
+            return (pattern.low <= away) & (away < pattern.high)
+        low, high = pattern.band.low * pattern.rate, pattern.band.high * pattern.rate
+        return (away % pattern.rate == 0) & (low <= away) & (away < high)
     spans = [pattern.span(query) for query in queries]
-    starts, stops = (torch.tensor([[getattr(span, end)] for span in spans], device=device) for end in ("start", "stop"))
+    ends = [[span.start for span in spans], [span.stop for span in spans]]
+    starts, stops = torch.tensor(ends, dtype=torch.int64, device=device).unsqueeze(-1).unbind()
     return (starts <= places) & (places < stops)

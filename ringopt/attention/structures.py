@@ -11,7 +11,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from ringopt.attention.patterns import Full, Kind, Pattern, Tile, Window
-from ringopt.attention.rows import Rows, join, meet
+from ringopt.attention.rows import Rows, inside, join, meet
+from ringopt.attention.strided import Strided, strided_of
 from ringopt.errors import PlanError
 
 # Segments of fewer rows are computed several at a time, under a mask: a kernel would idle between them.
@@ -121,7 +122,7 @@ class Beside(Pattern, ABC):
     def each(self, keys: range) -> Iterator[tuple[range, Pattern]]:
         """`keys` by parts."""
         for stretch, pattern in self.parts:
-            if some := meet(keys, stretch):
+            if some := inside(keys, stretch):
                 yield some, pattern
 
     def span(self, query: int) -> range:
@@ -133,12 +134,20 @@ class Beside(Pattern, ABC):
         return range(needed[0].start, needed[-1].stop) if needed else range(0)
 
     def needed(self, queries: range) -> Rows:
-        return join(meet(stretch, pattern.needs(queries)) for stretch, pattern in self.parts)
+        parts = ((stretch, rows) for stretch, pattern in self.parts for rows in pattern.needed(queries))
+        return join(meet(stretch, rows) for stretch, rows in parts)
 
     def users(self, keys: range) -> range:
-        """They have no hole: who sees the first keys sees them from some query on, without end."""
-        users = join(pattern.users(some) for some, pattern in self.each(keys))
-        return range(users[0].start, users[-1].stop) if users else range(0)
+        used = self.used(keys)
+        return range(used[0].start, used[-1].stop) if used else range(0)
+
+    def used(self, keys: range) -> Rows:
+        return join(rows for some, pattern in self.each(keys) for rows in pattern.used(some))
+
+    @property
+    def blind(self) -> bool:
+        """Never: all queries see the first key."""
+        return False
 
     def pairs(self, queries: range, keys: range) -> int:
         return sum(pattern.pairs(queries, some) for some, pattern in self.each(keys))
@@ -153,7 +162,8 @@ class Beside(Pattern, ABC):
         if pairs == rows * len(keys):
             return Kind.FULL
         # All patterns here see all of the lower triangle or nothing above it, so that as many pairs are those pairs.
-        return Kind.CAUSAL if queries == keys and pairs == rows * (rows + 1) // 2 else Kind.PARTIAL
+        triangle = self.causal and queries == keys and pairs == rows * (rows + 1) // 2
+        return Kind.CAUSAL if triangle else Kind.PARTIAL
 
     def tiles(self, queries: range, keys: range) -> Iterator[Tile]:
         for some, pattern in self.each(keys):
@@ -178,29 +188,41 @@ class Prefix(Beside):
 
 @dataclass(frozen=True)
 class Sinks(Beside):
-    """A causal window, and the first `sinks` keys beside it (Xiao et al., StreamingLLM, 2023)."""
+    """A window, of every `rate`-th key, and the first `sinks` keys beside it (Xiao et al., StreamingLLM, 2023)."""
 
     width: int = 1
     sinks: int = 1
+    rate: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sinks < 1:
+            raise PlanError(
+                f"a window beside {self.sinks} sinks was asked for; it has at least 1, or is a window alone"
+            )
 
     @property
     def text(self) -> str:
-        return f"window({self.width},sinks={self.sinks})"
+        rate = f",rate={self.rate}" if self.rate > 1 else ""
+        return f"window({self.width}{'' if self.causal else ',both'},sinks={self.sinks}{rate})"
 
     @cached_property
     def parts(self) -> tuple[tuple[range, Pattern], tuple[range, Pattern]]:
-        sizes, first = (self.q_length, self.kv_length), min(self.sinks, self.kv_length)
-        return (range(first), Full(*sizes, True)), (range(first, self.kv_length), Window(*sizes, True, self.width))
+        sizes, first = (self.q_length, self.kv_length, self.causal), min(self.sinks, self.kv_length)
+        near = Strided(*sizes, self.width, self.rate) if self.rate > 1 else Window(*sizes, self.width)
+        return (range(first), Full(*sizes)), (range(first, self.kv_length), near)
 
 
-SINKS, PREFIX = re.compile(r"window\((\d+),sinks=(\d+)\)"), re.compile(r"prefix\((\d+)\)")
+SINKS, PREFIX = re.compile(r"window\((\d+)(,both)?,sinks=(\d+)(,rate=(\d+))?\)"), re.compile(r"prefix\((\d+)\)")
 CHUNKED, DOCUMENTS = re.compile(r"chunked\((\d+)(,both)?\)"), re.compile(r"documents\(([\d,]*\d)(,both)?\)")
 
 
 def structure_of(text: str, q_length: int, kv_length: int) -> Pattern | None:
     """See patterns.pattern_of; None for a text of another form."""
     if found := SINKS.fullmatch(text):
-        return Sinks(q_length, kv_length, True, int(found[1]), int(found[2]))
+        return Sinks(q_length, kv_length, found[2] is None, int(found[1]), int(found[3]), int(found[5] or 1))
+    if (strided := strided_of(text, q_length, kv_length)) is not None:
+        return strided
     if found := PREFIX.fullmatch(text):
         return Prefix(q_length, kv_length, True, int(found[1]))
     if found := CHUNKED.fullmatch(text):

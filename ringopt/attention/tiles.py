@@ -20,7 +20,7 @@ from torch import Tensor
 from ringopt.attention.exchange import Block
 from ringopt.attention.packing import Local
 from ringopt.attention.patterns import Kind, Pattern
-from ringopt.attention.rows import meet
+from ringopt.attention.rows import inside
 from ringopt.attention.seen import seen
 from ringopt.graph.mask import FAR, Mask
 from ringopt.graph.term_bounds import bounds
@@ -49,23 +49,19 @@ class Tile:
         if len(self.queries) <= rows:
             yield self
             return
-        for start in range(self.queries.start, self.queries.stop, rows):
-            queries = range(start, min(start + rows, self.queries.stop))
-            first = start - self.queries.start
-            level = self.level[:, :, first : first + len(queries)] if self.level is not None else None
+        for first in range(0, len(self.queries), rows):
+            own, before = slice(first, first + rows), slice(0, first)
+            queries = self.queries[own]
+            level = self.level[:, :, own] if self.level is not None else None
             if not self.causal:
-                yield replace(self, queries=queries, mask=self._mask_of(queries, self.keys), level=level)
+                yield replace(self, queries=queries, mask=self._mask_of(own, slice(None)), level=level)
                 continue
-            before = range(self.keys.start, start)
-            if before:
-                yield Tile(queries, before, self._mask_of(queries, before), False, level, self.modified)
-            yield Tile(queries, queries, self._mask_of(queries, queries), True, level, self.modified)
+            if first:
+                yield Tile(queries, self.keys[before], self._mask_of(own, before), False, level, self.modified)
+            yield Tile(queries, queries, self._mask_of(own, own), True, level, self.modified)
 
-    def _mask_of(self, queries: range, keys: range) -> Tensor | None:
-        if self.mask is None:
-            return None
-        first, left = queries.start - self.queries.start, keys.start - self.keys.start
-        return self.mask[:, :, first : first + len(queries), left : left + len(keys)]
+    def _mask_of(self, queries: slice, keys: slice) -> Tensor | None:
+        return self.mask[:, :, queries, keys] if self.mask is not None else None
 
 
 @dataclass(frozen=True)
@@ -109,9 +105,9 @@ class Scores:
             mask = self._additive(block.queries, block.keys)
             yield Tile(block.queries, block.keys, mask, True, self.level(block.queries), modified)
             return
-        for start in range(block.queries.start, block.queries.stop, step):
-            queries = range(start, min(start + step, block.queries.stop))
-            yield from self._cut(queries, meet(block.keys, self.pattern.needs(queries)))
+        for first in range(0, len(block.queries), step):
+            queries = block.queries[first : first + step]
+            yield from self._cut(queries, inside(block.keys, self.pattern.needs(queries)))
 
     def _cut(self, queries: range, keys: range) -> Iterator[Tile]:
         """A piece of a block, looked at anew: it may be empty or full where the block is not."""
@@ -176,7 +172,7 @@ class Scores:
         if self.local is None:
             return queries
         place = self.local.slice(queries)
-        return range(place.start, place.stop)
+        return range(place.start, place.stop, queries.step)
 
     def _additive(self, queries: range, keys: range) -> Tensor:
         sizes, local = (self.batch, self.heads), self._local(queries)

@@ -201,7 +201,10 @@ def gather(work: Work) -> dict[str, Expr]:
 
 def ulysses(pattern: str) -> Formulas:
     """Each rank has whole attentions of Hq/p heads; what it sends is packed, and as much comes."""
-    whole = {"full": n**2, "causal": n * (n + 1) / 2, "window": ramp(n), "window,both": 2 * ramp(n) - n}[pattern]
+    wholes = {"full": n**2, "causal": n * (n + 1) / 2, "window": ramp(n), "window,both": 2 * ramp(n) - n}
+    if pattern not in wholes:
+        raise OptionError(f"no closed form is known for the work of {pattern}")
+    whole = wholes[pattern]
     work = work_of(pattern, "contiguous").waste.subs(p, 1)
     volume, pairs, some = HeadVolume(), whole / p, Min(p - 1, 1)
     trades = 2 * (p - 1) * L

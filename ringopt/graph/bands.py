@@ -1,7 +1,8 @@
 """Conditions as the structural pattern of a site: what an exchange plan can use.
 
-Bands of k - q, a prefix of keys that all see, a causal window with sinks, chunks, and documents whose rows are known
-while compiling. A pattern stands for conditions only where it hides what they hide and nothing else.
+Bands of k - q, of all keys or of every d-th (dilated windows), a prefix of keys that all see, a window with sinks,
+chunks, and documents whose rows are known while compiling. A pattern stands for conditions only where it hides what
+they hide and nothing else.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringopt.graph.terms import Affine, Apply, Load, Term, axes_of, constant, number
+from ringopt.graph.terms import Affine, Apply, Load, Term, axes_of, conjuncts, constant, number
 
 # k - q, the only difference that a pattern knows
 DIFFERENCE = (("k", 1), ("q", -1))
+OPPOSITE = (("k", -1), ("q", 1))
 ANY, CAUSAL = (-math.inf, math.inf), (-math.inf, 0)
 
 # Their edges are part of the graph's text.
@@ -33,6 +35,32 @@ def band_of(condition: Any) -> tuple[float, float] | None:
     if not isinstance(left, Affine) or left.steps != DIFFERENCE or not isinstance(right, int):
         return None
     return (-math.inf if condition.op == "le" else right, math.inf if condition.op == "ge" else right)
+
+
+def rate_of(condition: Any) -> int:
+    """d where the condition is that k - q is a multiple of d, however spelled; else 0."""
+    if not isinstance(condition, Apply) or condition.op != "eq":
+        return 0
+    left, right = condition.args
+    rests = [found for side in (left, right) if (found := remainder_of(side)) is not None]
+    if len(rests) == 1 and right == 0:  # (q - k) % d == 0
+        ((steps, rate),) = rests
+        return rate if steps in (DIFFERENCE, OPPOSITE) else 0
+    if len(rests) == 2 and rests[0][1] == rests[1][1]:  # q % d == k % d
+        return rests[0][1] if {steps for steps, _ in rests} == {(("k", 1),), (("q", 1),)} else 0
+    return 0
+
+
+def remainder_of(term: Any) -> tuple[tuple[tuple[str, int], ...], int] | None:
+    """(steps of x, d) of x % d, or of abs(x) % d, whose zeros are the same."""
+    if not isinstance(term, Apply) or term.op != "remainder" or not isinstance(term.args[1], int):
+        return None
+    place, rate = term.args[0], term.args[1]
+    if isinstance(place, Apply) and place.op == "abs":
+        place = place.args[0]
+    if not isinstance(place, Affine) or place.start != 0 or rate < 1:
+        return None
+    return place.steps, rate
 
 
 @dataclass(frozen=True)
@@ -55,18 +83,37 @@ def split(conditions: Sequence[Term], known: Known | None = None) -> tuple[str, 
 
     Where the band of all conditions on k - q is no pattern, the narrowest pattern around it is taken and they stay.
     """
-    bands = {condition: band for condition in conditions if (band := band_of(condition)) is not None}
-    low = max((band[0] for band in bands.values()), default=-math.inf)
-    high = min((band[1] for band in bands.values()), default=math.inf)
+    low, high, rate, rest = stretch_of(conditions)
     if low > high or any(constant(condition) is False for condition in conditions):
         return "full", [number(False, torch.bool)]
-    rest = [condition for condition in conditions if condition not in bands]
-    if (low, high) in (ANY, CAUSAL):
+    if (low, high) in (ANY, CAUSAL) and rate == 1:
         for condition in rest:
             if pattern := structure(condition, (low, high) == CAUSAL, known or Known()):
                 return pattern, [other for other in rest if other is not condition]
     pattern, exact = pattern_around(low, high)
-    return pattern, rest if exact else list(conditions)
+    return strided(pattern, rate), rest if exact else list(conditions)
+
+
+def stretch_of(conditions: Sequence[Term]) -> tuple[float, float, int, list[Term]]:
+    """(low, high, rate, the conditions that these do not say): low <= (k - q) / rate <= high, a whole number."""
+    bands = {condition: band for condition in conditions if (band := band_of(condition)) is not None}
+    rates = {condition: rate for condition in conditions if (rate := rate_of(condition))}
+    low = max((band[0] for band in bands.values()), default=-math.inf)
+    high = min((band[1] for band in bands.values()), default=math.inf)
+    rate = math.lcm(*rates.values())
+    rest = [condition for condition in conditions if condition not in bands and condition not in rates]
+    return -_floor(-low, rate), _floor(high, rate), rate, rest
+
+
+def _floor(edge: float, rate: int) -> float:
+    return edge if math.isinf(edge) else int(edge) // rate
+
+
+def strided(pattern: str, rate: int) -> str:
+    """`pattern`, a band, of every `rate`-th key."""
+    if rate == 1:
+        return pattern
+    return f"{pattern[:-1]},rate={rate})" if pattern.endswith(")") else f"{pattern}(rate={rate})"
 
 
 def structure(condition: Term, causal: bool, known: Known) -> str | None:
@@ -75,11 +122,8 @@ def structure(condition: Term, causal: bool, known: Known) -> str | None:
         return None
     left, right = condition.args
     if condition.op == "logical_or":
-        band, first = (band_of(left), first_keys(right)) if first_keys(right) else (band_of(right), first_keys(left))
-        if band == CAUSAL and first and not causal:
-            return f"prefix({first})"
-        if band is not None and first and causal and band[0] <= 0 < band[1] and math.isinf(band[1]):
-            return f"window({1 - int(band[0])},sinks={first})"
+        band, first = (right, first_keys(left)) if first_keys(left) else (left, first_keys(right))
+        return beside_first(band, first, causal) if first else None
     if condition.op == "eq":
         both = "" if causal else ",both"
         size = chunk_of(left)
@@ -89,6 +133,19 @@ def structure(condition: Term, causal: bool, known: Known) -> str | None:
         if edges:
             return f"documents({','.join(map(str, edges))}{both})"
     return None
+
+
+def beside_first(band: Any, first: int, causal: bool) -> str | None:
+    """The pattern of: `band`, or one of the `first` keys."""
+    low, high, rate, rest = stretch_of(conjuncts(band)) if isinstance(band, Term) else (*ANY, 1, [band])
+    if rest or low > high:
+        return None
+    if (low, high, rate) == (*CAUSAL, 1) and not causal:
+        return f"prefix({first})"
+    pattern, exact = pattern_around(low, min(high, 0) if causal else high)
+    if not exact or not pattern.startswith("window(") or causal is pattern.endswith("both)"):
+        return None
+    return strided(f"{pattern[:-1]},sinks={first})", rate)
 
 
 def first_keys(condition: Any) -> int:

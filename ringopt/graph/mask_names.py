@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.graph.bands import band_of, pattern_around
 from ringopt.graph.cone import pairs
-from ringopt.graph.peel import conjuncts
 from ringopt.graph.term_folding import COMPARISONS, substitute
 from ringopt.graph.term_readers import evaluate, show
-from ringopt.graph.terms import Apply, Score, Term, axis, constant, loads
+from ringopt.graph.terms import Apply, Score, Term, axis, conjuncts, constant, loads
 
 # A condition without a name is written out up to this many characters.
 LONGEST = 60

@@ -22,7 +22,7 @@ from ringopt.graph.cone import Cone
 from ringopt.graph.sizes import is_open
 from ringopt.graph.term_bounds import Interval, bounds
 from ringopt.graph.term_folding import apply, literal, logic, negate, substitute
-from ringopt.graph.terms import Affine, Apply, Load, Term, affine, axis, constant, number
+from ringopt.graph.terms import Affine, Apply, Load, Term, affine, axis, conjuncts, constant, number
 
 # Below this a finite fill hides: two scores that differ by 1e9 in float32 come from no model that still computes.
 # float16 holds nothing below -65504, and its scores are so much smaller that the same is true there.
@@ -105,13 +105,6 @@ def hide(found: Peeled, condition: Term, fill: float) -> None:
     found.conditions += conjuncts(condition)
     if fill != -math.inf:
         found.fills.add(fill)
-
-
-def conjuncts(term: Term) -> list[Term]:
-    """The conditions whose conjunction `term` is."""
-    if isinstance(term, Apply) and term.op == "logical_and":
-        return [each for arg in term.args if isinstance(arg, Term) for each in conjuncts(arg)]
-    return [] if constant(term) is True else [term]
 
 
 def every(conditions: list[Term]) -> Term:

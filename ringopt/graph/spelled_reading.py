@@ -16,13 +16,12 @@ from torch import Tensor
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.nodes import argument, op_name, shape_of, value_of
-from ringopt.graph.peel import conjuncts
 from ringopt.graph.provenance import Origin, is_learned, origins
 from ringopt.graph.row_tables import element, own_rows
 from ringopt.graph.scores import NotAttention, Scores, peel_scores
 from ringopt.graph.spelled import Candidate, Roles
 from ringopt.graph.term_folding import apply, literal, negate, substitute
-from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, constant, load, loads, score
+from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, conjuncts, constant, load, loads, score
 
 
 @dataclass

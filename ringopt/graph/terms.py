@@ -143,6 +143,13 @@ def constant(term: Any) -> int | float | bool | None:
     return term.value if isinstance(term, Number) else None
 
 
+def conjuncts(term: Term) -> list[Term]:
+    """The conditions whose conjunction `term` is."""
+    if isinstance(term, Apply) and term.op == "logical_and":
+        return [each for arg in term.args if isinstance(arg, Term) for each in conjuncts(arg)]
+    return [] if constant(term) is True else [term]
+
+
 def children(term: Term) -> tuple[Term, ...]:
     if isinstance(term, Load):
         return term.index

@@ -13,6 +13,7 @@ from ringopt.attention.exchange import Exchange
 from ringopt.attention.layouts import Contiguous, Replicated, Zigzag
 from ringopt.attention.patterns import Full, Pattern, Window
 from ringopt.attention.routes import MERGE, QUERIES_MOVE, STRATEGIES, Gather, Local
+from ringopt.attention.strided import Strided
 from ringopt.attention.structures import Chunked, Documents, Prefix, Sinks
 
 many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)  # nothing is timed
@@ -24,7 +25,7 @@ def pattern_from(draw: Random, most_rows: int) -> Pattern:
     q_length = draw.randint(1, most_rows)
     kv_length = q_length if draw.random() < 0.5 else draw.randint(1, most_rows)
     causal, number = draw.random() < 0.5, draw.randint(1, q_length + 5)
-    kind = draw.choice((Full, Window, Window, Prefix, Sinks, Chunked, Documents))
+    kind = draw.choice((Full, Window, Window, Prefix, Sinks, Chunked, Documents, Strided, Strided))
     if kind is Full:
         return Full(q_length, kv_length, causal)
     if kind is Window:
@@ -32,7 +33,10 @@ def pattern_from(draw: Random, most_rows: int) -> Pattern:
     if kind is Prefix:
         return Prefix(q_length, kv_length, True, number)
     if kind is Sinks:
-        return Sinks(q_length, kv_length, True, number, draw.randint(1, 9))
+        return Sinks(q_length, kv_length, causal, number, draw.randint(1, 9), draw.choice((1, 1, 2, 5)))
+    if kind is Strided:
+        rate, width = draw.choice((1, 2, 3, 7, 40)), draw.choice((None, draw.randint(1, 9), number))
+        return Strided(q_length, kv_length, causal, width, rate, least=draw.choice((1, 4, 32)))
     if kind is Chunked:
         return Chunked(q_length, kv_length, causal, number)
     inner = {draw.randint(1, q_length) for _ in range(draw.randint(0, 6))} - {q_length}
@@ -50,8 +54,10 @@ def sees(pattern: Pattern, query: int, key: int) -> bool:
         return past and abs(query - key) < pattern.width
     if isinstance(pattern, Prefix):
         return past or key < pattern.length
-    if isinstance(pattern, Sinks):
-        return past and (query - key < pattern.width or key < pattern.sinks)
+    if isinstance(pattern, (Strided, Sinks)):
+        near = pattern.width is None or abs(query - key) < pattern.width * pattern.rate
+        sink = isinstance(pattern, Sinks) and key < pattern.sinks
+        return past and (sink or (near and (query - key) % pattern.rate == 0))
     if isinstance(pattern, Chunked):
         return past and query // pattern.size == key // pattern.size
     if isinstance(pattern, Documents):

@@ -55,10 +55,14 @@ def visible(pattern: str, n: int, m: int) -> Tensor:
     query, key = torch.arange(n)[:, None], torch.arange(m)
     name, _, rest = pattern.removesuffix(")").partition("(")
     numbers = [int(number) for number in re.findall(r"\d+", rest)]
-    past = key <= query if name == "causal" or (rest and "both" not in rest) else torch.ones(n, m, dtype=torch.bool)
+    both = name == "full" or "both" in rest
+    past = torch.ones(n, m, dtype=torch.bool) if both else key <= query
+    given = dict(re.findall(r"(sinks|rate)=(\d+)", rest))
+    rate = int(given.get("rate", 1))
+    stride = (key - query) % rate == 0
     if name == "window":
-        near = (key - query).abs() < numbers[0]
-        return past & (near | (key < numbers[1]) if len(numbers) > 1 else near)
+        near = stride & ((key - query).abs() < numbers[0] * rate)
+        return past & (near | (key < int(given.get("sinks", 0))))
     if name == "prefix":
         return past | (key < numbers[0])
     if name == "chunked":
@@ -66,7 +70,7 @@ def visible(pattern: str, n: int, m: int) -> Tensor:
     if name == "documents":
         edges = torch.tensor(numbers)
         return past & (torch.bucketize(query, edges, right=True) == torch.bucketize(key, edges, right=True))
-    return past
+    return past & stride
 
 
 def sdpa(case: Problem, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from tests.threads import ThreadMesh, run_on_threads
 
 PATTERNS = (
     "full", "causal", "window(9)", "window(40,both)", "window(9,sinks=3)", "prefix(21)", "chunked(24)", "documents",
+    "window(5,rate=3)", "window(9,both,sinks=2,rate=2)", "causal(rate=2)",
 )  # fmt: skip
 STRATEGIES = ("local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses")
 RANKS = (2, 3, 4)

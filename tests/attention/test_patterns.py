@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ringopt.attention.patterns import Full, Kind, Pattern, Window, pattern_of
 from ringopt.attention.seen import seen
+from ringopt.attention.strided import Strided
 from ringopt.attention.structures import Chunked, Documents, Prefix, Sinks
 from ringopt.errors import OptionError, PlanError
 from tests.attention.drawing import many, patterns, sees
@@ -31,6 +32,7 @@ def test_every_query_sees_what_the_definition_says(pattern: Pattern) -> None:
         needed = [key for rows in pattern.needed(range(query, query + 1)) for key in rows]
         assert needed == [key for key in keys if sees(pattern, query, key)]
         assert set(needed) <= set(pattern.span(query)) and bool(needed) == bool(pattern.span(query))
+    assert pattern.blind == any(not any(row) for row in expected)
 
 
 @given(some_patterns, spans, spans)
@@ -41,7 +43,9 @@ def test_answers_about_a_tile_are_those_of_enumeration(pattern: Pattern, queries
     needed = {key for query, key in everything if query in queries}
     assert {key for rows in pattern.needed(queries) for key in rows} == needed
     assert set(pattern.needs(queries)) == set(range(min(needed, default=0), max(needed, default=-1) + 1))
-    assert set(pattern.users(keys)) == {query for query, key in everything if key in keys}
+    used = {query for query, key in everything if key in keys}
+    assert {query for rows in pattern.used(keys) for query in rows} == used
+    assert set(pattern.users(keys)) == set(range(min(used, default=0), max(used, default=-1) + 1))
 
     wanted = pairs(pattern, queries, keys)
     assert pattern.pairs(queries, keys) == len(wanted)
@@ -106,6 +110,12 @@ def test_a_million_rows_are_counted_at_once() -> None:
         ("chunked(4,both)", Chunked(6, 9, causal=False, size=4)),
         ("documents(0,2,6)", Documents(6, 6, True, edges=(0, 2, 6))),
         ("documents(0,6,both)", Documents(6, 6, False, edges=(0, 6))),
+        ("causal(rate=2)", Strided(6, 9, True, None, 2)),
+        ("full(rate=2)", Strided(6, 9, False, None, 2)),
+        ("window(4,rate=2)", Strided(6, 9, True, 4, 2)),
+        ("window(4,both,rate=2)", Strided(6, 9, False, 4, 2)),
+        ("window(4,both,sinks=2)", Sinks(6, 9, False, 4, 2)),
+        ("window(4,sinks=2,rate=3)", Sinks(6, 9, True, 4, 2, 3)),
     ],
 )
 def test_texts(text: str, pattern: Pattern) -> None:

@@ -109,6 +109,41 @@ def sinks(m, n, extra):
     return ((q - k < 6) | (k < 2)) & (k <= q)
 
 
+def dilated_window(m, n, extra):
+    q, k = ends(n)
+    return ((q - k) % 3 == 0) & (q - k < 12) & (k <= q)
+
+
+def dilated_window_added(m, n, extra):
+    q, k = ends(n)
+    return torch.where((k - q).abs() % 2 == 0, 0.0, -math.inf).masked_fill((q - k).abs() >= 6, -math.inf)
+
+
+def same_class(m, n, extra):
+    q, k = ends(n)
+    return (q % 4 == k % 4) & (k <= q)
+
+
+def dilated_window_and_sinks(m, n, extra):
+    q, k = ends(n)
+    return ((((q - k) % 2 == 0) & (q - k < 8)) | (k < 2)) & (k <= q)
+
+
+def global_keys(m, n, extra):
+    q, k = ends(n)
+    return ((q - k).abs() < 3) | (k < 2)
+
+
+def causal_window_and_global_keys(m, n, extra):
+    q, k = ends(n)
+    return ((k <= q) & (q - k < 3)) | (k < 2)
+
+
+def further_back_than_ahead(m, n, extra):
+    q, k = ends(n)
+    return ((q - k) % 3 == 0) & (q - k < 12) & (k - q < 6)
+
+
 def prefix(m, n, extra):
     return torch.cat([torch.ones(n, 5), torch.ones(n, n - 5).tril(-5)], 1).bool()
 
@@ -134,7 +169,18 @@ CONSTANT = {
     wide_window: ("causal", False, "causal"),
     slices_written: ("full", True, "((q <= 3) | ((q >= 4) & (k <= 11)))"),
     chunks: ("chunked(8)", False, "chunked(8)"),
-    strided: ("causal", True, "causal & (remainder(q-k, 4) == 0)"),
+    strided: ("causal(rate=4)", False, "causal(rate=4)"),
+    same_class: ("causal(rate=4)", False, "causal(rate=4)"),
+    dilated_window: ("window(4,rate=3)", False, "window(4,rate=3)"),
+    dilated_window_added: ("window(3,both,rate=2)", False, "window(3,both,rate=2)"),
+    dilated_window_and_sinks: ("window(4,sinks=2,rate=2)", False, "window(4,sinks=2,rate=2)"),
+    global_keys: ("window(3,both,sinks=2)", False, "window(3,both,sinks=2)"),
+    causal_window_and_global_keys: ("full", True, "((causal & (k-q >= -2)) | (k <= 1))"),
+    further_back_than_ahead: (
+        "window(4,both,rate=3)",
+        True,
+        "window(4,both,rate=3) & (remainder(q-k, 3) == 0) & (k-q >= -11) & (k-q <= 5)",
+    ),
     sinks: ("window(6,sinks=2)", False, "window(6,sinks=2)"),
     prefix: ("full", True, "((k <= 4) | ((clamp(k-5, 0, 18) - q) <= -5))"),
     strictly_below: ("causal", True, "causal & (k-q <= -1)"),
