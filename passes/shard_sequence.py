@@ -69,6 +69,7 @@ class ShardSequence(Pass):
         decided: dict[fx.Node, Places] = {}
         while True:
             sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, least, mesh.name == ANY)
+            sharder.climbs = context.options.shard == "model"
             functions = Functions(sharder, decided)
             random = walk(sharder, functions, gm.graph, context)
             sharder.graph.eliminate_dead_code()
@@ -113,10 +114,12 @@ def walk(sharder: Sharder, functions: Functions, graph: fx.Graph, context: Conte
 
 def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     site = context.sites.get(node)
-    return (
-        (site is not None and site.refusal is None and attend(sharder, node, context))
-        or sharder.along(node)
-        or (is_cut(sharder, node) and (across(sharder, node) or in_parts(sharder, node, context)))
+    if site is not None and site.refusal is None and attend(sharder, node, context):
+        return True
+    if context.options.shard == "attention":
+        return False  # whoever reads what attention gives has it gathered
+    return sharder.along(node) or (
+        is_cut(sharder, node) and (across(sharder, node) or in_parts(sharder, node, context))
     )
 
 

@@ -37,6 +37,7 @@ from ringopt.passes import LINE, UNDERSTAND
 from ringopt.pipeline import Context, GraphRefused, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.timeline import trace_to, traced
+from ringopt.verify import Original, Verified
 from ringopt.watch import Made, Watched
 
 log = logging.getLogger(__name__)
@@ -63,22 +64,25 @@ def ring(
     program = gm.print_readable(print_output=False)
     names = [readable(node.name) for node in gm.graph.find_nodes(op="placeholder")]
 
+    original = Original(gm, names) if chosen.verify else None
+
     def make(inputs: Sequence[Any], anew: bool) -> Made:
         flat, report, random = transform(gm, inputs, chosen, mesh, anew)
         _reports.append(report)
         log.info("%s", report)
         tell(report, chosen)
-        given, left = (flat.meta[what] if flat is not None else {} for what in ("given", "left"))
+        meta = flat.meta if flat is not None else {}
+        given, left = meta.get("given", {}), meta.get("left", {})
         run = inner(flat if flat is not None else gm, examples(inputs, given), chosen, mode)
         if left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, given, left)
-        if flat is None:
-            return run, [], []
-        if mesh.size > 1:
+        if flat is not None and mesh.size > 1:
             run = CheckedInputs(run, mesh, program, names, chosen.check_inputs, random)
-        if chosen.trace is not None:
+        if flat is not None and chosen.trace is not None:
             run = traced(run, trace_to(chosen.trace, mesh.rank))
-        return run, flat.meta["relied_on"], flat.meta["claims"]
+        if original is not None:
+            run = Verified(run, original, mesh, meta.get("local", {}), meta.get("averaged", ()))
+        return run, meta.get("relied_on", ()), meta.get("claims", ())
 
     watched = Watched(make, example_inputs)
     return watched if watched.seen else watched.run
@@ -95,7 +99,8 @@ def transform(
 ) -> tuple[fx.GraphModule | None, Report, bool]:
     """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph
     draws random numbers that must be the same on every rank. Its meta "relied_on" has the places of the inputs whose
-    numbers were read, "given" the inputs of which it takes this rank's rows, "left" the outputs that are to be lazy.
+    numbers were read, "given" the inputs of which it takes this rank's rows, "left" the outputs that are to be lazy,
+    "local" those that are this rank's rows, "averaged" the inputs of whose gradients the mean is left to a wrapper.
     Made `anew`, when Dynamo takes no more guards, it is a graph for the sizes of `example_inputs` only."""
     if "local" in (options.inputs, options.outputs) and not ends_program(gm):
         options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
@@ -134,6 +139,9 @@ def transform(
     flat.meta["relied_on"] = [place for place, node in enumerate(inputs) if node in context.relied_on]
     flat.meta["given"] = {i: context.given[node] for i, node in enumerate(inputs) if node in context.given}
     flat.meta["left"] = context.left if options.outputs == "lazy" else {}
+    flat.meta["local"] = context.left if options.outputs == "local" else {}
+    parameters = [place for place, node in enumerate(inputs) if node.meta.get("parameter")]
+    flat.meta["averaged"] = [] if options.sync_gradients else parameters
     context.notes += sizes.notes if shape_env is not None else ()
     if mesh.size > 1:
         context.notes += break_after(gm, context.gathers, len(flat.meta["left"]))

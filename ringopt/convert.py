@@ -135,6 +135,8 @@ def options_of(options: Mapping[str, Any] | Options | None) -> Options:
         raise ProgramError("option sync_gradients=False: a converted program sums the gradients of its parameters")
     if chosen.outputs != "gather":
         raise ProgramError(f"option outputs={chosen.outputs!r}: a converted program keeps its signature, whole outputs")
+    if chosen.verify:
+        raise ProgramError("option verify is for compiled models; a file is verified by `ringopt convert --verify`")
     return chosen
 
 

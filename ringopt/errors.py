@@ -29,3 +29,8 @@ class RefusedError(RingError):
 
 class ProgramError(RingError, ValueError):
     """A program (an ExportedProgram, a graph, a .pt2 file) cannot be read, compared or converted."""
+
+
+class VerificationError(RingError, ArithmeticError):
+    """`verify=True`: what was compiled has other numbers than the program it was made from. Raised on every rank
+    alike."""

@@ -12,6 +12,7 @@ from ringopt.errors import OptionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Shard = Literal["model", "attention"]
 Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses"]
 LayoutName = Literal["auto", "contiguous", "zigzag"]
 Inputs = Literal["global", "local"]
@@ -28,6 +29,8 @@ class Options:
     """Options of `torch.compile(model, backend="ring", options={...})`.
 
     mesh            1-D DeviceMesh over which the sequence is sharded; None: all ranks of the default process group
+    shard           "model": everything between the attention sites is spread over the ranks too; "attention": only the
+                    sites are, the rest is computed whole on every rank
     strategy        how rows reach the ranks that need them; "auto" lets ringopt choose per site
     layout          which rows a rank holds; "auto" takes zigzag where a causal site gains balance from it
     inputs          "global": every rank passes whole inputs; "local": its rows of those that carry the sequence, each
@@ -44,11 +47,14 @@ class Options:
     inner_backend   what compiles the sharded graph
     timeout         seconds until a message that does not arrive is an error
     on_refusal      what happens when an attention site cannot be sharded
+    verify          whether the first call of each compiled graph also runs the graph it was made from, whole on every
+                    rank, and compares outputs and gradients (ringopt/verify.py)
     dump            folder for the graphs before and after each pass, the report and the diff; None: nothing is written
     trace           folder for what each rank did when, exchanges and compute; None: nothing is recorded
     """
 
     mesh: DeviceMesh | None = None
+    shard: Shard = "model"
     strategy: Strategy = "auto"
     layout: LayoutName = "auto"
     inputs: Inputs = "global"
@@ -62,6 +68,7 @@ class Options:
     inner_backend: InnerBackend = "inductor"
     timeout: float = 600.0
     on_refusal: OnRefusal = "warn"
+    verify: bool = False
     dump: str | None = None
     trace: str | None = None
 
@@ -70,8 +77,9 @@ class Options:
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise OptionError(f"option {name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
-        if not isinstance(self.sync_gradients, bool):
-            raise OptionError(f"option sync_gradients={self.sync_gradients!r}: expected True or False")
+        for name in ("sync_gradients", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"option {name}={getattr(self, name)!r}: expected True or False")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
             raise OptionError(f"option timeout={self.timeout!r}: expected a number of seconds above 0")
         for name, folder in (("dump", self.dump), ("trace", self.trace)):

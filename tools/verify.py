@@ -21,8 +21,6 @@ from ringopt.tools.command import CommandError, import_all
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-# Largest difference of an output that passes, relative to its largest element; of other dtypes nothing may differ.
-TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 # The files of FOLDER: the converted program, what it has to return, modules to import, where the processes meet.
 PROGRAM, EXPECTED, IMPORTS, STORE = "program.pt2", "expected.pt", "imports.json", "store"
 ERROR = "ringopt: error: "
@@ -85,14 +83,16 @@ def compared(found: list[Any], expected: list[Any], again: Callable[[], list[Any
 
 
 def distance(found: Any, expected: Any) -> float:
-    """Relative to the largest element."""
+    """Relative to the largest element; where numbers are not floating ones, nothing may differ."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         sizes = f"{list(found.shape)} {found.dtype} and {list(expected.shape)} {expected.dtype}"
         raise CommandError(f"outputs differ: {sizes}; nothing was written")
+    from ringopt.verify import TOLERANCE
+
     one, other = found.double(), expected.double()
     difference = (one - other).nan_to_num().abs().max().item() if one.numel() else 0.0
     relative = difference / max(other.nan_to_num().abs().max().item(), 1e-30) if difference else 0.0
-    allowed = TOLERANCE.get(str(found.dtype).removeprefix("torch."), 0.0)
+    allowed = TOLERANCE.get(found.dtype, 0.0)
     if relative > allowed or not bool((one.isnan() == other.isnan()).all()):
         raise CommandError(f"outputs differ by {relative:.1e} of the largest element; nothing was written")
     return float(relative)

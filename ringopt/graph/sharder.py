@@ -70,6 +70,7 @@ class Sharder:
         self.gathers: list[GatherNote] = []
         # Of some values the rows are made in a way of their own; None where that is worse than to cut the whole.
         self.climbers: dict[fx.Node, Callable[[Sharded], fx.Node | None]] = {}
+        self.climbs = True
         self.least, self.asks, self.asked = least, asks, dict[object, fx.Node]()
         self.reader: fx.Node | None = None
 
@@ -145,7 +146,7 @@ class Sharder:
         """This rank's rows of the value."""
         if self.placements[node] == placement:
             return self.values[node]
-        made = (self.climb, self.respread, self.scatter)
+        made = (self.climb, self.respread, self.scatter) if self.climbs else (self.scatter,)
         return self.once(node, placement, lambda: next(filter(None, (make(node, placement) for make in made))))
 
     def respread(self, node: fx.Node, placement: Sharded) -> fx.Node | None:

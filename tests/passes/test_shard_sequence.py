@@ -17,9 +17,10 @@ from ringopt.graph.printer import changes, short
 from ringopt.options import Options
 from ringopt.passes import LINE
 from ringopt.pipeline import Context, Pipeline
+from tests.models import build
 from tests.sharding.programs import D, H, Model, case, check, inputs
 from tests.threads import run_on_threads
-from tests.translation import Seat, captured
+from tests.translation import Seat, captured, validate
 
 
 def no_grad(m, x):
@@ -134,28 +135,55 @@ def test_dropout_of_a_shard_is_drawn_by_each_rank():
     assert 0.4 < float((halves[0] == halves[1]).double().mean()) < 0.6
 
 
+@pytest.mark.parametrize("p", (2, 3, 4))
+def test_attention_alone(p):
+    """With shard="attention" all else is whole: what a rank computes of it is what one process does."""
+    model, given = build("llama", 21, torch.float64)
+    verdict = validate(p, model, given, shard="attention")
+    assert not verdict.wrong
+    assert [site.refusal for site in verdict.report.sites] == [None, None]
+    assert len(verdict.report.gathers) == 2
+    assert verdict.report.sharded_fraction < 0.2
+
+
+ALONE = ("linear", "softmax over channels", "scaled by the mean of all", "buffer is counted up", "no_grad", "sorted")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_attention_alone_between_steps(name):
+    step = {**LOCAL, **MIXING}[name]
+    assert len(check(step, p=3, shard="attention").report.gathers) == 2
+
+
+class One(nn.Module):
+    """One attention between two linear layers, and a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        q = self.linear(x).unsqueeze(1)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return self.linear(y.squeeze(1)).mean(), x + 1
+
+
+def changed_by_sharding(module, options):
+    seen = {}
+
+    def keep(step, gm):
+        seen[step.name] = short(gm.graph)
+
+    gm, given = captured(module, torch.randn(1, 10, 4))
+    Pipeline(LINE, keep).run(capture(gm, given), Context(options, Seat(0, 2)))
+    return changes(seen["choose_strategy"], seen["shard_sequence"])
+
+
 class TestGolden(expecttest.TestCase):
     """What the pass does to one attention between two linear layers, and a mean."""
 
     def test_the_diff(self):
-        class One(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.linear = nn.Linear(4, 4, bias=False)
-
-            def forward(self, x):
-                q = self.linear(x).unsqueeze(1)
-                y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-                return self.linear(y.squeeze(1)).mean(), x + 1
-
-        seen = {}
-
-        def keep(step, gm):
-            seen[step.name] = short(gm.graph)
-
-        gm, given = captured(One(), torch.randn(1, 10, 4))
-        Pipeline(LINE, keep).run(capture(gm, given), Context(Options(), Seat(0, 2)))
-        diff = changes(seen["choose_strategy"], seen["shard_sequence"])
+        diff = changed_by_sharding(One(), Options())
         assert diff in (Path(__file__).parents[2] / "README.md").read_text()
         self.assertExpectedInline(
             diff,
@@ -179,6 +207,27 @@ class TestGolden(expecttest.TestCase):
 + %mean_reduce_from_group = reduce_from_group(%mean_sum)
 + %mean_div = div(%mean_reduce_from_group, 40)
 + %mean = to(%mean_div, float32)
+  %add = add(%x, 1)
+  return [%mean, %add]""",  # noqa: E501
+        )
+
+    def test_attention_alone(self):
+        self.assertExpectedInline(
+            changed_by_sharding(One(), Options(shard="attention")),
+            """\
+  %linear_weight = input
+  %x = input
+  %linear = linear(%x, %linear_weight)
+  %unsqueeze = unsqueeze(%linear, 1)
+- %attention = attention(%unsqueeze, %unsqueeze, %unsqueeze, None, [], None, None, 'causal', '', 0, 0.5)
++ %unsqueeze_rows = scatter(%unsqueeze, 2, 1, 10, 1, 5, 'zigzag')
++ %attention_ring_attention = ring_attention(%unsqueeze_rows, %unsqueeze_rows, %unsqueeze_rows, [], None, None, 10, 10, 'causal', '', [], 0, 0.5, 'zigzag', 'zigzag', 'ring', 'flash_cpu')
++ %attention = getitem(%attention_ring_attention, 0)
++ %attention_whole = gather(%attention, 2, 1, 10, 1, 'zigzag')
+- %squeeze = squeeze(%attention, 1)
++ %squeeze = squeeze(%attention_whole, 1)
+  %linear_1 = linear(%squeeze, %linear_weight)
+  %mean = mean(%linear_1)
   %add = add(%x, 1)
   return [%mean, %add]""",  # noqa: E501
         )
