@@ -219,7 +219,8 @@ class Exchange:
                 owners = map(self.kv_layout.owners, self.pattern.needed(piece))
                 users = sorted(set().union(*owners) - {home})
             else:
-                users = sorted(self.q_layout.owners(self.pattern.users(piece)) - {home})
+                owners = map(self.q_layout.owners, self.pattern.used(piece))
+                users = sorted(set().union(*owners) - {home})
             needed = {user: tuple(filter(len, (meet(piece, rows) for rows in self.needs(user)))) for user in users}
             yield from self.strategy.routes(home, needed, self.ranks)
 

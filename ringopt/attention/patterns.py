@@ -235,14 +235,16 @@ WINDOW = re.compile(r"window\((\d+)(,both)?\)")
 
 @lru_cache(maxsize=4096)
 def pattern_of(text: str, q_length: int, kv_length: int) -> Pattern:
-    """The pattern that `text` names: "full", "causal", "window(4096)" (causal), "window(4096,both)", or one of
+    """The pattern that `text` names: "full", "causal", "window(4096)" (causal), "window(4096,both)", one of
     structures.py: "window(4096,sinks=4)", "window(4096,both,sinks=4)", "prefix(64)", "chunked(128)" (causal),
-    "chunked(128,both)", "documents(0,5,17)" (causal), "documents(0,5,17,both)". "causal(rate=2)", "full(rate=2)" and
-    windows that end in ",rate=2)" see every second key of these (strided.py).
+    "chunked(128,both)", "documents(0,5,17)" (causal), "documents(0,5,17,both)", or of blocks.py:
+    "blocks(64x64;0:1;0:1+2:3)" (causal), "blocks(64x64;0:1;0:1+2:3,both)". "causal(rate=2)", "full(rate=2)" and windows
+    that end in ",rate=2)" see every second key of these (strided.py).
 
     Raises OptionError for another text, PlanError for a length or a width below 1.
     """
-    from ringopt.attention.structures import structure_of  # which stands on this module
+    from ringopt.attention.blocks import blocks_of  # which stand on this module
+    from ringopt.attention.structures import structure_of
 
     if text in ("full", "causal"):
         return Full(q_length, kv_length, text == "causal")
@@ -250,8 +252,11 @@ def pattern_of(text: str, q_length: int, kv_length: int) -> Pattern:
         return Window(q_length, kv_length, window[2] is None, int(window[1]))
     if (structure := structure_of(text, q_length, kv_length)) is not None:
         return structure
+    if (blocks := blocks_of(text, q_length, kv_length)) is not None:
+        return blocks
     raise OptionError(
         f"attention pattern {text!r} is unknown; patterns are 'full', 'causal', 'window(4096)', 'window(4096,both)', "
         "'window(4096,sinks=4)', 'prefix(64)', 'chunked(128)', 'chunked(128,both)', 'documents(0,5,17)', "
-        "'documents(0,5,17,both)', 'causal(rate=2)', 'full(rate=2)' and 'window(4096,rate=2)'"
+        "'documents(0,5,17,both)', 'causal(rate=2)', 'full(rate=2)', 'window(4096,rate=2)' "
+        "and 'blocks(64x64;0:1;0:1+2:3)' (of each block of queries the blocks of keys)"
     )

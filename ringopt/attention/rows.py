@@ -58,6 +58,11 @@ def without(rows: range, others: Iterable[range]) -> Rows:
     return tuple(filter(len, (*left, range(start, rows.stop))))
 
 
+def hull(rows: Rows) -> range:
+    """From the first of ascending `rows` to the last, with the holes."""
+    return range(rows[0].start, rows[-1].stop) if rows else range(0)
+
+
 def count(rows: Iterable[range]) -> int:
     """How many rows there are, a row in two ranges counted twice."""
     return sum(map(len, rows))

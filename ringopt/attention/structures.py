@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ringopt.attention.patterns import Full, Kind, Pattern, Tile, Window
-from ringopt.attention.rows import Rows, inside, join, meet
+from ringopt.attention.rows import Rows, hull, inside, join, meet
 from ringopt.attention.strided import Strided, strided_of
 from ringopt.errors import PlanError
 
@@ -130,16 +130,14 @@ class Beside(Pattern, ABC):
         return self.needs(range(query, query + 1))
 
     def needs(self, queries: range) -> range:
-        needed = self.needed(queries)
-        return range(needed[0].start, needed[-1].stop) if needed else range(0)
+        return hull(self.needed(queries))
 
     def needed(self, queries: range) -> Rows:
         parts = ((stretch, rows) for stretch, pattern in self.parts for rows in pattern.needed(queries))
         return join(meet(stretch, rows) for stretch, rows in parts)
 
     def users(self, keys: range) -> range:
-        used = self.used(keys)
-        return range(used[0].start, used[-1].stop) if used else range(0)
+        return hull(self.used(keys))
 
     def used(self, keys: range) -> Rows:
         return join(rows for some, pattern in self.each(keys) for rows in pattern.used(some))

@@ -1,8 +1,8 @@
 """Conditions as the structural pattern of a site: what an exchange plan can use.
 
 Bands of k - q, of all keys or of every d-th (dilated windows), a prefix of keys that all see, a window with sinks,
-chunks, and documents whose rows are known while compiling. A pattern stands for conditions only where it hides what
-they hide and nothing else.
+chunks, and, where the numbers are known while compiling, documents and lists of blocks. A pattern stands for conditions
+only where it hides what they hide and nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ringopt.graph.block_lists import block_list
 from ringopt.graph.terms import Affine, Apply, Load, Term, axes_of, conjuncts, constant, number
 
 # k - q, the only difference that a pattern knows
@@ -81,7 +82,8 @@ class Known:
 def split(conditions: Sequence[Term], known: Known | None = None) -> tuple[str, list[Term]]:
     """The pattern, and the conditions that it does not say. All of them together hide what `conditions` hide.
 
-    Where the band of all conditions on k - q is no pattern, the narrowest pattern around it is taken and they stay.
+    Where no pattern says all that the conditions on k - q say, or those of which the numbers are known, the narrowest
+    one around them is taken and they stay.
     """
     low, high, rate, rest = stretch_of(conditions)
     if low > high or any(constant(condition) is False for condition in conditions):
@@ -90,6 +92,8 @@ def split(conditions: Sequence[Term], known: Known | None = None) -> tuple[str, 
         for condition in rest:
             if pattern := structure(condition, (low, high) == CAUSAL, known or Known()):
                 return pattern, [other for other in rest if other is not condition]
+        if known and (listed := block_list(rest, (low, high) == CAUSAL, known.tensors, known.sizes)):
+            return listed[0], [other for other in rest if other not in listed[1]]
     pattern, exact = pattern_around(low, high)
     return strided(pattern, rate), rest if exact else list(conditions)
 

@@ -29,13 +29,21 @@ def name_of_mask(
     learned: Callable[[fx.Node], bool],
     score: Term | None = None,
 ) -> str:
-    names = [] if pattern == "full" else ["documents" if pattern.startswith("documents") else pattern]
+    names = [] if pattern == "full" else [name_of_pattern(pattern)]
     names += dict.fromkeys(name_of_condition(condition) for condition in conditions)
     if bias is not None:
         names.append(name_of_bias(bias, learned))
     if score is not None:
         names.append(name_of_modifier(score))
     return " & ".join(names) or "full"
+
+
+def name_of_pattern(pattern: str) -> str:
+    """Without the numbers of a long list; in "causal & blocks(64x64)" the list is of the keys up to the query."""
+    if pattern.startswith("blocks"):
+        causal = "" if pattern.endswith(",both)") else "causal & "
+        return f"{causal}{pattern.partition(';')[0]})"
+    return "documents" if pattern.startswith("documents") else pattern
 
 
 def name_of_condition(condition: Term) -> str:

@@ -9,12 +9,14 @@ from random import Random
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from ringopt.attention.blocks import Blocks
 from ringopt.attention.exchange import Exchange
 from ringopt.attention.layouts import Contiguous, Replicated, Zigzag
 from ringopt.attention.patterns import Full, Pattern, Window
 from ringopt.attention.routes import MERGE, QUERIES_MOVE, STRATEGIES, Gather, Local
 from ringopt.attention.strided import Strided
 from ringopt.attention.structures import Chunked, Documents, Prefix, Sinks
+from ringopt.graph.block_lists import text_of
 
 many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)  # nothing is timed
 RANKS = (*range(1, 7),) * 50 + (*range(7, 17),)  # one plan in thirty has many ranks: they take long to check
@@ -25,7 +27,7 @@ def pattern_from(draw: Random, most_rows: int) -> Pattern:
     q_length = draw.randint(1, most_rows)
     kv_length = q_length if draw.random() < 0.5 else draw.randint(1, most_rows)
     causal, number = draw.random() < 0.5, draw.randint(1, q_length + 5)
-    kind = draw.choice((Full, Window, Window, Prefix, Sinks, Chunked, Documents, Strided, Strided))
+    kind = draw.choice((Full, Window, Window, Prefix, Sinks, Chunked, Documents, Strided, Strided, Blocks))
     if kind is Full:
         return Full(q_length, kv_length, causal)
     if kind is Window:
@@ -39,6 +41,12 @@ def pattern_from(draw: Random, most_rows: int) -> Pattern:
         return Strided(q_length, kv_length, causal, width, rate, least=draw.choice((1, 4, 32)))
     if kind is Chunked:
         return Chunked(q_length, kv_length, causal, number)
+    if kind is Blocks:
+        sizes = tuple(draw.randint(1 + length // 16, length + 3) for length in (q_length, kv_length))
+        rows, keys = (range(-(-length // size)) for length, size in zip((q_length, kv_length), sizes, strict=True))
+        share = draw.random()
+        table = text_of([[draw.random() < share for _ in keys] for _ in rows])
+        return Blocks(q_length, kv_length, causal, sizes, table)
     inner = {draw.randint(1, q_length) for _ in range(draw.randint(0, 6))} - {q_length}
     return Documents(q_length, q_length, causal, (0, *sorted(inner), q_length))
 
@@ -60,6 +68,10 @@ def sees(pattern: Pattern, query: int, key: int) -> bool:
         return past and (sink or (near and (query - key) % pattern.rate == 0))
     if isinstance(pattern, Chunked):
         return past and query // pattern.size == key // pattern.size
+    if isinstance(pattern, Blocks):
+        row, column = query // pattern.sizes[0], key // pattern.sizes[1]
+        runs = (run.split(":") for run in pattern.table.split(";")[row].split("+") if run)
+        return past and any(int(start) <= column < int(stop) for start, stop in runs)
     if isinstance(pattern, Documents):
         return past and not any(min(query, key) < edge <= max(query, key) for edge in pattern.edges)
     return past

@@ -63,6 +63,8 @@ def visible(pattern: str, n: int, m: int) -> Tensor:
     if name == "window":
         near = stride & ((key - query).abs() < numbers[0] * rate)
         return past & (near | (key < int(given.get("sinks", 0))))
+    if name == "blocks":
+        return past & in_blocks(rest, n, m)
     if name == "prefix":
         return past | (key < numbers[0])
     if name == "chunked":
@@ -71,6 +73,18 @@ def visible(pattern: str, n: int, m: int) -> Tensor:
         edges = torch.tensor(numbers)
         return past & (torch.bucketize(query, edges, right=True) == torch.bucketize(key, edges, right=True))
     return past & stride
+
+
+def in_blocks(listed: str, n: int, m: int) -> Tensor:
+    """[n, m]: what is listed as "8x4;0:1;0:1+2:3"."""
+    sizes, *rows = listed.removesuffix(",both").split(";")
+    high, wide = map(int, sizes.split("x"))
+    seen = torch.zeros(n, m, dtype=torch.bool)
+    for i, runs in enumerate(rows):
+        for run in filter(None, runs.split("+")):
+            start, stop = map(int, run.split(":"))
+            seen[i * high : (i + 1) * high, start * wide : stop * wide] = True
+    return seen
 
 
 def sdpa(case: Problem, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

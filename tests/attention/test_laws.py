@@ -16,6 +16,7 @@ from ringopt.attention.plans import Plan, plan_of
 from ringopt.attention.run import attend, attend_backward
 from ringopt.distributed.traffic import Traffic, record_traffic
 from ringopt.errors import OptionError
+from ringopt.graph.block_lists import text_of
 from ringopt.graph.mask import Mask
 from ringopt.kernels.choose import choose
 from tests.attention.reference import Problem, assert_near, join, problem, sdpa, shard, visible
@@ -23,7 +24,7 @@ from tests.threads import ThreadMesh, run_on_threads
 
 PATTERNS = (
     "full", "causal", "window(9)", "window(40,both)", "window(9,sinks=3)", "prefix(21)", "chunked(24)", "documents",
-    "window(5,rate=3)", "window(9,both,sinks=2,rate=2)", "causal(rate=2)",
+    "window(5,rate=3)", "window(9,both,sinks=2,rate=2)", "causal(rate=2)", "blocks",
 )  # fmt: skip
 STRATEGIES = ("local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses")
 RANKS = (2, 3, 4)
@@ -51,14 +52,24 @@ def run(case: Problem, plan: Plan, layout: str) -> tuple[list[Tensor], Traffic]:
     return [join(parts, layout) for parts in zip(*results, strict=True)], traffic
 
 
+def sized(pattern: str, n: int, m: int) -> tuple[str, int]:
+    """The pattern of n queries, and a number of keys that it can have: for those that list rows."""
+    if pattern == "documents":
+        return f"documents({','.join(map(str, sorted({0, 2, n // 3, n - 2, n})))})", n
+    if pattern == "blocks":  # the first block, and two after one's own place, every third of which sees nothing
+        rows, keys = -(-n // 10), -(-m // 12)
+        seen = [[i % 3 > 0 and (j == 0 or 0 <= j - i * keys // rows < 2) for j in range(keys)] for i in range(rows)]
+        return f"blocks(10x12;{text_of(seen)}{',both' if n > m else ''})", m
+    return pattern, m
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_laws(strategy: str, layout: str) -> None:
     done = 0
     for number, (pattern, p) in enumerate(product(PATTERNS, RANKS), start=3 * STRATEGIES.index(strategy)):
         heads, (n, m), (dtype, near) = (some[number % len(some)] for some in (HEADS, LENGTHS, DTYPES))
-        if pattern == "documents":
-            pattern, m = f"documents({','.join(map(str, sorted({0, 2, n // 3, n - 2, n})))})", n
+        pattern, m = sized(pattern, n, m)
         try:
             plan = plan_of(pattern, n, m, p, layout, layout, strategy, heads)
         except OptionError as refused:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringopt.attention.blocks import Blocks
 from ringopt.attention.patterns import Full, Kind, Pattern, Window, pattern_of
 from ringopt.attention.seen import seen
 from ringopt.attention.strided import Strided
@@ -116,6 +117,8 @@ def test_a_million_rows_are_counted_at_once() -> None:
         ("window(4,both,rate=2)", Strided(6, 9, False, 4, 2)),
         ("window(4,both,sinks=2)", Sinks(6, 9, False, 4, 2)),
         ("window(4,sinks=2,rate=3)", Sinks(6, 9, True, 4, 2, 3)),
+        ("blocks(4x3;0:1;0:1+2:3)", Blocks(6, 9, True, (4, 3), "0:1;0:1+2:3")),
+        ("blocks(2x3;;0:3;1:2,both)", Blocks(6, 9, False, (2, 3), ";0:3;1:2")),
     ],
 )
 def test_texts(text: str, pattern: Pattern) -> None:
@@ -123,7 +126,9 @@ def test_texts(text: str, pattern: Pattern) -> None:
     assert pattern.text == text
 
 
-@pytest.mark.parametrize("text", ["", "dense", "window", "window()", "window(-1)", "window(4,left)", "causal "])
+@pytest.mark.parametrize(
+    "text", ["", "dense", "window", "window()", "window(-1)", "window(4,left)", "causal ", "blocks(3x3;0:2:4;0:1)"]
+)
 def test_unknown_texts_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match="is unknown; patterns are 'full', 'causal', 'window"):
         pattern_of(text, 6, 6)
@@ -138,6 +143,13 @@ def test_impossible_sizes_are_refused() -> None:
         pattern_of("chunked(0)", 5, 5)
     with pytest.raises(PlanError, match=r"6 queries and 6 keys were given edges \[0, 4\]; they ascend from 0"):
         pattern_of("documents(0,4)", 6, 6)
+    with pytest.raises(PlanError, match="blocks of 0 queries x 3 keys"):
+        pattern_of("blocks(0x3;0:1)", 6, 6)
+    for table in ("0:1", "0:1;0:3", "0:1;0:1+1:2", "0:1;1:1"):
+        with pytest.raises(
+            PlanError, match="a list for 2 blocks of queries and 2 of keys was expected"
+        ):
+            pattern_of(f"blocks(3x3;{table})", 6, 6)
 
 
 def test_short_segments_are_computed_together_and_long_ones_alone() -> None:

@@ -167,7 +167,7 @@ CONSTANT = {
     two_triangles: ("window(4)", False, "window(4)"),
     symmetric: ("window(6,both)", False, "window(6,both)"),
     wide_window: ("causal", False, "causal"),
-    slices_written: ("full", True, "((q <= 3) | ((q >= 4) & (k <= 11)))"),
+    slices_written: ("blocks(4x12;0:2;0:1;0:1;0:1;0:1;0:1,both)", False, "blocks(4x12)"),
     chunks: ("chunked(8)", False, "chunked(8)"),
     strided: ("causal(rate=4)", False, "causal(rate=4)"),
     same_class: ("causal(rate=4)", False, "causal(rate=4)"),

@@ -41,6 +41,7 @@ class Model(nn.Module):
         self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125]))
         self.register_buffer("reach", torch.tensor([2, 4, 8]))
         self.register_buffer("triangle", torch.ones(ROWS, ROWS, dtype=torch.bool).tril())
+        self.register_buffer("blocks", torch.eye(-(-ROWS // BLOCK), dtype=torch.bool))
         self.double()
 
     def forward(self, x, m, *blocks):
@@ -106,10 +107,11 @@ MASKS = {
     "a prefix": (lambda s, m: lambda b, h, q, k: (q >= k) | (k < 3), "prefix(3)"),
     "padding": (lambda s, m: lambda b, h, q, k: m[b, k] == 7, "padding(m)"),  # rows of batch 0 see nothing
     "a window of each head": (lambda s, m: lambda b, h, q, k: (q - k).abs() < s.reach[h], "mask(reach)"),
+    "blocks": (lambda s, m: lambda b, h, q, k: s.blocks[q // BLOCK, k // BLOCK], "blocks(4x4)"),
 }
 
 
-@pytest.mark.parametrize("name", ["causal", "documents", "padding"])
+@pytest.mark.parametrize("name", ["causal", "documents", "padding", "blocks"])
 def test_block_masks_made_inside(name):
     mod, pattern = MASKS[name]
 
