@@ -52,7 +52,7 @@ def attention(
     enable_gqa: bool = False,
     *,
     window: int | None = None,
-    sinks: int | None = None,
+    sinks: int | Tensor | None = None,
     segment_lengths: tuple[int, ...] | None = None,
     dilation_rates: tuple[int, ...] | None = None,
     dilation_offsets: str = "paper",
@@ -75,7 +75,9 @@ def attention(
     `is_causal` and `window` speak of positions in the whole sequence: window=w lets query t see keys t-w+1 .. t when
     causal, else all keys s with |t - s| < w. `sinks`=s beside it: and the first s keys (Xiao et al., StreamingLLM,
     2023). `dilation_rates` beside it, one r or one for each query head: w keys, r rows apart (Beltagy et al.,
-    Longformer, 2020). No [Sq, Sk] is held for them, and only rows that a head needs travel.
+    Longformer, 2020). No [Sq, Sk] is held for them, and only rows that a head needs travel. `sinks` as a tensor, [Hq]
+    or [1|B, Hq], the same on all ranks: one more logit in the softmax of every row of a head, which leads to no value
+    (gpt-oss); differentiable, its gradient complete on every rank.
 
     `mesh`: the ranks that share the sequence (default: all). `strategy`: how rows travel, "local", "halo", "gather",
     "ring", "ring2" (both ways round) or "ulysses"; "auto" is the one that is predicted to be fastest. `kernel`: "auto",
@@ -103,25 +105,43 @@ def attention(
         return _dilated(query, key, value, attn_mask, dilation, scale, ranks, layout, strategy, kernel)
     rates = _rates(dilation_rates, query.shape[1])
     if len(set(rates)) > 1:
-        how: dict[str, Any] = {"window": window, "sinks": sinks, "scale": scale, "is_causal": is_causal}
+        how: dict[str, Any] = {"window": window, "scale": scale, "is_causal": is_causal}
         how |= {"dropout_p": dropout_p, "mesh": mesh, "layout": layout, "strategy": strategy, "kernel": kernel}
-        return _by_rate(query, key, value, attn_mask, rates, how)
-    pattern = _pattern(is_causal, window, sinks, rates[0])
-    seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
+        return _by_rate(query, key, value, attn_mask, sinks, rates, how)
+    first, logits = (None, _logits(sinks, query)) if isinstance(sinks, Tensor) else (sinks, None)
+    what = (_pattern(is_causal, window, first, rates[0]), dropout_p, scale)
     if (ranks is None or ranks.size == 1) and window is None:
-        one = torch.ops.ringopt.attention(
-            *(query, key, value, attn_mask, [], None, seed, pattern, "", dropout_p, scale)
-        )
-        return one  # type: ignore[no-any-return]
+        return _alone(query, key, value, attn_mask, logits, *what)
     if ranks is None or ranks.size == 1:
         ranks, layout, strategy = mesh_of("pretend:0/1"), "contiguous", "local"
-    mask, sources = _mask(attn_mask)
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *sources))
+    return _spread(query, key, value, attn_mask, logits, *what, ranks, layout, strategy, kernel)
+
+
+def _alone(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, pattern: str,
+    dropout_p: float, scale: float,
+) -> Tensor:  # fmt: skip
+    out: Tensor = torch.ops.ringopt.attention(
+        *(query, key, value, mask, [], sinks, _seed(query, dropout_p), pattern, "", dropout_p, scale)
+    )
+    return out
+
+
+def _spread(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, pattern: str,
+    dropout_p: float, scale: float, ranks: Mesh, layout: str, strategy: str, kernel: str,
+) -> Tensor:  # fmt: skip
+    """Over the rows of all `ranks`, once they have told each other what they hold."""
+    seed, (mask, sources) = _seed(query, dropout_p), _mask(attn_mask)
+    given = [query, key, value, *sources, *([] if sinks is None else [sinks])]
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     held = _held(ranks, query, key, sources, seed, training)
     q_length, kv_length = (_length(ranks, layout, name, held[name]) for name in ("query", "key"))
     _check_masks(query, kv_length, held)
     if seed is not None:
         seed = torch.full_like(seed, held["seed"][0])
+    if sinks is not None and ranks.size > 1:  # each rank finds the part of their gradient that its rows make
+        sinks = torch.ops.ringopt.copy_to_group(sinks, ranks.name)
     if strategy == "auto":
         by = "math" if dropout_p > 0 else choose_kernel(kernel, *_sizes(query, key, value))[0].name
         case = Case(pattern, q_length, kv_length, Heads.of(query, key, value, by), any(held["training"]), mask.text)
@@ -129,10 +149,25 @@ def attention(
     learned = [0] if mask.differentiable and sources[0].requires_grad else []
     out: Tensor
     out, _lse = torch.ops.ringopt.ring_attention(
-        *(query, key, value, sources, None, seed, q_length, kv_length, pattern, mask.text, learned, dropout_p, scale),
+        *(query, key, value, sources, sinks, seed, q_length, kv_length, pattern, mask.text, learned, dropout_p, scale),
         *(layout, layout, strategy, kernel, ranks.name, VERSION),
     )
     return out
+
+
+def _seed(query: Tensor, dropout_p: float) -> Tensor | None:
+    return torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
+
+
+def _logits(sinks: Tensor, query: Tensor) -> Tensor:
+    """Of sinks, [1|B, Hq]."""
+    batch, heads = query.shape[:2]
+    if list(sinks.shape) not in ([heads], [1, heads], [batch, heads]) or not sinks.is_floating_point():
+        raise OptionError(
+            f"attention(sinks=...) takes one logit for each head, [{heads}] or [1 or {batch}, {heads}] of a floating "
+            f"dtype, or how many first keys are seen beside a window; found {list(sinks.shape)} {sinks.dtype}"
+        )
+    return sinks.reshape(-1, heads)
 
 
 def _rates(asked: Any, heads: int) -> tuple[int, ...]:
@@ -149,8 +184,9 @@ def _rates(asked: Any, heads: int) -> tuple[int, ...]:
 
 
 def _by_rate(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rates: tuple[int, ...], how: dict[str, Any]
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: int | Tensor | None,
+    rates: tuple[int, ...], how: dict[str, Any],
+) -> Tensor:  # fmt: skip
     """The heads of each rate alone, with the KV heads that they attend with: so no row travels farther for a head than
     its own window reaches."""
     groups, outs = query.shape[1] // key.shape[1], []
@@ -162,7 +198,8 @@ def _by_rate(
         if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
             of_heads = mask.index_select(-3, torch.tensor(heads, device=mask.device))
         parts = (query[:, heads], key[:, kv_heads], value[:, kv_heads], of_heads)
-        outs.append(attention(*parts, enable_gqa=True, dilation_rates=(rate,), **how))
+        of_sinks = sinks[..., heads] if isinstance(sinks, Tensor) else sinks
+        outs.append(attention(*parts, enable_gqa=True, dilation_rates=(rate,), sinks=of_sinks, **how))
     order = sorted(range(len(rates)), key=[head for heads in found.values() for head in heads].__getitem__)
     return torch.cat(outs, 1)[:, order]
 

@@ -98,6 +98,44 @@ def test_strategy_and_kernel_are_options() -> None:
     assert messages["gather"] == ["forward 0"]
 
 
+STRATEGIES = ("halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses")
+
+
+@pytest.mark.parametrize(("p", "strategy"), [(1, "auto"), *((3, strategy) for strategy in STRATEGIES)])
+@pytest.mark.parametrize("sizes", [(4,), (1, 4), (2, 4)])
+def test_sinks_are_logits_that_lead_to_no_value(p: int, strategy: str, sizes: tuple[int, ...]) -> None:
+    case = problem(17)
+    logits = torch.randn(sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    asked: Any = {"window": 4, "is_causal": True} if strategy == "halo" else {"is_causal": True}
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        where: Any = {"mesh": mesh, "layout": "contiguous"}
+        whole = [x.clone().requires_grad_() for x in (case.q, case.k, case.v, logits)]
+        local = [shard(x, 2, **where) for x in whole[:3]]
+        out = attention(*local, sinks=whole[3], enable_gqa=True, strategy=strategy, **asked, **where)
+        out = unshard(out, 2, length=17, **where)
+        return [out.detach(), *torch.autograd.grad(out, whole, case.dout)]
+
+    q, k, v, sinks = leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v, logits)]
+    scores = (q @ k.repeat_interleave(2, 1).mT * case.scale).masked_fill(
+        ~visible("window(4)" if strategy == "halo" else "causal", 17, 17), -torch.inf
+    )
+    beside = torch.cat([scores, sinks[..., None, None].expand(2, 4, 17, 1)], -1)
+    out = beside.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)
+    right = [out.detach(), *torch.autograd.grad(out, leaves, case.dout)]
+    for found in run_on_threads(p, body):
+        for ours, theirs in zip(found, right, strict=True):
+            assert_near(ours, theirs, 1e-12)
+
+
+def test_sinks_of_other_sizes_are_refused() -> None:
+    case = problem(17)
+    with pytest.raises(
+        OptionError, match=r"one logit for each head, \[4\] or \[1 or 2, 4\] .* found \[5\] torch.float32"
+    ):
+        attention(case.q, case.k, case.v, sinks=torch.zeros(5), enable_gqa=True)
+
+
 def masks() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(4)
     numbers = torch.randn(2, 4, 17, 17, dtype=torch.float64, generator=generator)

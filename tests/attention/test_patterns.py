@@ -146,9 +146,7 @@ def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(PlanError, match="blocks of 0 queries x 3 keys"):
         pattern_of("blocks(0x3;0:1)", 6, 6)
     for table in ("0:1", "0:1;0:3", "0:1;0:1+1:2", "0:1;1:1"):
-        with pytest.raises(
-            PlanError, match="a list for 2 blocks of queries and 2 of keys was expected"
-        ):
+        with pytest.raises(PlanError, match="a list for 2 blocks of queries and 2 of keys was expected"):
             pattern_of(f"blocks(3x3;{table})", 6, 6)
 
 
