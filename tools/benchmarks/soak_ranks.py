@@ -7,16 +7,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ringopt
+from ringopt.attention import turns
+from ringopt.attention.layouts import Replicated, layout_of
+from ringopt.attention.patterns import pattern_of
 from ringopt.attention.plans import NAMES
-from ringopt.distributed.mesh import Mesh, Transfer
+from ringopt.attention.routes import MERGE
+from ringopt.attention.seen import seen
+from ringopt.distributed.mesh import Mesh, Transfer, register
 from ringopt.distributed.process import process_mesh
 from ringopt.errors import OptionError
+from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.numbers import distance
 from ringopt.tools.benchmarks.result import Row
 from ringopt.tools.benchmarks.soak import TIMEOUT
@@ -24,6 +30,11 @@ from ringopt.tools.benchmarks.wrapped import Wrapped
 
 WRONG = 1e-9
 LONGEST = 90  # rows
+FAMILIAR = 300  # cases that are met again and again
+OFTEN = 0.9  # how often, once there are so many
+ROUND = 16  # tries until the ranks ask each other for the time
+SIDES = (0, 1, 1, 0)  # of q, k, v and the gradient of the output: queries or keys
+DIM, SCALE = 8, 8**-0.5
 T = TypeVar("T")
 
 
@@ -54,13 +65,16 @@ class Delayed(Wrapped):
 
 @dataclass(frozen=True)
 class Drawn:
+    """`several`: run as exchanges that take turns, which otherwise only large ones are. Of "merge", every rank has all
+    queries."""
+
     q_length: int
     kv_length: int
     heads: tuple[int, int]
-    causal: bool
-    window: int | None
+    pattern: str
     layout: str
     strategy: str
+    several: bool
     seed: int
 
     @classmethod
@@ -68,20 +82,81 @@ class Drawn:
         length = draw.randint(2 * ranks, LONGEST)
         other = draw.randint(2 * ranks, LONGEST) if draw.random() < 0.2 else length
         kv_heads = draw.choice((1, 2, 3, 4))
-        window = draw.randint(1, LONGEST) if draw.random() < 0.4 else None
-        groups, causal = draw.choice((1, 2, 3)), draw.random() < 0.6
+        groups, window = draw.choice((1, 2, 3)), draw.randint(1, LONGEST)
         layout, strategy = draw.choice(("contiguous", "zigzag")), draw.choice(NAMES)
-        how = (causal, window, layout, strategy, draw.getrandbits(31))
+        windows = [f"window({window})", f"window({window},both)"]
+        # A row that sees no other: all that needs no exchange.
+        pattern = "window(1)" if strategy == "local" else draw.choice(["full", "causal", "causal", *windows])
+        how = (pattern, layout, strategy, draw.random() < 0.5, draw.getrandbits(31))
         return cls(length, other, (kv_heads * groups, kv_heads), *how)
+
+    @property
+    def layouts(self) -> tuple[str, str]:
+        """Of queries, of keys."""
+        return Replicated.name if self.strategy == MERGE else self.layout, self.layout
 
     def operands(self) -> list[Tensor]:
         """q, k, v and the gradient of the output, whole."""
         generator = torch.Generator().manual_seed(self.seed)
-        sizes = zip((*self.heads, self.heads[1], self.heads[0]), (0, 1, 1, 0), strict=True)
+        sizes = zip((*self.heads, self.heads[1], self.heads[0]), SIDES, strict=True)
         lengths = (self.q_length, self.kv_length)
         return [
-            torch.randn(1, heads, lengths[side], 8, dtype=torch.float64, generator=generator) for heads, side in sizes
+            torch.randn(1, heads, lengths[side], DIM, dtype=torch.float64, generator=generator) for heads, side in sizes
         ]
+
+
+class Case:
+    """What was drawn, with this rank's rows of the operands and of what they should give."""
+
+    def __init__(self, drawn: Drawn, mesh: Mesh):
+        self.drawn = drawn
+        q, k, v, self._dout = (rows(x, side, drawn, mesh) for x, side in zip(drawn.operands(), SIDES, strict=True))
+        self._leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        sides = (SIDES[3], *SIDES[:3])
+        self._expected = [rows(x, side, drawn, mesh) for x, side in zip(on_one(drawn), sides, strict=True)]
+
+    def error(self, mesh: Mesh) -> float:
+        """Of one forward and backward. Raises OptionError, on all ranks alike and before the first message, where the
+        strategy cannot do it."""
+        drawn = self.drawn
+        what = (drawn.q_length, drawn.kv_length, drawn.pattern, "")
+        how = (0.0, SCALE, *drawn.layouts, drawn.strategy, "auto", mesh.name, VERSION)
+        with patch.object(turns, "PIECE", 1 if drawn.several else turns.PIECE):
+            out, _lse = torch.ops.ringopt.ring_attention(*self._leaves, [], None, None, *what, [], *how)
+            dq, dk, dv = torch.autograd.grad(out, self._leaves, self._dout)
+        if drawn.strategy == MERGE:
+            dq = mesh.all_reduce(dq, "dq")
+        # As one tensor: where a row sees itself alone, dq and dk are 0 but for the rounding.
+        return distance([flat([out.detach(), dq, dk, dv])], [flat(self._expected)])
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def rows(x: Tensor, side: int, drawn: Drawn, mesh: Mesh) -> Tensor:
+    """Those of this rank, of the queries (`side` 0) or the keys (1)."""
+    layout = layout_of(drawn.layouts[side], x.shape[2], mesh.size)
+    return torch.cat([x[:, :, own.start : own.stop] for own in layout.ranges(mesh.rank)], 2)
+
+
+class Cases:
+    """Cases without end, the same on all ranks. As in training, most are of sizes met before, of which the ranks have
+    compared their calls and proved their plans; the others are met once."""
+
+    def __init__(self, seed: int, mesh: Mesh):
+        self._draw, self._mesh = random.Random(seed), mesh
+        self._met: list[Case] = []
+
+    def next(self) -> Case:
+        if len(self._met) >= FAMILIAR and self._draw.random() < OFTEN:
+            return self._draw.choice(self._met)
+        return Case(Drawn.of(self._draw, self._mesh.size), self._mesh)
+
+    def right(self, case: Case) -> None:
+        """To be met again."""
+        if len(self._met) < FAMILIAR:
+            self._met.append(case)
 
 
 def soaked(rank: int, ranks: int, steps: int, seconds: float, delay: float, seed: int) -> list[Row]:
@@ -89,17 +164,19 @@ def soaked(rank: int, ranks: int, steps: int, seconds: float, delay: float, seed
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = Delayed(process_mesh(None, TIMEOUT), delay, seed + rank)
+    register(mesh)
     rows = {name: Row(strategy=name, steps=0, refused=0, wrong=0, error=0.0, longest=0.0) for name in NAMES}
-    draw, begin, done = random.Random(seed), time.monotonic(), 0
-    while done < steps and not over(mesh, time.monotonic() - begin > seconds):
-        case = Drawn.of(draw, ranks)
-        row, start = rows[case.strategy], time.monotonic()
+    cases, begin = Cases(seed, mesh.mesh), time.monotonic()
+    done = tried = 0
+    while done < steps and (tried % ROUND or not over(mesh, time.monotonic() - begin > seconds)):
+        case, tried = cases.next(), tried + 1
+        row, start = rows[case.drawn.strategy], time.monotonic()
         try:
-            found = on_ranks(case, mesh)
-        except OptionError:  # of the plan, which all ranks have alike: before the first message
+            far = case.error(mesh)
+        except OptionError:
             row["refused"] += 1
             continue
-        far = distance(found, [ringopt.shard(x, 2, mesh=mesh.mesh, layout=case.layout) for x in on_one(case)])
+        cases.right(case)
         row["steps"] += 1
         row["wrong"] += far > WRONG
         row["error"] = max(row["error"], far)
@@ -113,32 +190,13 @@ def over(mesh: Mesh, mine: bool) -> bool:
     return float(mesh.all_reduce(torch.tensor(float(mine)), "over")) > 0
 
 
-def on_ranks(case: Drawn, mesh: Delayed) -> list[Tensor]:
-    """Of this rank's rows: the output, and the gradients of q, k and v."""
-    q, k, v, dout = (ringopt.shard(x, 2, mesh=mesh.mesh, layout=case.layout) for x in case.operands())
-    q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = ringopt.attention(
-        *(q, k, v),
-        is_causal=case.causal,
-        enable_gqa=True,
-        window=case.window,
-        mesh=mesh,
-        layout=case.layout,
-        strategy=case.strategy,
-    )
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
 def on_one(case: Drawn) -> list[Tensor]:
     """The same of all rows, written out."""
     q, k, v, dout = case.operands()
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    away = torch.arange(case.kv_length) - torch.arange(case.q_length)[:, None]
-    seen = away <= 0 if case.causal else torch.ones_like(away, dtype=torch.bool)
-    if case.window is not None:
-        seen = seen & (away > -case.window) & (away < case.window)
+    visible = seen(pattern_of(case.pattern, case.q_length, case.kv_length), range(case.q_length), range(case.kv_length))
     keys, values = (x.repeat_interleave(case.heads[0] // case.heads[1], 1) for x in leaves[1:])
-    scores = (leaves[0] @ keys.mT * 8**-0.5).masked_fill(~seen, -torch.inf)
-    blind = ~seen.any(-1, keepdim=True)
+    scores = (leaves[0] @ keys.mT * SCALE).masked_fill(~visible, -torch.inf)
+    blind = ~visible.any(-1, keepdim=True)
     out = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ values
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
