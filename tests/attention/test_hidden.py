@@ -9,7 +9,7 @@ from ringopt.attention.exchange import exchange_of
 from ringopt.attention.execute import Attention
 from ringopt.graph.mask import Mask
 from ringopt.kernels.cpu_flash import CpuFlash
-from ringopt.tools.benchmarks.virtual_clock import Clocked, hidden
+from tests.attention.clock import Clocked, hidden
 
 LENGTH, DIM = 256, 8
 

@@ -136,7 +136,7 @@ def link_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def least(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    return {name: min(seconds) for name, seconds in in_turns(runs, repeats).items()}
+    return {name: min(one.seconds for one in found) for name, found in in_turns(runs, repeats).items()}
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------

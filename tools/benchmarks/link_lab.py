@@ -54,17 +54,37 @@ class Outcome:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Links:
+    """The links of the lab called `name`, which its ranks may shape as well."""
+
+    name: str
+    ranks: int
+
+    @property
+    def hub(self) -> str:
+        return f"{self.name}-hub"
+
+    def namespace(self, rank: int) -> str:
+        return f"{self.name}-{rank}"
+
+    def set_rate(self, megabits: float) -> None:
+        """Also while ranks are at work: what each sends is shaped at its own end, what it receives at the bridge's."""
+        shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", BURST, "latency", QUEUE)
+        for rank in range(self.ranks):
+            command("tc", "-n", self.namespace(rank), "qdisc", "replace", "dev", INTERFACE, *shape)
+            command("tc", "-n", self.hub, "qdisc", "replace", "dev", f"port{rank}", *shape)
+
+
 class LinkLab:
     """`ranks` namespaces on one bridge. Whatever happens inside the context, nothing of it is left behind."""
 
     def __init__(self, ranks: int, megabits: float):
         self.ranks, self.megabits = ranks, megabits
         self.name = f"{PREFIX}{os.getpid()}"
-        self.hub = f"{self.name}-hub"
+        self.links = Links(self.name, ranks)
+        self.hub, self.namespace, self.set_rate = self.links.hub, self.links.namespace, self.links.set_rate
         self._processes: list[Any] = []
-
-    def namespace(self, rank: int) -> str:
-        return f"{self.name}-{rank}"
 
     # ---- the network -----------------------------------------------------------------------------------------------
     def __enter__(self) -> LinkLab:
@@ -102,14 +122,6 @@ class LinkLab:
         self._processes = []
         for namespace in (self.hub, *map(self.namespace, range(self.ranks))):  # which takes its veth pair along
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
-
-    def set_rate(self, megabits: float) -> None:
-        """Also while ranks are at work: what each sends is shaped at its own end, what it receives at the bridge's."""
-        self.megabits = megabits
-        shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", BURST, "latency", QUEUE)
-        for rank in range(self.ranks):
-            command("tc", "-n", self.namespace(rank), "qdisc", "replace", "dev", INTERFACE, *shape)
-            command("tc", "-n", self.hub, "qdisc", "replace", "dev", f"port{rank}", *shape)
 
     def cut(self, rank: int) -> None:
         """As if its cable were pulled: nothing is reset, packets no longer arrive."""

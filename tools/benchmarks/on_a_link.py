@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,22 +23,27 @@ from ringopt.distributed.process import process_mesh
 from ringopt.graph.mask import Mask
 from ringopt.kernels.choose import choose
 from ringopt.tools.benchmarks.emulated_link import EmulatedLink
-from ringopt.tools.benchmarks.link_lab import LinkLab, as_ranks
+from ringopt.tools.benchmarks.link_lab import LinkLab, Links, as_ranks
 from ringopt.tools.benchmarks.numbers import distance
 from ringopt.tools.benchmarks.overlap import PASSES
 from ringopt.tools.benchmarks.result import Row
+from ringopt.tools.benchmarks.sleeping import Sleeping
 from ringopt.tools.benchmarks.wrapped import Wrapped
 
 HEADS, DIM = 4, 64
 FAST = 10_000.0  # megabits a second: nothing waits for such a link
+TIMEOUT = 900.0  # seconds for all cases of as many ranks
 OVERHEAD = 1.06  # bytes on the wire for each byte of a message
 
 
 @dataclass(frozen=True)
 class Case:
+    """`slept`: blocks take their time, but no processor (sleeping.py)."""
+
     pattern: str
     length: int
     ranks: int
+    slept: bool = False
 
     @property
     def plan(self) -> Exchange:
@@ -65,6 +70,7 @@ class Rank:
         prove(self.plan, mesh.rank)
         kernel, _ = choose("auto", torch.float32, torch.device("cpu"), DIM, DIM)
         self.attention = Attention(self.plan, Mask(), kernel, DIM**-0.5)
+        self.timed = replace(self.attention, kernel=Sleeping()) if case.slept else self.attention
         torch.manual_seed(0)
         self.whole = [torch.randn(1, HEADS, case.length, DIM) for _ in range(4)]
         q, k, v, self.dout = map(self.rows, self.whole)
@@ -75,26 +81,28 @@ class Rank:
         pieces = self.plan.q_layout.ranges(self.mesh.rank)
         return torch.cat([x[:, :, rows.start : rows.stop] for rows in pieces], 2)
 
-    def attend(self, mesh: Mesh, backward: bool) -> list[Tensor]:
+    def attend(self, attention: Attention, mesh: Mesh, backward: bool) -> list[Tensor]:
         if backward:
-            return list(attend_backward(self.attention, mesh, self.dout, self.saved)[:3])
-        return [attend(self.attention, mesh, self.given)[0]]
+            return list(attend_backward(attention, mesh, self.dout, self.saved)[:3])
+        return [attend(attention, mesh, self.given)[0]]
 
     def alone(self, backward: bool, repeats: int) -> tuple[float, int]:
         """Seconds of compute and bytes sent, of the rank that has most of each."""
-        found = together({"compute": lambda: self.attend(Mute(self.mesh), backward)}, repeats)
-        most = torch.tensor([found["compute"], self.bytes_sent(backward)], dtype=torch.float64)
+        found = together({"compute": lambda: self.attend(self.timed, Mute(self.mesh), backward)}, repeats)
+        most = torch.tensor([found["compute"].seconds, self.bytes_sent(backward)], dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most[0]), int(most[1])
 
     def measured(self, link: Mesh, backward: bool, repeats: int) -> dict[str, Any]:
         runs: dict[str, Callable[[], object]] = {
-            "compute": lambda: self.attend(Mute(self.mesh), backward),
+            "compute": lambda: self.attend(self.timed, Mute(self.mesh), backward),
             "exchange": lambda: self.exchange(link, backward),
-            "total": lambda: self.attend(link, backward),
+            "total": lambda: self.attend(self.timed, link, backward),
         }
+        found = together(runs, repeats)
         facts = {"pass": PASSES[backward], "bytes": self.bytes_sent(backward), "error": self.error(backward)}
-        return {**together(runs, repeats), **facts}
+        moving = found["exchange"].processor
+        return {**{name: times.seconds for name, times in found.items()}, "moving": moving, **facts}
 
     def exchange(self, link: Mesh, backward: bool) -> None:
         shape = KVShape.of(self.given.k, self.given.v)
@@ -113,38 +121,51 @@ class Rank:
         expected = [F.scaled_dot_product_attention(q, k, v, is_causal=self.case.pattern == "causal")]
         if backward:
             expected = list(torch.autograd.grad(expected, (q, k, v), self.whole[3]))
-        return distance(self.attend(self.mesh, backward), [self.rows(x.detach()) for x in expected])
+        return distance(self.attend(self.attention, self.mesh, backward), [self.rows(x.detach()) for x in expected])
 
 
-def rows_of(case: Case, shares: Sequence[float], repeats: int, emulated: bool) -> list[Row]:
-    """A row for each pass and share. Raises LabError."""
+def rows_of(cases: Sequence[Case], shares: Sequence[float], repeats: int, emulated: bool) -> list[Row]:
+    """A row for each case, pass and share; the cases have equally many ranks. Raises LabError."""
+    ranks = cases[0].ranks
     if emulated:
-        found = as_ranks(case.ranks, emulated_on_a_rank, case, shares, repeats)
-        return [row_of(case, list(ranks)) for ranks in zip(*found, strict=True)]
-    with LinkLab(case.ranks, FAST) as lab:
-        alone = lab.run(alone_on_a_rank, case, repeats)
-        rows = []
-        for backward, (compute, sent) in enumerate(alone[0]):
-            for share in shares:
-                lab.set_rate(sent / (share * compute) * OVERHEAD * 8 / 1e6)
-                rows.append(row_of(case, lab.run(on_a_rank, case, bool(backward), repeats)))
-    return rows
+        found = as_ranks(ranks, on_a_rank, cases, shares, repeats, None, timeout=TIMEOUT)
+    else:
+        with LinkLab(ranks, FAST) as lab:
+            found = lab.run(on_a_rank, cases, shares, repeats, lab.links, timeout=TIMEOUT)
+    return [row_of(list(of_ranks)) for of_ranks in zip(*found, strict=True)]
 
 
-def row_of(case: Case, found: Sequence[dict[str, Any]]) -> Row:
+def row_of(found: Sequence[dict[str, Any]]) -> Row:
     """The slowest rank of each."""
-    compute, exchange, total = (max(rank[key] for rank in found) for key in ("compute", "exchange", "total"))
+    compute, exchange, total, moving = (
+        max(rank[key] for rank in found) for key in ("compute", "exchange", "total", "moving")
+    )
     return {
-        **vars(case),
-        "pass": found[0]["pass"],
+        **found[0],
         "compute": compute,
         "exchange": exchange,
         "total": total,
+        "moving": moving,
         "rate": max(rank["bytes"] for rank in found) / exchange,
         "hidden": (compute + exchange - total) / min(compute, exchange),
         "over_longer": total / max(compute, exchange),
         "error": max(rank["error"] for rank in found),
     }
+
+
+def on_a_rank(
+    rank: int, ranks: int, cases: Sequence[Case], shares: Sequence[float], repeats: int, links: Links | None
+) -> list[dict[str, Any]]:
+    mesh, found = begin(), []
+    for case in cases:
+        part = Rank(case, mesh)
+        for backward in (False, True):
+            set_rate(mesh, links, None)
+            compute, sent = part.alone(backward, repeats)
+            for share in shares:
+                link = set_rate(mesh, links, sent / (share * compute))
+                found.append(vars(case) | part.measured(link, backward, repeats))
+    return found
 
 
 def begin() -> Mesh:
@@ -153,39 +174,41 @@ def begin() -> Mesh:
     return process_mesh()
 
 
-def alone_on_a_rank(rank: int, ranks: int, case: Case, repeats: int) -> list[tuple[float, int]]:
-    part = Rank(case, begin())
-    return [part.alone(backward, repeats) for backward in (False, True)]
+def set_rate(mesh: Mesh, links: Links | None, rate: float | None) -> Mesh:
+    """`mesh` with links of `rate` bytes a second, as fast as they can be where it is None: of `links`, which rank 0
+    shapes for all, or emulated ones."""
+    if links is None:
+        return mesh if rate is None else EmulatedLink(mesh, rate)
+    dist.barrier()
+    if mesh.rank == 0:
+        links.set_rate(FAST if rate is None else rate * OVERHEAD * 8 / 1e6)
+    dist.barrier()
+    return mesh
 
 
-def on_a_rank(rank: int, ranks: int, case: Case, backward: bool, repeats: int) -> dict[str, Any]:
-    mesh = begin()
-    return Rank(case, mesh).measured(mesh, backward, repeats)
+@dataclass(frozen=True)
+class Times:
+    """Of one run, on the wall clock and of this process on all processors."""
+
+    seconds: float
+    processor: float
 
 
-def emulated_on_a_rank(
-    rank: int, ranks: int, case: Case, shares: Sequence[float], repeats: int
-) -> list[dict[str, Any]]:
-    mesh = begin()
-    part, found = Rank(case, mesh), []
-    for backward in (False, True):
-        compute, sent = part.alone(backward, repeats)
-        found += [part.measured(EmulatedLink(mesh, sent / (x * compute)), backward, repeats) for x in shares]
-    return found
+def together(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, Times]:
+    """Medians."""
+    return {
+        name: Times(statistics.median(one.seconds for one in found), statistics.median(one.processor for one in found))
+        for name, found in in_turns(runs, repeats).items()
+    }
 
 
-def together(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Medians in seconds, all ranks starting at once."""
-    return {name: statistics.median(found) for name, found in in_turns(runs, repeats).items()}
-
-
-def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each run, all ranks starting at once. The first turn is for warming up."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[Times]]:
+    """The times of each run, all ranks starting at once. The first turn is for warming up."""
+    times: dict[str, list[Times]] = {name: [] for name in runs}
     for _ in range(repeats + 1):
         for name, run in runs.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             run()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: found[1:] for name, found in seconds.items()}
+            times[name].append(Times(time.perf_counter() - start, time.process_time() - used))
+    return {name: found[1:] for name, found in times.items()}

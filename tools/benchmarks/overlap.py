@@ -2,12 +2,14 @@
 
 The link is made so slow that the exchange alone takes given shares of the compute alone. Each rank is a process of one
 thread in a network namespace of its own, joined by rate-limited links (Linux, root, iproute2); with --emulated, and
-with a note where no such links can be made, the messages are held back instead.
+with a note where no such links can be made, the messages are held back instead. Blocks are computed, where there are
+as many cores as ranks, and in other rows stood in for by sleep.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.benchmarks.result import Column, Result, Row, error
@@ -25,6 +27,7 @@ examples:
 """
 
 PASSES = ("forward", "backward")
+KINDS = {False: "computed", True: "slept"}
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
@@ -36,12 +39,12 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", metavar="P", nargs="+", type=ranks, default=[2], help="2 or more (2)")
+    parser.add_argument("--ranks", metavar="P", nargs="+", type=ranks, default=[2, 4], help="2 or more (2 4)")
     parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, default=[4096], help="of the sequence (4096)")
     parser.add_argument(
         "--shares", metavar="X", nargs="+", type=share, default=[0.3, 0.6, 0.9], help="exchange / compute (0.3 0.6 0.9)"
     )
-    parser.add_argument("--repeats", metavar="N", type=whole, default=7, help="timed calls of each, by turns (7)")
+    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
     parser.add_argument("--emulated", action="store_true", help="hold messages back instead of making links")
     parser.set_defaults(measure=measure)
 
@@ -69,15 +72,17 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
 
     missing = None if arguments.emulated else why_unavailable()
     emulated = arguments.emulated or missing is not None
-    cases = [
-        Case(pattern, length, ranks)
-        for ranks in arguments.ranks
-        for length in arguments.lengths
-        for pattern in ("causal", "full")
-    ]
     rows: list[Row] = []
-    for case in progress.track(cases, description="links"):
-        rows += rows_of(case, arguments.shares, arguments.repeats, emulated)
+    for ranks in progress.track(arguments.ranks, description="ranks"):
+        # With fewer cores than ranks there is no compute beside which messages could travel.
+        kinds = (True,) if ranks > len(os.sched_getaffinity(0)) else (False, True)
+        cases = [
+            Case(pattern, length, ranks, slept)
+            for slept in kinds
+            for length in arguments.lengths
+            for pattern in ("causal", "full")
+        ]
+        rows += rows_of(cases, arguments.shares, arguments.repeats, emulated)
     link = "emulated links" if emulated else "rate-limited links between network namespaces"
     notes = NOTES if missing is None else (*NOTES, f"links are emulated: {missing}")
     title = f"Ring attention, 4 heads of 64, float32, one thread a rank, on {link}"
@@ -85,7 +90,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
 
 
 def totals(rows: list[Row]) -> dict[str, Any]:
-    return {"rows": len(rows), "least_hidden": min(row["hidden"] for row in rows)}
+    kinds = {row["slept"] for row in rows}
+    least = {KINDS[kind]: min(row["hidden"] for row in rows if row["slept"] is kind) for kind in sorted(kinds)}
+    return {"rows": len(rows), "least_hidden": least}
 
 
 def ms(key: str, heading: str) -> Column:
@@ -95,10 +102,12 @@ def ms(key: str, heading: str) -> Column:
 COLUMNS = (
     Column("n", lambda row: str(row["length"])),
     Column("p", lambda row: str(row["ranks"])),
+    Column("blocks", lambda row: KINDS[row["slept"]], right=False),
     Column("", lambda row: f"{row['pattern']}, {row['pass']}", right=False),
     Column("link,\nMB/s", lambda row: f"{row['rate'] / 1e6:,.0f}"),
     ms("compute", "compute"),
     ms("exchange", "exchange"),
+    ms("moving", "moving"),
     ms("total", "both"),
     Column("hidden", lambda row: f"{row['hidden']:.0%}"),
     Column("total /\nlonger", lambda row: f"{row['over_longer']:.2f}"),
@@ -106,6 +115,10 @@ COLUMNS = (
 )
 NOTES = (
     "compute: without messages; exchange: messages alone; both: ring attention. Medians of the slowest rank, by turns.",
+    "blocks: computed; or slept for as long as a core of 50 GFLOP/s takes, so that who moves bytes has a processor, as "
+    "beside a GPU: all there is where ranks are more than cores. Their error is that of the same call, computed.",
+    "moving: what a rank's process computes for the exchange alone, to send and receive; with computed blocks, and no "
+    "more cores than ranks, it cannot be hidden.",
     "hidden: (compute + exchange - both) / the shorter of the two. MB/s: bytes sent in the time of the exchange alone.",
     "error: from one process, relative to the largest entry; outputs, or the gradients of q, k and v.",
 )
