@@ -8,6 +8,7 @@ Rank 0 compares with one process, tells what was sent and draws who keeps, recei
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from pathlib import Path
 
@@ -15,44 +16,37 @@ import torch
 import torch.distributed as dist
 from _picture import draw
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor, nn
 
 import ringopt
 
-LENGTHS, RATES = (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16)
-HEADS, WIDTH = 16, 768
+LENGTHS, RATES, HEADS, WIDTH = (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), 16, 768
 
 
-class LongNet(nn.Module):
-    """Layers of nn.TransformerEncoderLayer, their attention dilated; `scale` divides the segment lengths."""
+class LongNet(nn.Sequential):
+    """Layers of torch's encoder with dilated attention, then the mean; `scale` divides the segment lengths."""
 
-    def __init__(self, layers: int, scale: int):
-        super().__init__()
+    def __init__(self, depth: int, scale: int):
+        super().__init__(*(nn.TransformerEncoderLayer(WIDTH, HEADS, dropout=0, batch_first=True) for _ in range(depth)))
         lengths = [max(length // scale, rate) for length, rate in zip(LENGTHS, RATES, strict=True)]
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, batch_first=True) for _ in range(layers)
-        )
-        for layer in self.layers:
+        for layer in self:
             layer.self_attn = ringopt.nn.MultiheadDilatedAttention(WIDTH, HEADS, lengths, RATES, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean(1)
+        return super().forward(x).mean(1)
 
 
 def steps(model: nn.Module, x: Tensor, count: int, title: str, quiet: bool) -> tuple[list[float], float]:
     """The loss of each step, and the seconds of the last."""
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-    with Progress(console=Console(stderr=True), disable=quiet) as progress:
-        for _ in progress.track(range(count), description=title):
-            begin = time.perf_counter()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+    for _ in track(range(count), title, console=Console(stderr=True), disable=quiet):
+        begin = time.perf_counter()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     return losses, time.perf_counter() - begin
 
 
@@ -64,23 +58,21 @@ def main() -> None:
     asked = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    x, model, again = torch.randn(1, asked.length, WIDTH), *(LongNet(asked.layers, asked.scale) for _ in range(2))
-    again.load_state_dict(model.state_dict())
-    ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    x, model = torch.randn(1, asked.length, WIDTH), LongNet(asked.layers, asked.scale)
+    again = copy.deepcopy(model)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
     compiled = torch.compile(model, backend="ring")  # the one line that spreads it
-    losses, seconds = steps(compiled, x, asked.steps, f"{ranks} ranks", not first)
+    losses, seconds = steps(compiled, x, asked.steps, f"{ranks} ranks", quiet=rank > 0)
     dist.destroy_process_group()
-    if not first:
+    if rank > 0:
         return
-    alone, alone_seconds = steps(again, x, asked.steps, "1 process", False)
+    alone, alone_seconds = steps(again, x, asked.steps, "1 process", quiet=False)
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True))
     site = ringopt.reports()[-1].sites[0]
     asked.picture.write_text(draw(site.pattern, asked.length, HEADS, ranks, site.layout), encoding="utf-8")
-    Console().print(ringopt.reports()[-1])
+    Console().print(ringopt.reports()[-1], f"who keeps, receives and computes which rows: {asked.picture}")
     print(f"a step: {seconds:.2f} s on {ranks} ranks, {alone_seconds:.2f} s on one; losses differ by {apart:.1e}")
-    print(f"losses {losses}; picture: {asked.picture}")
-    if apart > 1e-5:
-        raise SystemExit("the losses differ by more than rounding")
+    raise SystemExit("the losses differ by more than rounding" if apart > 1e-5 else 0)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_what_one_device_can_do_besides() -> None:
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("n", "m"), [(17, 17), (67, 67), (17, 40), (3, 3)])
+@pytest.mark.parametrize(("n", "m"), [(17, 17), (67, 67), (17, 40), (3, 3), (2, 2), (1, 5), (5, 2)])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_shard_attend_unshard(layout: str, n: int, m: int) -> None:
     case = problem(n, m)
@@ -68,13 +68,15 @@ def test_shard_attend_unshard(layout: str, n: int, m: int) -> None:
             assert_near(found, right, 1e-12)
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_shard_and_unshard_along_any_dim(dim: int) -> None:
-    x = torch.arange(7 * 8 * 9.0).view(7, 8, 9)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("dim", [0, 1, -1, 3])
+def test_shard_and_unshard_along_any_dim(dim: int, layout: str) -> None:
+    """Of 2 rows on 3 ranks one rank has none."""
+    x = torch.arange(7 * 8 * 2 * 9.0).view(7, 8, 9, 2)
 
     def body(mesh: ThreadMesh) -> tuple[Tensor, int]:
-        local = shard(x, dim, mesh=mesh, layout="zigzag")
-        return unshard(local, dim, length=x.shape[dim], mesh=mesh, layout="zigzag"), local.shape[dim]
+        local = shard(x, dim, mesh=mesh, layout=layout)
+        return unshard(local, dim, length=x.shape[dim], mesh=mesh, layout=layout), local.shape[dim]
 
     results = run_on_threads(3, body)
     assert all(torch.equal(whole, x) for whole, _ in results)

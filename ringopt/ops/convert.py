@@ -32,7 +32,7 @@ def scatter(x: Tensor, dim: int, outer: int, length: int, inner: int, local: int
     mesh = mesh_of(group)
     parts = factored(x, dim, outer, inner)
     rows = layout_of(layout, length, mesh.size).ranges(mesh.rank)
-    pieces = [parts.narrow(dim + 1, piece.start, len(piece)) for piece in rows]
+    pieces = [parts.narrow(dim + 1, piece.start, len(piece)) for piece in rows or (range(0),)]
     return torch.cat(pieces, dim + 1).reshape(with_dim(x, dim, outer * local * inner)).contiguous()
 
 

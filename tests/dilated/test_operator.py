@@ -73,9 +73,11 @@ def test_heads_that_share_keys_and_keep_other_rows(p: int, heads: tuple[int, int
     assert_right(p, problem(50, heads=heads, dims=(4, 6)), Patterns((7, 30, 64), (1, 2, 4), True), strategy=strategy)
 
 
-@pytest.mark.parametrize("n", [2, 5, 8])
-def test_sequences_shorter_than_a_segment(n: int) -> None:
-    assert_right(2, problem(n), Patterns((8, 16), (1, 4), True))
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_sequences_shorter_than_a_segment(n: int, layout: str) -> None:
+    """Of 1 and 2 rows some of 3 ranks have none."""
+    assert_right(3, problem(n), Patterns((8, 16), (1, 4), True), layout=layout)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -60,6 +60,17 @@ def test_windows_on_any_ranks(p: int, layout: str, name: str, causal: bool) -> N
             assert_near(a, b, 1e-12)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_ranks_without_rows(n: int) -> None:
+    case = problem(n)
+    right = sdpa(case, sees(n, 4, (2,), True, 1))
+    for found in run_on_threads(
+        4, lambda mesh: attended(case, mesh=mesh, window=4, dilation_rates=(2,), sinks=1, is_causal=True)
+    ):
+        for a, b in zip(found, right, strict=True):
+            assert_near(a, b, 1e-12)
+
+
 @pytest.mark.parametrize("strategy", ["halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses"])
 def test_every_strategy(strategy: str) -> None:
     """Classes of 50 rows each, so that tiles are of one class."""
