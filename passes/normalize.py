@@ -6,6 +6,7 @@
     with autocast(bf16): linear(x, w)     ->   linear(to(x, bf16), to(w, bf16))
     dropout(x, 0.1, False)                ->   x
     type_as(x, y), x.view_as(y), x.T      ->   to(x, bf16), reshape(x, [2, 3]), permute(x, [1, 0])
+    x[hidden] = 0                         ->   masked_fill(x, hidden, 0)
 
 After: no mutable op but the final copy_ into inputs the program changes, so a value may be read anywhere. Moving a read
 past a write, or a producer out of its no_grad region, is what makes hoisting lose or leak gradients.
@@ -19,7 +20,7 @@ import torch.fx as fx
 from ringopt.graph.autocast import Uncastable, explicit_casts
 from ringopt.graph.custom_gradient import CustomGradient, custom_gradients
 from ringopt.graph.functional import Functional, Unwritable
-from ringopt.graph.nodes import argument, op_name, requires_grad, shape_of, value_of
+from ringopt.graph.nodes import argument, emit, named, op_name, requires_grad, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
 
@@ -42,6 +43,7 @@ class Normalize(Pass):
         drop_assertions(gm.graph)
         drop_identities(gm.graph)
         name_shapes_and_types(gm.graph)
+        fill_where_masked(gm.graph)
         for node in custom_gradients(gm.graph):
             # With the autocast region that is around the call around the backward too, as torch.compile has it
             # (torch._functorch.config.backward_pass_autocast).
@@ -113,3 +115,18 @@ def name_shapes_and_types(graph: fx.Graph) -> None:
             node.target, node.args = aten.reshape.default, (first, list(shape_of(node)))
         elif node.target is aten.numpy_T.default:
             node.target, node.args = aten.permute.default, (first, list(reversed(range(found.dim()))))
+
+
+def fill_where_masked(graph: fx.Graph) -> None:
+    """One number written where a mask is true: no row need know which other rows are."""
+    for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
+        base, (*before, mask), number = node.args[:3]
+        if any(before) or value_of(mask).dtype != torch.bool or value_of(number).dim() or named(node, "accumulate"):
+            continue
+        with graph.inserting_before(node):
+            for _ in range(len(shape_of(base)) - len(before) - len(shape_of(mask))):
+                mask = emit(graph, aten.unsqueeze.default, (mask, -1), node)
+            filled = emit(graph, aten.masked_fill.Tensor, (base, mask, number), node)
+        if value_of(filled).stride() == value_of(node).stride():
+            node.replace_all_uses_with(filled)
+            graph.erase_node(node)

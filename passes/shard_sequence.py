@@ -16,6 +16,7 @@ After: every value replicated (same bits and same complete gradient on every ran
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 import torch
 import torch.fx as fx
@@ -144,6 +145,7 @@ def in_parts(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     found = fx.map_arg(parts.output_node().args[0], made.__getitem__)
     for user, value in [(node, found)] if is_tensor(node) else [(user, found[user.args[1]]) for user in users]:
         sharder.set(user, sharder.values[value], sharder.placements[value])
+        sharder.climbers[user] = partial(sharder.sharded, value)
     return True
 
 

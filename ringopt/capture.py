@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -148,7 +149,9 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
-    return make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+    """A graph whose Python code is written when it is run or read, and not after every pass."""
+    with _use_lazy_graph_module(True):
+        return make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
 
 
 def give_gradient(node: fx.Node, custom: Custom) -> None:

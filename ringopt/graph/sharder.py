@@ -194,6 +194,8 @@ class Sharder:
         wanted = rule.pull(placement) if rule is not None and len(rule.operands) == len(operands) else None
         if rule is None or wanted is None or not self.consistent(rule, wanted, placement):
             return None
+        if any(operand not in self.placements for operand in operands):
+            return None  # a tuple whose elements were placed by themselves
         for operand, place in zip(operands, wanted, strict=True):
             if self.placements[operand] is not None and self.placements[operand] != place:
                 return None

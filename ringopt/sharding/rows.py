@@ -214,26 +214,46 @@ def index_select(sharder: Sharder, node: fx.Node) -> bool:
     return True
 
 
+def take_along_dim(sharder: Sharder, node: fx.Node) -> bool:
+    x, rows, dim = node.args[0], node.args[1], named(node, "dim")
+    found = looked_up(sharder, node, rows) if dim is not None and sequence_at(sharder, x, [dim]) is not None else None
+    if found is None:
+        return False
+    sharder.set(node, sharder.call(node.target, (*found, dim), node, None), None)
+    return True
+
+
 def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The rows asked for, from their owners, and what `rows` is as an index into these. None where so many are asked
     for that every rank would hold more than its shard: then the sequence is better gathered."""
-    x, count = node.args[0], prod(shape_of(rows))
-    place, numbers = sharder.placements[x], value_of(rows).dtype in (torch.int32, torch.int64)
+    x, once = node.args[0], said_once(rows)
+    count, place = prod(once), sharder.placements[x]
+    numbers = value_of(rows).dtype in (torch.int32, torch.int64)
     if place is None or place.outer * place.inner > 1 or not numbers:
         return None
     if at_hand(count) * sharder.ranks > at_hand(place.length):
         return None
     step = Steps(sharder, node)
-    flat = step(aten.reshape.default, step(aten.to.dtype, sharder.replicated(rows), torch.int64), [-1])
+    asked = sharder.replicated(rows)
+    for dim, (said, size) in enumerate(zip(once, shape_of(rows), strict=True)):
+        if said is not size:
+            asked = step(aten.narrow.default, asked, dim, 0, 1)
+    flat = step(aten.reshape.default, step(aten.to.dtype, asked, torch.int64), [-1])
     args = (sharder.values[x], flat, place.dim, place.length, sharder.layout, sharder.group)
     picked = step(torch.ops.ringopt.look_up_rows.default, *args)
     order = step(aten.arange.default, count, device=value_of(rows).device)
-    return picked, step(aten.reshape.default, order, list(shape_of(rows)))
+    return picked, step(aten.expand.default, step(aten.reshape.default, order, once), list(shape_of(rows)))
+
+
+def said_once(rows: fx.Node) -> list[int]:
+    """The sizes of an index without what `expand` repeats, which strides of 0 tell."""
+    return [1 if stride == 0 else size for size, stride in zip(shape_of(rows), value_of(rows).stride(), strict=True)]
 
 
 ROWS: dict[str, Handler] = {
     "index": index,
     **dict.fromkeys(("index_select", "gather"), index_select),
+    "take_along_dim": take_along_dim,
     "select": select,
     "slice": slice_,
     "narrow": narrow,

@@ -1,6 +1,7 @@
 """Sums over the sequence: local sums, added up over the ranks.
 
-y = mean(x, 1)   ->   y = div(reduce_from_group(sum(x_rows, 1)), n)
+y = mean(x, 1)                  ->   y = div(reduce_from_group(sum(x_rows, 1)), n)
+y = scatter_add(s, 1, i, x)     ->   y = add(s, reduce_from_group(scatter_add(zeros_like(s), 1, i_rows, x_rows)))
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.fx as fx
 from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import argument, named, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import same
 from ringopt.sharding.steps import Handler, Steps, dims_of, sequence_at, wide_dtype
 
 aten = torch.ops.aten
@@ -70,6 +72,31 @@ def linear(sharder: Sharder, node: fx.Node) -> bool:
     return step.done(step(aten.add.Tensor, total, sharder.replicated(bias)))
 
 
+def scattered(sharder: Sharder, node: fx.Node) -> bool:
+    """scatter_add and index_add of rows: each rank adds up its own, into zeros."""
+    into, dim, index = node.args[:3]
+    x, by_row = named(node, "source" if op_name(node) == "index_add" else "src"), op_name(node) == "index_add"
+    at, place = (sequence_at(sharder, arg, [0 if arg is index and by_row else dim]) for arg in (index, x))
+    along = dim % len(shape_of(into))
+    found = place or (at and at.at(along))
+    wanted = found and found.at(0 if by_row else along)
+    held = sequence_at(sharder, into, [dim])
+    if found is None or wanted is None or (held is None and sharder.placements[into] is not None):
+        return False
+    if not same(shape_of(index)[wanted.dim], found.length) or not same(shape_of(x)[along], found.length):
+        return False
+    step, wide = Steps(sharder, node), wide_dtype(value_of(node))
+    zeros = step(aten.zeros.default, list(shape_of(into)), dtype=wide, device=value_of(node).device)
+    rows = step(aten.to.dtype, sharder.sharded(x, found), wide, placement=found)
+    scale = {"alpha": named(node, "alpha")} if by_row else {}
+    total = step.total(step(node.target, zeros, dim, sharder.sharded(index, wanted), rows, **scale))
+    if held is None:
+        return step.done(step(aten.add.Tensor, sharder.values[into], total))
+    how = (*sharder.factors(held), sharder.rows(held.length), sharder.layout, sharder.group)
+    mine = step(torch.ops.ringopt.scatter.default, total, *how, placement=held)
+    return step.done(step(aten.add.Tensor, sharder.values[into], mine, placement=held), held)
+
+
 def like(sharder: Sharder, node: fx.Node) -> bool:
     """new_zeros and its kin take from their argument a dtype and a device: any rows will do."""
     sharder.reader = node
@@ -82,5 +109,6 @@ def like(sharder: Sharder, node: fx.Node) -> bool:
 SUMS: dict[str, Handler] = {
     "linear": linear,
     "adaptive_avg_pool1d": pooled_to_one,
+    **dict.fromkeys(("scatter_add", "index_add"), scattered),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), like),
 }

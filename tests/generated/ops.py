@@ -74,6 +74,11 @@ def reduced(d: Draw, call: str) -> str:
     return f"t {sign} {call.format(one=one).replace(', True', '')}.unsqueeze({one})"
 
 
+def of_rows(d: Draw, call: str) -> str:
+    """Of [B, C, rest]: of [1, C, H, W], torch's own backward is wrong where the gradient is channels last (CPU)."""
+    return call.format("t") if len(d.shape) < 4 else f"{call.format('t.flatten(2)')}.view({list(d.shape)})"
+
+
 def over(call: str) -> Piece:
     return lambda d: reduced(d, call)
 
@@ -206,9 +211,9 @@ OPS: dict[str, Piece] = {
     "layer_norm": lambda d: f"F.layer_norm(t, {d.shape[-1:]}, p({d.shape[-1]}), p({d.shape[-1]}))",
     "layer_norm of two dims": lambda d: f"F.layer_norm(t, {d.shape[-2:]})",
     "rms_norm": lambda d: f"F.rms_norm(t, {d.shape[-1:]}, p({d.shape[-1]}))",
-    "batch_norm": lambda d: f"F.batch_norm(t, None, None, p({d.shape[1]}), training=True)",
+    "batch_norm": lambda d: of_rows(d, f"F.batch_norm({{}}, None, None, p({d.shape[1]}), training=True)"),
     "group_norm": lambda d: f"F.group_norm(t, {1 if d.shape[1] % 2 else 2}, p({d.shape[1]}))",
-    "instance_norm": lambda d: "F.instance_norm(t)",
+    "instance_norm": lambda d: of_rows(d, "F.instance_norm({})"),
     "prelu": lambda d: "F.prelu(t, p(1))",
     # regions
     "detached": lambda d: "t * t.detach()",

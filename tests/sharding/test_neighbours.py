@@ -94,8 +94,23 @@ STEPS = {
     "zeros before": lambda m, x: m.linear(torch.cat([torch.zeros_like(x[:, :2]), x[:, :-2]], 1)),
     "turned by cat": lambda m, x: m.linear(torch.cat([x[:, 4:], x[:, :4]], 1)),
     "three parts": lambda m, x: torch.cat([x[:, :1], m.linear(x[:, 1:-1]), x[:, -1:]], 1),
+    "sums of segments": lambda m, x: (
+        (lambda at: x + torch.zeros(2, 5, D).double().scatter_add(1, at, x).gather(1, at))(segments(x))
+    ),
+    "sums of segments, as long": lambda m, x: torch.zeros_like(x).scatter_add(1, segments(x), x) + x,
+    "added by index": lambda m, x: (
+        x + m.vector.expand(2, 5, D).index_add(1, segments(x)[0, :, 0], x, alpha=2).sum(1, keepdim=True)
+    ),
+    "counted by index": lambda m, x: (
+        x / torch.ones(2, 4).double().scatter_add(1, 1 * (x[..., 0] > 0), x.abs()[..., 1])[:, :1, None]
+    ),
     "a longer sequence": lambda m, x: torch.cat([x, m.linear(x)], 1)[:, 3 : 3 + x.shape[1]],
 }  # fmt: skip
+
+
+def segments(x):
+    """Of three rows each, [B, S, D]."""
+    return (torch.arange(x.shape[1]) // 3)[None, :, None].expand_as(x)
 
 
 def written(write):
@@ -118,6 +133,10 @@ WRITES = {
     "rows from elsewhere": written(lambda m, y, x: put(y, (slice(None), slice(1, None)), x[:, :-1])),
     "channels": written(lambda m, y, x: put(y, (..., slice(3)), x[..., 3:6])),
     "one channel": written(lambda m, y, x: put(y, (..., 2), x[..., 1])),
+    "where a mask of rows says": written(lambda m, y, x: put(y, x[..., 0] > 0.2, 0.5)),
+    "where a mask of rows says, by a parameter": written(lambda m, y, x: put(y, x[..., 0] > 0.2, m.vector[0])),
+    "where a mask of the whole says": written(lambda m, y, x: put(y, x > 0.2, 0.0)),
+    "places padded, of every sample": written(lambda m, y, x: put(y, (slice(None), torch.arange(x.shape[1]) > 3), 1.5)),
 }
 
 

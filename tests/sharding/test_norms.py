@@ -130,6 +130,19 @@ def test_steps(name):
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
+def test_the_largest_of_a_column_of_pairs_is_cut_like_any_value():
+    """It is on every rank, an element of a pair that a handler placed, and wanted in rows."""
+    verdict = check(lambda m, x: x * (x @ T(x)).max(1)[0][..., None], p=3, n=13)
+    assert [gather.op for gather in verdict.report.gathers] == ["matmul", "output"]
+
+
+def test_elements_of_an_operator_taken_apart_are_its_parts():
+    """Of broadcast_tensors: nothing of it is scattered, nor computed whole."""
+    places = lambda x: torch.arange(x.shape[1], dtype=x.dtype).sin()  # noqa: E731
+    verdict = check(lambda m, x: x * torch.broadcast_tensors(x[..., 0], places(x))[1][..., None], p=3, n=13)
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
 @pytest.mark.parametrize("name", ("amax over ties", "max along, ties", "softmax", "var", "argmax"))
 def test_on_four_ranks(name):
     verdict = check(STEPS[name], p=4, layout="zigzag", n=11)

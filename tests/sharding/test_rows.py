@@ -58,6 +58,8 @@ ENDS = {
     "last positive token": lambda m, x: x[torch.arange(2), (x[..., 0].detach() > 0).long().cumsum(1).argmax(1)],
     "rows by number": lambda m, x: x.index_select(1, torch.tensor([3, 3, 0])).sum(),
     "one index for batch and row": lambda m, x: (lambda i: x[i, i])(torch.arange(2)),
+    "last token by gather": lambda m, x: x.gather(1, torch.tensor([4, -1]).clamp(0).view(-1, 1, 1).expand(-1, 1, D)),
+    "rows taken along": lambda m, x: torch.take_along_dim(m.linear(x), torch.tensor([[4], [12]])[..., None], 1),
     "one row by number": lambda m, x: x[:, torch.tensor(5)],
     "next token": lambda m, x: F.mse_loss(m.linear(x)[:, :-1], x[:, 1:].detach()),
 }

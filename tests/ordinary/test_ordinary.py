@@ -1,0 +1,33 @@
+"""Small models as people write them, none of them for ringopt: loss, outputs and every gradient are those of one
+process, whatever torch.compile makes of them (fullgraph=False), and nothing is gathered but what a case says.
+
+In the normal run half of them on 2 ranks and half on 3; all on both with `-m zoo`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ordinary import ends, layers, routes  # noqa: F401  (registers the cases)
+from tests.ordinary.model import CASES, Model, inputs
+from tests.translation import TOLERANCE, captured_graphs, validate_graph
+
+RUNS = [
+    pytest.param(name, p, marks=[] if (number + p) % 2 else [pytest.mark.zoo], id=f"{name}, {p} ranks")
+    for number, name in enumerate(CASES)
+    for p in (2, 3)
+]
+
+
+@pytest.mark.parametrize("name, p", RUNS)
+def test_right_and_sharded(name, p):
+    torch.manual_seed(0)
+    case = CASES[name]
+    graphs = captured_graphs(Model(case).double(), inputs(case.rows), {}, fullgraph=False)
+    found = [validate_graph(p, *graph, TOLERANCE) for graph in graphs]
+    assert [verdict.wrong for verdict in found if verdict.wrong] == []
+    refused = {site.refusal for verdict in found for site in verdict.report.sites} - {None}
+    assert refused == ({case.refused} if case.refused else set())
+    gathered = {gather.op for verdict in found for gather in verdict.report.gathers} - {"output"}
+    assert gathered <= set(case.gathered)
