@@ -37,14 +37,7 @@ def load(path: str | Path) -> ExportedProgram:
 def load_with_provenance(path: str | Path) -> tuple[ExportedProgram, dict[str, Any] | None]:
     """The program, and what `ringopt convert` noted down when it wrote the file (None: another writer)."""
     path = Path(path)
-    if not path.is_file():
-        raise ProgramError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}; expected a .pt2 file")
-    if not zipfile.is_zipfile(path):
-        raise ProgramError(
-            f"{path} is not a .pt2 file (no zip archive); write one with torch.export.save(program, path)"
-        )
-    with zipfile.ZipFile(path) as archive:
-        check_members(path, archive)
+    checked(path)
     extra = {PROVENANCE: ""}
     with told_causes() as causes:
         try:
@@ -87,8 +80,25 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def check_members(path: Path, archive: zipfile.ZipFile) -> None:
-    members = {name.partition("/")[2] or name: name for name in archive.namelist()}
+def checked(path: Path) -> dict[str, Any]:
+    """What models/model.json holds, of a .pt2 file that can be read without running code. Raises ProgramError."""
+    if not path.is_file():
+        raise ProgramError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}; expected a .pt2 file")
+    if not zipfile.is_zipfile(path):
+        raise ProgramError(
+            f"{path} is not a .pt2 file (no zip archive); write one with torch.export.save(program, path)"
+        )
+    with zipfile.ZipFile(path) as archive:
+        return check_members(path, archive)
+
+
+def members_of(archive: zipfile.ZipFile) -> dict[str, str]:
+    """The names in an archive by what follows the folder that all of them are in."""
+    return {name.partition("/")[2] or name: name for name in archive.namelist()}
+
+
+def check_members(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+    members = members_of(archive)
     if "serialized_exported_program.json" in archive.namelist():
         raise ProgramError(
             f"{path} has the format of torch 2.7 and older; export it again with torch {torch.__version__}"
@@ -97,7 +107,8 @@ def check_members(path: Path, archive: zipfile.ZipFile) -> None:
     if models != ["models/model.json"]:
         found = f"programs {models}" if models else "no program in it"
         raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {found}")
-    check_version(path, json.loads(archive.read(members["models/model.json"])))
+    model: dict[str, Any] = json.loads(archive.read(members["models/model.json"]))
+    check_version(path, model)
     for member, name in members.items():
         if member.endswith(".pt"):
             check_pickle(path, member, archive.read(name))
@@ -109,6 +120,7 @@ def check_members(path: Path, archive: zipfile.ZipFile) -> None:
                     raise ProgramError(f"{path}: {file} is a pickled object, which may run any code; it is not loaded")
                 if entry.get("use_pickle"):
                     check_pickle(path, file, archive.read(members[file]))
+    return model
 
 
 def check_version(path: Path, model: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from ringopt.attention.patterns import Kind, pattern_of
 from ringopt.attention.plans import Plan, plan_of
 from ringopt.attention.predict import pairs_of
 from ringopt.attention.rows import count
+from ringopt.compare.files import TENSORS
 from ringopt.distributed.mesh import registered
 from ringopt.errors import OptionError, PlanError
 from ringopt.graph.diff import SiteView
@@ -77,14 +78,14 @@ class Reader:
     def open_rows(self, graph: fx.Graph) -> Iterator[tuple[Any, int]]:
         """The open sizes of a program for any number of ranks, where there are `ranks` of them."""
         for node in graph.nodes:
-            if qualified(node) == "ringopt::rows_here" and self.ranks is not None:
-                arguments = arguments_of(node)
+            arguments = arguments_of(node) if qualified(node) == "ringopt::rows_here" else {}
+            if self.ranks is not None and isinstance(arguments.get("length"), int):
                 held = layout_of(arguments["layout"], arguments["length"], self.ranks).ranges(self.rank)
                 yield value_of(node).node.expr, count(held)
 
     def sizes(self, value: Any) -> list[int] | None:
         """Of a tensor; None where one is open."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, TENSORS):
             return None
         known = [size if isinstance(size, int) else size.node.expr.xreplace(self.rows) for size in value.shape]
         return list(map(int, known)) if all(isinstance(size, int) or size.is_Integer for size in known) else None
@@ -130,7 +131,7 @@ class Reader:
         ranks, sizes = self.ranks, self.sizes(value_of(node))
         if ranks is None or sizes is None or name not in ("ringopt::gather", "ringopt::reduce_from_group"):
             return None
-        whole = math.prod(sizes) * value_of(node).element_size()
+        whole = math.prod(sizes) * value_of(node).dtype.itemsize
         if name == "ringopt::reduce_from_group":
             return int(2 * whole * (ranks - 1) // ranks)
         layout = layout_of(arguments["layout"], arguments["length"], ranks)
@@ -146,7 +147,7 @@ class Reader:
         here = count(layout_of(arguments["layout"], length, ranks).ranges(self.rank))
         wanted = Wanted.of(arguments["form"], arguments["numbers"])
         plan = fetch_of(wanted, arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
-        row = math.prod(sizes) * value_of(x).element_size() // max(here, 1)
+        row = math.prod(sizes) * value_of(x).dtype.itemsize // max(here, 1)
         return sum(len(rows) for _peer, rows in plan.sends) * int(row)
 
     def respread_bytes(self, arguments: Mapping[str, Any]) -> int | None:
@@ -154,7 +155,7 @@ class Reader:
         if self.ranks is None or sizes is None or self.ranks * math.prod(old) > PLANNED:
             return None
         plan = plan_respread(old, new, arguments["layout"], self.ranks, self.rank, torch.device("cpu"))
-        place = math.prod(sizes) * value_of(arguments["x"]).element_size() // max(sizes[arguments["dim"]], 1)
+        place = math.prod(sizes) * value_of(arguments["x"]).dtype.itemsize // max(sizes[arguments["dim"]], 1)
         return sum(len(rows) for _peer, rows in plan.sends) * int(place)
 
     def attention_bytes(self, arguments: Mapping[str, Any]) -> int | None:
@@ -194,7 +195,7 @@ class Reader:
     def dilated_bytes(self, arguments: Mapping[str, Any]) -> int | None:
         key, value = (value_of(arguments[name]) for name in "kv")
         plan = self.dilated_plan(arguments)
-        row = key.shape[0] * (key.shape[3] + value.shape[3]) * key.element_size()
+        row = key.shape[0] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
         return int(plan.sent_rows(self.rank, Cargo.OUT) * row) if plan is not None else None
 
     # ---- what is computed ------------------------------------------------------------------------------------------
@@ -284,8 +285,8 @@ def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The mask in at most BLOCKS x BLOCKS blocks, "?" where tensors decide; () where sizes are open."""
     query, key, _values = (value_of(arguments[of]) for of in operands_of(name))
     mask = Mask.parse(arguments.get("mask") or "")
-    rows = arguments.get("q_length", query.shape[-2] if isinstance(query, torch.Tensor) else None)
-    keys = arguments.get("kv_length", key.shape[-2] if isinstance(key, torch.Tensor) else None)
+    rows = arguments.get("q_length", query.shape[-2] if isinstance(query, TENSORS) else None)
+    keys = arguments.get("kv_length", key.shape[-2] if isinstance(key, TENSORS) else None)
     given = arguments.get("attn_mask") is not None
     if not isinstance(rows, int) or not isinstance(keys, int):
         return ()

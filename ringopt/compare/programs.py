@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from ringopt.archive import load
+from ringopt.compare.files import FileProgram, Unknown, read_program
 from ringopt.compare.views import views_of
 from ringopt.errors import ProgramError
 from ringopt.graph.diff import GraphDiff, diff_views, with_values
@@ -30,12 +32,15 @@ def diff(before: Program | str | Path, after: Program | str | Path, *, world_siz
     programs = opened(before), opened(after)
     views = [views_of(program, world_size) for program in programs]
     tensors = [tensors_of(program) for program in programs]
-    return with_values(diff_views(*views), lambda one, other: differ(tensors[0].get(one), tensors[1].get(other)))
+    return with_values(diff_views(*views), lambda one, other: differ(tensors[0](one), tensors[1](other)))
 
 
-def opened(program: Program | str | Path) -> Program:
+def opened(program: Program | str | Path) -> Program | FileProgram:
     if isinstance(program, (str, Path)):
-        return load(program)
+        try:
+            return read_program(Path(program))
+        except Unknown:
+            return load(program)
     if not isinstance(program, (ExportedProgram, fx.GraphModule)):
         raise ProgramError(
             f"{type(program).__name__} cannot be compared; expected an ExportedProgram, a GraphModule or a .pt2 file"
@@ -43,16 +48,24 @@ def opened(program: Program | str | Path) -> Program:
     return program
 
 
-def tensors_of(program: Program) -> dict[str, torch.Tensor]:
+def tensors_of(program: Program | FileProgram) -> Callable[[str], torch.Tensor | None]:
     """The values that are part of the program, by the name of the node that reads them."""
-    if isinstance(program, ExportedProgram):
+    known: Mapping[str, object]
+    if isinstance(program, FileProgram):
+        known, targets = program.stored, program.targets
+    elif isinstance(program, ExportedProgram):
         known = {**program.constants, **program.state_dict}
         specs = program.graph_signature.input_specs
         targets = {spec.arg.name: spec.target for spec in specs if spec.target is not None}
     else:
         known = {node.target: attribute(program, node.target) for node in program.graph.find_nodes(op="get_attr")}
         targets = {node.name: node.target for node in program.graph.find_nodes(op="get_attr")}
-    return {name: known[to] for name, to in targets.items() if isinstance(known.get(to), torch.Tensor)}
+
+    def tensor(name: str) -> torch.Tensor | None:
+        value = known.get(targets[name]) if name in targets else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    return tensor
 
 
 def attribute(module: object, path: str) -> object:

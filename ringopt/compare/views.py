@@ -5,34 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx as fx
 from torch.export import ExportedProgram
 
+from ringopt.compare.files import TENSORS, FileProgram
 from ringopt.compare.meaning import Meaning, Reader, qualified
 from ringopt.graph.alignment import HANDS_ON, LISTED
 from ringopt.graph.diff import NodeView
 from ringopt.graph.nodes import module_path, op_name, value_of
 from ringopt.graph.printer import text
 
+Program: TypeAlias = ExportedProgram | FileProgram | fx.GraphModule
 # Arguments that do not change what a node means: the token that tells caches apart.
 HIDDEN = ("version",)
 FRAME = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*(?:\n\s*([^\n]+))?')
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
-def views_of(program: ExportedProgram | fx.GraphModule, ranks: int | None = None) -> list[NodeView]:
+def views_of(program: Program, ranks: int | None = None) -> list[NodeView]:
     """All nodes in order, those of nested graphs before the node that calls them. `ranks` for what the graph leaves
     open."""
-    gm = program.graph_module if isinstance(program, ExportedProgram) else program
+    gm = program if isinstance(program, fx.GraphModule) else program.graph_module
     viewer = Viewer(called_inputs(program), Reader(gm.graph, ranks))
     return list(viewer.views(gm, ""))
 
 
-def called_inputs(program: ExportedProgram | fx.GraphModule) -> dict[str, str]:
+def called_inputs(program: Program) -> dict[str, str]:
     """What the program calls its placeholders and its outputs, where a signature tells."""
+    if isinstance(program, FileProgram):
+        return program.called
     if not isinstance(program, ExportedProgram):
         return {}
     signature = program.graph_signature
@@ -116,7 +120,7 @@ class Viewer:
         return text(value)
 
     def shape(self, value: Any) -> str:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, TENSORS):
             word, bits = re.fullmatch(r"torch\.([a-z]+)(\w*)", str(value.dtype)).groups()  # type: ignore[union-attr]
             return f"{SHORT.get(word, word)}{bits}[{', '.join(map(self.size, value.shape))}]"
         if isinstance(value, (list, tuple)):
