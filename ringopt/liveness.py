@@ -25,7 +25,7 @@ from ringopt.graph.nodes import op_name
 class Live:
     """Bytes. `parameters`: what comes in and has a gradient, `gradients`: theirs; `forward`, `backward`: the most that
     a graph holds at once beside these, what is `saved` between them included; `at_attention`: the same, at the
-    attentions only."""
+    attentions only, without what these make."""
 
     parameters: int
     gradients: int
@@ -109,10 +109,9 @@ def peak(graph: fx.Graph, saved: dict[int, int], beside: Collection[int] = ()) -
     for place, node in enumerate(nodes):
         if node.op == "call_function" and not fused(node):
             alive.update((storage, size) for storage, size in sizes(node).items() if storage not in outer)
-        live = sum(alive.values())
-        most = max(most, live)
+        most = max(most, sum(alive.values()))
         if op_name(node).startswith("ring_attention"):
-            attention = max(attention, live)
+            attention = max(attention, sum(size for storage, size in alive.items() if storage not in sizes(node)))
         for value in (node, *node.all_input_nodes):
             for storage in sizes(value):
                 if last[storage] == place:

@@ -20,11 +20,13 @@ from rich.table import Table
 from ringopt.attention.bytes import bytes_sent
 from ringopt.attention.choose import MOST_RANKS, Case, choose, choose_layout, duration
 from ringopt.attention.layouts import LAYOUTS
+from ringopt.attention.memory import most_memory
 from ringopt.attention.patterns import WINDOW
-from ringopt.attention.predict import Heads, held_most, simulate
+from ringopt.attention.predict import Heads, simulate
+from ringopt.attention.turns import exchanges_of
 from ringopt.backend import transform
 from ringopt.cost import volume
-from ringopt.cost.formulas import F, F_b, Formulas, L, W, formulas_of, o, o_b, s
+from ringopt.cost.formulas import F, F_b, Formulas, L, T, W, formulas_of, o, o_b, s
 from ringopt.cost.hardware import Device, device_of
 from ringopt.cost.rates import Rates, rates_of
 from ringopt.distributed.mesh import PretendedMesh
@@ -72,7 +74,8 @@ class Traced:
 
 @dataclass(frozen=True)
 class SitePoint:
-    """Predictions for one attention (all `times` of it) at one size, forward and backward together."""
+    """Predictions for one attention (all `times` of it) at one size, forward and backward together. `memory`,
+    `memory_backward`: bytes that one of them holds at once, as attention/memory.py counts them."""
 
     module: str
     strategy: str
@@ -81,7 +84,8 @@ class SitePoint:
     bytes: int
     seconds: float
     exposed: float
-    buffers: int
+    memory: int
+    memory_backward: int
     exact: bool
 
 
@@ -346,10 +350,11 @@ def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: s
     sent = max(
         sum(bytes_sent(exchange, case.heads, rank, backward) for backward in directions) for rank in range(ranks)
     )
+    held = most_memory(exchange, case.heads)
     return SitePoint(
         site.module, strategy, flops[0] // case.heads.flops(1, False), site.times * sum(flops), site.times * sent,
         site.times * sum(way.seconds for way in ways), site.times * sum(way.exposed for way in ways),
-        held_most(exchange, case.heads, case.training), True,
+        held.forward, held.backward, True,
     )  # fmt: skip
 
 
@@ -366,7 +371,7 @@ def by_formula(site: PlannedSite, case: Case, strategy: str, ranks: int, layout:
         site.module, strategy, int(found["pairs"]), site.times * flops,
         site.times * int(found["bytes"] + back * found["bytes_backward"]), site.times * seconds,
         site.times * max(0.0, seconds - flops / rates.default.rate),
-        int(max(found["buffers"], back * found["buffers_backward"])), True,
+        int(found["memory"]), int(found["memory_backward"]), True,
     )  # fmt: skip
 
 
@@ -385,6 +390,7 @@ def numbers(case: Case, width: int, ranks: int, rates: Rates) -> dict[Any, float
         volume.v_dim: heads.value_dim, volume.itemsize: heads.itemsize, volume.gradient_itemsize: heads.wide,
         F: forward.rate, o: forward.overhead, F_b: backward.rate, o_b: backward.overhead,
         W: rates.link.rate, L: rates.link.latency, s: rates.step,
+        T: exchanges_of(heads.kv_heads, case.kv_length // ranks * heads.row()),
     }  # fmt: skip
 
 
@@ -401,10 +407,10 @@ def memory_at(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: in
     two traces, each in proportion to the length; at an attention with what its exchange holds."""
     few, more = (found.live[p] for p in TRACED)
     held = more.parameters + more.gradients
-    buffers = max((site.buffers for site in sites), default=0)
+    forward, backward = (max(getattr(site, name) for site in sites) for name in ("memory", "memory_backward"))
     pairs = [(few.step, more.step, 0)]
-    pairs.append((few.at_attention, more.at_attention, buffers))
-    pairs.append((few.at_attention_backward, more.at_attention_backward, buffers))
+    pairs.append((few.at_attention, more.at_attention, forward))
+    pairs.append((few.at_attention_backward, more.at_attention_backward, backward))
     return held + max(int(part(one, two, ranks) * scale) + extra for one, two, extra in pairs)
 
 

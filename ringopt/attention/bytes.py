@@ -35,8 +35,10 @@ class Sizes:
 def bytes_sent(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bool = False) -> int:
     """By `rank` in the forward, or in the backward."""
     if isinstance(plan, HeadExchange):
-        there = sum(_out(plan.parcel(rank, other), sizes, backward) for other in range(plan.ranks) if other != rank)
-        return there + sum(_back(plan.parcel(o, rank), sizes, backward) for o in range(plan.ranks) if o != rank)
+        there = sum(
+            there_bytes(plan.parcel(rank, other), sizes, backward) for other in range(plan.ranks) if other != rank
+        )
+        return there + sum(back_bytes(plan.parcel(o, rank), sizes, backward) for o in range(plan.ranks) if o != rank)
     if plan.merges:  # the sum of dQ is the caller's
         results = plan.pattern.q_length * sizes.batch * sizes.q_heads * (sizes.value_dim + 1) * sizes.wide
         return 0 if backward else results * (plan.ranks - 1)
@@ -60,14 +62,14 @@ def row_bytes(plan: Exchange, sizes: Sizes, cargo: Cargo, backward: bool) -> int
     return sizes.batch * sizes.q_heads * number
 
 
-def _out(parcel: Parcel, sizes: Sizes, backward: bool) -> int:
+def there_bytes(parcel: Parcel, sizes: Sizes, backward: bool) -> int:
     """Q, K, V; in the backward also the output, its gradient and the log-sum-exp."""
     queries, keys = count(parcel.q_rows) * len(parcel.q_heads), count(parcel.kv_rows) * len(parcel.kv_heads)
     numbers = queries * (sizes.key_dim + 2 * backward * sizes.value_dim) + keys * (sizes.key_dim + sizes.value_dim)
     return sizes.batch * (numbers * sizes.itemsize + backward * queries * sizes.wide)
 
 
-def _back(parcel: Parcel, sizes: Sizes, backward: bool) -> int:
+def back_bytes(parcel: Parcel, sizes: Sizes, backward: bool) -> int:
     """The output and the log-sum-exp; in the backward dQ, and dK and dV, which are sums over ranks."""
     queries, keys = count(parcel.q_rows) * len(parcel.q_heads), count(parcel.kv_rows) * len(parcel.kv_heads)
     if backward:

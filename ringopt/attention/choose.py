@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ringopt.attention.exchange import Exchange, exchange_of
+from ringopt.attention.memory import most_memory
 from ringopt.attention.plans import NAMES, Plan, plan_of
-from ringopt.attention.predict import Heads, held_most, pairs_of, simulate
+from ringopt.attention.predict import Heads, pairs_of, simulate
 from ringopt.attention.routes import MERGE, QUERIES_MOVE
 from ringopt.cost.rates import Rates
 from ringopt.errors import OptionError
@@ -24,8 +25,8 @@ CLOSE = 0.03
 # From what holds least to what holds most.
 LEAN = ("local", "halo", "ring", "gather", "ring2")
 
-# What an exchange may hold beside a rank's own rows: as many shards of keys and values, or this part of the device.
-SHARDS, PART = 3, 64
+# What an attention may hold: what the ring does and as many shards of keys and values more, or this part of the device.
+SHARDS, PART = 1, 64
 
 # Of more ranks the plan is not unrolled: strategies are compared as they would be on so many, each with as many rows.
 MOST_RANKS = 32
@@ -64,8 +65,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one strategy: seconds until the last rank is done, bytes of the rank that sends most, bytes of remote rows on
-    the rank that holds most; in training of both directions together."""
+    """Of one strategy: seconds until the last rank is done, bytes of the rank that sends most, and the most bytes that
+    a rank holds at once beside its own q, k, v; in training of both directions."""
 
     strategy: str
     seconds: float
@@ -97,7 +98,9 @@ def estimate(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -
     plan = case.plan(ranks, layout, strategy)
     ways = [simulate(plan, case.heads, rates, backward) for backward in (False, True)[: 1 + case.training]]
     sent = max(map(sum, zip(*(way.bytes for way in ways), strict=True)))
-    return Estimate(strategy, sum(way.seconds for way in ways), sent, held_most(plan, case.heads, case.training))
+    memory = most_memory(plan, case.heads)
+    held = memory.training if case.training else memory.forward
+    return Estimate(strategy, sum(way.seconds for way in ways), sent, held)
 
 
 @lru_cache(maxsize=4096)
@@ -124,10 +127,9 @@ def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
 
 
 def allowed(case: Case, ranks: int, rates: Rates, ring: Estimate) -> int:
-    """Bytes of remote rows that may be held: SHARDS shards, or what the ring holds, or a part of the device."""
-    row = case.heads.row()
-    shards = SHARDS * -(-case.kv_length // ranks) * row
-    return max(shards, ring.held, rates.memory // PART if ranks <= MOST_RANKS else 0)
+    """Bytes that may be held: of the ring and SHARDS shards more, or a part of the device."""
+    shards = SHARDS * -(-case.kv_length // ranks) * case.heads.row()
+    return max(ring.held + shards, rates.memory // PART if ranks <= MOST_RANKS else 0)
 
 
 def order(strategy: str) -> tuple[int, str]:

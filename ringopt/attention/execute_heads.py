@@ -124,18 +124,22 @@ def backward_heads(plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor
     for part in plan.parts(mesh.rank):
         mine, theirs = span(part.queries, plan.share(mesh.rank).start), span(part.keys, plan.kv_share(mesh.rank).start)
         left = Saved(part_of(plan, mesh, own, part), out[:, mine], lse[:, mine].squeeze(-1))
-        found = finish(backward_keys(*alone(site, part), dout[:, mine], left))
-        total.dq[:, mine] = found.dq
-        total.dk[:, theirs] += found.dk
-        total.dv[:, theirs] += found.dv
-        for sum_, one in zip(total.parts, found.parts, strict=True):
-            sum_ += one
-        if total.dsinks is not None and found.dsinks is not None:
-            total.dsinks[:, span(part.queries)] = found.dsinks
+        add(total, finish(backward_keys(*alone(site, part), dout[:, mine], left)), part, mine, theirs)
     home = [trade.of_queries(total.dq.to(q.dtype)), *map(trade.of_keys, (total.dk, total.dv))]
     dqs, dks, dvs = trade.back(home, "backward back")
     dk, dv = (summed(plan, *grads) for grads in ((dks, given.k), (dvs, given.v)))
     return Found(torch.cat([*dqs.values()], 1), dk, dv, total.parts, total.dsinks)
+
+
+def add(total: Found, found: Found, part: Part, mine: slice, theirs: slice) -> None:
+    """The gradients of a part, `mine` and `theirs` its query and KV heads among those of the rank, to all."""
+    total.dq[:, mine] = found.dq
+    total.dk[:, theirs] += found.dk
+    total.dv[:, theirs] += found.dv
+    for sum_, one in zip(total.parts, found.parts, strict=True):
+        sum_ += one
+    if total.dsinks is not None and found.dsinks is not None:
+        total.dsinks[:, span(part.queries)] = found.dsinks
 
 
 def alone(site: Attention, part: Part) -> tuple[Attention, Mesh]:

@@ -57,13 +57,16 @@ def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[T
     results = Results(result, own, local, q.shape[2], leaving(steps))
     tiles, keys_here = Tiles(attention, rank, given, given.sources), Local(exchange.kv_layout.ranges(rank))
 
+    def attended(part: Tile) -> Pair:
+        rows = keys_here.slice(part.keys)
+        operands = (held.pair(part.queries)[0], k[:, :, rows], v[:, :, rows])
+        out, lse = tiles.kernel(part).forward(*operands, part.mask, part.causal, attention.scale)
+        return out, lse.unsqueeze(-1)
+
     def compute(block: Block) -> None:
         for tile in tiles.scores.tiles(block):
             for part in tile.strips(max(STRIP, -(-q.shape[2] // 8))):
-                rows = keys_here.slice(part.keys)
-                operands = (held.pair(part.queries)[0], k[:, :, rows], v[:, :, rows])
-                out, lse = tiles.kernel(part).forward(*operands, part.mask, part.causal, attention.scale)
-                results.add(part.queries, out, lse.unsqueeze(-1))
+                results.add(part.queries, *attended(part))
 
     finish(there_and_back(mesh, steps, held, results, compute, "forward"))
     merged, found = Merged(q, v.shape[3]), [results.home()]

@@ -62,15 +62,20 @@ def there_and_back(
         ends = number + 1 == len(steps)
         if ends:
             yield
-        for packed in coming.wait() if coming is not None else ():
-            sums.arrived(packed)
+        if coming is not None:
+            deliver(coming, sums.arrived)
         if not ends:
             back = f"{way} {number + 1}, home{group}"
             coming = post(mesh, steps[number + 1], Cargo.BACK, sums, back)
             yield
-        for packed in rows.wait():
-            held.put(packed)
+        deliver(rows, held.put)
         held.drop(step.drops)
+
+
+def deliver(posted: Posted, take: Callable[[Packed], None]) -> None:
+    """Gives `take` what comes. A function of its own, so that its last buffer is not kept by the loop that calls it."""
+    for packed in posted.wait():
+        take(packed)
 
 
 def leaving(steps: Sequence[Step]) -> list[Message]:

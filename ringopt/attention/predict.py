@@ -18,7 +18,7 @@ from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange, Part
 from ringopt.attention.patterns import Kind
 from ringopt.attention.plans import Plan
-from ringopt.attention.rows import count, within
+from ringopt.attention.rows import count
 from ringopt.cost.rates import Rates
 
 SHAPES = {Kind.FULL: "full", Kind.CAUSAL: "causal", Kind.PARTIAL: "masked"}
@@ -185,35 +185,3 @@ def tile_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, b
     speed = rates.tile(heads.kernel, heads.dtype, backward, SHAPES[block.kind])
     merged = 3 * (queries * heads.query() + (2 * keys * heads.row(Cargo.BACK) if backward else 0))
     return speed.seconds(heads.flops(pairs, backward)) + merged / rates.touch
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def held_most(plan: Plan, heads: Heads, training: bool) -> int:
-    """Bytes of rows of other ranks, of own ones packed to go there and of gradients owed, on the rank that holds most
-    at once, forward and (in `training`) backward."""
-    ways = (False, True)[: 1 + training]
-    if isinstance(plan, HeadExchange):
-        return max(bytes_sent(plan, heads, rank, backward) * 2 for rank in range(plan.ranks) for backward in ways)
-    return max(held_peak(plan, rank, heads, backward) for rank in range(plan.ranks) for backward in ways)
-
-
-def held_peak(exchange: Exchange, rank: int, heads: Heads, backward: bool) -> int:
-    """The most bytes, in any step, of remote rows held, of rows on their way in, of own rows packed to go out, and of
-    sums of gradients (or results) that are owed to other ranks."""
-    row, own, held, peak = rows_of(exchange, heads, backward), exchange.home(rank), 0, 0
-    owed: set[range] = set()
-    for step in exchange.steps(rank, backward):
-        arriving = sum(count(m.rows) * row[m.cargo] for m in step.receives)
-        out = [rows for m in step.sends if m.cargo is Cargo.OUT for rows in m.rows]
-        packed = sum(len(rows) for rows in out if any(within(rows, piece) for piece in own)) * row[Cargo.OUT]
-        peak = max(peak, held + arriving + packed + count(owed) * row[Cargo.BACK])
-        owed.difference_update(rows for m in step.sends if m.cargo is Cargo.BACK for rows in m.rows)
-        for m in step.receives:
-            if m.cargo is Cargo.OUT:
-                held += count(m.rows) * row[Cargo.OUT]
-            if backward or exchange.queries_move:  # a sum is begun for rows whose gradients will go on from here
-                owed.update(rows for rows in m.rows if not any(within(rows, piece) for piece in own))
-        held -= count(step.drops) * row[Cargo.OUT]
-    return peak

@@ -1,14 +1,16 @@
-"""What an attention costs the busiest rank, in closed form: FLOPs, bytes, messages, buffers, seconds.
+"""What an attention costs the busiest rank, in closed form: FLOPs, bytes, messages, memory, seconds.
 
 For any length and any number of ranks, where a plan has to be unrolled; exact in FLOPs and bytes where the length
 divides evenly (volume.py), and tests hold the rest against unrolled plans. Symbols, beside those of volume.py:
 
     F, o   FLOP/s of a tile, and seconds that each costs beside its FLOPs        F_b, o_b   the same backward
     W, L   bytes/s of the link, seconds a message                                s          seconds a step
+    T      exchanges that take turns, each of some heads (attention/turns.py)
 
 A step takes the longer of computing and exchanging. The ring has a step for each hop, and so has its backward, where
 keys must come once before anything can be computed with them; a gather has one step for all that travels; ulysses
-trades rows for heads before and after it computes.
+trades rows for heads before and after it computes. Memory is that of attention/memory.py where a rank has so many rows
+that what a kernel works in is nothing beside them.
 """
 
 from __future__ import annotations
@@ -38,19 +40,29 @@ from ringopt.cost.volume import (
 from ringopt.errors import OptionError
 
 F, o, F_b, o_b, W, L, s = sympy.symbols("F o F_b o_b W L s", nonnegative=True)
+T = sympy.Symbol("T", integer=True, positive=True)
 
-ONE = Integer(1)
+ONE, ZERO = Integer(1), Integer(0)
 SHARD = n / p
 PAIR = 2 * batch * q_heads * (k_dim + v_dim)
 PAIR_BACK = 2 * batch * q_heads * (3 * k_dim + 2 * v_dim)
 ROW = batch * kv_heads * (k_dim + v_dim) * itemsize
 ROW_BACK = batch * kv_heads * (k_dim + v_dim) * gradient_itemsize
-QUERY = batch * q_heads * (v_dim + 1) * gradient_itemsize
+SUMS = SHARD * batch * q_heads * (v_dim + 1) * gradient_itemsize
+RESULTS = SHARD * batch * q_heads * (v_dim * itemsize + gradient_itemsize)
+DQ, OUT = SHARD * batch * q_heads * k_dim, SHARD * batch * q_heads * v_dim * itemsize
+HOME = SHARD * ROW_BACK
+NARROW = Piecewise((1, itemsize < gradient_itemsize), (0, True))
+SPLIT = Piecewise((1, T > 1), (0, True))
+# What a tile of an eighth of the queries gives, and one of the whole backward with what its kernel copies.
+TILE = (RESULTS + 2 * SHARD * batch * q_heads * gradient_itemsize) / 8 / T
+TILE_BACK = (DQ * itemsize + OUT) / T
+MASK = 11  # bytes an element while the mask of a window is made
 
 
 SYMBOLS = (
     *(n, p, w, r, batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize),
-    *(F, o, F_b, o_b, W, L, s),
+    *(F, o, F_b, o_b, W, L, s, T),
 )  # fmt: skip
 
 
@@ -58,8 +70,9 @@ SYMBOLS = (
 class Formulas:
     """Of the busiest rank; bytes are those of rank r.
 
-    buffers   bytes at once, at most: other ranks' rows, own ones packed to go there, sums that are owed
-    results   bytes that it computes and that are saved for the backward
+    memory           bytes at once in the forward, at most, beside its own q, k, v
+    saved            bytes of results that the backward needs
+    memory_backward  bytes at once in the backward, beside what is saved and the gradient that comes in
     """
 
     pairs: Expr
@@ -68,9 +81,9 @@ class Formulas:
     bytes: Expr
     bytes_backward: Expr
     messages: Expr
-    buffers: Expr
-    buffers_backward: Expr
-    results: Expr
+    memory: Expr
+    saved: Expr
+    memory_backward: Expr
     seconds: Expr
     seconds_backward: Expr
 
@@ -99,7 +112,8 @@ def compiled(formulas: Formulas) -> Callable[..., list[float]]:
 @dataclass(frozen=True)
 class Work:
     """Pairs of query and key on the busiest rank: with its own keys (`home`) and, in each of `hops` steps, with `rows`
-    that came (`away`). Windows are computed in `strips`, each with `waste` times the pairs that are seen."""
+    that came (`away`). Windows are computed in `strips`, each with `waste` times the pairs that are seen and a mask of
+    `masked` elements. A gather has `gathered` rows on their way, coming and going."""
 
     home: Expr
     away: Expr
@@ -107,6 +121,8 @@ class Work:
     rows: Expr
     strips: Expr = ONE
     waste: Expr = ONE
+    masked: Expr = ZERO
+    gathered: Expr = 2 * (n - SHARD)
 
 
 @lru_cache(maxsize=256)
@@ -128,7 +144,7 @@ def formulas_of(pattern: str, layout: str, strategy: str) -> Formulas:
         bytes=Piecewise((0, alone), (volume.forward_bytes, True)),
         bytes_backward=Piecewise((0, alone), (volume.backward_bytes, True)),
         messages=work.hops,
-        results=SHARD * QUERY,
+        saved=RESULTS,
         **(gather if strategy == "gather" else ring)(work),
     )
 
@@ -138,10 +154,10 @@ def work_of(pattern: str, layout: str) -> Work:
     if pattern == "full":
         return Work(SHARD**2, SHARD**2, p - 1, SHARD)
     if pattern == "causal" and layout == "contiguous":
-        return Work(SHARD * (SHARD + 1) / 2, SHARD**2, p - 1, SHARD)
+        return Work(SHARD * (SHARD + 1) / 2, SHARD**2, p - 1, SHARD, gathered=n - SHARD)
     if pattern == "causal":
         chunk = SHARD / 2
-        return Work(chunk**2 + chunk * (chunk + 1), 2 * chunk**2, p - 1, SHARD)
+        return Work(chunk**2 + chunk * (chunk + 1), 2 * chunk**2, p - 1, SHARD, gathered=3 * (n - SHARD) / 2)
     if layout != "contiguous":
         raise OptionError(f"no closed form is known for {pattern} on {layout}")
     sides = 1 if pattern == "window" else 2
@@ -157,6 +173,8 @@ def work_of(pattern: str, layout: str) -> Work:
         sides * Min(reach, SHARD),
         ceiling(SHARD / strip),
         1 + (strip - 1) / (sides * w),
+        Min(strip * Min(strip + sides * w, SHARD), 1 << 22),
+        2 * sides * reach,
     )
 
 
@@ -171,9 +189,10 @@ def ring(work: Work) -> dict[str, Expr]:
     keys, sums = work.rows * ROW, work.rows * ROW_BACK
     home, away, home_back, away_back = tiles(work)
     some, more = Min(work.hops, 1), Max(work.hops - 1, 0)
+    passing = Max(2 * keys, 2 * sums + HOME, Piecewise((2 * keys + 3 * sums, work.hops > 1), (0, True)))
     return {
-        "buffers": some * 2 * keys,
-        "buffers_backward": Piecewise((2 * keys + 3 * sums, work.hops > 1), (some * Max(2 * keys, 2 * sums), True)),
+        "memory": forward_memory(2 * keys * some, work),
+        "memory_backward": backward_memory(passing, work),
         "seconds": Max(home, some * link(keys)) + more * Max(away, link(keys)) + some * away + (work.hops + 1) * s,
         "seconds_backward": some * link(keys)
         + more * Max(away_back, link(keys + sums))
@@ -189,14 +208,27 @@ def gather(work: Work) -> dict[str, Expr]:
     home, away, home_back, away_back = tiles(work)
     some = Min(work.hops, 1)
     return {
-        "buffers": 2 * keys,
-        "buffers_backward": Max(2 * keys, keys + sums, 2 * sums),
+        "memory": forward_memory(work.gathered * ROW, work),
+        "memory_backward": backward_memory(
+            Max(work.gathered * ROW, work.gathered * (ROW + ROW_BACK) / 2, work.gathered * ROW_BACK + HOME), work
+        ),
         "seconds": Max(home, link(keys, work.hops)) + work.hops * away + (1 + some) * s,
         "seconds_backward": link(keys, work.hops)
         + work.hops * away_back
         + Max(home_back, link(sums, work.hops))
         + (1 + 2 * some) * s,
     }
+
+
+def forward_memory(travels: Expr, work: Work) -> Expr:
+    """`travels`: bytes of rows on their way. Sums of an exchange are put into the results of all."""
+    return SPLIT * RESULTS + SUMS + travels + Max(TILE, MASK * work.masked)
+
+
+def backward_memory(travels: Expr, work: Work) -> Expr:
+    """`travels`: bytes of rows and sums on their way, those of the rank's own rows included."""
+    keys = SHARD * ROW / T
+    return DQ * gradient_itemsize + travels + Max(TILE_BACK + keys, MASK * work.masked)
 
 
 def ulysses(pattern: str) -> Formulas:
@@ -207,7 +239,11 @@ def ulysses(pattern: str) -> Formulas:
     whole = wholes[pattern]
     work = work_of(pattern, "contiguous").waste.subs(p, 1)
     volume, pairs, some = HeadVolume(), whole / p, Min(p - 1, 1)
-    trades = 2 * (p - 1) * L
+    trades, sent = 2 * (p - 1) * L, 1 + 2 * (p - 1) / p
+    keys = n * batch * Max(kv_heads / p, 1) * (k_dim + v_dim)
+    operands, given = DQ * itemsize + keys * itemsize, DQ * itemsize + keys * itemsize + OUT + RESULTS
+    total, packed = (DQ + keys) * gradient_itemsize, DQ * itemsize + keys * gradient_itemsize
+    tile = (DQ + keys) * itemsize + OUT
     return Formulas(
         pairs=pairs,
         flops=PAIR * pairs,
@@ -215,9 +251,9 @@ def ulysses(pattern: str) -> Formulas:
         bytes=volume.forward_bytes,
         bytes_backward=volume.backward_bytes,
         messages=2 * (p - 1),
-        buffers=2 * volume.forward_bytes,
-        buffers_backward=2 * volume.backward_bytes,
-        results=SHARD * QUERY,
+        memory=operands + RESULTS + Max(SUMS + (1 + NARROW) * OUT, sent * RESULTS),
+        saved=RESULTS,
+        memory_backward=given + total + Max(total + tile, sent * packed),
         seconds=some * (volume.forward_bytes / W + trades) + PAIR * pairs * work / F + o + 3 * s,
         seconds_backward=some * (volume.backward_bytes / W + trades) + PAIR_BACK * pairs * work / F_b + o_b + 3 * s,
     )

@@ -11,7 +11,8 @@ from ringopt.attention.bytes import bytes_sent
 from ringopt.attention.choose import Case, choose, choose_layout, duration, estimate
 from ringopt.attention.exchange import Cargo, exchange_of
 from ringopt.attention.heads import head_exchange_of
-from ringopt.attention.predict import Heads, balance, held_peak, pairs_of, simulate
+from ringopt.attention.memory import memory_of
+from ringopt.attention.predict import Heads, balance, pairs_of, simulate
 from ringopt.cost.hardware import Link
 from ringopt.cost.rates import Rates, Speed, cautious
 
@@ -78,10 +79,12 @@ def test_ulysses_computes_whole_attentions_of_its_heads() -> None:
 
 
 def test_what_is_held_is_in_shards() -> None:
-    """The ring two shards, its own packed and one that comes; a gather one for each other rank, coming and packed."""
-    for strategy, shards in (("ring", 2), ("gather", 6)):
-        plan = exchange_of("full", 64, 64, 4, "contiguous", "contiguous", strategy)
-        assert held_peak(plan, 0, ONE, False) == shards * 16 * ONE.row()
+    """The ring has two shards beside its results, its own packed and one that comes; a gather one for each other rank,
+    coming and packed."""
+    plans = {name: exchange_of("full", 64, 64, 4, "contiguous", "contiguous", name) for name in ("ring", "gather")}
+    heads = dataclasses.replace(ONE, key_dim=64, value_dim=64, itemsize=4)
+    held = {name: memory_of(plan, heads, 0).forward for name, plan in plans.items()}
+    assert held["gather"] - held["ring"] == pytest.approx(4 * 16 * heads.row(), rel=0.15)
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------
@@ -97,11 +100,12 @@ def test_causal_work_is_even_in_the_layout_that_is_chosen(length: int, ranks: in
 
 
 def test_dear_steps_favour_a_gather_and_memory_forbids_it() -> None:
-    """On 4 ranks a gather has 2 steps where a ring has 4. It holds 6 shards, which takes memory that is known."""
-    case, dear = Case("full", 64, 64, ONE, False), dataclasses.replace(ROUND, step=1e6)
+    """On 4 ranks a gather has 2 steps where a ring has 4. It holds more, which takes memory that is known."""
+    heads = dataclasses.replace(ONE, key_dim=64, value_dim=64)
+    case, dear = Case("full", 64, 64, heads, False), dataclasses.replace(ROUND, step=1e6)
     found = choose(case, 4, "contiguous", dear)
-    assert found.strategy == "ring" and "gather 2," in found.reason and "but holds 384 B" in found.reason
-    assert choose(case, 4, "contiguous", dataclasses.replace(dear, memory=64 * 384)).strategy == "gather"
+    assert found.strategy == "ring" and "gather 2," in found.reason and "but holds" in found.reason
+    assert choose(case, 4, "contiguous", dataclasses.replace(dear, memory=64 * 2**20)).strategy == "gather"
 
 
 def test_of_close_ones_that_which_sends_less() -> None:

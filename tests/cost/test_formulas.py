@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from ringopt.attention.choose import Case
-from ringopt.attention.predict import Heads, held_most, pairs_of, simulate
+from ringopt.attention.memory import most_memory
+from ringopt.attention.predict import Heads, pairs_of, simulate
 from ringopt.cost.formulas import formulas_of
 from ringopt.cost.hardware import Link
 from ringopt.cost.rates import Rates, Speed
@@ -19,7 +20,7 @@ RATES = Rates("a machine", Link("wire", 5e10, 2e-5), Speed(5e12, 1e-5), touch=1e
 CASES = [
     ("full", "contiguous", "ring"), ("full", "contiguous", "gather"), ("full", "contiguous", "ulysses"),
     ("causal", "contiguous", "ring"), ("causal", "zigzag", "ring"), ("causal", "zigzag", "gather"),
-    ("window(700)", "contiguous", "halo"), ("window(3000)", "contiguous", "gather"),
+    ("window(700)", "contiguous", "halo"), ("window(1500)", "contiguous", "gather"),
     ("window(700,both)", "contiguous", "halo"),
 ]  # fmt: skip
 
@@ -38,9 +39,11 @@ def test_formulas_agree_with_the_plan(pattern: str, layout: str, strategy: str, 
     assert found["bytes"] == max(forward.bytes) and found["bytes_backward"] == max(backward.bytes)
     assert found["seconds"] == pytest.approx(forward.seconds, rel=0.15)
     assert found["seconds_backward"] == pytest.approx(backward.seconds, rel=0.15)
-    held = [held_most(plan, HEADS, training) for training in (False, True)]
-    assert held[0] * 0.99 <= found["buffers"] <= 2.01 * held[0]
-    assert held[1] * 0.85 <= max(found["buffers"], found["buffers_backward"]) <= 2.01 * held[1]
+    held = most_memory(plan, HEADS)
+    assert found["saved"] == held.saved
+    if ranks > 2:  # of two, each has one neighbour
+        assert found["memory"] == pytest.approx(held.forward, rel=0.15)
+        assert found["memory_backward"] == pytest.approx(held.backward, rel=0.15)
 
 
 def test_pairs_are_those_of_the_busiest_rank() -> None:

@@ -1,0 +1,227 @@
+"""The most bytes that an attention holds at once on a rank, read off its plan: what an allocator counts.
+
+The executors (execute.py, turns.py, execute_queries.py, execute_heads.py) on a ledger in place of tensors. Counted are
+rows of other ranks, own ones packed to go there, sums of results and gradients, and what the tile at work has beside
+them (tile_memory.py). The mask of a pattern is among that; what a mask or bias of the program holds while it is
+evaluated depends on its term, is bounded (tiles.MASK_ELEMENTS) and is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+from itertools import zip_longest
+
+from ringopt.attention.bytes import back_bytes, there_bytes
+from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
+from ringopt.attention.execute import STRIP
+from ringopt.attention.heads import HeadExchange
+from ringopt.attention.plans import Plan
+from ringopt.attention.predict import Heads, rows_of
+from ringopt.attention.rows import Rows, count, within
+from ringopt.attention.tile_memory import Held, Sums, at_once, backward_tile, first_tile, forward_tile
+from ringopt.attention.turns import exchanges_of
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank beside its own q, k, v.
+
+    forward   the most in the forward, its results included
+    saved     the output and its log-sum-exp, which the backward needs
+    backward  the most in the backward, its results included, beside what is saved and the gradient that comes in
+    """
+
+    forward: int
+    saved: int
+    backward: int
+
+    @property
+    def training(self) -> int:
+        """The most in a forward and its backward."""
+        return max(self.forward, self.saved + self.backward)
+
+
+@lru_cache(maxsize=4096)
+def most_memory(plan: Plan, heads: Heads) -> Memory:
+    """Each the most of any rank."""
+    found = [memory_of(plan, heads, rank) for rank in range(plan.ranks)]
+    forward, saved, backward = (max(each) for each in zip(*map(astuple, found), strict=True))
+    return Memory(forward, saved, backward)
+
+
+def memory_of(plan: Plan, heads: Heads, rank: int) -> Memory:
+    if isinstance(plan, HeadExchange):
+        return of_heads(plan, heads, rank)
+    if plan.queries_move:
+        return of_queries(plan, heads, rank)
+    return of_keys(plan, heads, rank, turns_of(plan, heads))
+
+
+class Ledger:
+    """Bytes held now, and the most so far."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def take(self, size: int) -> None:
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+    def briefly(self, size: int) -> None:
+        self.most = max(self.most, self.now + size)
+
+
+# ---- keys travel -----------------------------------------------------------------------------------------------------
+def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int) -> Memory:
+    """`turns` exchanges, each of some heads; one at a time computes."""
+    sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
+    one = replace(heads, q_heads=heads.q_heads // turns, kv_heads=-(-heads.kv_heads // turns))
+    there, back = Ledger(), Ledger()
+    there.take((sums.out + sums.lse) * (turns > 1))  # of all heads, into which each exchange puts its own
+    blocks = [block for step in plan.forward(rank) for block in step.blocks]
+    whole = bool(blocks) and at_once(blocks[0]) == sums.queries
+    strip = max(STRIP, -(-sums.queries // 8))
+
+    def tile(block: Block) -> Held:
+        return first_tile(block, one) if whole and block == blocks[0] else forward_tile(block, one, strip)
+
+    over_steps(there, plan, rank, heads, False, sums.wide_out + sums.lse, tile)
+    # A kernel gives its output in another order of dims than the operator.
+    there.briefly(sums.out // turns * (sums.narrow + whole))
+    back.take(sums.wide_dq)
+    over_steps(back, plan, rank, heads, True, sums.wide_dkv, lambda block: backward_tile(block, one))
+    back.briefly(rounded(sums))
+    return Memory(there.most, sums.out + sums.lse, back.most)
+
+
+def turns_of(plan: Exchange, heads: Heads) -> int:
+    return exchanges_of(heads.kv_heads, plan.shard * heads.row()) if plan.length else 1
+
+
+# ---- queries travel --------------------------------------------------------------------------------------------------
+def of_queries(plan: Exchange, heads: Heads, rank: int) -> Memory:
+    sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
+    strip, results = max(STRIP, -(-sums.queries // 8)), sums.wide_out + sums.lse
+    there, back = Ledger(), Ledger()
+    over_steps(there, plan, rank, heads, False, results, lambda block: forward_tile(block, heads, strip))
+    # Where all ranks have the queries, each has the parts of all to merge.
+    there.briefly((2 + plan.ranks) * results if plan.merges else sums.out * sums.narrow)
+    back.take(2 * sums.out + sums.lse)  # travels with the queries
+    back.take(sums.wide_dkv)
+    over_steps(back, plan, rank, heads, True, sums.wide_dq, lambda block: backward_tile(block, heads))
+    back.briefly(rounded(sums))
+    return Memory(there.most, sums.out + sums.lse, back.most)
+
+
+def rounded(sums: Sums) -> int:
+    """The gradients as they are returned, where they are not the sums."""
+    return (sums.dq + sums.dkv) * sums.narrow
+
+
+def over_steps(
+    ledger: Ledger,
+    plan: Exchange,
+    rank: int,
+    heads: Heads,
+    backward: bool,
+    home: int,
+    tile: Callable[[Block], Held],
+) -> None:
+    """The loop of posted.py: rows on their way, those held, and sums that are owed to other ranks or, `home` bytes,
+    stay here; each is begun when something is first added to it. In a forward of keys all sums stay."""
+    row, own, steps = rows_of(plan, heads, backward), plan.home(rank), plan.steps(rank, backward)
+    owed = [message for step in steps for message in step.sends if message.cargo is Cargo.BACK]
+    begun: set[Message | None] = set()
+    came: dict[range, Rows] = {}  # with the pieces of the message that each piece came in
+
+    def begin(message: Message | None) -> None:
+        if message not in begun:
+            begun.add(message)
+            ledger.take(home if message is None else count(message.rows) * row[Cargo.BACK])
+
+    def add(rows: range) -> None:
+        if not (backward or plan.queries_move) or any(within(rows, piece) for piece in own):
+            begin(None)
+        elif (to := next((m for m in owed if any(within(rows, piece) for piece in m.rows)), None)) is not None:
+            begin(to)
+
+    def home_messages(step: Step) -> int:
+        """Those of sums are posted: bytes of what comes and of what leaves."""
+        coming = sum(count(m.rows) for m in step.receives if m.cargo is Cargo.BACK) * row[Cargo.BACK]
+        ledger.take(coming)
+        leaving = [message for message in step.sends if message.cargo is Cargo.BACK]
+        for message in leaving:
+            begin(message)
+            owed.remove(message)
+        return coming + sum(count(message.rows) for message in leaving) * row[Cargo.BACK]
+
+    homeward = 0
+    for step, after in zip_longest(steps, steps[1:]):
+        ledger.take(sum(count(m.rows) for m in step.receives if m.cargo is Cargo.OUT) * row[Cargo.OUT])
+        leaving = [message.rows for message in step.sends if message.cargo is Cargo.OUT]
+        packed = sum(count(rows) for rows in leaving if not passes_on(rows, came)) * row[Cargo.OUT]
+        ledger.take(packed)
+        for block in step.blocks:
+            held = tile(block)
+            ledger.briefly(held.working)
+            add(plan.moved(block))
+            ledger.briefly(held.adding)
+        for message in step.receives:
+            for rows in message.rows if message.cargo is Cargo.BACK else ():
+                add(rows)
+        ledger.free(homeward)
+        homeward = home_messages(after) if after is not None else 0
+        ledger.free(packed)
+        came.update({rows: m.rows for m in step.receives if m.cargo is Cargo.OUT for rows in m.rows})
+        ledger.free(count(step.drops) * row[Cargo.OUT])
+
+
+def passes_on(rows: Rows, came: Mapping[range, Rows]) -> bool:
+    """Whether a message is part of one that came, and needs no buffer of its own."""
+    whole = came.get(rows[0], ())
+    first = whole.index(rows[0]) if whole else 0
+    return bool(whole) and whole[first : first + len(rows)] == rows
+
+
+# ---- rows are traded for heads ---------------------------------------------------------------------------------------
+def of_heads(plan: HeadExchange, heads: Heads, rank: int) -> Memory:
+    """All rows of some heads are held as they came until they are put together, and so are the results, back home."""
+    share = replace(heads, q_heads=len(plan.share(rank)), kv_heads=len(plan.kv_share(rank)))
+    here = Sums(heads, count(plan.q_layout.ranges(rank)), count(plan.kv_layout.ranges(rank)))
+    whole = Sums(share, plan.pattern.q_length, plan.pattern.kv_length)
+    parts = [of_keys(plan.whole, heads.share(part), 0, 1) for part in plan.parts(rank)]
+    operands, results = whole.dq + whole.dkv, whole.out + whole.lse
+    computing = results + max(part.forward for part in parts)
+    forward = trade(plan, heads, rank, False, operands, computing, results, results)
+    operands, total, packed = (
+        operands + 2 * whole.out + whole.lse,
+        whole.wide_dq + whole.wide_dkv,
+        whole.dq + whole.wide_dkv,
+    )
+    computing = total + max(part.backward for part in parts)
+    results = total + whole.dq * whole.narrow
+    return Memory(forward, here.out + here.lse, trade(plan, heads, rank, True, operands, computing, results, packed))
+
+
+def trade(
+    plan: HeadExchange,
+    heads: Heads,
+    rank: int,
+    backward: bool,
+    operands: int,
+    computing: int,
+    results: int,
+    packed: int,
+) -> int:
+    """The most of: messages out and in; those that came, being put together to `operands`; these while `computing`;
+    and `results`, `packed` by rank and again by message, with what comes."""
+    others = [other for other in range(plan.ranks) if other != rank]
+    ways = [(plan.parcel(rank, other), plan.parcel(other, rank)) for other in others]
+    out, come = (sum(there_bytes(parcel, heads, backward) for parcel in way) for way in zip(*ways, strict=True))
+    sent, returned = (sum(back_bytes(way[i], heads, backward) for way in ways) for i in (1, 0))
+    return max(out + come, come + operands, operands + computing, operands + results + packed + sent + returned)

@@ -1,0 +1,53 @@
+"""What an attention holds at once: predictions from its plan, beside what the allocator counts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ringopt.attention.choose import Case
+from ringopt.attention.memory import most_memory
+from ringopt.attention.predict import Heads
+from ringopt.distributed.mesh import PretendedMesh, register
+from ringopt.tools.benchmarks.memory import STRATEGIES, row_of
+from ringopt.tools.benchmarks.memory_ranks import Alone, rows_of
+
+WIDE = Heads(1, 4, 4, 16, 16, 4, 4, "float32", "flash_cpu")
+GROUPED = Heads(2, 4, 2, 16, 16, 4, 4, "float32", "flash_cpu")
+HALF = Heads(1, 4, 4, 64, 64, 2, 4, "bfloat16", "flash_cpu")
+PATTERNS = (("full", "contiguous"), ("causal", "zigzag"), ("window(40)", "contiguous"))
+
+
+@pytest.mark.parametrize(("p", "heads"), [(2, WIDE), (3, WIDE), (4, GROUPED), (2, HALF)])
+def test_predictions_are_within_15_percent(p: int, heads: Heads) -> None:
+    """Of the rank that holds most. They run one at a time: for what one holds, the others need not be there."""
+    found = []
+    for rank in range(p):
+        mesh = Alone(PretendedMesh(rank, p))
+        register(mesh)
+        found.append(list(rows_of(mesh, 257, heads, PATTERNS)))
+    rows = [row_of(list(ranks)) for ranks in zip(*found, strict=True)]
+    assert {row["strategy"] for row in rows} == set(STRATEGIES)
+    for row, way in itertools.product(rows, ("forward", "training")):
+        assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["pattern"], row["strategy"], way)
+
+
+def test_large_exchanges_take_turns_in_what_they_hold_too() -> None:
+    """4 heads of 1 MiB a shard are two exchanges, each with half of the tiles beside the sums of all."""
+    heads = Heads(1, 4, 4, 64, 64, 4, 4, "float32", "flash_cpu")
+    mesh = Alone(PretendedMesh(1, 2))
+    register(mesh)
+    for row in rows_of(mesh, 2048, heads, [("full", "contiguous")]):
+        for way in ("forward", "training"):
+            assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["strategy"], way)
+
+
+def test_the_ring_falls_as_1_over_p() -> None:
+    heads = Heads(1, 8, 8, 64, 64, 2, 4, "bfloat16", "flash")
+    held = {
+        p: most_memory(Case("full", 2**15, 2**15, heads, True).plan(p, "contiguous", "ring"), heads) for p in (2, 4, 8)
+    }
+    for p in (4, 8):
+        assert held[p].forward * p == pytest.approx(held[2].forward * 2, rel=0.1)
+        assert held[p].training * p == pytest.approx(held[2].training * 2, rel=0.35)

@@ -1,0 +1,98 @@
+"""The most memory that an attention holds at once on a rank, by strategy and number of ranks, beside its prediction."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ringopt.tools.benchmarks.result import Column, Result, Row
+from ringopt.tools.command import whole
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from rich.progress import Progress
+
+EXAMPLES = """\
+examples:
+  ringopt bench memory --length 1024
+  ringopt bench memory --ranks 2 4 --json memory.json
+"""
+
+STRATEGIES = ("halo", "ring", "ring2", "gather", "ring_q", "gather_q", "ulysses")
+PATTERNS = {"full": "contiguous", "causal": "zigzag", "window(512)": "contiguous"}  # and the layout
+MIB = 1 << 20
+WAYS = ("forward", "training")
+
+
+def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    parser = tables.add_parser(
+        "memory",
+        parents=[common],
+        help="the most memory that an attention holds on a rank, measured and predicted",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--length", metavar="N", type=whole, default=4096, help="of the sequence (4096)")
+    parser.add_argument("--ranks", metavar="P", nargs="+", type=whole, default=[2, 4, 8], help="processes (2 4 8)")
+    parser.set_defaults(measure=measure)
+
+
+def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
+    from ringopt.tools.benchmarks.link_lab import as_ranks
+    from ringopt.tools.benchmarks.memory_ranks import DIM, HEADS, on_a_rank
+
+    rows: list[Row] = []
+    for ranks in progress.track(arguments.ranks, description="ranks"):
+        found = as_ranks(ranks, on_a_rank, arguments.length, timeout=1200.0)
+        rows += [row_of(list(each)) for each in zip(*found, strict=True)]
+    rows.sort(key=lambda row: (row["pattern"], row["strategy"], row["ranks"]))
+    sums = totals(rows)
+    title = f"Most memory of a rank, {arguments.length} rows, {HEADS} heads of {DIM}, float32; MiB"
+    return Result(title, COLUMNS, rows, sums, sentences(sums), NOTES)
+
+
+def row_of(found: list[Row]) -> Row:
+    """Of the rank that holds most, and of the one that is predicted to."""
+    row: Row = {key: found[0][key] for key in ("pattern", "strategy", "ranks")}
+    for way in WAYS:
+        row[way], row[f"{way} predicted"] = (max(rank[key] for rank in found) for key in (way, f"{way} predicted"))
+        row[f"{way} off"] = row[f"{way} predicted"] / row[way] - 1
+    return row
+
+
+def totals(rows: list[Row]) -> Row:
+    found: Row = {"rows": len(rows), "off": max(abs(row[f"{way} off"]) for row in rows for way in WAYS)}
+    ring = {row["ranks"]: row["forward"] for row in rows if (row["pattern"], row["strategy"]) == ("full", "ring")}
+    few = min(ring)
+    slopes = {ranks: size * ranks / (ring[few] * few) for ranks, size in ring.items()}
+    return found | {"slope": max(slopes.values(), key=lambda slope: abs(slope - 1))}
+
+
+def sentences(sums: Row) -> tuple[str, ...]:
+    return (
+        f"of all predictions the farthest is {sums['off']:.0%} off; bytes of the ring's forward times ranks differ by "
+        f"{abs(sums['slope'] - 1):.0%} over the ranks",
+    )
+
+
+def size(key: str) -> Column:
+    way = "f+b" if key.startswith("training") else "f"
+    return Column(f"{way}\n{key.partition(' ')[2] or 'measured'}", lambda row: f"{row[key] / MIB:.2f}")
+
+
+def off(way: str) -> Column:
+    return Column("off", lambda row: f"{row[f'{way} off']:+.0%}")
+
+
+COLUMNS = (
+    Column("", lambda row: row["pattern"], right=False),
+    Column("", lambda row: row["strategy"], right=False),
+    Column("ranks", lambda row: str(row["ranks"])),
+    *(column for way in WAYS for column in (size(way), size(f"{way} predicted"), off(way))),
+)
+NOTES = (
+    "f: forward, f+b: and backward; of tensors, beside the rank's own q, k, v and the gradient that comes in.",
+    "of the rank that holds most, and of the one that is predicted to.",
+)
