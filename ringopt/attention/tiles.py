@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -45,12 +46,15 @@ class Tile:
     modified: bool = False
 
     def strips(self, rows: int) -> Iterator[Tile]:
-        """The same in pieces of at most `rows` queries; a triangle becomes small triangles and what is before them."""
-        if len(self.queries) <= rows:
+        """The same in equal pieces of at least `rows` queries, and fewer than twice as many; a triangle becomes small
+        triangles and what is before them."""
+        number = len(self.queries) // rows
+        if number <= 1:
             yield self
             return
-        for first in range(0, len(self.queries), rows):
-            own, before = slice(first, first + rows), slice(0, first)
+        ends = [len(self.queries) * piece // number for piece in range(number + 1)]
+        for first, end in pairwise(ends):
+            own, before = slice(first, end), slice(0, first)
             queries = self.queries[own]
             level = self.level[:, :, own] if self.level is not None else None
             if not self.causal:
