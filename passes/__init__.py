@@ -13,6 +13,7 @@ from ringopt.passes.find_unfused import FindUnfused
 from ringopt.passes.lower import Lower
 from ringopt.passes.normalize import Normalize
 from ringopt.passes.recompute import Recompute
+from ringopt.passes.schedule import Schedule
 from ringopt.passes.shard_sequence import ShardSequence
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
 from ringopt.passes.sync_gradients import SyncGradients
@@ -35,4 +36,5 @@ LINE = (
     SyncGradients(),  # the gradients of parameters travel in buckets, or are left to a wrapper
     Lower(),  # local sizes are known and right; outputs have their strides
     Recompute(),  # what a checkpoint computes again sends nothing
+    Schedule(),  # each attention says whether its exchange starts before it
 )

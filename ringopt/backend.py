@@ -204,14 +204,14 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
     if options.inner_backend != "eager":
         police(gm)
     if options.inner_backend == "aot_eager":
-        from torch._dynamo.backends.debugging import aot_eager
+        from ringopt.early import aot_eager
 
-        run = aot_eager(gm, list(example_inputs))
+        run = aot_eager(gm, example_inputs)
     elif options.inner_backend == "inductor":
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        from ringopt.lockstep import inductor_settings
+        from ringopt.early import inductor_settings
 
         patches = {**(list_mode_options(mode) if mode else {}), **inductor_settings(gm)}
         # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it,

@@ -9,7 +9,6 @@ the backward one.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -22,8 +21,12 @@ class Lockstep(CustomGraphPass):
     """Runs after Inductor's own passes over a graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        preserve_node_ordering(graph, self.ties(graph))
+
+    def ties(self, graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
+        """Node -> nodes that must have run before it, in the order of the graph."""
         talk = [node for node in graph.nodes if talks(node)]
-        preserve_node_ordering(graph, {after: OrderedSet([before]) for before, after in pairwise(talk)})
+        return {after: OrderedSet([before]) for before, after in pairwise(talk)}
 
     def uuid(self) -> str:
         return "ringopt lockstep 1"  # compiled code is cached by it
@@ -45,11 +48,3 @@ def talks(node: fx.Node) -> bool:
     """An operator of ours that names a group of ranks."""
     ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"
     return ours and any(argument.name == "group" for argument in node.target._schema.arguments)
-
-
-def inductor_settings(gm: fx.GraphModule) -> dict[str, Any]:
-    """For compile_fx, which hands them to the backward too, however late that is compiled; none for a graph of one
-    process. What Inductor reorders to save memory it reorders by sizes, and these differ by rank."""
-    if not any(map(talks, gm.graph.nodes)):
-        return {}
-    return {"post_grad_custom_post_pass": Lockstep(), "reorder_for_peak_memory": False}

@@ -6,7 +6,8 @@ import torch
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ringopt.lockstep import Lockstep, inductor_settings, talks
+from ringopt.early import InOrder, inductor_settings
+from ringopt.lockstep import Lockstep, talks
 from ringopt.ops import convert  # noqa: F401
 
 ops = torch.ops.ringopt
@@ -20,7 +21,7 @@ def test_each_operator_waits_for_the_one_before():
 
     gm = make_fx(program, tracing_mode="fake")(torch.randn(4))
     settings = inductor_settings(gm)
-    assert isinstance(settings["post_grad_custom_post_pass"], Lockstep)
+    assert isinstance(settings["post_grad_custom_post_pass"], InOrder)
     assert settings["reorder_for_peak_memory"] is False
     first = next(node for node in gm.graph.nodes if talks(node))
     Lockstep()(gm.graph)

@@ -13,6 +13,7 @@ the same way as its forward. What is checked, because a real group would not:
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,7 @@ class ThreadMesh(Mesh):
         self._slots: list[Any] = [None] * size
         self._sends: dict[tuple[int, int], deque[End]] = {}
         self._receives: dict[tuple[int, int], deque[End]] = {}
+        self._reduces: dict[int, dict[int, Tensor]] = {}
 
     @property
     def name(self) -> str:
@@ -116,12 +118,33 @@ class ThreadMesh(Mesh):
             if waited > TIMEOUT:
                 raise ThreadsError(f"rank {end.rank} waits for rank {end.peer} in {end}, which never comes")
 
+    def parts_of(self, number: int) -> list[Tensor]:
+        """What all ranks brought to an all_reduce that was started, in rank order."""
+        waited = 0.0
+        while len(self._reduces[number]) < self.size:
+            time.sleep(0.005)
+            waited += 0.005
+            if self._failed.is_set():
+                raise Stopped
+            if waited > TIMEOUT:
+                raise ThreadsError(f"rank {self.rank} waits in all_reduce {number}, which not all ranks start")
+        return [self._reduces[number][rank] for rank in range(self.size)]
+
     # ---- collectives -------------------------------------------------------------------------------------------------
     def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
         return [part.clone() for part in self._together("all_gather", x)]
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         return torch.stack(self._together("all_reduce", x)).sum(0, dtype=x.dtype)
+
+    def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
+        """The n-th on this rank meets the n-th on all others, whatever else is done meanwhile."""
+        number = self._local.reduces = getattr(self._local, "reduces", 0) + 1
+        mine = x.detach().clone()
+        poison(x)
+        with self._lock:
+            self._reduces.setdefault(number, {})[self.rank] = mine
+        return Transfer(f"all_reduce {number}", Reduce(self, number, x))
 
     def _together(self, kind: str, x: Tensor) -> list[Tensor]:
         """What every rank brought to this collective, in rank order."""
@@ -191,6 +214,20 @@ class Receive:
         self.mesh.wait_for(self.end)
         assert self.end.posted is not None
         self.end.buffer.copy_(self.end.posted)
+
+
+@dataclass
+class Reduce:
+    mesh: ThreadMesh
+    number: int
+    buffer: Tensor
+
+    def wait(self) -> None:
+        parts = self.mesh.parts_of(self.number)
+        tickets = {(part.shape, part.dtype) for part in parts}
+        if len(tickets) > 1:
+            raise ThreadsError(f"the ranks started different all_reduces: {tickets}")
+        self.buffer.copy_(torch.stack(parts).sum(0, dtype=self.buffer.dtype))
 
 
 def poison(buffer: Tensor) -> None:

@@ -118,8 +118,8 @@ class Reader:
     # ---- what is sent ----------------------------------------------------------------------------------------------
     def bytes_sent(self, node: fx.Node, arguments: Mapping[str, Any]) -> int | None:
         name = qualified(node)
-        if name in SILENT or "group" not in arguments:
-            return 0
+        if name in SILENT or name == "ringopt::ring_start" or "group" not in arguments:
+            return 0  # a start is counted with its attention
         if name == "ringopt::ring_attention":
             return self.attention_bytes(arguments)
         if name == "ringopt::dilated_attention":

@@ -151,6 +151,17 @@ class Mesh(ABC):
         log_event("all_reduce", label, self.rank, moved, moved, 2 * (self.size - 1), began=began)
         return total
 
+    def start_all_reduce(self, x: Tensor, label: str = "") -> Pending:
+        """As `all_reduce`, in place and not waited for: `x`, contiguous, holds the sum when `wait` has returned. All
+        ranks start their collectives in the same order."""
+        pending = Pending(self, [x], label)
+        if self.size > 1 and x.numel():
+            moved = 2 * x.nbytes * (self.size - 1) // self.size
+            log_event("posted", label, self.rank, moved, moved, 2 * (self.size - 1))
+            self.in_flight.add(pending)
+            pending.under_way([self._start_all_reduce(x, label)])
+        return pending
+
     @abstractmethod
     def _post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
@@ -161,6 +172,9 @@ class Mesh(ABC):
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, label: str) -> Tensor: ...
+
+    @abstractmethod
+    def _start_all_reduce(self, x: Tensor, label: str) -> Transfer: ...
 
 
 class PretendedMesh(Mesh):
@@ -198,6 +212,9 @@ class PretendedMesh(Mesh):
         raise self._refuse()
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
+        raise self._refuse()
+
+    def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         raise self._refuse()
 
 

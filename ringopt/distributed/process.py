@@ -91,6 +91,11 @@ class ProcessMesh(Mesh):
         self._guarded(label, what, lambda: dist.all_reduce(total, group=self.group))
         return total
 
+    def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
+        what = f"all_reduce of {x.nbytes} bytes with global ranks {self.ranks}"
+        work = self._guarded(label, what, lambda: dist.all_reduce(x, group=self.group, async_op=True))
+        return Transfer(what, work)
+
     def _guarded(self, label: str, what: str, call: Callable[[], T]) -> T:
         if not self.usable:
             raise RingCommError(

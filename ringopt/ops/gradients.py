@@ -9,12 +9,16 @@ al., PyTorch Distributed, 2020, section 3.2.2). The backward of a bucket runs wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.ops.convert import LIBRARY
 
 
@@ -29,6 +33,50 @@ def reduce_bucket(grads: list[Tensor], group: str) -> list[Tensor]:
 @reduce_bucket.register_fake
 def _(grads: list[Tensor], group: str) -> list[Tensor]:
     return [grad.new_empty(grad.shape) for grad in grads]
+
+
+@torch.library.custom_op("ringopt::reduce_start", mutates_args=())
+def reduce_start(grads: list[Tensor], number: int, group: str) -> Tensor:
+    """The first half of `reduce_bucket`: a ticket for the sums, which are under way. No two of a graph have one
+    `number`, so that no compiler takes them for one."""
+    mesh = mesh_of(group)
+    settle(mesh)
+    total = torch.cat([grad.reshape(-1) for grad in grads])
+    pending = mesh.start_all_reduce(total, f"gradients {number}")
+    return issue(mesh, about(total.numel(), total.dtype), (total, pending), [pending])
+
+
+@reduce_start.register_fake
+def _(grads: list[Tensor], number: int, group: str) -> Tensor:
+    return grads[0].new_empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("ringopt::reduce_finish", mutates_args=())
+def reduce_finish(
+    ticket: Tensor, sizes: Sequence[int], dims: Sequence[int], dtype: torch.dtype, device: torch.device, group: str
+) -> list[Tensor]:
+    """The second half: waits, and gives the sums. `sizes` are those of all of them, `dims` how many each has."""
+    shapes = shapes_of(sizes, dims)
+    total, pending = redeem(ticket, about(sum(map(prod, shapes)), dtype))
+    pending.wait()
+    parts = total.split([prod(shape) for shape in shapes])
+    return [part.view(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
+
+
+@reduce_finish.register_fake
+def _(
+    ticket: Tensor, sizes: Sequence[int], dims: Sequence[int], dtype: torch.dtype, device: torch.device, group: str
+) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes_of(sizes, dims)]
+
+
+def shapes_of(sizes: Sequence[int], dims: Sequence[int]) -> list[list[int]]:
+    ends = list(accumulate(dims))
+    return [list(sizes[end - count : end]) for end, count in zip(ends, dims, strict=True)]
+
+
+def about(numbers: int, dtype: torch.dtype) -> tuple[str, int, torch.dtype]:
+    return "gradients", numbers, dtype
 
 
 class _CopyAllToGroup(torch.autograd.Function):

@@ -7,12 +7,15 @@ Two opaque operators, the same on every rank: which rank this is, and of how man
 when they run. The backward is an operator of its own, and not a formula, because compiled code is cached by the text of
 a graph and a formula would be cached with it; `version` is an argument, and nothing more, so that this text changes
 with the code behind it.
+
+A third, `ring_start`, posts the first messages of either as soon as K and V exist; what it returns is the `ticket` that
+the other is given (ringopt/early.py puts it into graphs).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -25,11 +28,13 @@ from ringopt.attention.check import prove
 from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.heads import HeadExchange, prove_heads
 from ringopt.attention.layouts import Layout
-from ringopt.attention.plans import plan_of
+from ringopt.attention.plans import Plan, plan_of
+from ringopt.attention.posted import Posted
 from ringopt.attention.rows import count
-from ringopt.attention.run import attend, attend_backward
+from ringopt.attention.run import attend, attend_backward, begin
 from ringopt.distributed.handshake import agree
 from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.graph.mask import Mask
 from ringopt.kernels.base import accumulator
@@ -42,7 +47,7 @@ CONFIG = (
 
 
 class Config(NamedTuple):
-    """The arguments that are no tensors; both operators end in them.
+    """The arguments that shape no operand; both operators end in them.
 
     q_length, kv_length   rows of the whole sequence
     pattern, mask         who sees whom: structure (attention/patterns.py) and the text of a Mask over `sources`
@@ -52,6 +57,9 @@ class Config(NamedTuple):
     strategy, kernel      how rows travel; what computes a tile ("auto": the fastest that can)
     group                 name of the mesh
     version               VERSION
+    early                 in which directions the exchange is to start before the operator: "", "forward", "backward",
+                          "both"
+    ticket                what `ring_start` gave for it
     """
 
     q_length: int
@@ -67,6 +75,8 @@ class Config(NamedTuple):
     kernel: str
     group: str
     version: str
+    early: str = ""
+    ticket: Tensor | None = None
 
 
 def _version() -> str:
@@ -85,13 +95,14 @@ VERSION = _version()
 
 OPERANDS = "Tensor q, Tensor k, Tensor v"
 BESIDE = "Tensor[] sources, Tensor? sinks, Tensor? seed"
+EARLY = 'str early="", Tensor? ticket=None'
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 @torch.library.custom_op(
     "ringopt::ring_attention",
     mutates_args=(),
-    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
 )
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], sinks: Tensor | None, seed: Tensor | None, *config: Any
@@ -104,7 +115,7 @@ def ring_attention(
     if seed is not None:
         agree_on_seed(site.mesh, seed)
     with torch.autocast(q.device.type, enabled=False):
-        return attend(site.attention, site.mesh, given)
+        return attend(site.attention, site.mesh, given, begun(given, False, Config(*config)))
 
 
 @ring_attention.register_fake
@@ -120,7 +131,7 @@ def _(
     "ringopt::ring_attention_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsources)"
     ),
 )
@@ -142,7 +153,8 @@ def ring_attention_backward(
     given = Operands(q, k, v, sources, sinks, seed)
     site = prepare("ring_attention_backward", given, Config(*config))
     with torch.autocast(q.device.type, enabled=False):
-        return attend_backward(site.attention, site.mesh, dout, Saved(given, out, lse))
+        first = begun(given, True, Config(*config))
+        return attend_backward(site.attention, site.mesh, dout, Saved(given, out, lse), first)
 
 
 @ring_attention_backward.register_fake
@@ -163,7 +175,8 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sources, sinks, seed, *ctx.config = inputs
+    q, k, v, sources, sinks, seed, *config = inputs
+    ctx.config = config[: -1 if Config(*config).early else -2]  # defaults are no arguments, so they have no gradient
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, sinks, seed, *sources)
 
@@ -184,6 +197,45 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
 ring_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+# ---- before either ---------------------------------------------------------------------------------------------------
+@torch.library.custom_op(
+    "ringopt::ring_start",
+    mutates_args=(),
+    schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}) -> Tensor",
+)
+def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:
+    """A ticket for the first messages of `ring_attention`, or of its backward, of these K and V. Of two starts in a
+    graph no two have one `number`, so that no compiler takes them for one. Raises as `ring_attention` does."""
+    chosen = Config(*config)
+    mesh, mask = mesh_of(chosen.group), Mask.parse(chosen.mask)
+    plan = plan_for(chosen, (q_heads, k.shape[1]), mesh, mask)
+    misfit = misfit_of_rows({"k": k, "v": v}, plan.kv_layout, mesh.rank)
+    agree(
+        mesh,
+        (("op", f"ring_start {backward}"), ("shards", misfit or "as laid out"), *key_of_kv(k, v, chosen, mesh.size)),
+    )
+    if misfit:
+        raise RingMismatchError(f"ring_start: {misfit}")
+    settle(mesh)
+    posted = begin(attention_of(plan, chosen, mask, k, v, mesh.rank), mesh, k, v, backward)
+    return issue(mesh, about(k, v, backward, chosen), posted, [one.pending for one in posted])
+
+
+@ring_start.register_fake
+def _(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:
+    return k.new_empty((), dtype=torch.int64, device="cpu")
+
+
+def begun(given: Operands, backward: bool, config: Config) -> Sequence[Posted]:
+    """What `ring_start` posted for these K and V."""
+    return redeem(config.ticket, about(given.k, given.v, backward, config)) if config.ticket is not None else ()
+
+
+def about(k: Tensor, v: Tensor, backward: bool, config: Config) -> tuple[Any, ...]:
+    plain = config._replace(early="", ticket=None)
+    return ("backward" if backward else "forward", tuple(k.shape), tuple(v.shape), k.dtype, *map(str, plain))
+
+
 # ---- what both do before their first message -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Site:
@@ -194,10 +246,7 @@ class Site:
 def prepare(op: str, given: Operands, config: Config) -> Site:
     """The mesh and the plan, proved on this rank and compared with what the other ranks are about to run."""
     mesh, mask = mesh_of(config.group), Mask.parse(config.mask)
-    plan = plan_of(
-        *(config.pattern, config.q_length, config.kv_length, mesh.size, config.q_layout, config.kv_layout),
-        *(config.strategy, (given.q.shape[1], given.k.shape[1]), mask),
-    )
+    plan = plan_for(config, (given.q.shape[1], given.k.shape[1]), mesh, mask)
     misfit = (
         misfit_of(given, plan.q_layout, plan.kv_layout, mesh.rank)
         or misfit_of_sources(given.sources, mask, count(plan.q_layout.ranges(mesh.rank)))
@@ -206,31 +255,48 @@ def prepare(op: str, given: Operands, config: Config) -> Site:
     agree(mesh, key_of(op, misfit, given, config, mesh.size))
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
-    kernel, _reason = choose(config.kernel, given.q.dtype, given.q.device, given.k.shape[3], given.v.shape[3])
+    return Site(mesh, attention_of(plan, config, mask, given.k, given.v, mesh.rank))
+
+
+def plan_for(config: Config, heads: tuple[int, int], mesh: Mesh, mask: Mask) -> Plan:
+    where = (config.pattern, config.q_length, config.kv_length, mesh.size, config.q_layout, config.kv_layout)
+    return plan_of(*where, config.strategy, heads, mask)
+
+
+def attention_of(plan: Plan, config: Config, mask: Mask, k: Tensor, v: Tensor, rank: int) -> Attention:
+    """What is computed, its plan proved for `rank`."""
+    kernel, _reason = choose(config.kernel, k.dtype, k.device, k.shape[3], v.shape[3])
     exchange, heads = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
-    attention = Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p, heads=heads)
     if heads is not None:
         prove_heads(heads)
     else:
-        prove(exchange, mesh.rank)
-    return Site(mesh, attention)
+        prove(exchange, rank)
+    return Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p, heads=heads)
 
 
 def misfit_of(given: Operands, q_layout: Layout, kv_layout: Layout, rank: int) -> str:
     """What is wrong with the shards, or "". A value, because all ranks must hear of it before they stop."""
     q, k, v = given.q, given.k, given.v
-    for name, shard, layout in (("q", q, q_layout), ("k", k, kv_layout), ("v", v, kv_layout)):
-        rows = count(layout.ranges(rank))
-        if shard.dim() != 4 or shard.shape[2] != rows:
-            return (
-                f"{name} is {list(shard.shape)}, and rank {rank} of {layout.ranks} holds {rows} rows (dim 2) of a "
-                f"{layout.name} sequence of {layout.length}; cut it with ringopt.shard, or pass its layout"
-            )
+    misfit = misfit_of_rows({"q": q}, q_layout, rank) or misfit_of_rows({"k": k, "v": v}, kv_layout, rank)
+    if misfit:
+        return misfit
     grouped = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not grouped or k.shape[:3] != v.shape[:3] or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         return f"q, k, v are {list(q.shape)}, {list(k.shape)}, {list(v.shape)}, which is no attention"
     if not q.dtype == k.dtype == v.dtype:
         return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must be of one dtype"
+    return ""
+
+
+def misfit_of_rows(shards: Mapping[str, Tensor], layout: Layout, rank: int) -> str:
+    """Of shards by name, of one layout."""
+    rows = count(layout.ranges(rank))
+    for name, shard in shards.items():
+        if shard.dim() != 4 or shard.shape[2] != rows:
+            return (
+                f"{name} is {list(shard.shape)}, and rank {rank} of {layout.ranks} holds {rows} rows (dim 2) of a "
+                f"{layout.name} sequence of {layout.length}; cut it with ringopt.shard, or pass its layout"
+            )
     return ""
 
 
@@ -272,25 +338,31 @@ def key_of(
     op: str, misfit: str, given: Operands, config: Config, size: int
 ) -> tuple[tuple[str, int | float | str | bool], ...]:
     """All that shapes messages, or that would give wrong numbers where ranks differ in it."""
-    q, k, v = given.q, given.k, given.v
-    lengths_and_layouts = config._asdict()
-    for local in ("mask", "learned", "group"):
-        del lengths_and_layouts[local]
     return (
         ("op", op),
         ("shards", misfit or "as laid out"),
-        ("ranks", size),
-        ("batch", q.shape[0]),
-        ("heads", q.shape[1]),
-        ("kv_heads", k.shape[1]),
-        ("key_dim", k.shape[3]),
-        ("value_dim", v.shape[3]),
-        ("dtype", str(q.dtype)),
-        ("mask", hashlib.blake2b(config.mask.encode(), digest_size=8).hexdigest()),
+        ("heads", given.q.shape[1]),
+        *key_of_kv(given.k, given.v, config, size),
         ("sources", str(shapes_of(given.sources, Mask.parse(config.mask)))),
         ("sinks", "none" if given.sinks is None else str(list(given.sinks.shape))),
         ("seed", "none" if given.seed is None else "given"),
         ("learned", str(list(config.learned))),
+    )
+
+
+def key_of_kv(k: Tensor, v: Tensor, config: Config, size: int) -> tuple[tuple[str, int | float | str | bool], ...]:
+    """Of that, what shapes the messages of K and V."""
+    lengths_and_layouts = config._asdict()
+    for local in ("mask", "learned", "group", "early", "ticket"):
+        del lengths_and_layouts[local]
+    return (
+        ("ranks", size),
+        ("batch", k.shape[0]),
+        ("kv_heads", k.shape[1]),
+        ("key_dim", k.shape[3]),
+        ("value_dim", v.shape[3]),
+        ("dtype", str(k.dtype)),
+        ("mask", hashlib.blake2b(config.mask.encode(), digest_size=8).hexdigest()),
         *lengths_and_layouts.items(),
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.rows import count
-from ringopt.attention.run import attend, attend_backward
+from ringopt.attention.run import attend, attend_backward, begin
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.kernels.base import Kernel, accumulator
 from ringopt.timeline import Span
@@ -125,6 +125,9 @@ class VirtualMesh(Mesh):
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         raise NotImplementedError("a virtual clock knows messages, and no collectives")
 
+    def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
+        raise NotImplementedError("a virtual clock knows messages, and no collectives")
+
 
 @dataclass(frozen=True)
 class Carried:
@@ -184,19 +187,28 @@ class Clocked:
 
     @classmethod
     def of(
-        cls, attention: Attention, sizes: tuple[int, int, int, int], backward: bool, second: float, rate: float
+        cls,
+        attention: Attention,
+        sizes: tuple[int, int, int, int],
+        backward: bool,
+        second: float,
+        rate: float,
+        ahead: float | None = None,
     ) -> Clocked:
-        """Of q [B, Hq, S, D] and k, v [B, Hkv, S, D] in float32, by `sizes` = (B, Hq, Hkv, D)."""
+        """Of q [B, Hq, S, D] and k, v [B, Hkv, S, D] in float32, by `sizes` = (B, Hq, Hkv, D). `ahead`: seconds of
+        other work before it, behind which it has started."""
         world = VirtualWorld(attention.exchange.ranks, rate)
         meshes = [VirtualMesh(world, rank) for rank in range(world.size)]
 
         def run(mesh: VirtualMesh) -> float:
             site, given = replace(attention, kernel=Clockwork(mesh, second)), operands(attention, mesh.rank, sizes)
+            begun = begin(site, mesh, given.k, given.v, backward) if ahead is not None else ()
+            mesh.compute(ahead or 0.0, "other work")
             if backward:
                 lse = given.q.new_zeros(given.q.shape[:3])
-                attend_backward(site, mesh, given.q, Saved(given, given.q, lse))
+                attend_backward(site, mesh, given.q, Saved(given, given.q, lse), begun)
             else:
-                attend(site, mesh, given)
+                attend(site, mesh, given, begun)
             return mesh.now
 
         with ThreadPoolExecutor(world.size) as pool:

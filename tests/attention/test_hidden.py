@@ -42,6 +42,16 @@ def test_one_exchange_of_all_heads_leaves_a_backward_bare(monkeypatch: pytest.Mo
     assert found.total == pytest.approx(1.3)
 
 
+def test_what_starts_early_is_hidden_behind_what_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the backward above, in which 0.3 seconds are waited for: as much less as there is other work."""
+    monkeypatch.setattr(turns, "PIECE", 1 << 30)
+    site, sizes = ring("full", 2), (1, 4, 4, DIM)
+    second = 1.0 / Clocked.of(site, sizes, True, 1.0, float("inf")).seconds
+    rate = Clocked.of(site, sizes, True, 0.0, 1.0).seconds / 0.6
+    for ahead, total in ((0.0, 1.3), (0.1, 1.3), (0.3, 1.3), (0.5, 1.5)):
+        assert Clocked.of(site, sizes, True, second, rate, ahead).seconds == pytest.approx(total)
+
+
 def test_the_clock_of_two_ranks() -> None:
     """Two steps of 2 seconds; a message of 1 second is hidden behind the first, one of 3 seconds is waited for."""
     site, sizes = ring("full", 2), (1, 1, 1, DIM)

@@ -36,3 +36,6 @@ class Wrapped(Mesh):
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         return self.mesh._all_reduce(x, label)
+
+    def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
+        return self.mesh._start_all_reduce(x, label)

@@ -1,0 +1,228 @@
+"""Exchanges started early, in the graphs that AOTAutograd makes: forward and backward, each by itself.
+
+    q = mm(x, wq)                             k, v = ...
+    k, v = ...                                ticket = ring_start(k, v, ...)
+    y = ring_attention(q, k, v, ...)    ->    q = mm(x, wq)
+                                              y = ring_attention(q, k, v, ..., ticket)
+
+The first messages of an attention carry keys and values (in the backward, saved ones), and travel while whatever needs
+neither is computed: the projection of the queries, a branch beside it, in the backward the gradients of the layers
+behind. This is list scheduling with one link: what leads to K and V goes first, then the start, then the rest. The next
+exchange starts when the one before it is done, so no more than one is under way, and none holds more than it would have
+held without.
+
+Whether an attention is started early is said in its arguments (passes/schedule.py decides, by facts that all ranks
+share). The sums of parameters' gradients start early too (`sum_early`).
+
+Where an exchange starts is decided here, by operators that send and by nothing else, for a partitioner may recompute
+other things on one rank than on another: all ranks post their messages in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._ops import HigherOrderOperator
+from torch.utils._ordered_set import OrderedSet
+
+from ringopt.graph.nodes import is_random, named, op_name, origin, shape_of, value_of
+from ringopt.lockstep import Lockstep, sends, talks
+from ringopt.ops import gradients  # noqa: F401  (registers the operators)
+from ringopt.ops.ring import Config
+
+WAYS = {"ring_attention": "forward", "ring_attention_backward": "backward"}
+STARTS = ("ring_start", "reduce_start")
+EXCHANGES = (*WAYS, "dilated_attention", "dilated_attention_backward")
+# What takes long enough to hide messages behind; convolutions and fused attention have many names.
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "attention")
+PARTS_OF_PRODUCTS = ("conv", "scaled_dot_product")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What stands before an attention and can be ordered anew: what its K and V are made of, and what they need not
+    wait for."""
+
+    needed: Sequence[fx.Node]
+    free: Sequence[fx.Node]
+
+    @property
+    def products(self) -> list[fx.Node]:
+        return [node for node in self.free if is_product(node)]
+
+
+def gap_before(body: fx.Node) -> Gap:
+    """From the exchange before `body` on, or from what K and V need that may not change places: messages, random
+    numbers, writes."""
+    between: list[fx.Node] = []
+    for node in body.graph.nodes:
+        if node is body:
+            break
+        if op_name(node) in EXCHANGES:
+            between.clear()
+        elif node.op not in ("placeholder", "output"):
+            between.append(node)
+    taken = [named(body, name) for name in ("k", "v", "q_length", "kv_length")]  # by `ring_start`
+    needed = sources_among(between, [x for x in taken if isinstance(x, fx.Node)])
+    last = max((place for place, node in enumerate(between) if node in needed and is_fixed(node)), default=-1)
+    movable = between[last + 1 :]
+    return Gap([node for node in movable if node in needed], [node for node in movable if node not in needed])
+
+
+def sources_among(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
+    """Of `nodes`, in order, those that `wanted` are made of."""
+    found = set(wanted)
+    for node in reversed(nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return found.intersection(nodes)
+
+
+def is_fixed(node: fx.Node) -> bool:
+    """Whether the node may not change places with others of its kind."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return sends(node) or is_random(node) or node.target._schema.is_mutable
+    return isinstance(node.target, HigherOrderOperator) or node.op == "call_module"
+
+
+def is_product(node: fx.Node) -> bool:
+    name = op_name(node)
+    return name in PRODUCTS or any(part in name for part in PARTS_OF_PRODUCTS)
+
+
+# ---- the graphs ------------------------------------------------------------------------------------------------------
+def order(graph: fx.Graph) -> None:
+    """In place: messages begin as early and are waited for as late as they can be."""
+    start_early(graph)
+    sum_early(graph)
+
+
+def start_early(graph: fx.Graph) -> None:
+    """In place, for each attention of which that is asked."""
+    bodies = [node for node in graph.nodes if op_name(node) in WAYS]
+    for number, body in enumerate(bodies):
+        if named(body, "early") in (WAYS[op_name(body)], "both"):
+            start(body, gap_before(body), number)
+
+
+def start(body: fx.Node, gap: Gap, number: int) -> None:
+    first = gap.free[0] if gap.free else body
+    for node in gap.needed:
+        first.prepend(node)
+    config = Config(*(named(body, name) for name in Config._fields))
+    backward = WAYS[op_name(body)] == "backward"
+    k, v = named(body, "k"), named(body, "v")
+    heads = shape_of(named(body, "q"))[1]
+    arguments = (k, v, heads, backward, number, *config[: Config._fields.index("early")])
+    with body.graph.inserting_before(first):
+        ticket = body.graph.call_function(torch.ops.ringopt.ring_start.default, arguments)
+    ticket.meta = {**origin(body), "val": value_of(k).new_empty((), dtype=torch.int64, device="cpu")}
+    body.args = (*body.args, ticket)
+    if "eager_input_vals" in body.meta:  # where Inductor reads how the operands lie in memory
+        values, keywords = body.meta["eager_input_vals"]
+        body.meta["eager_input_vals"] = ((*values, value_of(ticket)), keywords)
+
+
+def sum_early(graph: fx.Graph) -> None:
+    """In place: the sums of parameters' gradients start as soon as the last gradient of a bucket is there, and are
+    waited for in the end. The autograd engine runs what was recorded first last, which is every bucket.
+
+    A bucket starts between the same two messages on all ranks: after the last one that its gradients are made of, and
+    after an exchange that starts there too. What else they are made of is computed before the next one."""
+    buckets = graph.find_nodes(op="call_function", target=torch.ops.ringopt.reduce_bucket.default)
+    messages = [node for node in graph.nodes if sends(node) and node not in buckets and op_name(node) != "ring_start"]
+    for number, bucket in enumerate(buckets):
+        nodes = list(graph.nodes)
+        place = {node: i for i, node in enumerate(nodes)}
+        made_of = sources_among(nodes, bucket.all_input_nodes)
+        first = max((i for i, message in enumerate(messages) if message in made_of), default=-1)
+        begin = place[messages[first]] if first >= 0 else 0
+        end = place[messages[first + 1]] if first + 1 < len(messages) else place[bucket]
+        late = [node for node in nodes[end:] if node in made_of]
+        sizes = [size for grad in bucket.args[0] for size in value_of(grad).shape]
+        if any(is_fixed(node) for node in late) or not all(isinstance(size, int) for size in sizes):
+            continue
+        for node in late:
+            nodes[end].prepend(node)
+        before = [node for node in nodes[begin:end] if node in made_of or is_start(node)]
+        halve(bucket, (late or before)[-1], number)
+
+
+def halve(bucket: fx.Node, after: fx.Node, number: int) -> None:
+    """The first half goes behind `after`, the second before what first reads the sums."""
+    graph, (grads, group) = bucket.graph, bucket.args
+    values = [value_of(grad) for grad in grads]
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    behind = next(node for node in list(place)[place[after] + 1 :] if node.op != "placeholder")
+    with graph.inserting_before(behind):
+        ticket = graph.call_function(torch.ops.ringopt.reduce_start.default, (grads, number, group))
+    ticket.meta = {**origin(bucket), "val": values[0].new_empty((), dtype=torch.int64, device="cpu")}
+    sizes, dims = [size for value in values for size in value.shape], [value.dim() for value in values]
+    arguments = (ticket, sizes, dims, values[0].dtype, values[0].device, group)
+    parts = list(bucket.users)
+    reader = min((reader for part in parts for reader in part.users), key=place.__getitem__)
+    with graph.inserting_before(reader):
+        sums = graph.call_function(torch.ops.ringopt.reduce_finish.default, arguments)
+    sums.meta = {**origin(bucket), "val": value_of(bucket)}
+    for part in parts:
+        reader.prepend(part)
+    bucket.replace_all_uses_with(sums)
+    graph.erase_node(bucket)
+
+
+# ---- the compilers ---------------------------------------------------------------------------------------------------
+class InOrder(Lockstep):
+    """Starts early, and holds Inductor to it: what is computed meanwhile waits for the start, and the attention waits
+    for what is computed meanwhile."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        order(graph)
+        super().__call__(graph)
+
+    def ties(self, graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
+        found = super().ties(graph)
+        for ticket in filter(is_start, graph.nodes):
+            (finish,) = ticket.users
+            meanwhile = products_between(ticket, finish)
+            if op_name(ticket) == "reduce_start":
+                meanwhile = meanwhile[:1]  # sums go on for long, and all that follows follows the first
+            for node in meanwhile:
+                found.setdefault(node, OrderedSet()).add(ticket)
+                found.setdefault(finish, OrderedSet()).add(node)
+        places = {node: place for place, node in enumerate(graph.nodes)}
+        return dict(sorted(found.items(), key=lambda tie: places[tie[0]]))
+
+    def uuid(self) -> str:
+        return f"{super().uuid()}, early 1"
+
+
+def is_start(node: fx.Node) -> bool:
+    return op_name(node) in STARTS
+
+
+def products_between(ticket: fx.Node, finish: fx.Node) -> list[fx.Node]:
+    nodes = list(ticket.graph.nodes)
+    return [node for node in nodes[nodes.index(ticket) : nodes.index(finish)] if is_product(node)]
+
+
+def inductor_settings(gm: fx.GraphModule) -> dict[str, Any]:
+    """For compile_fx, which hands them to the backward too, however late that is compiled; none for a graph of one
+    process. What Inductor reorders to save memory it reorders by sizes, and these differ by rank."""
+    if not any(map(talks, gm.graph.nodes)):
+        return {}
+    return {"post_grad_custom_post_pass": InOrder(), "reorder_for_peak_memory": False}
+
+
+def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """torch's backend of that name, with graphs in which exchanges start early."""
+    from torch._dynamo.backends import debugging
+
+    def ordered(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        order(graph.graph)
+        return debugging.boxed_nop(graph, list(inputs))
+
+    return debugging.aot_eager(gm, list(example_inputs), fw_compiler=ordered, bw_compiler=ordered)
