@@ -106,6 +106,7 @@ def converted(
             f"{', '.join(context.replicated_random[:3])} draw random numbers that must be the same on every rank, "
             "which a converted program cannot check; export the model in eval mode"
         )
+    keep_names(program, gm.graph)
     compare_inputs(program, gm, chosen)
     return rebuilt(program, gm, context), report
 
@@ -237,6 +238,14 @@ def lifted_constants(program: ExportedProgram, gm: fx.GraphModule) -> dict[fx.No
     pairs = zip(program.graph_signature.input_specs, placeholders, strict=True)
     constants = [(node, spec.target) for spec, node in pairs if spec.kind is InputKind.CONSTANT_TENSOR]
     return {node: program.constants[target] for node, target in constants}
+
+
+def keep_names(program: ExportedProgram, graph: fx.Graph) -> None:
+    """Inputs are called as they were, also those that FX renames (`input` is a name of Python's)."""
+    taken = {node.name for node in graph.nodes}
+    for spec, node in zip(program.graph_signature.input_specs, graph.find_nodes(op="placeholder"), strict=True):
+        if spec.arg.name not in taken:
+            node.name = spec.arg.name
 
 
 def compare_inputs(program: ExportedProgram, gm: fx.GraphModule, options: Options) -> None:

@@ -18,6 +18,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ringopt.graph.alignment import LISTED
 from ringopt.graph.diff import Change, GraphDiff, NodeView, SiteView, Totals
 from ringopt.report import folded
 
@@ -26,6 +27,8 @@ MARKS = {"added": ("+", "green"), "removed": ("-", "red"), "resized": ("=", "dim
 FOLDED = ("resized", "same")
 # Longer text in quotes (the terms of a mask) is cut.
 QUOTED, LONGEST = re.compile(r"'[^']{60,}'"), 40
+# So are long lists of values, and of their shapes.
+LISTS, FIRST = re.compile(r"[\[(](?:%[\w/]+|\w+\[[^\]]*\])(?:, (?:%[\w/]+|\w+\[[^\]]*\])){8,}[\])]"), 3
 
 
 @dataclass
@@ -36,29 +39,41 @@ class Block:
     changes: list[Change] = field(default_factory=list)
     like: list[str] = field(default_factory=list)
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """What the block says but for names."""
+    def signature(self, lists: set[str]) -> tuple[object, ...]:
+        """What the block says but for names, and but for the place of a value in one of `lists`."""
         return tuple(
-            (change.kind, *((view.op, view.arguments, view.shape) for view in (change.before, change.after) if view))
+            (change.kind, *(said(view, lists) for view in (change.before, change.after) if view))
             for change in self.changes
         )
 
 
+def said(view: NodeView, lists: set[str]) -> tuple[str, str, str]:
+    taken = view.op == "getitem" and view.inputs[0] in lists
+    return view.op, "" if taken else view.arguments, view.shape
+
+
 def blocks_of(diff: GraphDiff, every: bool) -> list[Block]:
-    """By module, in order; equal ones (layers) as one unless `every`."""
+    """By module, in the order of what both sides have of it; equal ones (layers) as one unless `every`."""
     blocks: dict[str, Block] = {}
     for change in diff.changes:
         module = "(inputs)" if change.node.op == "input" else change.node.module or "(no module)"
         blocks.setdefault(module, Block(module)).changes.append(change)
+    place = {id(change): number for number, change in enumerate(diff.changes)}
+    ordered = sorted(blocks.values(), key=lambda block: min(place[id(change)] for change in kept(block.changes)))
     if every:
-        return list(blocks.values())
+        return ordered
+    lists = {change.after.name for change in diff.changes if change.after and change.after.op == LISTED}
     first: dict[tuple[object, ...], Block] = {}
-    for block in blocks.values():
-        known = first.setdefault(block.signature, block)
+    for block in ordered:
+        known = first.setdefault(block.signature(lists), block)
         if known is not block:
             known.like.append(block.module)
     return list(first.values())
+
+
+def kept(changes: list[Change]) -> list[Change]:
+    """Those of nodes that both sides have, if there are any: what a rewrite adds may stand far from its reader."""
+    return [change for change in changes if change.before and change.after] or changes
 
 
 def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
@@ -126,17 +141,22 @@ def change_lines(change: Change) -> Iterator[Text]:
         yield line(change.kind, change.node)
     said = [aspect for aspect in change.aspects if aspect.name not in ("op", "arguments")]
     for aspect in said:
-        yield Text(f"      {aspect.name}: {aspect.before} -> {aspect.after}", style="dim")
+        yield Text(f"      {aspect.name}: {shortened(aspect.before)} -> {shortened(aspect.after)}", style="dim")
 
 
 def line(kind: str, view: NodeView, sized: bool = True) -> Text:
     mark, style = MARKS[kind]
-    size = f"  # {view.shape} {view.placement}" if sized and view.shape else ""
+    size = f"  # {shortened(view.shape)} {view.placement}" if sized and view.shape else ""
     return Text(f"  {mark} {shortened(view.text)}{size}", style=style)
 
 
 def shortened(text: str) -> str:
-    return QUOTED.sub(lambda found: f"{found[0][:LONGEST]}...'", text)
+    return LISTS.sub(few, QUOTED.sub(lambda found: f"{found[0][:LONGEST]}...'", text))
+
+
+def few(found: re.Match[str]) -> str:
+    entries = re.findall(r"%[\w/]+|\w+\[[^\]]*\]", found[0])
+    return f"{found[0][0]}{', '.join(entries[:FIRST])}, ... {len(entries) - FIRST} more{found[0][-1]}"
 
 
 def site_table(sites: Sequence[Change], every: bool) -> Table:

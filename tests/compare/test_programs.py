@@ -89,6 +89,18 @@ FLOPs of products on this rank: 12,544 -> 3,136
 │ -      │ causal │ causal: ring, zigzag, flash_cpu │        │
 └────────┴────────┴─────────────────────────────────┴────────┘
 
+qkv
+  + %x_rows = ringopt::scatter(%x, 1, 1, 16, 1, 4, 'zigzag', 'pretend:0/4')  # f32[1, 4, 8] S(1)
+  + %qkv_weight_beside = getitem(%bucket, 2)  # f32[24, 8] replicated
+  + %qkv_bias_beside = getitem(%bucket, 3)  # f32[24] replicated
+  ~ %linear = linear(%x_rows, %qkv_weight_beside, %qkv_bias_beside)
+      input 0: %x replicated -> %x_rows S(1)
+      input 1: %qkv_weight replicated -> %qkv_weight_beside replicated
+      input 2: %qkv_bias replicated -> %qkv_bias_beside replicated
+      shape: f32[1, 16, 24] -> f32[1, 4, 24]
+      placement: replicated -> S(1)
+      FLOPs: 6144 -> 1536
+
 (no module)
   + %bucket = ringopt::copy_all_to_group([%out_weight, %out_bias, %qkv_weight, %qkv_bias], 'pretend:0/4')  # (f32[8, 8], f32[8], f32[24, 8], f32[24]) replicated
   - %scaled_dot_product_attention = scaled_dot_product_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, None, 0, True)
@@ -107,18 +119,6 @@ FLOPs of products on this rank: 12,544 -> 3,136
       input: %relu replicated -> %relu_whole replicated
   ... 8 resized
 
-qkv
-  + %x_rows = ringopt::scatter(%x, 1, 1, 16, 1, 4, 'zigzag', 'pretend:0/4')  # f32[1, 4, 8] S(1)
-  + %qkv_weight_beside = getitem(%bucket, 2)  # f32[24, 8] replicated
-  + %qkv_bias_beside = getitem(%bucket, 3)  # f32[24] replicated
-  ~ %linear = linear(%x_rows, %qkv_weight_beside, %qkv_bias_beside)
-      input 0: %x replicated -> %x_rows S(1)
-      input 1: %qkv_weight replicated -> %qkv_weight_beside replicated
-      input 2: %qkv_bias replicated -> %qkv_bias_beside replicated
-      shape: f32[1, 16, 24] -> f32[1, 4, 24]
-      placement: replicated -> S(1)
-      FLOPs: 6144 -> 1536
-
 out
   + %out_weight_beside = getitem(%bucket, 0)  # f32[8, 8] replicated
   + %out_bias_beside = getitem(%bucket, 1)  # f32[8] replicated
@@ -130,6 +130,16 @@ out
       FLOPs: 2048 -> 512
 elsewhere: 5 same""",  # noqa: E501
     )
+
+
+def test_layers_are_folded_and_long_lists_cut() -> None:
+    """Their parameters have other places in one bucket, which is no difference between them."""
+    program = exported(nn.Sequential(*[Mixer() for _ in range(4)]))
+    diff = ringopt.diff(program, ringopt.convert(program))
+    said = text(diff)
+    assert "\n0.out  (and 3 like it: 1.out .. 3.out)\n" in said
+    assert "copy_all_to_group([%p_3_out_weight, %p_3_out_bias, %p_3_qkv_weight, ... 13 more], 'any')" in said
+    assert diff.counts["changed"] == 0  # nn.Sequential calls its input `input`, and so does the converted program
 
 
 def test_numbers_of_nodes_by_module(sharded: ringopt.GraphDiff) -> None:
@@ -149,8 +159,8 @@ nodes by module
 ┏━━━━━━━━━━━━━┳━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━┳━━━━━━┓
 ┃ module      ┃ added ┃ removed ┃ replaced ┃ rerouted ┃ changed ┃ resized ┃ same ┃
 ┡━━━━━━━━━━━━━╇━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━╇━━━━━━┩
-│ (no module) │     3 │         │        2 │        1 │         │       8 │      │
 │ qkv         │     3 │         │          │        1 │         │         │      │
+│ (no module) │     3 │         │        2 │        1 │         │       8 │      │
 │ out         │     2 │         │          │        1 │         │         │      │
 └─────────────┴───────┴─────────┴──────────┴──────────┴─────────┴─────────┴──────┘""",
     )
