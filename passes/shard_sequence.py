@@ -51,6 +51,7 @@ from ringopt.pipeline import Context, GraphRefused, Pass
 from ringopt.report import Gather
 from ringopt.sharding import HANDLERS, across
 from ringopt.sharding.custom_gradient import Functions, Places
+from ringopt.sharding.patches import patches
 
 
 class ShardSequence(Pass):
@@ -119,9 +120,9 @@ def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         return True
     if context.options.shard == "attention":
         return False  # whoever reads what attention gives has it gathered
-    return sharder.along(node) or (
-        is_cut(sharder, node) and (across(sharder, node) or in_parts(sharder, node, context))
-    )
+    if not is_cut(sharder, node):
+        return patches(sharder, node, (shape_of(site.args[0])[2] for site in context.sites))
+    return sharder.along(node) or across(sharder, node) or in_parts(sharder, node, context)
 
 
 def is_cut(sharder: Sharder, node: fx.Node) -> bool:

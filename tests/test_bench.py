@@ -298,6 +298,18 @@ def test_rows_of_dilated(tmp_path: Path) -> None:
     assert max(row["error"] for row in found["rows"]) < WRONG
 
 
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_training(tmp_path: Path) -> None:
+    words = ["training", "--length", "64", "--layers", "1", "--heads", "1", "--ranks", "2"]
+    found = tables(*words, str(tmp_path / "training.json"))
+    assert [(row["checkpointed"], row["ranks"]) for row in found["rows"]] == [
+        (False, 1), (False, 2), (True, 1), (True, 2)
+    ]  # fmt: skip
+    assert max(row["error"] for row in found["rows"]) < WRONG and found["totals"]["wrong"] == 0
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 

@@ -34,12 +34,12 @@ def batch(step, part=slice(None)):
     return torch.randn(4, 13, D, dtype=torch.float64)[part], torch.randint(0, 50, (4, 13))[part]
 
 
-def train(model, run, part=slice(None), accumulate=1):
-    """Losses and weights of three steps, gradients clipped."""
+def train(model, run, part=slice(None), accumulate=1, steps=3):
+    """Losses and weights of some steps, gradients clipped."""
     plain = not isinstance(model, Wide)  # torch's lists of tensors hold either plain ones or DTensors
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=plain)
     losses = []
-    for step in range(3 * accumulate):
+    for step in range(steps * accumulate):
         loss, _logits = run(*batch(step, part))
         (loss / accumulate).backward()
         losses.append(loss.detach())
@@ -52,14 +52,15 @@ def train(model, run, part=slice(None), accumulate=1):
     return torch.stack(losses), [weight.detach() for weight in weights]
 
 
-def apart(make, mesh, of_dp, accumulate):
+def apart(make, mesh, of_dp, accumulate, steps):
     """How far losses and weights are from those of one process; each dp rank has its part of the batch."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    losses, weights = train(*(make.model(),) * 2, accumulate=accumulate)
+    losses, weights = train(*(make.model(),) * 2, accumulate=accumulate, steps=steps)
     torch.manual_seed(0)
     rank = mesh["dp"].get_local_rank()
-    found, found_weights = train(*make(mesh), slice(2 * rank, 2 * rank + 2) if of_dp else slice(None), accumulate)
+    part = slice(2 * rank, 2 * rank + 2) if of_dp else slice(None)
+    found, found_weights = train(*make(mesh), part, accumulate, steps)
     dist.all_reduce(found)
     return difference([found / 4, *found_weights], [losses, *weights])
 
@@ -97,10 +98,10 @@ ddp_in_parts.model = compiled_in_ddp.model = fsdp.model = Model
 tensor_parallel.model = Wide
 
 
-def beside(name, of_dp=True, accumulate=1):
+def beside(name, of_dp=True, accumulate=1, steps=3):
     mesh, reports = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), len(ringopt.reports())
     with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 256):  # so that buckets of DDP may be so small
-        error = apart(globals()[name], mesh, of_dp, accumulate)
+        error = apart(globals()[name], mesh, of_dp, accumulate, steps)
     return error, [(len(report.sites), report.refusal) for report in ringopt.reports()[reports:]]
 
 
@@ -109,6 +110,12 @@ def test_ddp(ranks):
         assert error < 1e-9
     for error, graphs in ranks(4, beside, "compiled_in_ddp", True, 2):
         assert error < 1e-9 and graphs[0] == (2, None)
+
+
+def test_fifty_steps_of_ddp(ranks):
+    """The curve of losses, and the weights at its end."""
+    for error, _ in ranks(4, beside, "compiled_in_ddp", True, 1, 50):
+        assert error < 1e-7
 
 
 def test_fsdp(ranks):

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.benchmarks import calibrate, dilated, exchange, forms, kernels, memory, one_process, overlap, soak
+from ringopt.tools.benchmarks import (
+    calibrate,
+    dilated,
+    exchange,
+    forms,
+    kernels,
+    memory,
+    one_process,
+    overlap,
+    soak,
+    training,
+)
 from ringopt.tools.benchmarks.against import compared, earlier
 from ringopt.tools.command import CommandError, check_file, console, write
 
@@ -25,7 +36,7 @@ examples:
   ringopt bench one-process --lengths 1024 --repeats 3 --json bench.json
 """
 
-TABLES = (forms, one_process, overlap, kernels, exchange, memory, soak, dilated)
+TABLES = (forms, one_process, overlap, kernels, exchange, memory, soak, dilated, training)
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,0 +1,35 @@
+"""What a training step holds at once, in bytes of tensors: of p ranks, each a part, with checkpoints or without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringopt.backend import transform
+from ringopt.capture import capture
+from ringopt.distributed.mesh import mesh_of
+from ringopt.liveness import live_of
+from ringopt.options import Options
+from ringopt.tools.benchmarks.training_ranks import VOCABULARY, Llama
+from tests.translation import captured
+
+LENGTH, LAYERS, WIDTH = 1024, 3, 128
+
+
+def held(checkpointed):
+    """Bytes at the peak, of one process as torch does it and of a rank of 2 and of 4."""
+    gm, inputs = captured(Llama(LAYERS, WIDTH, checkpointed), torch.randint(VOCABULARY, (1, LENGTH)))
+    found = [live_of(capture(gm, inputs), LENGTH).step]
+    for p in (2, 4):
+        flat, report, _random = transform(gm, inputs, Options(), mesh_of(f"pretend:0/{p}"))
+        assert report.sharded_fraction == 1.0
+        found.append(live_of(flat, LENGTH // p).step)
+    return found
+
+
+def test_memory_falls_as_1_over_p():
+    alone, two, four = held(False)
+    assert two == pytest.approx(alone / 2, rel=0.15) and four == pytest.approx(alone / 4, rel=0.15)
+    again, two_again, four_again = held(True)
+    # What an exchange brought is kept, so a checkpoint gains a little less than without ranks.
+    assert two / two_again > 0.8 * alone / again > 1 and four / four_again > 0.8 * alone / again
