@@ -5,9 +5,10 @@
     seen = reshape(tabulate([attention_mask], ...))                                       # [B, 1, 1, n], bool
     y = attention(q, k, v, seen, [], ..., "dilated(2048:1,4096:2,causal)", "")
 
-Another function than the model's own, which is why it is asked for. Causal composes with it, and so do masks that say
-which keys are padding. What hides a key by adding a number below -1e4 hides it whole: a row that sees padding only is
-0. All else stays as it was, and the report says why.
+Another function than the model's own, which is why it is asked for. Causal composes with it, dropout and sinks, and
+masks that say which keys, or which queries and which keys, are padding; a query that is padding gets 0. What hides a
+key by adding a number below -1e4 hides it whole: a row that sees padding only is 0. All else stays as it was, and the
+report says why.
 
 Before: every mask read. After: a site is dilated, or says why it is not. Modules that are dilated themselves
 (ringopt/nn.py) are found as sites and stay as they are.
@@ -65,24 +66,24 @@ def told(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Hidden:
-    """What a mask hides: later keys when `causal`, and those for which `seen` (over b and k) does not hold."""
+    """What a mask hides: later keys when `causal`, those for which `seen` (over b and k) does not hold, and all keys
+    from a query for which `sees` (over b and q) does not."""
 
     causal: bool
     seen: Term | None
+    sees: Term | None
 
 
 def readable(node: fx.Node, info: SiteInfo) -> Hidden | str:
     """What its mask hides, or why the site cannot be dilated."""
     if info.refusal is not None or node.target is not attention:
         return info.refusal or "it was not read"
-    q, k, v, given, _sources, sinks, seed, pattern, text, *_ = node.args
+    q, k, v, given, _sources, _sinks, _seed, pattern, text, *_ = node.args
     queries, keys = shape_of(q)[2], shape_of(k)[2]
     if queries != keys:
         return f"it is no self-attention: {queries} queries look at {keys} keys"
     if looks_elsewhere(q, k, v):
         return "it is no self-attention: keys and values come from where the queries do not"
-    if sinks is not None or seed is not None:
-        return "its weights are dropped" if seed is not None else "it has sinks"
     if given is not None:
         return "its mask is a tensor that was not read"
     return hidden(pattern, Mask.parse(text))
@@ -105,31 +106,43 @@ def hidden(pattern: str, mask: Mask) -> Hidden | str:
     bands = {pattern, band} - {"full"}
     if bands - {"causal"}:
         return f"a {' and '.join(sorted(bands))} mask does not compose with dilation"
-    axes = axes_of(conditions)
+    of_queries = [condition for condition in conditions if "q" in condition.axes and condition.axes <= {"b", "q"}]
+    of_keys = [condition for condition in conditions if condition not in of_queries]
+    axes = axes_of(of_keys)
     if not axes <= {"b", "k"}:
         said = {"q": "differs by query", "h": "differs by head", "r": "differs by query"}
         return f"its mask {next(said[axis] for axis in 'qrh' if axis in axes)}, and is no padding of keys"
-    return Hidden(bool(bands), every(conditions) if conditions else None)
+    return Hidden(bool(bands), *(every(some) if some else None for some in (of_keys, of_queries)))
 
 
 def rewrite(node: fx.Node, found: Hidden, context: Context, tables: dict[tuple[object, ...], fx.Node]) -> None:
-    options, (q, k, v, _given, sources, *_) = context.options, node.args
+    options, (q, k, v, _given, sources, sinks, seed, _pattern, _mask, *how) = context.options, node.args
     lengths, rates = options.segment_lengths, options.dilation_rates
     assert lengths is not None and rates is not None
     pattern = Dilation(lengths, rates, found.causal, options.dilation_offsets).text
-    seen = None
-    if found.seen is not None:
-        text, batch = json.dumps(dumps(found.seen)), shape_of(q)[0] if "b" in found.seen.axes else 1
-        key = (text, batch, shape_of(k)[2], *sources)
+
+    def condition(term: Term | None, rows: str) -> fx.Node | None:
+        if term is None:
+            return None
+        text, batch = json.dumps(dumps(term)), shape_of(q)[0] if "b" in term.axes else 1
+        key = (text, rows, batch, shape_of(k)[2], *sources)
         if key not in tables:
-            tables[key] = table(node, list(sources), text, batch)
-        seen = tables[key]
-    node.args = (q, k, v, seen, [], None, None, pattern, "", 0.0, node.args[10])
+            tables[key] = table(node, list(sources), text, rows, batch)
+        return tables[key]
+
+    seen, sees = condition(found.seen, "k"), condition(found.sees, "q")
+    node.args = (q, k, v, seen, [], sinks, seed, pattern, "", *how)
+    if sees is not None:
+        with node.graph.inserting_after(node):
+            kept = emit(node.graph, torch.ops.aten.where.ScalarOther, (sees, node, 0.0), node)
+        node.replace_all_uses_with(kept, lambda user: user is not kept)
 
 
-def table(node: fx.Node, sources: list[fx.Node], text: str, batch: int) -> fx.Node:
-    """[batch, 1, 1, keys]: the condition `text` for each key."""
-    keys = shape_of(node.args[1])[2]
+def table(node: fx.Node, sources: list[fx.Node], text: str, rows: str, batch: int) -> fx.Node:
+    """The condition `text` for each key, [batch, 1, 1, keys], or for each query, [batch, 1, queries, 1]."""
+    length = shape_of(node.args[1])[2]
     with node.graph.inserting_before(node):
-        column = emit(node.graph, torch.ops.ringopt.tabulate.default, (sources, text, "k", [batch, 1, keys]), node)
-        return emit(node.graph, torch.ops.aten.reshape.default, (column, [batch, 1, 1, keys]), node)
+        column = emit(node.graph, torch.ops.ringopt.tabulate.default, (sources, text, rows, [batch, 1, length]), node)
+        if rows == "q":
+            return column
+        return emit(node.graph, torch.ops.aten.reshape.default, (column, [batch, 1, 1, length]), node)

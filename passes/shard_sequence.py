@@ -213,14 +213,19 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
 
 
 def attend_dilated(sharder: Sharder, node: fx.Node, context: Context) -> bool:
-    q, k, v, seen, *_, pattern, _mask, _dropout, scale = node.args
+    q, k, v, seen, _sources, sinks, seed, pattern, _mask, *how = node.args
     length = shape_of(q)[2]
     out = Sharded(2, 1, length, 1)
     sharder.reader = node
     local = [sharder.sharded(x, out) for x in (q, k, v)]
+    beside = [
+        sharder.replicated(seen) if seen is not None else None,
+        sharder.beside(sinks) if sinks is not None else None,
+        sharder.replicated(seed) if seed is not None else None,
+    ]
     both = sharder.step(
         torch.ops.ringopt.dilated_attention.default,
-        *(*local, sharder.replicated(seen) if seen is not None else None, length, pattern, scale, sharder.layout),
+        *(*local, *beside, length, pattern, *how, sharder.layout),
         *(context.options.strategy, context.sites[node].kernel, sharder.group, VERSION),
         like=node,
     )

@@ -99,10 +99,12 @@ def attention(
     ranks = _mesh_of(mesh)
     dilates = dilation_rates is not None and window is None
     if segment_lengths is not None or dilates or dilation_offsets != "paper":
-        beside = {"window": window is not None, "sinks": sinks is not None, "dropout_p": dropout_p > 0}
+        beside = {"window": window is not None, "sinks": isinstance(sinks, int)}
         _refuse(beside, "not possible in dilated attention of segments (segment_lengths)")
         dilation = Dilation.asked(segment_lengths, dilation_rates, is_causal, dilation_offsets)
-        return _dilated(query, key, value, attn_mask, dilation, scale, ranks, layout, strategy, kernel)
+        logits = _logits(sinks, query) if isinstance(sinks, Tensor) else None
+        where = (ranks, layout, strategy, kernel)
+        return _dilated(query, key, value, attn_mask, logits, dilation, dropout_p, scale, *where)
     rates = _rates(dilation_rates, query.shape[1])
     if len(set(rates)) > 1:
         how: dict[str, Any] = {"window": window, "scale": scale, "is_causal": is_causal}
@@ -205,20 +207,12 @@ def _by_rate(
 
 
 def _dilated(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dilation: Dilation,
-    scale: float,
-    mesh: Mesh | None,
-    layout: str,
-    strategy: str,
-    kernel: str,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, dilation: Dilation,
+    dropout_p: float, scale: float, mesh: Mesh | None, layout: str, strategy: str, kernel: str,
+) -> Tensor:  # fmt: skip
     mesh = mesh_of("pretend:0/1") if mesh is None else mesh
-    alone = mesh.size == 1
-    held = _held(mesh, query, key, [], None, False)
+    alone, seed = mesh.size == 1, _seed(query, dropout_p)
+    held = _held(mesh, query, key, [], seed, False)
     if held["query"] != held["key"]:
         raise OptionError(
             f"dilated attention is self attention; the ranks hold {held['query']} rows of query and {held['key']} of "
@@ -228,9 +222,15 @@ def _dilated(
     seen = _seen(attn_mask, query.shape[0], length)
     if told := dilation.told_left_out(length, query.shape[1]):
         warnings.warn(told, stacklevel=3)
+    if seed is not None:
+        seed = torch.full_like(seed, held["seed"][0])
+    if sinks is not None and not alone:  # each rank finds the part of their gradient that its rows make
+        sinks = torch.ops.ringopt.copy_to_group(sinks, mesh.name)
     where = ("contiguous" if alone else layout, strategy, kernel, mesh.name, VERSION)
     out: Tensor
-    out, _lse = torch.ops.ringopt.dilated_attention(query, key, value, seen, length, dilation.text, scale, *where)
+    out, _lse = torch.ops.ringopt.dilated_attention(
+        *(query, key, value, seen, sinks, seed, length, dilation.text, dropout_p, scale, *where)
+    )
     return out
 
 

@@ -134,7 +134,7 @@ def matrix_flops(node: fx.Node, figures: Figures) -> int:
 def dilated_flops(node: fx.Node, figures: Figures) -> int:
     """Of this rank's share of all pairs."""
     batch, heads, rows, width = map(figures, shape_of(node.args[0]))
-    length, pattern = node.args[4:6] if op_name(node) == "dilated_attention" else (rows, node.args[7])
+    length, pattern = node.args[6:8] if op_name(node) == "dilated_attention" else (rows, node.args[7])
     pairs = dilation_of(pattern).pairs(figures(length), heads)
     return 2 * batch * pairs * rows // figures(length) * (width + figures(shape_of(node.args[2])[-1]))
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import ringopt.ops.attention  # noqa: F401  (registers the operator)
 from ringopt.attention.dilation import Dilation
 from ringopt.errors import OptionError
+from ringopt.ops.dropout import SEEDS
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
 
@@ -62,12 +63,14 @@ class DilatedAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
         """[B, Hq, S, Dv] of query [B, Hq, S, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv]. `attn_mask` says which keys
-        are no padding, [1|B, 1, 1, S] of bool; causal beside it is for `is_causal`. Raises OptionError."""
+        are no padding, [1|B, 1, 1, S] of bool; causal beside it is for `is_causal`. Which weights are dropped with
+        probability `dropout_p` follows from one number of the default generator. Raises OptionError."""
         shapes = [list(x.shape) for x in (query, key, value)]
         if not query.dim() == key.dim() == value.dim() == 4 or query.shape[2] != key.shape[2]:
             raise OptionError(f"dilated self-attention takes [B, H, S, D] tensors of one S; found {shapes}")
@@ -76,8 +79,9 @@ class DilatedAttention(nn.Module):
         if not torch.compiler.is_compiling() and (told := self.dilation.told_left_out(query.shape[2], query.shape[1])):
             warnings.warn(told, stacklevel=2)
         scale = query.shape[3] ** -0.5 if scale is None else scale
+        seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
         out: Tensor = torch.ops.ringopt.attention(
-            *(query, key, value, attn_mask, [], None, None, self.patterns[is_causal], "", 0.0, scale)
+            *(query, key, value, attn_mask, [], None, seed, self.patterns[is_causal], "", dropout_p, scale)
         )
         return out
 
@@ -89,7 +93,7 @@ class MultiheadDilatedAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` of a sequence with itself, dilated. Its parameters have the names and shapes of torch's,
     so a state dict of one is that of the other.
 
-    Raises OptionError for what is no dilation, and for `dropout`, which dilated attention has not.
+    Raises OptionError for what is no dilation.
     """
 
     def __init__(
@@ -107,11 +111,7 @@ class MultiheadDilatedAttention(nn.MultiheadAttention):
         dilation_offsets: str = "paper",
         compat: str | None = None,
     ):
-        if dropout:
-            raise OptionError(
-                f"MultiheadDilatedAttention(dropout={dropout}): weights of dilated attention are not dropped"
-            )
-        super().__init__(embed_dim, num_heads, 0.0, bias, batch_first=batch_first, device=device, dtype=dtype)
+        super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
         # torch's encoder layer would compute undilated attention from the weights of a module that says True.
         self._qkv_same_embed_dim = False
         self.attention = DilatedAttention(segment_lengths, dilation_rates, dilation_offsets, compat)
@@ -150,7 +150,8 @@ class MultiheadDilatedAttention(nn.MultiheadAttention):
             for x, weight, bias in zip(operands, weights, biases, strict=True)
         ]
         seen = None if key_padding_mask is None else seen_of(key_padding_mask)[:, None, None]
-        out = self.out_proj(self.attention(*heads, seen, is_causal).transpose(1, 2).flatten(2))
+        dropout_p = self.dropout if self.training else 0.0
+        out = self.out_proj(self.attention(*heads, seen, dropout_p, is_causal).transpose(1, 2).flatten(2))
         if batched and not self.batch_first:
             out = out.transpose(0, 1)
         return (out if batched else out.squeeze(0)), None

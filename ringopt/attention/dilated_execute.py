@@ -6,6 +6,9 @@ Segments that are whole on this rank are computed under the first messages, as m
 has of one length; segments that are cut follow the plan of their exchange. Each term gives a partial softmax of the
 rows it keeps. They merge by log-sum-exp, and backward each needs nothing but the output and the log-sum-exp of all.
 
+Weights are dropped by the place of query and key in the sequence (dropout.py), so a pair of two patterns is dropped in
+both or in none. A sink is one more logit in the softmax of all terms.
+
 torchscale's mixing, which is for models trained with it, holds the weights of the terms constant: the backward of a
 term then sees its own output in place of that of all. That output is computed anew.
 """
@@ -32,6 +35,7 @@ from ringopt.attention.dilated_heads import (
 )
 from ringopt.attention.dilated_plan import DilatedPlan, Piece, Stretch, TermPlan
 from ringopt.attention.dilation import Kept
+from ringopt.attention.dropout import Dropout
 from ringopt.attention.exchange import Block, Cargo, Message, Step
 from ringopt.attention.merge import Merged, merge_
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed
@@ -40,6 +44,7 @@ from ringopt.attention.segments import Segments
 from ringopt.distributed.mesh import Mesh
 from ringopt.distributed.traffic import log_event
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator
+from ringopt.kernels.math import Math
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class DilatedAttention:
     plan: DilatedPlan
     kernel: Kernel
     scale: float
+    dropout_p: float = 0.0
 
     @property
     def causal(self) -> bool:
@@ -63,12 +69,15 @@ class DilatedAttention:
 @dataclass(frozen=True)
 class Operands:
     """The rank's rows, as the layout gives them: q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local,
-    Dv]. `seen` [B, S]: which keys of the whole sequence are no padding."""
+    Dv]. `seen` [B, S]: which keys of the whole sequence are no padding. `sinks` [1|B, Hq] and `seed` as in ring
+    attention (execute.py)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     seen: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -95,14 +104,16 @@ def attend_dilated(attention: DilatedAttention, mesh: Mesh, given: Operands) -> 
     in_lockstep(mesh, cuts, "forward", alone)
     for cut in cuts:
         cut.merge_into(out, lse)
+    if given.sinks is not None:
+        add_sinks_(out, lse, given.sinks)
     return out.to(q.dtype), lse
 
 
 def attend_dilated_backward(
     attention: DilatedAttention, mesh: Mesh, dout: Tensor, saved: Saved
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of the rank's rows, complete. K and V travel again, and sums of dK and dV travel home in the
-    accumulator's dtype. Raises RingCommError."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """dq, dk, dv of the rank's rows, complete, and this rank's part of the gradient of the sinks, if there are some. K
+    and V travel again, and sums of dK and dV travel home in the accumulator's dtype. Raises RingCommError."""
     given, parts = saved.given, [part for part in attention.plan.terms if part.exchange is not None]
     operands = (given.q, given.k, given.v)
     totals = tuple(torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in operands)
@@ -121,7 +132,7 @@ def attend_dilated_backward(
     for cut in cuts:
         cut.add_gradients(totals)
     dq, dk, dv = (total.to(x.dtype) for total, x in zip(totals, operands, strict=True))
-    return dq, dk, dv
+    return dq, dk, dv, [] if given.sinks is None else [gradient_of_sinks(dout, saved, given.sinks)]
 
 
 def in_lockstep(mesh: Mesh, cuts: Sequence[Cut], label: str, alone: Callable[[], None]) -> None:
@@ -156,6 +167,16 @@ class Whole:
 
     def __init__(self, attention: DilatedAttention, part: TermPlan, stretch: Stretch, given: Operands):
         self.attention, self.part, self.term, self.stretch = attention, part, part.term, stretch
+        self.kernel = attention.kernel
+        if attention.dropout_p > 0:
+            dropout, segments, batch = dropout_of(attention, given), self._rows(), given.q.shape[0]
+
+            def factor(rows: slice) -> Tensor:
+                heads, wide = part.term.heads, accumulator(given.q.dtype)
+                parts = [dropout.factor(batch, heads, keys[rows], keys, wide) for keys in segments]
+                return torch.stack(parts, 1).flatten(0, 1)
+
+            self.kernel = Math(factor=factor)
         self.q = self._cut(given.q, self.term.heads)
         self.k, self.v = (spread(self._cut(x, self.term.kv_heads), self.term) for x in (given.k, given.v))
         self.mask = None
@@ -165,7 +186,7 @@ class Whole:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         attention = self.attention
-        out, lse = attention.kernel.forward(self.q, self.k, self.v, self.mask, attention.causal, attention.scale)
+        out, lse = self.kernel.forward(self.q, self.k, self.v, self.mask, attention.causal, attention.scale)
         zeros = attention.zero_keys(self.term.kept, self.q.shape[2])
         return with_zero_keys(out, lse, zeros) if zeros else (out, lse)
 
@@ -178,13 +199,19 @@ class Whole:
         own = attention.plan.dilation.torchscale_mixing
         out = self.forward()[0] if own else self._cut(saved.out, term.heads)
         dout, lse = (self._cut(x, term.heads) for x in (dout, saved.lse))
-        dq, dk, dv = attention.kernel.backward(
+        dq, dk, dv = self.kernel.backward(
             dout, self.q, self.k, self.v, out.to(dout.dtype), lse, self.mask, attention.causal, attention.scale
         )
         parts = (dq, collected(dk, term), collected(dv, term))
         for total, heads, found in zip(totals, (term.heads, term.kv_heads, term.kv_heads), parts, strict=True):
             for of, view in views(total, heads):
                 self._segments(view).add_(unbatched(found, total.shape[0])[:, of])
+
+    def _rows(self) -> list[range]:
+        """Of the whole sequence, that each segment keeps."""
+        first, length, kept = self.stretch.first, self.stretch.length, self.term.kept
+        starts = range(first, first + self.stretch.rows, length)
+        return [range(start + kept.offset, start + length, kept.rate) for start in starts]
 
     def _segments(self, x: Tensor) -> Tensor:
         return in_segments(x, self.stretch.here, self.stretch, self.term.kept)
@@ -200,6 +227,7 @@ class Cut:
     def __init__(self, attention: DilatedAttention, part: TermPlan, rank: int, given: Operands):
         assert part.exchange is not None
         self.attention, self.term, self.exchange, self.rank = attention, part.term, part.exchange, rank
+        self.part, self.given = part, given
         self.pieces: tuple[Piece, ...] = part.pieces(rank)
         self.steps: tuple[Step, ...] = self.exchange.forward(rank)
         self.local = Local(self.exchange.q_layout.ranges(rank))
@@ -222,7 +250,7 @@ class Cut:
         for block in self._step(number).blocks:
             rows, keys, values, mask, causal = self._tile(block)
             how = (mask, causal, self.attention.scale)
-            self.merged.add(rows, *self.attention.kernel.forward(self.q[:, :, rows], keys, values, *how))
+            self.merged.add(rows, *self._kernel(block).forward(self.q[:, :, rows], keys, values, *how))
 
     def end(self, number: int) -> None:
         """When the messages of a step are there."""
@@ -266,6 +294,13 @@ class Cut:
     def _keep(self, message: Message, buffer: Packed) -> None:
         self.held.put(buffer)
 
+    def _kernel(self, block: Block) -> Kernel:
+        if self.attention.dropout_p == 0:
+            return self.attention.kernel
+        dropout, (batch, *_), wide = dropout_of(self.attention, self.given), self.q.shape, accumulator(self.q.dtype)
+        queries, keys = self.part.rows(block.queries), self.part.rows(block.keys)
+        return Math(factor=lambda rows: dropout.factor(batch, self.term.heads, queries[rows], keys, wide))
+
     def _tile(self, block: Block) -> tuple[slice, Tensor, Tensor, Tensor | None, bool]:
         """Of a block: its query rows in `q`, keys, values, mask, and whether it is a triangle."""
         rows = self.local.slice(block.queries)
@@ -301,7 +336,7 @@ class CutBackward(Cut):
         for block in self._step(number).blocks:
             rows, keys, values, mask, causal = self._tile(block)
             dout, q, out, lse = (x[:, :, rows] for x in (self.dout, self.q, self.out, self.lse))
-            dq, dk, dv = self.attention.kernel.backward(
+            dq, dk, dv = self._kernel(block).backward(
                 dout, q, keys, values, out, lse, mask, causal, self.attention.scale
             )
             self.dq[:, :, rows] += dq
@@ -325,6 +360,26 @@ class CutBackward(Cut):
             self.held.put(buffer)
         else:
             self.gradients.arrived(buffer)
+
+
+def dropout_of(attention: DilatedAttention, given: Operands) -> Dropout:
+    if given.seed is None:
+        raise ValueError(f"dropout_p is {attention.dropout_p}, and there is no seed to draw from")
+    return Dropout(attention.dropout_p, given.seed.to(given.q.device))
+
+
+def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """In place: one more logit of each row, that leads to no value."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    out *= (lse - total).exp_().masked_fill_(lse == HIDDEN, 0.0).unsqueeze(-1)
+    lse.copy_(total)
+
+
+def gradient_of_sinks(dout: Tensor, saved: Saved, sinks: Tensor) -> Tensor:
+    """In the shape of `sinks`: the weight of a sink leads to 0, not to the row's output."""
+    weights = (sinks.to(saved.lse.dtype).unsqueeze(-1) - saved.lse).exp_().masked_fill_(saved.lse == HIDDEN, 0.0)
+    found: Tensor = -(weights * (dout.to(weights.dtype) * saved.out).sum(-1)).sum(-1)
+    return found.sum_to_size(sinks.shape).to(sinks.dtype)
 
 
 def with_zero_keys(out: Tensor, lse: Tensor, zeros: int) -> tuple[Tensor, Tensor]:

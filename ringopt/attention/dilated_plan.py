@@ -12,6 +12,7 @@ there are edges of shards, so a plan does not grow with the sequence.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -112,6 +113,14 @@ class TermPlan:
                     found.append(Piece(place, range(before + some.start, before + some.stop)))
             before += len(rows)
         return tuple(found)
+
+    def rows(self, packed: range) -> range:
+        """The rows of the sequence that have these numbers among all that are exchanged; they are of one segment."""
+        assert self.exchange is not None and isinstance(self.exchange.pattern, Segments)
+        edges = self.exchange.pattern.edges
+        number = bisect_right(edges, packed.start) - 1
+        first = edges[number]
+        return self.term.kept.rows(self.cut[number])[packed.start - first : packed.stop - first]
 
     def _gathers(self, gather: Exchange) -> bool:
         """Unless a rank would hold more rows of others than it has rows of its own."""

@@ -51,10 +51,10 @@ def attention_reference(
     ValueError for dropout without a seed, and where a dilated pattern stands beside what it cannot be joined with."""
     parsed, grouped = Mask.parse(mask), q.shape[1] != k.shape[1]
     if is_dilated(pattern):
-        if mask or sinks is not None or dropout_p > 0:
-            raise ValueError("ringopt::attention: dilated attention has no mask but of keys, no sinks and no dropout")
-        where = (k.shape[2], pattern, scale, "contiguous", "auto", "auto", "pretend:0/1", VERSION)
-        return torch.ops.ringopt.dilated_attention(q, k, v, attn_mask, *where)[0]  # type: ignore[no-any-return]
+        if mask:
+            raise ValueError("ringopt::attention: dilated attention has no mask but of keys")
+        how = (k.shape[2], pattern, dropout_p, scale, "contiguous", "auto", "auto", "pretend:0/1", VERSION)
+        return torch.ops.ringopt.dilated_attention(q, k, v, attn_mask, sinks, seed, *how)[0]  # type: ignore[no-any-return]
     if dropout_p > 0 and seed is None:
         raise ValueError(f"ringopt::attention: dropout_p is {dropout_p}, and there is no seed to draw from")
     plain = attn_mask is None and not any(parsed.terms)

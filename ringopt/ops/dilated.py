@@ -2,7 +2,7 @@
 over the ranks of a mesh.
 
     dilated_attention(q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv], seen? [1|B, 1, 1, S],
-                      ...) -> out, lse
+                      sinks? [1|B, Hq], seed? [], ...) -> out, lse
 
 Opaque, and for the same reasons, as `ringopt::ring_attention` (ops/ring.py). What is computed alone and what is
 exchanged: attention/dilated_plan.py.
@@ -23,6 +23,7 @@ from ringopt.attention.dilated_execute import (
     attend_dilated_backward,
 )
 from ringopt.attention.dilated_plan import dilated_plan_of, prove_dilated
+from ringopt.attention.dilation import dilation_of
 from ringopt.attention.execute import Operands as Shards
 from ringopt.attention.layouts import layout_of
 from ringopt.distributed.handshake import agree
@@ -30,10 +31,13 @@ from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
-from ringopt.ops.ring import misfit_of
+from ringopt.ops.ring import agree_on_seed, misfit_of, misfit_of_extras
 
-CONFIG = "SymInt length, str pattern, float scale, str layout, str strategy, str kernel, str group, str version"
-OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? seen"
+CONFIG = (
+    "SymInt length, str pattern, float dropout_p, float scale, str layout, str strategy, str kernel, str group, "
+    "str version"
+)
+OPERANDS, BESIDE = "Tensor q, Tensor k, Tensor v", "Tensor? seen, Tensor? sinks, Tensor? seed"
 
 
 class Config(NamedTuple):
@@ -41,6 +45,7 @@ class Config(NamedTuple):
 
     length     rows of the whole sequence
     pattern    text of a Dilation (attention/dilation.py)
+    dropout_p  with which a weight is dropped, as `seed` says
     layout     which rows a rank holds
     strategy   how rows travel: "gather", "ring", or for each pattern what "auto" says
     kernel     what computes a tile ("auto": the fastest that can)
@@ -50,6 +55,7 @@ class Config(NamedTuple):
 
     length: int
     pattern: str
+    dropout_p: float
     scale: float
     layout: str
     strategy: str
@@ -59,20 +65,26 @@ class Config(NamedTuple):
 
 
 @torch.library.custom_op(
-    "ringopt::dilated_attention", mutates_args=(), schema=f"({OPERANDS}, {CONFIG}) -> (Tensor out, Tensor lse)"
+    "ringopt::dilated_attention",
+    mutates_args=(),
+    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}) -> (Tensor out, Tensor lse)",
 )
-def dilated_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *config: Any) -> tuple[Tensor, Tensor]:
+def dilated_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S_local, Dv] in q's dtype; lse [B, Hq, S_local] in natural log, not differentiable. `seen`: bool,
     False for keys that are padding, of the whole sequence. Where no pattern keeps a row of a head, or it sees padding
-    only, out is 0 and lse -inf. Raises RingMismatchError, RingCommError, OptionError, PlanError."""
-    given = operands_of(q, k, v, seen)
-    attention, mesh = prepare("dilated_attention", given, seen, Config(*config))
+    only, out is 0 and lse -inf, or the sink's logit. Raises RingMismatchError, RingCommError, OptionError,
+    PlanError."""
+    beside, config = rest[:3], Config(*rest[3:])
+    given = operands_of(q, k, v, *beside)
+    attention, mesh = prepare("dilated_attention", given, beside[0], config)
+    if given.seed is not None:
+        agree_on_seed(mesh, given.seed)
     with torch.autocast(q.device.type, enabled=False):
         return attend_dilated(attention, mesh, given)
 
 
 @dilated_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *config: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     sizes = q.shape[:3]
     return q.new_empty(*sizes, v.shape[3]), q.new_empty(sizes, dtype=accumulator(q.dtype))
 
@@ -80,49 +92,61 @@ def _(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *config: Any) -> tup
 @torch.library.custom_op(
     "ringopt::dilated_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {CONFIG}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    schema=(
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsinks)"
+    ),
 )
 def dilated_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, out: Tensor, lse: Tensor, *config: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rank's own rows."""
-    given = operands_of(q, k, v, seen)
-    attention, mesh = prepare("dilated_attention_backward", given, seen, Config(*config))
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of the rank's own rows; of the sinks, this rank's part: the caller sums it over the ranks."""
+    beside, config = rest[:3], Config(*rest[3:])
+    given = operands_of(q, k, v, *beside)
+    attention, mesh = prepare("dilated_attention_backward", given, beside[0], config)
     with torch.autocast(q.device.type, enabled=False):
         return attend_dilated_backward(attention, mesh, dout, Saved(given, out, lse))
 
 
 @dilated_attention_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, out: Tensor, lse: Tensor, *config: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    sinks = [] if rest[1] is None else [rest[1].new_empty(rest[1].shape)]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, seen, *ctx.config = inputs
+    q, k, v, seen, sinks, seed, *ctx.config = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, seen, *output)
+    ctx.save_for_backward(q, k, v, *output, seen, sinks, seed)
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, seen, out, lse = ctx.saved_tensors
-    gradients = torch.ops.ringopt.dilated_attention_backward(dout, q, k, v, seen, out, lse, *ctx.config)
-    return *gradients, None, *(None for _ in ctx.config)
+    dq, dk, dv, dsinks = torch.ops.ringopt.dilated_attention_backward(dout, *ctx.saved_tensors, *ctx.config)
+    return dq, dk, dv, None, dsinks[0] if dsinks else None, None, *(None for _ in ctx.config)
 
 
 dilated_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def operands_of(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Operands:
-    return Operands(q, k, v, seen if seen is None else seen.flatten(1).expand(q.shape[0], -1))
+def operands_of(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sinks: Tensor | None, seed: Tensor | None
+) -> Operands:
+    return Operands(q, k, v, seen if seen is None else seen.flatten(1).expand(q.shape[0], -1), sinks, seed)
 
 
 def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tuple[DilatedAttention, Mesh]:
     """The plan, proved on this rank and compared with what the other ranks are about to run; and the mesh."""
     mesh, (q, k, v) = mesh_of(config.group), (given.q, given.k, given.v)
     layout = layout_of(config.layout, config.length, mesh.size)
-    misfit = misfit_of(Shards(q, k, v), layout, layout, mesh.rank) or misfit_of_seen(seen, q.shape[0], config.length)
+    shards = Shards(q, k, v, (), given.sinks, given.seed)
+    misfit = (
+        misfit_of(shards, layout, layout, mesh.rank)
+        or misfit_of_seen(seen, q.shape[0], config.length)
+        or misfit_of_extras(shards, config.dropout_p)
+        or misfit_of_mixing(given, config)
+    )
     agree(mesh, key_of(op, misfit, given, config, mesh.size))
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
@@ -130,7 +154,13 @@ def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tu
     plan = dilated_plan_of(config.pattern, *sizes, config.layout, config.strategy)
     prove_dilated(plan, mesh.rank)
     kernel, _reason = choose(config.kernel, q.dtype, q.device, k.shape[3], v.shape[3])
-    return DilatedAttention(plan, kernel, config.scale), mesh
+    return DilatedAttention(plan, kernel, config.scale, config.dropout_p), mesh
+
+
+def misfit_of_mixing(given: Operands, config: Config) -> str:
+    if given.sinks is None or not dilation_of(config.pattern).torchscale_mixing:
+        return ""
+    return "torchscale's mixing has no sinks"
 
 
 def misfit_of_seen(seen: Tensor | None, batch: int, length: int) -> str:
@@ -160,5 +190,7 @@ def key_of(
         ("value_dim", v.shape[3]),
         ("dtype", str(q.dtype)),
         ("seen", "none" if given.seen is None else "given"),
+        ("sinks", "none" if given.sinks is None else str(list(given.sinks.shape))),
+        ("seed", "none" if given.seed is None else "given"),
         *named.items(),
     )

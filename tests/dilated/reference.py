@@ -38,8 +38,17 @@ class Patterns:
         return found
 
 
-def dilated(q: Tensor, k: Tensor, v: Tensor, patterns: Patterns, seen: Tensor | None = None) -> Tensor:
-    """[B, Hq, n, Dv]. A key of two patterns weighs twice: log 2 is added to its score. `seen` [B, n]."""
+def dilated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: Patterns,
+    seen: Tensor | None = None,
+    factor: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[B, Hq, n, Dv]. A key of two patterns weighs twice: log 2 is added to its score. `seen` [B, n]. `factor` [B, Hq,
+    n, n] is what dropout multiplies weights with, `sinks` [Hq] one more logit of each row."""
     n, heads = q.shape[2], q.shape[1]
     k, v = (x.repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
     times = torch.stack(patterns.times(n, heads)).sum(0)[None]
@@ -47,7 +56,10 @@ def dilated(q: Tensor, k: Tensor, v: Tensor, patterns: Patterns, seen: Tensor | 
         times = times * seen[:, None, None]
     hidden = (times == 0).all(-1, keepdim=True)
     scores = q @ k.mT * q.shape[3] ** -0.5 + times.to(q.dtype).log()
-    return scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0) @ v
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.masked_fill(hidden, 0.0).softmax(-1)[..., :n].masked_fill(hidden, 0.0)
+    return (weights if factor is None else weights * factor) @ v
 
 
 def torchscale(q: Tensor, k: Tensor, v: Tensor, patterns: Patterns) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringopt import attention, record_traffic, shard, unshard
+from ringopt.attention.dropout import Dropout
 from ringopt.attention.layouts import layout_of
 from ringopt.errors import OptionError, RingMismatchError
 from ringopt.ops.ring import VERSION
@@ -109,6 +110,55 @@ def test_lower_precision(dtype: torch.dtype) -> None:
             torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5 if dtype == torch.float32 else 6e-2)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1)])
+@pytest.mark.parametrize(("p", "layout"), [(1, "contiguous"), (2, "contiguous"), (3, "zigzag")])
+def test_dropout_by_the_place_of_query_and_key(
+    p: int, layout: str, heads: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair of two patterns is dropped in both or in none: as the one weight that it is in the definition."""
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(7))  # threads share one generator
+    case, patterns = problem(67, heads=heads), Patterns((8, 23, 40), (1, 2, 4), causal)
+    factor = Dropout(0.3, torch.tensor(7)).factor(2, heads[0], range(67), range(67), torch.float64)
+    whole = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    out = dilated(*whole, patterns, factor=factor)
+    right = [out.detach(), *torch.autograd.grad(out, whole, case.dout)]
+    for found in run_on_threads(p, lambda mesh: attended(case, patterns, mesh=mesh, layout=layout, dropout_p=0.3)):
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("p", "layout"), [(1, "contiguous"), (3, "zigzag")])
+def test_sinks_by_hand(p: int, layout: str) -> None:
+    case, patterns = problem(67), Patterns((8, 23, 40), (1, 2, 4), True)
+    sinks = torch.tensor([0.0, 2.0, -1.0, -torch.inf], dtype=torch.float64)
+
+    def body(mesh: ThreadMesh | None) -> list[Tensor]:
+        whole = [x.clone().requires_grad_() for x in (case.q, case.k, case.v, sinks)]
+        if mesh is None:
+            out = dilated(*whole[:3], patterns, sinks=whole[3])
+        else:
+            local = [shard(x, 2, mesh=mesh, layout=layout) for x in whole[:3]]
+            how: Any = {"segment_lengths": patterns.lengths, "dilation_rates": patterns.rates, "is_causal": True}
+            out = attention(*local, enable_gqa=True, sinks=whole[3], mesh=mesh, layout=layout, **how)
+            out = unshard(out, 2, length=67, mesh=mesh, layout=layout)
+        return [out.detach(), *torch.autograd.grad(out, whole, case.dout)]
+
+    right = body(None)
+    for found in run_on_threads(p, body):
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_dropout_without_ranks_draws_from_the_default_generator() -> None:
+    case, patterns = problem(67), SCHEDULES["straddling"]
+    results = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        results.append(attended(case, patterns, dropout_p=0.5)[0])
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
 # ---- what depends on what --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("p", [1, 3])
 @pytest.mark.parametrize("causal", [False, True])
@@ -171,8 +221,8 @@ def test_torchscale_mixing(causal: bool, lengths: tuple[int, ...], rates: tuple[
     def body(mesh: ThreadMesh) -> list[Tensor]:
         given = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
         local = [shard(x, 2, mesh=mesh, layout=layout) for x in given]
-        config = (61, text, 8**-0.5, layout, "auto", "auto", mesh.name, VERSION)
-        found, _lse = torch.ops.ringopt.dilated_attention(*local, None, *config)
+        config = (61, text, 0.0, 8**-0.5, layout, "auto", "auto", mesh.name, VERSION)
+        found, _lse = torch.ops.ringopt.dilated_attention(*local, None, None, None, *config)
         found = unshard(found, 2, length=61, mesh=mesh, layout=layout)
         return [found.detach(), *torch.autograd.grad(found, given, case.dout)]
 
@@ -185,9 +235,11 @@ def test_torchscale_mixing(causal: bool, lengths: tuple[int, ...], rates: tuple[
 def test_opcheck() -> None:
     case = problem(21)
     operands = [x.requires_grad_() for x in (case.q, case.k, case.v)]
-    config = (21, "dilated(8:1,13:2,causal)", 0.3, "contiguous", "auto", "auto", "pretend:0/1", VERSION)
-    for seen in (None, torch.arange(21).expand(2, 1, 1, 21) > 4):
-        torch.library.opcheck(torch.ops.ringopt.dilated_attention.default, (*operands, seen, *config))
+    where = (0.3, "contiguous", "auto", "auto", "pretend:0/1", VERSION)
+    sinks, seed = torch.randn(1, 4, dtype=torch.float64).requires_grad_(), torch.tensor(3)
+    for *beside, p in ((None, None, None, 0.0), (torch.arange(21).expand(2, 1, 1, 21) > 4, sinks, seed, 0.2)):
+        config = (21, "dilated(8:1,13:2,causal)", p, *where)
+        torch.library.opcheck(torch.ops.ringopt.dilated_attention.default, (*operands, *beside, *config))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -204,7 +256,7 @@ X = torch.ones(1, 2, 8, 4)
         ({"segment_lengths": (4,), "dilation_rates": (8,)}, "rate 8 is above its segment length 4"),
         ({"segment_lengths": (4,), "dilation_rates": (1,), "dilation_offsets": "fkodom"}, "expected one of 'paper', "),
         ({"segment_lengths": (4,), "dilation_rates": (1,), "window": 2}, r"attention\(window=\.\.\.\) is not possible"),
-        ({"segment_lengths": (4,), "dilation_rates": (1,), "dropout_p": 0.1}, r"dropout_p=\.\.\.\) is not possible in"),
+        ({"segment_lengths": (4,), "dilation_rates": (1,), "sinks": 1}, r"sinks=\.\.\.\) is not possible in dilated"),
         ({"segment_lengths": (4,), "dilation_rates": (1,), "strategy": "halo"}, "travels by one of 'auto', 'gather', "),
         (
             {"segment_lengths": (4,), "dilation_rates": (1,), "attn_mask": torch.ones(8, 8, dtype=torch.bool)},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -15,6 +16,7 @@ import ringopt
 from ringopt.backend import transform
 from ringopt.distributed.mesh import mesh_of
 from ringopt.errors import OptionError
+from ringopt.graph.nodes import emit
 from ringopt.options import Options
 from tests.dilated.reference import Patterns, dilated
 from tests.threads import run_on_threads
@@ -102,6 +104,65 @@ def test_it_is_the_definition_on_any_number_of_ranks(p: int, name: str) -> None:
 
     expected = values_and_gradients(*captured(SelfAttention(right), *inputs))
     for found in run_on(p, SelfAttention(CASES[name]), inputs, **OPTIONS):
+        assert difference(expected, found, 1e-9) == ""
+
+
+class WithSinks(nn.Module):
+    """Attention with a learned logit for each head, spelled out; `dilate` in place of it is the definition."""
+
+    def __init__(self, dilate: Callable[..., Tensor] | None = None):
+        super().__init__()
+        self.dilate, self.sinks = dilate, nn.Parameter(torch.tensor([0.0, 1.0, -1.0, 3.0], dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        if self.dilate is not None:
+            return self.dilate(q, k, v, PATTERNS, sinks=self.sinks)
+        scores = q @ k.mT * q.shape[3] ** -0.5
+        logits = self.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, logits], -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("p", [1, 3])
+def test_sinks_stay_with_their_gradient(p: int) -> None:
+    inputs = (torch.randn(2, N, 16, dtype=torch.float64),)
+    expected = values_and_gradients(*captured(SelfAttention(WithSinks(dilated)), *inputs))
+    for found in run_on(p, SelfAttention(WithSinks()), inputs, **OPTIONS):
+        assert difference(expected, found, 1e-9) == ""
+
+
+def test_dropout_is_the_same_on_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dropped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+
+    seed = torch.tensor(5)
+    monkeypatch.setattr("ringopt.passes.find_attention.draw_seed", lambda graph, like: constant(graph, like, seed))
+    inputs = (torch.randn(2, N, 16, dtype=torch.float64),)
+    (alone,) = run_on(1, SelfAttention(dropped), inputs, **OPTIONS)
+    assert difference(run_on(1, SelfAttention(plain), inputs, **OPTIONS)[0], alone, 1e-9) != ""
+    for found in run_on(3, SelfAttention(dropped), inputs, **OPTIONS):
+        assert difference(alone, found, 1e-9) == ""
+
+
+def constant(graph: fx.Graph, like: fx.Node, number: Tensor) -> fx.Node:
+    how = {"dtype": torch.int64, "device": torch.device("cpu")}
+    return emit(graph, torch.ops.aten.full.default, ([], int(number)), like, how)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_queries_that_are_padding_too(p: int) -> None:
+    """As some models make it: the outer product of a mask with itself."""
+
+    def both(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        assert seen is not None
+        return F.scaled_dot_product_attention(q, k, v, seen[:, None, :, None] & seen[:, None, None])
+
+    def right(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        assert seen is not None
+        return dilated(q, k, v, PATTERNS, seen) * seen[:, None, :, None]
+
+    inputs = (torch.randn(2, N, 16, dtype=torch.float64), SEEN)
+    expected = values_and_gradients(*captured(SelfAttention(right), *inputs))
+    for found in run_on(p, SelfAttention(both), inputs, **OPTIONS):
         assert difference(expected, found, 1e-9) == ""
 
 
@@ -202,15 +263,14 @@ def with_mask(make: Callable[[Tensor, Tensor], Tensor]) -> Attend:
     return attend
 
 
-def dropped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
-
-
 REFUSED = {
     "window": (with_mask(lambda q, k: (q - k).abs() < 5), r"a window\(5,both\) mask does not compose with dilation"),
     "chunks": (with_mask(lambda q, k: q // 8 == k // 8), "a chunked\\(8,both\\) mask does not compose with dilation"),
     "bias": (with_mask(lambda q, k: -(q - k).abs().double()), "a bias is added to its scores"),
-    "dropout": (dropped, "its weights are dropped"),
+    "padding that differs by query": (
+        with_mask(lambda q, k: (q + k) % 5 != 0),
+        "its mask differs by query, and is no padding of keys",
+    ),
 }
 
 

@@ -66,7 +66,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         other = found[0]["dense"] if beside == "dense SDPA" else rows[0]["seconds"] if rows else None
         if beside == "1 rank":
             other = max(alone["seconds"] for alone in as_ranks(1, on_a_rank, *case, timeout=3600.0))
-        row |= {"other": other, "ratio": row["seconds"] / other if other else None}
+        row |= {"other": other, "ratio": row["seconds"] / other if other else None, "flops": FLOPS[beside]}
         rows.append(row)
     return Result(TITLE, COLUMNS, rows, totals(rows), sentences(rows), NOTES)
 
@@ -80,14 +80,16 @@ def totals(rows: list[Row]) -> Row:
 def sentences(rows: list[Row]) -> tuple[str, ...]:
     _short, long, dense, two = rows
     return (
-        f"8 times the rows take {long['ratio']:.2f} times as long; dense attention of {dense['length']:,} rows takes "
-        f"{1 / dense['ratio']:.2f} times as long, and has {MORE:.2f} times the FLOPs",
+        f"8 times the rows take {long['ratio']:.2f} times as long; dilated attention of {dense['length']:,} rows takes "
+        f"{dense['ratio']:.2f} of the time of dense attention, and has {dense['flops']:.3f} of its FLOPs",
         f"2 ranks are {1 / two['ratio']:.2f} times as fast as 1, and send {two['sent']:,} bytes",
     )
 
 
-# FLOPs of dense attention over 8192 rows by those of dilated attention, in which a row has 2048 + 4096 / 4 keys.
-MORE = 8192 / sum(w / r**2 for w, r in zip(LENGTHS, RATES, strict=True))
+# FLOPs of a rank, over those of what is beside it. In dilated attention a row has 2048 + 4096 / 4 keys, in dense
+# attention over 8192 rows as many: no kernel as fast as the dense one can take a smaller part of its time.
+LEAST = sum(w / r**2 for w, r in zip(LENGTHS, RATES, strict=True)) / 8192
+FLOPS = {"": None, "1/8 of them": 8.0, "dense SDPA": LEAST, "1 rank": 0.5}
 TITLE = "Dilated attention, forward, float32, one thread a rank"
 COLUMNS = (
     Column("n", lambda row: f"{row['length']:,}"),
@@ -97,10 +99,12 @@ COLUMNS = (
     Column("beside", lambda row: row["beside"], right=False),
     Column("s", lambda row: "-" if row["other"] is None else f"{row['other']:.2f}"),
     Column("ratio", lambda row: "-" if row["ratio"] is None else f"{row['ratio']:.2f}"),
+    Column("FLOPs", lambda row: "-" if row["flops"] is None else f"{row['flops']:.3g}"),
     Column("memory", lambda row: f"{row['memory']:.2f}"),
     Column("error", error("error")),
 )
 NOTES = (
-    "s: the slowest rank's median. memory: peak above what was resident before, over the bytes of q, k and v.",
+    "s: the slowest rank's median. ratio, FLOPs: of a rank, over those of what is beside it.",
+    "memory: peak above what was resident before, over the bytes of q, k and v.",
     "error: of 16 sampled rows of each rank, from their definition in float64.",
 )

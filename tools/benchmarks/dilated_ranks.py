@@ -73,7 +73,7 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 def apart(whole: Sequence[Tensor], out: Tensor, t: int, segments: Sequence[int], rates: Sequence[int]) -> float:
     """How far one row [1, H, D] is from its definition, by the largest entry."""
-    q, k, v = (x[0].double() for x in (whole[0][:, :, t : t + 1], whole[1], whole[2]))
+    q, k, v = (x[0] for x in (whole[0][:, :, t], whole[1], whole[2]))
     worst = 0.0
     for head in range(q.shape[0]):
         seen = [
@@ -82,7 +82,7 @@ def apart(whole: Sequence[Tensor], out: Tensor, t: int, segments: Sequence[int],
             if t % w % r == head % r
             for s in range(t // w * w + head % r, min(t // w * w + w, k.shape[1]), r)
         ]
-        weights = (k[head, seen] @ q[head, 0] * q.shape[2] ** -0.5).softmax(0)
-        right = weights @ v[head, seen]
+        weights = (k[head, seen].double() @ q[head].double() * q.shape[1] ** -0.5).softmax(0)
+        right = weights @ v[head, seen].double()
         worst = max(worst, float((out[0, head].double() - right).abs().max() / right.abs().max()))
     return worst
