@@ -37,7 +37,7 @@ from ringopt.attention.dilated_plan import DilatedPlan, Piece, Stretch, TermPlan
 from ringopt.attention.dilation import Kept
 from ringopt.attention.dropout import Dropout
 from ringopt.attention.exchange import Block, Cargo, Message, Step
-from ringopt.attention.merge import Merged, merge_
+from ringopt.attention.merge import Merged, add_logits_, merge_
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed
 from ringopt.attention.patterns import Kind
 from ringopt.attention.segments import Segments
@@ -105,7 +105,7 @@ def attend_dilated(attention: DilatedAttention, mesh: Mesh, given: Operands) -> 
     for cut in cuts:
         cut.merge_into(out, lse)
     if given.sinks is not None:
-        add_sinks_(out, lse, given.sinks)
+        add_logits_(out, lse, given.sinks.unsqueeze(-1))
     return out.to(q.dtype), lse
 
 
@@ -366,13 +366,6 @@ def dropout_of(attention: DilatedAttention, given: Operands) -> Dropout:
     if given.seed is None:
         raise ValueError(f"dropout_p is {attention.dropout_p}, and there is no seed to draw from")
     return Dropout(attention.dropout_p, given.seed.to(given.q.device))
-
-
-def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """In place: one more logit of each row, that leads to no value."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-    out *= (lse - total).exp_().masked_fill_(lse == HIDDEN, 0.0).unsqueeze(-1)
-    lse.copy_(total)
 
 
 def gradient_of_sinks(dout: Tensor, saved: Saved, sinks: Tensor) -> Tensor:

@@ -19,6 +19,13 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
     lse.copy_(total)
 
 
+def add_logits_(out: Tensor, lse: Tensor, logits: Tensor) -> None:
+    """One more logit of each row, that leads to no value, in place. Broadcast to [B, H, S]."""
+    total = torch.logaddexp(lse, logits.to(lse.dtype))
+    out *= (lse - total).exp_().masked_fill_(lse == HIDDEN, 0.0).unsqueeze(-1)
+    lse.copy_(total)
+
+
 class Merged:
     """out and lse of `rows` queries, gathered tile by tile in accumulator(q.dtype)."""
 
@@ -41,10 +48,8 @@ class Merged:
 
     def add_logits(self, rows: slice, logits: Tensor) -> None:
         """One more logit [1|B, Hq, rows] of local query rows, that leads to no value."""
-        out, lse = (x[:, :, rows] for x in self._started())
-        total = torch.logaddexp(lse, logits.to(lse.dtype))
-        out *= (lse - total).exp_().masked_fill_(lse == HIDDEN, 0.0).unsqueeze(-1)
-        lse.copy_(total)
+        out, lse = self._started()
+        add_logits_(out[:, :, rows], lse[:, :, rows], logits)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype and lse, both contiguous."""
