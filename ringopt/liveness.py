@@ -40,10 +40,10 @@ class Live:
         return max(self.forward, self.backward)
 
 
-def live_of(flat: fx.GraphModule, rows: int) -> Live:
-    """Of a graph of fake values, with sizes that are numbers. What has no more elements than a rank has `rows` does not
-    grow with the sequence, and is not counted."""
-    forward, backward = (*partitioned(flat), None)[:2]
+def live_of(flat: fx.GraphModule, parts: Sequence[fx.GraphModule], rows: int) -> Live:
+    """Of a graph of fake values, with sizes that are numbers, and its `partitioned` graphs. What has no more elements
+    than a rank has `rows` does not grow with the sequence, and is not counted."""
+    forward, backward = (*parts, None)[:2]
     assert forward is not None
     given = [node.meta["val"] for node in flat.graph.find_nodes(op="placeholder")]
     learned = sum(size_of(x) for x in given if isinstance(x, torch.Tensor) and x.requires_grad)
@@ -107,6 +107,10 @@ def peak(graph: fx.Graph, saved: dict[int, int], beside: Collection[int] = ()) -
     alive = dict(saved)
     most = attention = 0
     for place, node in enumerate(nodes):
+        if pointwise(node) and not fused(node):  # written over a result of its size that nobody reads any more
+            own, size = next(iter(sizes(node).items()))
+            over = (s for x in node.all_input_nodes for s in sizes(x) if last[s] == place and alive.get(s) == size)
+            alive.pop(next(over, own), None)
         if node.op == "call_function" and not fused(node):
             alive.update((storage, size) for storage, size in sizes(node).items() if storage not in outer)
         most = max(most, sum(alive.values()))
@@ -141,9 +145,12 @@ def own(graph: fx.Graph) -> dict[str, dict[int, int]]:
 
 def sizes(node: fx.Node) -> dict[int, int]:
     """Bytes by storage."""
+    return {x.untyped_storage()._cdata: size_of(x) for x in tensors_of(node)}
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
-    tensors = value if isinstance(value, (tuple, list)) else [value]
-    return {x.untyped_storage()._cdata: size_of(x) for x in tensors if isinstance(x, torch.Tensor)}
+    return [x for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, torch.Tensor)]
 
 
 def size_of(value: Any) -> int:

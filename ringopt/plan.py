@@ -33,12 +33,14 @@ from ringopt.distributed.mesh import PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.explain import hollow, value_of_output
 from ringopt.graph.nodes import op_name, requires_grad, value_of
-from ringopt.liveness import Live, live_of
+from ringopt.liveness import Live, live_of, of_parameters, partitioned, sizes, tensors_of
 from ringopt.measure import Figures, matrix_flops
 from ringopt.options import Options
 from ringopt.report import readable
+from ringopt.sent import sent_by
 
 TRACED = (2, 4)  # ranks
+Sent = tuple[int, int]  # bytes that grow with the length, and others
 LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi
 
 
@@ -58,7 +60,7 @@ class Traced:
     length        of the longest sequence
     shared_flops  forward, of products outside the attentions: of the whole sequence, where each rank does its rows
     own_flops     the same, where every rank does all
-    moved         bytes that a rank sends beside the attentions, growing with the length and fixed; by traced ranks
+    moved         bytes that each rank sends beside the attentions; by traced ranks
     live          memory; by traced ranks
     """
 
@@ -68,7 +70,7 @@ class Traced:
     training: bool
     shared_flops: int
     own_flops: int
-    moved: Mapping[int, tuple[int, int]]
+    moved: Mapping[int, Sequence[Sent]]
     live: Mapping[int, Live]
 
 
@@ -87,6 +89,7 @@ class SitePoint:
     memory: int
     memory_backward: int
     exact: bool
+    by_rank: tuple[int, ...] = ()  # bytes, where ranks are few enough to be unrolled
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,7 @@ def plan(
 # ---- what the traces say ---------------------------------------------------------------------------------------------
 def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, hardware: str) -> Traced:
     live: dict[int, Live] = {}
-    moved: dict[int, tuple[int, int]] = {}
+    moved: dict[int, Sequence[Sent]] = {}
     refused: list[str] = []
     nodes: list[tuple[fx.GraphModule, fx.Node]] = []
     length = 0
@@ -222,10 +225,11 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
             return Traced(0, (), tuple(refused), False, 0, 0, {}, {})
         nodes = [(graph, node) for graph in graphs for node in graph.graph.nodes]
         length = max((site.case.q_length for site in sites_of(nodes)), default=0)
-        parts = [live_of(graph, length // ranks) for graph in graphs]
-        live[ranks] = Live(*(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
-        found = [conversions(graph, ranks, length) for graph in graphs]
-        moved[ranks] = (sum(growing for growing, _ in found), sum(fixed for _, fixed in found))
+        parts = [partitioned(graph) for graph in graphs]
+        lives = [live_of(graph, part, length // ranks) for graph, part in zip(graphs, parts, strict=True)]
+        live[ranks] = Live(*(sum(values) for values in zip(*(vars(each).values() for each in lives), strict=True)))
+        sent = [[sent_beside(part, ranks, rank, length) for part in parts] for rank in range(ranks)]
+        moved[ranks] = [(sum(growing for growing, _ in each), sum(fixed for _, fixed in each)) for each in sent]
     ranks = TRACED[-1]
     shared = own = 0
     for graph, node in nodes:
@@ -278,25 +282,21 @@ def sites_of(nodes: Sequence[tuple[fx.GraphModule, fx.Node]]) -> list[PlannedSit
     return list(found.values())
 
 
-def conversions(graph: fx.GraphModule, ranks: int, length: int) -> tuple[int, int]:
-    """Bytes that a rank sends beside the attentions, in the backward those of what has a gradient: of values that grow
-    with the sequence, and of the others (parameters, losses)."""
-    carries, found = requires_grad(graph.graph), [0, 0]
-    training = torch.is_grad_enabled()
-    for node in graph.graph.nodes:
-        name = op_name(node)
-        if name == "copy_all_to_group":  # a bucket of parameters, whose gradients are reduced together
-            sizes = [value_of(x).numel() * value_of(x).element_size() for x in node.args[0] if carries[x]]
-            found[1] += training * 2 * sum(sizes) * (ranks - 1) // ranks
-            continue
-        back = carries[node] and training
-        hops = {"gather": 1, "reduce_from_group": 2, "scatter": back, "copy_to_group": 2 * back}.get(name, 0)
-        if hops:
-            value = value_of(node.args[0] if name == "scatter" else node)
-            size = value.numel() * value.element_size()
-            fixed = node.args[0].op == "placeholder" if name == "copy_to_group" else value.numel() < length
-            found[fixed] += hops * size * (ranks - 1) // ranks
-    return found[0], found[1]
+def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, length: int) -> Sent:
+    """By `rank` in the partitioned graphs of a program, its attentions aside; what does not grow with the sequence are
+    gradients of parameters and losses."""
+    growing = fixed = 0
+    for graph in parts:
+        leaving = of_parameters(graph.graph) if graph is not parts[0] else set()
+        for node in graph.graph.nodes:
+            size = sent_by(node, ranks, rank)
+            few = size and (op_name(node) == "reduce_bucket" or numbers_of(node) < length or leaving & set(sizes(node)))
+            growing, fixed = growing + (0 if few else size), fixed + (size if few else 0)
+    return growing, fixed
+
+
+def numbers_of(node: fx.Node) -> int:
+    return sum(x.numel() for x in tensors_of(node))
 
 
 # ---- what follows for other sizes ------------------------------------------------------------------------------------
@@ -312,12 +312,13 @@ def point_of(found: Traced, options: Options, device: Device, rates: Rates, leng
     scale = length / found.length
     ways = 3 if found.training else 1  # a backward has two products for each of the forward
     others = ways * scale * (found.shared_flops / ranks + found.own_flops)
-    moved = scaled_bytes(found, scale, ranks)
+    sent = sent_in_all(found, sites, scale, ranks)
+    moved = sent - sum(site.bytes for site in sites)
     exposed = sum(site.exposed for site in sites) + moved / rates.link.rate
     memory = memory_at(found, sites, scale, ranks)
     return Point(
         length, ranks, layout, memory, memory <= device.memory,
-        sum(site.bytes for site in sites) + moved,
+        sent,
         sum(site.flops for site in sites) + others,
         sum(site.seconds for site in sites) + others / rates.default.rate + moved / rates.link.rate,
         exposed, sites,
@@ -339,7 +340,7 @@ def site_point(site: PlannedSite, case: Case, strategy: str, ranks: int, layout:
     except OptionError:
         fewer, few = case.on_fewer(ranks)
         point = unrolled(site, fewer, strategy, few, layout, rates)
-        return replace(point, bytes=point.bytes * (ranks - 1) // (few - 1), exact=False)
+        return replace(point, bytes=point.bytes * (ranks - 1) // (few - 1), exact=False, by_rank=())
 
 
 def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: str, rates: Rates) -> SitePoint:
@@ -347,14 +348,15 @@ def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: s
     directions = (False, True)[: 1 + case.training]
     ways = [simulate(exchange, case.heads, rates, backward) for backward in directions]
     flops = [max(way.flops) for way in ways]
-    sent = max(
-        sum(bytes_sent(exchange, case.heads, rank, backward) for backward in directions) for rank in range(ranks)
-    )
+    sent = [
+        site.times * sum(bytes_sent(exchange, case.heads, rank, backward) for backward in directions)
+        for rank in range(ranks)
+    ]
     held = most_memory(exchange, case.heads)
     return SitePoint(
-        site.module, strategy, flops[0] // case.heads.flops(1, False), site.times * sum(flops), site.times * sent,
+        site.module, strategy, flops[0] // case.heads.flops(1, False), site.times * sum(flops), max(sent),
         site.times * sum(way.seconds for way in ways), site.times * sum(way.exposed for way in ways),
-        held.forward, held.backward, True,
+        held.forward, held.backward, True, tuple(sent),
     )  # fmt: skip
 
 
@@ -394,24 +396,28 @@ def numbers(case: Case, width: int, ranks: int, rates: Rates) -> dict[Any, float
     }  # fmt: skip
 
 
-def scaled_bytes(found: Traced, scale: float, ranks: int) -> int:
-    """Those beside the attentions: of each value (p-1)/p is sent, as its ring algorithm has it."""
+def sent_in_all(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: int) -> int:
+    """By the rank that sends most: exactly at a traced size. Elsewhere, of each value beside the attentions (p-1)/p is
+    sent, as its ring algorithm has it."""
     if ranks in found.moved and scale == 1:
-        return sum(found.moved[ranks])
-    growing, fixed = found.moved[TRACED[-1]]
-    return int((growing * scale + fixed) * TRACED[-1] / (TRACED[-1] - 1) * (ranks - 1) / ranks)
+        beside = [sum(each) for each in found.moved[ranks]]
+        return max(sum(site.by_rank[rank] for site in sites) + beside[rank] for rank in range(ranks))
+    growing, fixed = map(max, zip(*found.moved[TRACED[-1]], strict=True))
+    whole = (growing * scale + fixed) * TRACED[-1] / (TRACED[-1] - 1)
+    return sum(site.bytes for site in sites) + int(whole * (ranks - 1) / ranks)
 
 
 def memory_at(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: int) -> int:
-    """Parameters and their gradients, and the most that is live: a part that falls with p and one that does not, from
-    two traces, each in proportion to the length; at an attention with what its exchange holds."""
+    """Parameters, and the most that is live: a part that falls with p and one that does not, from two traces, each in
+    proportion to the length; at an attention with what it holds. Gradients of parameters, made while activations go,
+    count where they are more."""
     few, more = (found.live[p] for p in TRACED)
-    held = more.parameters + more.gradients
     forward, backward = (max(getattr(site, name) for site in sites) for name in ("memory", "memory_backward"))
     pairs = [(few.step, more.step, 0)]
     pairs.append((few.at_attention, more.at_attention, forward))
     pairs.append((few.at_attention_backward, more.at_attention_backward, backward))
-    return held + max(int(part(one, two, ranks) * scale) + extra for one, two, extra in pairs)
+    most = max(int(part(one, two, ranks) * scale) + extra for one, two, extra in pairs)
+    return more.parameters + max(more.gradients, most)
 
 
 def part(few: int, more: int, ranks: int) -> float:
