@@ -47,7 +47,9 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("target", metavar="OUT.pt2", help="file to write")
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
     parser.add_argument("--explain", action="store_true", help="print the report")
-    parser.add_argument("--verify", action="store_true", help="run both on generated inputs and compare the outputs")
+    parser.add_argument(
+        "--verify", action="store_true", help="run both on generated inputs and compare the outputs, not gradients"
+    )
     parser.add_argument(
         "--world-size", metavar="N", type=positive, help="with --verify: on 1 to N processes here (default: 1)"
     )
