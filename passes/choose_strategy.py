@@ -1,23 +1,26 @@
 """For every attention site: how its rows travel, which layout, which kernel; or why it stays replicated.
 
-One layout serves all sites, because values flow between them: the one in which all of them together are predicted to
-take least time (ringopt/attention/choose.py). For causal sites that is zigzag, since contiguous shards give the last
-rank about twice the mean work; it needs 2p rows on every axis.
+Values flow between sites, so each sequence has one layout: that in which all sites together are predicted to take least
+time (ringopt/attention/choose.py). For causal sites that is zigzag, since contiguous shards give the last rank about
+twice the mean work; it needs 2p rows. Sequences of different lengths, as of an encoder and a decoder, may differ.
 
 Before: mask classified. After: `strategy`, `layout`, `kernel`, `bytes_sent` of each site that can be sharded.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from ringopt.attention.bytes import bytes_sent
-from ringopt.attention.choose import Case, choose, choose_layout
+from ringopt.attention.choose import CLOSE, Case, busiest, choose, choose_layout, duration, estimated
 from ringopt.attention.dilation import is_dilated
-from ringopt.attention.layouts import LAYOUTS
+from ringopt.attention.layouts import LAYOUTS, text_of
 from ringopt.attention.predict import Heads
 from ringopt.cost.rates import Rates, cautious, rates_of
 from ringopt.distributed.decide import agreed_rates
@@ -25,7 +28,8 @@ from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import requires_grad, shape_of, value_of
-from ringopt.graph.sizes import at_hand
+from ringopt.graph.placement import Layouts
+from ringopt.graph.sizes import at_hand, formula
 from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.passes.dilated_sites import choose_dilated, dilated_layout
 from ringopt.pipeline import Context, Pass, SiteInfo
@@ -42,9 +46,9 @@ class ChooseStrategy(Pass):
                 info.refusal = refusal_of(node, info, context)
         sites = {node: info for node, info in context.sites.items() if info.refusal is None}
         context.carries = requires_grad(gm.graph)
-        context.layout, why = layout_for(sites, context)
-        if any(where.layout != context.layout for where in context.given.values()):
-            context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layout}")
+        context.layouts, why = layouts_for(sites, context)
+        if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
+            context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
         for node, info in sites.items():
             info.notes += [why] if why else []
@@ -80,10 +84,10 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     return f"{said}: every rank needs a row"
 
 
-def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, str]:
-    """The layout, and why. Raises OptionError where the one that is asked for cannot be."""
+def layouts_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[Layouts, str]:
+    """The layout of each sequence, and why. Raises OptionError where the one that is asked for cannot be."""
     ranks, asked = context.mesh.size, context.options.layout
-    spread = {node: info for node, info in sites.items() if not info.whole}
+    spread = [node for node, info in sites.items() if not info.whole]
     cut = (max(lengths(node, context)) if info.whole else min(lengths(node, context)) for node, info in sites.items())
     shortest = min(cut, default=0)
     enough = shortest >= 2 * ranks
@@ -93,28 +97,72 @@ def layout_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[str, s
             f'ranks needs {2 * ranks}. Use layout="contiguous" or "auto"'
         )
     if asked != "auto":
-        return asked, ""
+        return Layouts(asked), ""
     given = {where.layout for where in context.given.values()}
     if len(given) == 1 and (enough or not sites) and context.options.strategy != "halo":
-        return given.pop(), ""
-    if not spread or not enough:
-        return "contiguous", ""
+        return Layouts(given.pop()), ""
+    rates, dilated = rates_for(context, *sites) if spread else None, any(is_dilated(node.args[7]) for node in spread)
+    if rates is None or (dilated and not enough):
+        return Layouts(), ""
+    if all(is_dilated(node.args[7]) for node in spread):
+        name, why = dilated_layout(spread, context, looked_at(context), rates)
+        return Layouts(name), why
     cases = [case_of(node, context) for node in spread if not is_dilated(node.args[7])]
-    rates, layouts = rates_for(context, *sites), tuple(LAYOUTS)
-    if not cases:
-        return dilated_layout(list(spread), context, looked_at(context), rates)
-    return choose_layout(cases, looked_at(context), context.options.strategy, layouts, rates)
+    name, why = "contiguous", ""
+    if enough:
+        name, why = choose_layout(cases, looked_at(context), context.options.strategy, tuple(LAYOUTS), rates)
+    if dilated or context.mesh.name == ANY:
+        return Layouts(name), why
+    return layouts_of_axes(Layouts(name), why, spread, context, rates)
+
+
+def layouts_of_axes(
+    one: Layouts, why: str, spread: Sequence[fx.Node], context: Context, rates: Rates
+) -> tuple[Layouts, str]:
+    """Beginning with one layout for all sequences, each takes another where all sites together are predicted to be
+    faster for it, or as fast, better balanced or with less to send."""
+    axes = {formula(length): length for node in spread for length in lengths(node, context)}
+    if len(axes) == 1:
+        return one, why
+    chosen = {axis: one.name for axis in axes}
+    ranks, strategy = looked_at(context), context.options.strategy
+
+    def cost(chosen: dict[Any, str]) -> tuple[float, tuple[int, int]]:
+        """Seconds, and what is less where they are close: pairs of the busiest ranks, then bytes."""
+        told = [text_of(*(chosen[formula(length)] for length in lengths(node, context))) for node in spread]
+        cases = list(zip((case_of(node, context) for node in spread), told, strict=True))
+        try:
+            found = [estimated(case, ranks, layout, strategy, rates) for case, layout in cases]
+        except OptionError:
+            return math.inf, (0, 0)  # the strategy that is asked for is none in these
+        pairs = sum(busiest(case, ranks, layout) for case, layout in cases)
+        return sum(each.seconds for each in found), (pairs, sum(each.bytes for each in found))
+
+    for axis, length in axes.items():
+        for layout in LAYOUTS:
+            if layout == "zigzag" and length < 2 * context.mesh.size:
+                continue
+            other = chosen | {axis: layout}
+            (before, more), (after, less) = cost(chosen), cost(other)
+            if after < before * (1 - CLOSE) or (after <= before * (1 + CLOSE) and less < more):
+                chosen = other
+                why = (
+                    f"layout {layout} of the {at_hand(length)} rows: all sites take {duration(after)} with it and "
+                    f"{duration(before)} without, predicted"
+                )
+    return Layouts(one.name, tuple(chosen.items())), why
 
 
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     q, k, v = (value_of(operand) for operand in node.args[:3])
-    info.layout, info.strategy = context.layout, context.options.strategy
+    info.layout = text_of(*map(context.layouts.of, lengths(node, context)))
+    info.strategy = context.options.strategy
     if info.whole:
         info.strategy = "merge" if info.whole == "queries" else "local"
         few = at_hand(min(lengths(node, context)))
         info.notes.append(f"{few} rows of {info.whole} for {context.mesh.size} ranks: all on every rank")
     elif info.strategy == "auto":
-        choice = choose(case_of(node, context), looked_at(context), context.layout, rates_for(context, node))
+        choice = choose(case_of(node, context), looked_at(context), info.layout, rates_for(context, node))
         info.strategy = choice.strategy
         info.notes.append(choice.reason)
     kernel, reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
@@ -122,7 +170,7 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     info.notes.append(reason)
     case = replace(case_of(node, context), whole=info.whole)
     try:
-        plan = case.plan(context.mesh.size, context.layout, info.strategy)
+        plan = case.plan(context.mesh.size, info.layout, info.strategy)
     except OptionError as error:
         raise OptionError(f"site {info.module or node.name}: {error}") from error
     info.bytes_sent = bytes_sent(plan, case.heads, context.mesh.rank)

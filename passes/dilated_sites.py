@@ -52,9 +52,10 @@ def seconds(node: fx.Node, context: Context, layout: str, ranks: int, rates: Rat
 def choose_dilated(node: fx.Node, info: SiteInfo, context: Context) -> None:
     """Fills in `info`."""
     q, k, v = (value_of(operand) for operand in node.args[:3])
-    plan = plan_of(node, context, context.layout, context.mesh.size)
+    layout = context.layouts.of(shape_of(q)[2])
+    plan = plan_of(node, context, layout, context.mesh.size)
     kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
-    info.layout, info.strategy, info.kernel = context.layout, plan.strategies, kernel.name
+    info.layout, info.strategy, info.kernel = layout, plan.strategies, kernel.name
     info.bytes_sent = plan.sent_rows(context.mesh.rank, Cargo.OUT) * row_bytes(node)
     info.notes += [reason, spared(node, plan, context)]
 
@@ -79,7 +80,7 @@ def row_bytes(node: fx.Node) -> int:
 def spared(node: fx.Node, plan: DilatedPlan, context: Context) -> str:
     """Of all ranks together."""
     length, ranks, row = at_hand(shape_of(node.args[0])[2]), context.mesh.size, row_bytes(node)
-    pattern, layout = "causal" if plan.dilation.causal else "full", context.layout
+    pattern, layout = "causal" if plan.dilation.causal else "full", context.layouts.of(shape_of(node.args[0])[2])
     ring = exchange_of(pattern, length, length, ranks, layout, layout, "ring")
     sent = sum(plan.sent_rows(rank, Cargo.OUT) for rank in range(ranks)) * row
     return (

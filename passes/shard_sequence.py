@@ -60,14 +60,16 @@ class ShardSequence(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if not context.shards:
             return
-        mesh, layout = context.mesh, context.layout
+        mesh, layout = context.mesh, context.layouts.of
 
-        def rows_here(length: int) -> int:
+        def rows_here(length: int, layout: str) -> int:
             if mesh.name == ANY:
                 raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
             return sum(map(len, layout_of(layout, length, mesh.size).ranges(mesh.rank)))
 
-        least = LAYOUTS[layout].chunks_per_rank * mesh.size
+        def least(length: int) -> int:
+            return LAYOUTS[layout(length)].chunks_per_rank * mesh.size
+
         decided: dict[fx.Node, Places] = {}
         while True:
             sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, least, mesh.name == ANY)
@@ -79,7 +81,7 @@ class ShardSequence(Pass):
                 break
             decided |= twice
         context.replicated_random += random + functions.random()
-        context.notes += functions.notes()
+        context.notes += functions.notes() + sharder.relaid
         gm.graph = sharder.finished()
         refuse_mixed_statistics(gm.graph)
         record(sharder, context)
@@ -165,7 +167,9 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
             name = f"output {i} ({out.name}{', ' + where if where else ''})"
             # Whoever reads the rows later has no symbols: what is open is fixed.
             size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
-            context.left[i] = Spread(placement.fixed(), sharder.layout, sharder.group, size, stride, name)
+            context.left[i] = Spread(
+                placement.fixed(), sharder.layout(placement.length), sharder.group, size, stride, name
+            )
             outputs[i] = sharder.values[out]
         else:
             outputs[i] = fx.map_arg(out, sharder.replicated)
@@ -183,7 +187,7 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         return attend_dilated(sharder, node, context)
     q_length, kv_length = shape_of(q)[2], shape_of(k)[2]
     rows = {"queries": q_length, "keys": kv_length}
-    layouts = ["replicated" if info.whole == side else sharder.layout for side in rows]
+    layouts = ["replicated" if info.whole == side else sharder.layout(rows[side]) for side in rows]
     sharder.reader = node
 
     def operand(x: fx.Node, side: str) -> fx.Node:
@@ -225,7 +229,7 @@ def attend_dilated(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     ]
     both = sharder.step(
         torch.ops.ringopt.dilated_attention.default,
-        *(*local, *beside, length, pattern, *how, sharder.layout),
+        *(*local, *beside, length, pattern, *how, sharder.layout(length)),
         *(context.options.strategy, context.sites[node].kernel, sharder.group, VERSION),
         like=node,
     )

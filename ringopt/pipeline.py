@@ -18,6 +18,7 @@ import torch.fx as fx
 from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
+from ringopt.graph.placement import Layouts
 from ringopt.graph.printer import short
 from ringopt.graph.refusal import Refusal
 from ringopt.lazy import Spread
@@ -58,6 +59,7 @@ class Context:
     replicated_random  ops that every rank must draw the same random numbers for
     carries            which values carry a gradient, from the choice of strategies on
     notes              what else the report says of the graph
+    layouts            of each sequence, which rows a rank holds
     given              inputs of which this rank has its rows, and how they are spread
     left               outputs that stay on their ranks, by place, and how they are spread
     """
@@ -72,7 +74,7 @@ class Context:
     replicated_random: list[str] = field(default_factory=list)
     carries: dict[fx.Node, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    layout: str = "contiguous"
+    layouts: Layouts = field(default_factory=Layouts)
     given: dict[fx.Node, Spread] = field(default_factory=dict)
     left: dict[int, Spread] = field(default_factory=dict)
 

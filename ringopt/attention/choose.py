@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ringopt.attention.exchange import Exchange, exchange_of
+from ringopt.attention.layouts import layouts_of
 from ringopt.attention.memory import most_memory
 from ringopt.attention.plans import NAMES, Plan, plan_of
 from ringopt.attention.predict import Heads, pairs_of, simulate
@@ -46,14 +47,16 @@ class Case:
     whole: str = ""
 
     def plan(self, ranks: int, layout: str, strategy: str) -> Plan:
-        """Raises OptionError where `strategy` cannot do it."""
-        queries, keys = ("replicated" if side == self.whole else layout for side in ("queries", "keys"))
+        """`layout` is that of queries and keys, or of each (layouts.layouts_of). Raises OptionError where `strategy`
+        cannot do it."""
+        sides = zip(("queries", "keys"), layouts_of(layout), strict=True)
+        queries, keys = ("replicated" if side == self.whole else its for side, its in sides)
         where = (self.pattern, self.q_length, self.kv_length, ranks, queries, keys, strategy)
         return plan_of(*where, (self.heads.q_heads, self.heads.kv_heads), Mask.parse(self.mask))
 
     def ring(self, ranks: int, layout: str) -> Exchange:
         """The ring can do everything."""
-        return exchange_of(self.pattern, self.q_length, self.kv_length, ranks, layout, layout, "ring")
+        return exchange_of(self.pattern, self.q_length, self.kv_length, ranks, *layouts_of(layout), "ring")
 
     def on_fewer(self, ranks: int) -> tuple[Case, int]:
         """The case and a number of ranks that can be unrolled: at most MOST_RANKS, with as many rows on each."""
@@ -157,7 +160,7 @@ def choose_layout(
     totals: dict[str, float] = {}
     for layout in layouts:
         try:
-            totals[layout] = sum(seconds(case, ranks, layout, strategy, rates) for case in cases)
+            totals[layout] = sum(estimated(case, ranks, layout, strategy, rates).seconds for case in cases)
         except OptionError:
             continue  # not in this layout
     if not totals:
@@ -175,10 +178,11 @@ def busiest(case: Case, ranks: int, layout: str) -> int:
     return max(pairs_of(fewer.ring(ranks, layout), rank) for rank in range(ranks))
 
 
-def seconds(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> float:
+def estimated(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> Estimate:
+    """Of `strategy`, or of the one that "auto" takes."""
     if strategy == "auto":
-        return choose(case, ranks, layout, rates).seconds
-    return estimate(case, ranks, layout, strategy, rates).seconds
+        return choose(case, ranks, layout, rates).estimates[0]
+    return estimate(case, ranks, layout, strategy, rates)
 
 
 def duration(seconds: float) -> str:

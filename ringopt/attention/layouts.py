@@ -120,6 +120,9 @@ class Replicated(Layout):
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Contiguous, Zigzag)}
 
 
+BY = " x "
+
+
 @lru_cache(maxsize=4096)
 def layout_of(name: str, length: int, ranks: int) -> Layout:
     """The layout called `name`: of LAYOUTS, or "replicated". Raises OptionError for another name."""
@@ -128,3 +131,14 @@ def layout_of(name: str, length: int, ranks: int) -> Layout:
     if name not in LAYOUTS:
         raise OptionError(f"layout {name!r} is unknown; the layouts are {', '.join(map(repr, LAYOUTS))}")
     return LAYOUTS[name](length, ranks)
+
+
+def layouts_of(text: str) -> tuple[str, str]:
+    """Of queries and of keys, where both are told in one: "zigzag", "zigzag x contiguous"."""
+    queries, _, keys = text.partition(BY)
+    return queries, keys or queries
+
+
+def text_of(queries: str, keys: str) -> str:
+    """The inverse of `layouts_of`."""
+    return queries if queries == keys else f"{queries}{BY}{keys}"

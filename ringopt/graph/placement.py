@@ -48,6 +48,25 @@ class Sharded:
         return f"S({self.dim}{factors})"
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """The layout of each sequence, by its length: values of equally many rows line up, whatever they were cut from.
+
+    `axes`: of sequences that are attended over, formula of the length -> layout. What is cut from one, or joined, has
+    the layout of the nearest; with none of a known length, and of an open one, `name`.
+    """
+
+    name: str = "contiguous"
+    axes: tuple[tuple[object, str], ...] = ()
+
+    def of(self, length: int) -> str:
+        at, axes = formula(length), dict(self.axes)
+        if at in axes:
+            return axes[at]
+        known = [axis for axis in axes if isinstance(axis, int)] if isinstance(at, int) else []
+        return axes[min(known, key=lambda axis: (abs(axis - at), axis))] if known else self.name
+
+
 def through_view(placement: Sharded, old: tuple[int, ...], new: tuple[int, ...]) -> Sharded | None:
     """The placement after a reshape from sizes `old` to `new`; None where the sequence is cut or merged unevenly."""
     before = prod(old[: placement.dim]) * placement.outer

@@ -46,19 +46,19 @@ class GatherNote:
 
 
 class Sharder:
-    """`group` and `layout` name the ranks and their rows; this is `rank` of `ranks`, and `rows_here(length)` counts its
-    rows of a sequence; one of fewer than `least` rows is not sharded. Where the program `asks` for that when it runs,
-    no number of ranks or rows stands in the graph: `rank` and `ranks` are then only examples."""
+    """`group` names the ranks, `layout(length)` which rows of a sequence they hold. This is `rank` of `ranks`, and has
+    `rows_here(length, layout)` rows; a sequence of fewer than `least(length)` is not sharded. Where the program `asks`
+    for that when it runs, no number of ranks or rows stands in the graph: `rank` and `ranks` are then only examples."""
 
     def __init__(
         self,
         graph: fx.Graph,
         group: str,
-        layout: str,
+        layout: Callable[[int], str],
         rank: int,
         ranks: int,
-        rows_here: Callable[[int], int],
-        least: int,
+        rows_here: Callable[[int, str], int],
+        least: Callable[[int], int],
         asks: bool = False,
     ):
         self.group, self.layout, self.rank, self.ranks, self.rows_here = group, layout, rank, ranks, rows_here
@@ -71,6 +71,7 @@ class Sharder:
         # Of some values the rows are made in a way of their own; None where that is worse than to cut the whole.
         self.climbers: dict[fx.Node, Callable[[Sharded], fx.Node | None]] = {}
         self.climbs = True
+        self.relaid: list[str] = []  # sequences that change their layout on the way, for the report
         self.least, self.asks, self.asked = least, asks, dict[object, fx.Node]()
         self.reader: fx.Node | None = None
 
@@ -83,7 +84,9 @@ class Sharder:
         """An input of which this rank is given its rows."""
         self.set(node, self.graph.node_copy(node), placement)
         value, size = value_of(node), list(shape_of(node))
-        size[placement.dim] = placement.outer * self.rows_here(placement.length) * placement.inner
+        size[placement.dim] = (
+            placement.outer * self.rows_here(placement.length, self.layout(placement.length)) * placement.inner
+        )
         self.values[node].meta["val"] = value.new_empty(size).requires_grad_(value.requires_grad)
 
     def whole(self, node: fx.Node) -> None:
@@ -131,7 +134,7 @@ class Sharder:
         value = value_of(node)
         assert self.reader is not None
         self.gathers.append(GatherNote(node, self.reader, at_hand(value.numel()) * value.element_size()))
-        args = (self.values[node], *self.factors(placement), self.layout, self.group)
+        args = (self.values[node], *self.factors(placement), self.layout(placement.length), self.group)
         return self.call(torch.ops.ringopt.gather.default, args, node, None, name=f"{node.name}_whole")
 
     def beside(self, node: fx.Node) -> fx.Node:
@@ -156,24 +159,29 @@ class Sharder:
         if held is None or self.asks or held.dim != placement.dim:
             return None
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
-        if any(map(is_open, (*old, *new))) or placement.length < self.least:
+        if any(map(is_open, (*old, *new))) or placement.length < self.least(placement.length):
             return None
-        args = (self.values[node], held.dim, old, new, self.rows(placement.length), self.layout, self.group)
+        layout = self.layout(placement.length)
+        if layout != self.layout(held.length):
+            return None
+        args = (self.values[node], held.dim, old, new, self.rows(placement.length), layout, self.group)
         return self.call(torch.ops.ringopt.respread.default, args, node, placement, name=f"{node.name}_respread")
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        local = self.rows(placement.length)
-        args = (self.replicated(node), *self.factors(placement), local, self.layout, self.group)
+        local, layout = self.rows(placement.length), self.layout(placement.length)
+        args = (self.replicated(node), *self.factors(placement), local, layout, self.group)
         return self.call(torch.ops.ringopt.scatter.default, args, node, placement, name=f"{node.name}_rows")
 
-    def rows(self, length: int) -> int | fx.Node:
-        """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open."""
+    def rows(self, length: int, layout: str = "") -> int | fx.Node:
+        """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open. `layout`:
+        if not its own."""
+        layout = layout or self.layout(length)
         if not self.asks and not is_open(length):
-            return self.rows_here(length)
-        key = formula(length)
+            return self.rows_here(length, layout)
+        key = (formula(length), layout)
         if key not in self.asked:
             some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
-            args: Any = (length, self.layout, self.group, [some], "", "", "never")
+            args: Any = (length, layout, self.group, [some], "", "", "never")
             node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
             node.meta["placement"] = node.meta["whole"] = None
             self.asked[key] = node

@@ -108,7 +108,7 @@ def by_chunks(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, l
         return False  # how many chunks, and of which sizes, stands in the graph
     out, step = Sharded(place.dim, 1, length, 1), Steps(sharder, node)
     seen = step.fetch(sharder.values[node.args[0]], place, wanted, out)
-    counts = [len(rows) for rows in wanted.ranges(sharder.layout, sharder.ranks, sharder.rank)]
+    counts = [len(rows) for rows in wanted.ranges(sharder.layout(length), sharder.ranks, sharder.rank)]
     chunks = step(aten.split_with_sizes.default, seen, counts, place.dim)
     pieces = [local(step, step.item(chunks, i), out) for i in range(len(counts))]
     sharder.set(node, sharder.call(aten.cat.default, (pieces, place.dim), node, out), out)
@@ -121,7 +121,7 @@ def cumsum(sharder: Sharder, node: fx.Node) -> bool:
         return False
     step = Steps(sharder, node)
     x = step(aten.to.dtype, sharder.values[node.args[0]], wide_dtype(value_of(node)), placement=place)
-    args = (x, place.dim, place.length, False, sharder.layout, sharder.group)
+    args = (x, place.dim, place.length, False, sharder.layout(place.length), sharder.group)
     return step.done(step(torch.ops.ringopt.running_sum.default, *args, placement=place), place)
 
 

@@ -33,10 +33,10 @@ def patches(sharder: Sharder, node: fx.Node, lengths: Iterable[int]) -> bool:
         return False
     sizes, count = shape_of(conv), prod(shape_of(conv)[2:])
     attended = any(not is_open(length) and count <= length < 2 * count for length in lengths)
-    if list(shape_of(node)) != [*sizes[:2], count] or count < sharder.least or not attended:
+    if list(shape_of(node)) != [*sizes[:2], count] or count < sharder.least(count) or not attended:
         return False
     step, at = Steps(sharder, node), Sharded(1, 1, count, 1)
-    args = (cut(step, conv), *sharder.factors(at), sharder.rows(count), sharder.layout, sharder.group)
+    args = (cut(step, conv), *sharder.factors(at), sharder.rows(count), sharder.layout(count), sharder.group)
     rows = step(torch.ops.ringopt.scatter.default, *args, placement=at)
     weight, bias = named(conv, "weight"), named(conv, "bias")
     flat = step(aten.reshape.default, sharder.beside(weight), [sizes[1], -1])

@@ -64,17 +64,29 @@ class Steps:
         """Rows of `x`, sharded as `place`, that ringopt/ops/rows.py tells of: sharded as `out`, or replicated;
         `of` is the node whose value they are, where nothing is left to do."""
         sharder, target = self.sharder, torch.ops.ringopt.fetch_rows.default
+        layout = sharder.layout(place.length if out is None else out.length)
+        if layout != sharder.layout(place.length):
+            x = self.relaid(x, place, layout)
         if wanted.form == "halo":
-            local: Any = len(wanted.rows(sharder.layout, sharder.ranks)[sharder.rank])
+            local: Any = len(wanted.rows(layout, sharder.ranks)[sharder.rank])
         else:
-            local = wanted.length if wanted.everywhere else sharder.rows(wanted.length)
-        args = (x, *sharder.factors(place), wanted.form, wanted.numbers, local, sharder.layout, sharder.group)
+            local = wanted.length if wanted.everywhere else sharder.rows(wanted.length, layout)
+        args = (x, *sharder.factors(place), wanted.form, wanted.numbers, local, layout, sharder.group)
         return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
+
+    def relaid(self, x: fx.Node, place: Sharded, layout: str) -> fx.Node:
+        """`x`, sharded as `place`, in another layout than that of its sequence: by way of the whole."""
+        sharder, old = self.sharder, self.sharder.layout(place.length)
+        said = f"{self.node.name}: {place.length} rows, {old}, are gathered and laid out anew, {layout}"
+        sharder.relaid.append(said)
+        whole = self(torch.ops.ringopt.gather.default, x, *sharder.factors(place), old, sharder.group)
+        rows = sharder.rows(place.length, layout)
+        return self(torch.ops.ringopt.scatter.default, whole, *sharder.factors(place), rows, layout, sharder.group)
 
     def row_numbers(self, length: int, device: torch.device) -> fx.Node:
         """Which rows of a sequence this rank holds."""
         sharder, whole = self.sharder, self(aten.arange.default, length, device=device)
-        args = (whole, 0, 1, length, 1, sharder.rows(length), sharder.layout, sharder.group)
+        args = (whole, 0, 1, length, 1, sharder.rows(length), sharder.layout(length), sharder.group)
         return self(torch.ops.ringopt.scatter.default, *args)
 
     # ---- the result --------------------------------------------------------------------------------------------------
@@ -89,7 +101,7 @@ class Steps:
 def enough_rows(sharder: Sharder, length: int) -> bool:
     """Whether every chunk of the layout has a row."""
     length = at_hand(length) if sharder.asks else length  # `rows_here` asks again, of the ranks that there are
-    return length >= sharder.least
+    return length >= sharder.least(length)
 
 
 def sequence_at(sharder: Sharder, x: fx.Node, dims: Sequence[int]) -> Sharded | None:

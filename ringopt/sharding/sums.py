@@ -92,7 +92,7 @@ def scattered(sharder: Sharder, node: fx.Node) -> bool:
     total = step.total(step(node.target, zeros, dim, sharder.sharded(index, wanted), rows, **scale))
     if held is None:
         return step.done(step(aten.add.Tensor, sharder.values[into], total))
-    how = (*sharder.factors(held), sharder.rows(held.length), sharder.layout, sharder.group)
+    how = (*sharder.factors(held), sharder.rows(held.length), sharder.layout(held.length), sharder.group)
     mine = step(torch.ops.ringopt.scatter.default, total, *how, placement=held)
     return step.done(step(aten.add.Tensor, sharder.values[into], mine, placement=held), held)
 

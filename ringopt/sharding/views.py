@@ -31,7 +31,7 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
             found.append((out, wanted[0]))
     if not found:
         return False
-    even = [pair for pair in found if pair[0].length % sharder.least == 0]
+    even = [pair for pair in found if pair[0].length % sharder.least(pair[0].length) == 0]
     out, source = even[0] if even else max(found, key=lambda pair: pair[0].length)
     sharder.reader = node
     sharder.set(node, sharder.emit(node, rule, [source], out), out)
