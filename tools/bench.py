@@ -18,6 +18,7 @@ from ringopt.tools.benchmarks import (
     memory,
     one_process,
     overlap,
+    passes,
     soak,
     training,
 )
@@ -36,7 +37,7 @@ examples:
   ringopt bench one-process --lengths 1024 --repeats 3 --json bench.json
 """
 
-TABLES = (forms, one_process, overlap, kernels, exchange, memory, soak, dilated, training)
+TABLES = (forms, one_process, overlap, kernels, exchange, memory, soak, dilated, training, passes)
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
