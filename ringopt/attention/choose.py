@@ -59,8 +59,9 @@ class Case:
         return exchange_of(self.pattern, self.q_length, self.kv_length, ranks, *layouts_of(layout), "ring")
 
     def on_fewer(self, ranks: int) -> tuple[Case, int]:
-        """The case and a number of ranks that can be unrolled: at most MOST_RANKS, with as many rows on each."""
-        if ranks <= MOST_RANKS:
+        """The case and a number of ranks that can be unrolled: at most MOST_RANKS, with as many rows on each. A pattern
+        that lists rows has no other length."""
+        if ranks <= MOST_RANKS or self.pattern.startswith(("documents", "blocks")):
             return self, ranks
         q_length, kv_length = (max(MOST_RANKS, n * MOST_RANKS // ranks) for n in (self.q_length, self.kv_length))
         return replace(self, q_length=q_length, kv_length=kv_length), MOST_RANKS
