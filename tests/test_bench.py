@@ -301,6 +301,7 @@ def test_rows_of_dilated(tmp_path: Path) -> None:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.zoo  # six processes compile with Inductor
 def test_rows_of_training(tmp_path: Path) -> None:
     words = ["training", "--length", "64", "--layers", "1", "--heads", "1", "--ranks", "2"]
     found = tables(*words, str(tmp_path / "training.json"))
