@@ -92,7 +92,10 @@ class Sharder:
     def whole(self, node: fx.Node) -> None:
         """The op as it was, on whole operands: always right."""
         self.reader = node
-        self.set(node, self.graph.node_copy(node, self.replicated), None)
+        made = self.graph.node_copy(node, self.replicated)
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            made.target = aten.reshape.default  # what was gathered has other strides, of which there may be no view
+        self.set(node, made, None)
 
     def along(self, node: fx.Node) -> bool:
         """By the table of rules, when some operand is sharded; False where the table has no answer."""

@@ -146,6 +146,10 @@ EXACT = {
 
 #: some operand is needed whole
 GATHERED = {
+    "a view that other strides do not allow": (
+        "y = x.permute(1, 2, 0).index_fill(2, torch.zeros(1, dtype=torch.int64), 0.5).permute(2, 0, 1); "
+        "x = x + y.view(4, -1, 8).mean((0, 1))"
+    ),
     "1-D from the sequence": "w = x[0, :, 0]; x = x + torch.outer(w, w)[None].mean(-1, True)",
     "broadcast from the sequence axis": "x = x + (x[:, :, None] - x[:, None]).abs().mean((2, 3))[..., None]",
     "scan over unbind": (
