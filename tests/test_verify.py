@@ -135,7 +135,7 @@ def test_once_a_graph_however_it_is_run(ranks):
 
 
 # ---- where something is wrong ----------------------------------------------------------------------------------------
-def with_fault(which, rank, inner_backend="eager", verify=True):
+def with_fault(which, rank, verify=True):
     """What a call raises when the sums over ranks are wrong on `rank`."""
     right, x = ProcessMesh._all_reduce, data(13, torch.float32)
 
@@ -146,7 +146,7 @@ def with_fault(which, rank, inner_backend="eager", verify=True):
 
     ProcessMesh._all_reduce = wrong
     model = Blocks("not")
-    call, said = compiled(model, inner_backend=inner_backend, verify=verify), []
+    call, said = compiled(model, inner_backend="eager", verify=verify), []
     try:
         for _ in range(2):  # who goes on after the error gets it again
             try:
@@ -166,13 +166,13 @@ def test_a_wrong_output_is_told_on_every_rank(ranks):
 
 
 def test_wrong_gradients_are_told_by_name(ranks):
-    (said, _), (other, _) = ranks(2, with_fault, "gradients", 0, "aot_eager")
+    (said, _), (other, _) = ranks(2, with_fault, "gradients", 0)
     assert said == other and "the gradient of " in said[0] and "_weight by " in said[0] and "on rank 0" in said[0]
     assert "output 0" not in said[0]
 
 
 def test_nothing_is_compared_unless_it_is_asked_for(ranks):
-    assert [said for said, _ in ranks(2, with_fault, "sums", 1, "eager", False)] == [[], []]
+    assert [said for said, _ in ranks(2, with_fault, "sums", 1, False)] == [[], []]
 
 
 def test_what_rounding_moves_is_no_error():
