@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-import torch.fx as fx
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
@@ -22,56 +20,18 @@ from ringopt.attention.choose import MOST_RANKS, Case, choose, choose_layout, du
 from ringopt.attention.layouts import LAYOUTS
 from ringopt.attention.memory import most_memory
 from ringopt.attention.patterns import WINDOW
-from ringopt.attention.predict import Heads, simulate
+from ringopt.attention.predict import simulate
 from ringopt.attention.turns import exchanges_of
-from ringopt.backend import transform
 from ringopt.cost import volume
 from ringopt.cost.formulas import F, F_b, Formulas, L, T, W, formulas_of, o, o_b, s
 from ringopt.cost.hardware import Device, device_of
 from ringopt.cost.rates import Rates, rates_of
-from ringopt.distributed.mesh import PretendedMesh
 from ringopt.errors import OptionError
-from ringopt.explain import hollow, value_of_output
-from ringopt.graph.nodes import op_name, requires_grad, value_of
-from ringopt.liveness import Live, live_of, of_parameters, partitioned, sizes, tensors_of
-from ringopt.measure import Figures, matrix_flops
 from ringopt.options import Options
 from ringopt.report import readable
-from ringopt.sent import sent_by
+from ringopt.traced import TRACED, PlannedSite, Traced, traced
 
-TRACED = (2, 4)  # ranks
-Sent = tuple[int, int]  # bytes that grow with the length, and others
 LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi
-
-
-@dataclass(frozen=True)
-class PlannedSite:
-    """One attention, or several alike: a case at the traced length, and how often it occurs."""
-
-    module: str
-    case: Case
-    times: int
-
-
-@dataclass(frozen=True)
-class Traced:
-    """What the traces say.
-
-    length        of the longest sequence
-    shared_flops  forward, of products outside the attentions: of the whole sequence, where each rank does its rows
-    own_flops     the same, where every rank does all
-    moved         bytes that each rank sends beside the attentions; by traced ranks
-    live          memory; by traced ranks
-    """
-
-    length: int
-    sites: tuple[PlannedSite, ...]
-    refused: tuple[str, ...]
-    training: bool
-    shared_flops: int
-    own_flops: int
-    moved: Mapping[int, Sequence[Sent]]
-    live: Mapping[int, Live]
 
 
 @dataclass(frozen=True)
@@ -210,93 +170,6 @@ def plan(
     if any(not site.exact for point in points for site in point.sites):
         notes.append(f"bytes beyond {MOST_RANKS} ranks of exchanges without closed formulas are scaled from those")
     return Plan(hardware, rates.link.name, found.training, tuple(points), longest, tuple(notes), found)
-
-
-# ---- what the traces say ---------------------------------------------------------------------------------------------
-def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, hardware: str) -> Traced:
-    live: dict[int, Live] = {}
-    moved: dict[int, Sequence[Sent]] = {}
-    refused: list[str] = []
-    nodes: list[tuple[fx.GraphModule, fx.Node]] = []
-    length = 0
-    for ranks in TRACED:
-        graphs, refused = flat_graphs(model, args, kwargs, options, PretendedMesh(0, ranks, hardware))
-        if not graphs:
-            return Traced(0, (), tuple(refused), False, 0, 0, {}, {})
-        nodes = [(graph, node) for graph in graphs for node in graph.graph.nodes]
-        length = max((site.case.q_length for site in sites_of(nodes)), default=0)
-        parts = [partitioned(graph) for graph in graphs]
-        lives = [live_of(graph, part, length // ranks) for graph, part in zip(graphs, parts, strict=True)]
-        live[ranks] = Live(*(sum(values) for values in zip(*(vars(each).values() for each in lives), strict=True)))
-        sent = [[sent_beside(part, ranks, rank, length) for part in parts] for rank in range(ranks)]
-        moved[ranks] = [(sum(growing for growing, _ in each), sum(fixed for _, fixed in each)) for each in sent]
-    ranks = TRACED[-1]
-    shared = own = 0
-    for graph, node in nodes:
-        if op_name(node) in ("ring_attention", "attention"):
-            continue
-        flops = matrix_flops(node, Figures(graph.graph, PretendedMesh(0, ranks)))
-        if any(x.meta.get("placement") is not None for x in (node, *node.all_input_nodes)):
-            shared += flops * ranks
-        else:
-            own += flops
-    sites = tuple(sites_of(nodes))
-    return Traced(length, sites, tuple(refused), any(s.case.training for s in sites), shared, own, moved, live)
-
-
-def flat_graphs(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: PretendedMesh
-) -> tuple[list[fx.GraphModule], list[str]]:
-    """Every graph that is sharded, and why sites or graphs are not."""
-    graphs: list[fx.GraphModule] = []
-    refused: list[str] = []
-
-    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        flat, report, _random = transform(gm, example_inputs, options, mesh)
-        refused.extend(f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal)
-        refused.extend([report.refusal] if report.refusal else [])
-        if flat is not None:
-            graphs.append(flat)
-        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
-        return lambda *_inputs: tuple(hollow(value) for value in outputs)
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        torch.compile(model, backend=dry, dynamic=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
-    return graphs, refused
-
-
-def sites_of(nodes: Sequence[tuple[fx.GraphModule, fx.Node]]) -> list[PlannedSite]:
-    """Alike ones are one site."""
-    found: dict[Case, PlannedSite] = {}
-    for graph, node in nodes:
-        if op_name(node) != "ring_attention":
-            continue
-        q, k, v = (value_of(operand) for operand in node.args[:3])
-        q_length, kv_length, pattern, mask = node.args[6:10]
-        kernel = node.args[16]
-        heads, training = Heads.of(q, k, v, kernel), torch.is_grad_enabled() and requires_grad(graph.graph)[node]
-        case = Case(pattern, int(q_length), int(kv_length), heads, training, mask)
-        seen = found.get(case)
-        found[case] = replace(seen, times=seen.times + 1) if seen else PlannedSite(node.name, case, 1)
-    return list(found.values())
-
-
-def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, length: int) -> Sent:
-    """By `rank` in the partitioned graphs of a program, its attentions aside; what does not grow with the sequence are
-    gradients of parameters and losses."""
-    growing = fixed = 0
-    for graph in parts:
-        leaving = of_parameters(graph.graph) if graph is not parts[0] else set()
-        for node in graph.graph.nodes:
-            size = sent_by(node, ranks, rank)
-            few = size and (op_name(node) == "reduce_bucket" or numbers_of(node) < length or leaving & set(sizes(node)))
-            growing, fixed = growing + (0 if few else size), fixed + (size if few else 0)
-    return growing, fixed
-
-
-def numbers_of(node: fx.Node) -> int:
-    return sum(x.numel() for x in tensors_of(node))
 
 
 # ---- what follows for other sizes ------------------------------------------------------------------------------------

@@ -157,8 +157,9 @@ def test_the_command_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert data["hardware"] == "h100" and data["points"][0]["sites"][0]["exact"]
 
 
-def test_pictures_need_matplotlib(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+def test_pictures_and_the_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "planned_models:tiny", "--world-size", "2", "8", "--lengths", "4096", "65536"]
-    assert main([*asked, "--plot", "plan.png"]) == 0
+    assert main([*asked, "--plot", "plan.png", "--html", "plan.html"]) == 0
     assert (here / "plan.png").stat().st_size > 10_000
+    page = (here / "plan.html").read_text()
+    assert page.count('<tr class="row">') == 4 and "<svg" in page and "src=" not in page

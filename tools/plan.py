@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, check_file, console, json_object, load_example, positive
+from ringopt.tools.command import CommandError, check_file, console, json_object, load_example, positive, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -36,6 +36,9 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
     parser.add_argument("--formulas", action="store_true", help="also print the formulas of the exchanges")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="also draw it (.png, .svg, .pdf; needs matplotlib)")
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="also write it as a page, one file that needs no network"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
@@ -44,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     import ringopt
 
     check_file("--plot", arguments.plot)
-    if arguments.plot:
+    check_file("--html", arguments.html)
+    if arguments.plot or arguments.html:
         from ringopt.tools.plan_pictures import check_matplotlib
 
         check_matplotlib()
@@ -74,4 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         from ringopt.tools.plan_pictures import draw
 
         draw(found, arguments.plot)
+    if arguments.html:
+        from ringopt.tools.plan_page import plan_page
+        from ringopt.tools.plan_pictures import svg_of
+
+        write(arguments.html, plan_page(found, arguments.target, svg_of(found)))
     return 0

@@ -1,18 +1,20 @@
-"""The pictures of a plan: memory against length, time split, and the timeline of one attention over the ranks."""
+"""The pictures of a plan: memory against length, what the time goes to, and one attention over the ranks."""
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringopt.attention.predict import simulate
 from ringopt.cost.hardware import GIB, device_of
 from ringopt.cost.rates import rates_of
-from ringopt.plan import Plan, at_length
+from ringopt.plan import Plan, Point, at_length
 from ringopt.tools.command import CommandError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
 
 DRAWN = 8  # ranks of the timeline, at most
 COLOURS = {"compute": "#4c78a8", "exchange": "#f58518"}
@@ -22,63 +24,101 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise CommandError("--plot needs matplotlib: pip install 'ringopt[plot]'") from None
+        raise CommandError("pictures need matplotlib: pip install 'ringopt[plot]'") from None
 
 
 def draw(plan: Plan, target: Path) -> None:
     """Raises CommandError where the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 12), layout="constrained")
-    memory, time, line = figure.subplots(3, 1)
-    draw_memory(plan, memory)
-    draw_time(plan, time)
-    draw_timeline(plan, line)
     try:
-        figure.savefig(target)
+        figure_of(plan).savefig(target)
     except (OSError, ValueError) as problem:
         raise CommandError(f"--plot {target}: {problem}") from None
 
 
+def svg_of(plan: Plan) -> str:
+    """The picture as an element for a page."""
+    text = StringIO()
+    figure_of(plan).savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def figure_of(plan: Plan) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 12), layout="constrained")
+    rows = figure.add_gridspec(3, 1)
+    memory, time, line = (figure.add_subfigure(rows[number]) for number in range(3))
+    draw_memory(plan, memory.subplots())
+    draw_time(plan, time)
+    draw_timeline(plan, line.subplots())
+    return figure
+
+
+def by_ranks(plan: Plan) -> dict[int, list[Point]]:
+    found: dict[int, list[Point]] = {}
+    for point in plan.points:
+        found.setdefault(point.world_size, []).append(point)
+    return found
+
+
 def draw_memory(plan: Plan, axes: Axes) -> None:
-    for ranks in dict.fromkeys(point.world_size for point in plan.points):
-        points = [point for point in plan.points if point.world_size == ranks]
+    for ranks, points in by_ranks(plan).items():
         axes.plot([p.length for p in points], [p.memory / GIB for p in points], marker="o", label=f"{ranks:,} ranks")
-    axes.axhline(device_of(plan.hardware).memory / GIB, color="black", linestyle="--", label=plan.hardware)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="GiB per rank", title="memory")
+    device = device_of(plan.hardware).memory / GIB
+    axes.axhline(device, color="black", linestyle="--", label=f"{plan.hardware}: {device:,.0f} GiB")
+    axes.set(yscale="log", ylabel="GiB per rank", title="memory")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xscale("log", base=2)
-    axes.legend()
+    lengths = sorted({point.length for point in plan.points})
+    axes.set_xticks(lengths, list(map(tokens, lengths)))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def draw_time(plan: Plan, axes: Axes) -> None:
-    names = [f"{point.length:,}\n{point.world_size:,}" for point in plan.points]
-    exposed = [100 * point.exposed / point.seconds for point in plan.points]
-    axes.bar(names, [100 - share for share in exposed], color=COLOURS["compute"], label="compute")
-    axes.bar(
-        names, exposed, bottom=[100 - share for share in exposed], color=COLOURS["exchange"], label="exposed exchange"
-    )
-    axes.tick_params(axis="x", labelsize=7)
-    axes.set(xlabel="tokens, ranks", ylabel="% of the time", title="what the time goes to")
-    axes.legend()
+def draw_time(plan: Plan, figure: SubFigure) -> None:
+    """A panel for each number of ranks."""
+    groups = by_ranks(plan)
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for axes, (ranks, points) in zip(panels, groups.items(), strict=True):
+        names = [tokens(point.length) for point in points]
+        exposed = [100 * point.exposed / point.seconds for point in points]
+        rest = [100 - share for share in exposed]
+        axes.bar(names, rest, color=COLOURS["compute"], label="compute")
+        axes.bar(names, exposed, bottom=rest, color=COLOURS["exchange"], label="exchange that nothing hides")
+        axes.tick_params(axis="x", rotation=60)
+        axes.set(title=f"{ranks:,} ranks", ylim=(0, 100))
+    panels[0].set_ylabel("% of the time")
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def draw_timeline(plan: Plan, axes: Axes) -> None:
-    """The forward of the first attention, on as many of the ranks of the first point as can be seen."""
-    site, point = plan.traced.sites[0], plan.points[0]
+    """The forward of the first attention, on as many ranks as can be seen, at a point where keys travel if there is
+    one: what is hidden can then be seen."""
+    point = min(plan.points, key=lambda point: point.sites[0].strategy not in ("ring", "ring2"))
+    site, strategy = plan.traced.sites[0], point.sites[0].strategy
     ranks = min(DRAWN, max(2, point.world_size))
     case = at_length(site.case, max(point.length, 2 * ranks), plan.traced.length)
     rates = rates_of(plan.hardware, case.heads.dtype, plan.link)
-    exchange = case.plan(ranks, point.layout, point.sites[0].strategy)
-    drawn: set[str] = set()
-    for span in simulate(exchange, case.heads, rates, False).spans:
+    spans = simulate(case.plan(ranks, point.layout, strategy), case.heads, rates, False).spans
+    end, drawn = max(span.stop for span in spans), set[str]()
+    size, unit = (1e3, "ms") if end > 2e-3 else (1e6, "us")
+    for span in spans:
         where = span.rank + (0.18 if span.kind == "exchange" else -0.18)
         style: dict[str, Any] = {"color": COLOURS[span.kind], "edgecolor": "white", "height": 0.34}
         label = None if span.kind in drawn else span.kind
-        axes.barh(where, (span.stop - span.start) * 1e6, left=span.start * 1e6, label=label, **style)
-        if span.kind == "compute":
-            axes.text((span.start + span.stop) / 2 * 1e6, where, span.label, ha="center", va="center", fontsize=6)
+        axes.barh(where, (span.stop - span.start) * size, left=span.start * size, label=label, **style)
+        if span.stop - span.start > end / 12:  # else there is no room for it
+            middle = (span.start + span.stop) / 2 * size
+            axes.text(middle, where, span.label, ha="center", va="center", fontsize=6, color="white")
         drawn.add(span.kind)
-    axes.set(yticks=range(ranks), xlabel="us", ylabel="rank")
-    axes.set_title(f"one attention ({case.pattern}, {case.q_length:,} tokens, {point.sites[0].strategy}), forward")
+    axes.set(yticks=range(ranks), xlabel=unit, ylabel="rank", xlim=(0, None))
+    axes.set_title(f"one attention ({case.pattern}, {case.q_length:,} tokens, {ranks} ranks, {strategy}), forward")
     axes.invert_yaxis()
-    axes.legend(loc="upper right")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def tokens(length: int) -> str:
+    for unit, size in (("Mi", 1 << 20), ("Ki", 1 << 10)):
+        if length >= size:
+            return f"{length / size:g} {unit}" if length % (size // 16) == 0 else f"{length / size:.1f} {unit}"
+    return str(length)

@@ -145,7 +145,11 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way
         for parts in shares
     ]
     slowest = max(everyone, key=works.__getitem__)
-    spans = [Span(rank, 1, "compute", exchange / 2, exchange / 2 + works[rank], "its heads") for rank in everyone]
+    half, spans = exchange / 2, list[Span]()
+    for rank in everyone:
+        spans.append(Span(rank, 0, "exchange", 0.0, half, "rows for heads"))
+        spans.append(Span(rank, 1, "compute", half, half + works[rank], "its heads"))
+        spans.append(Span(rank, 2, "exchange", half + works[slowest], exchange + works[slowest], "results for rows"))
     return Way(
         rates.call + exchange + works[slowest] + 3 * rates.step,
         exchange,

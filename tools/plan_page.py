@@ -1,0 +1,19 @@
+"""A Plan as one HTML file: the table, the pictures, the formulas."""
+
+from __future__ import annotations
+
+from markupsafe import Markup
+
+from ringopt.attention.choose import duration
+from ringopt.pages.page import filled
+from ringopt.plan import Plan
+from ringopt.report import readable
+
+
+def plan_page(plan: Plan, title: str, picture: str) -> str:
+    """`title` says of what; `picture` is an svg element."""
+    what = "a training step" if plan.training else "a forward"
+    return filled(
+        "plan", title=f"ringopt plan: {title}", plan=plan, picture=Markup(picture), readable=readable,
+        duration=duration, summary=f"{what} per rank, {plan.hardware} over {plan.link}, predicted",
+    )  # fmt: skip
