@@ -52,7 +52,7 @@ def seconds(node: fx.Node, context: Context, layout: str, ranks: int, rates: Rat
 def choose_dilated(node: fx.Node, info: SiteInfo, context: Context) -> None:
     """Fills in `info`."""
     q, k, v = (value_of(operand) for operand in node.args[:3])
-    layout = context.layouts.of(shape_of(q)[2])
+    layout = context.layouts.of(shape_of(node.args[0])[2])
     plan = plan_of(node, context, layout, context.mesh.size)
     kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.layout, info.strategy, info.kernel = layout, plan.strategies, kernel.name

@@ -79,7 +79,7 @@ def test_a_link_that_is_cut_is_an_error_on_both_ranks(tmp_path: Path) -> None:
     for rank, outcome in enumerate(outcomes):
         seconds, said = outcome.value.split(" ", 1)
         assert float(seconds) < TIMEOUT + 5
-        assert f"rank {rank} of 2" in said and f"from rank {1 - rank} failed after" in said
+        assert f"rank {rank} of 2" in said and "failed after" in said
 
 
 @LAB

@@ -8,7 +8,7 @@ import torch
 from ringopt.backend import transform
 from ringopt.capture import capture
 from ringopt.distributed.mesh import mesh_of
-from ringopt.liveness import live_of
+from ringopt.liveness import live_of, partitioned
 from ringopt.options import Options
 from ringopt.tools.benchmarks.training_ranks import VOCABULARY, Llama
 from tests.translation import captured
@@ -16,14 +16,18 @@ from tests.translation import captured
 LENGTH, LAYERS, WIDTH = 1024, 3, 128
 
 
+def step(flat, rows):
+    return live_of(flat, partitioned(flat), rows).step
+
+
 def held(checkpointed):
     """Bytes at the peak, of one process as torch does it and of a rank of 2 and of 4."""
     gm, inputs = captured(Llama(LAYERS, WIDTH, checkpointed), torch.randint(VOCABULARY, (1, LENGTH)))
-    found = [live_of(capture(gm, inputs), LENGTH).step]
+    found = [step(capture(gm, inputs), LENGTH)]
     for p in (2, 4):
         flat, report, _random = transform(gm, inputs, Options(), mesh_of(f"pretend:0/{p}"))
         assert report.sharded_fraction == 1.0
-        found.append(live_of(flat, LENGTH // p).step)
+        found.append(step(flat, LENGTH // p))
     return found
 
 

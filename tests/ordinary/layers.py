@@ -78,7 +78,12 @@ def memory_tokens(m, x, ids, lengths, labels):
     return labels_loss(m, x, labels) + mem.square().mean(), mem
 
 
-@case(rows=16, reduce=lambda: nn.Linear(4 * WIDTH, WIDTH, bias=False), norm=lambda: nn.LayerNorm(4 * WIDTH))
+@case(
+    rows=16,
+    gathered=("view",),
+    reduce=lambda: nn.Linear(4 * WIDTH, WIDTH, bias=False),
+    norm=lambda: nn.LayerNorm(4 * WIDTH),
+)
 def patch_merging_of_swin(m, x, ids, lengths, labels):
     b, _, c = x.shape
     g = x.view(b, 4, 4, c)

@@ -136,10 +136,10 @@ def test_block_masks_made_outside(name):
 
 def test_both_mods_and_a_block_mask_of_the_model():
     def core(s, q, k, v, m):
-        return flex_attention(q, k, v, lambda score, b, h, q, k: score + s.table[h, q - k + ROWS], s.blocks)
+        return flex_attention(q, k, v, lambda score, b, h, q, k: score + s.table[h, q - k + ROWS], s.listed)
 
     model = Model(core)
-    model.blocks = tables(causal)
+    model.listed = tables(causal)
     verdict = validate(2, model, *given())
     assert [site.pattern for site in verdict.report.sites] == ["causal & bias(learned: table)"] and verdict.wrong == ""
 
