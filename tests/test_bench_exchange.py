@@ -13,13 +13,14 @@ from ringopt.cost import profile
 from ringopt.tools import bench
 from ringopt.tools.benchmarks import calibrate_ranks, exchange, exchange_ranks
 from ringopt.tools.benchmarks.numbers import WRONG
+from ringopt.tools.benchmarks.on_a_link import Times
 from ringopt.tools.cli import main
 from ringopt.tools.command import WIDTH
 
 
-def once(runs: dict[str, Any], repeats: int) -> dict[str, float]:
+def once(runs: dict[str, Any], repeats: int) -> dict[str, Times]:
     """In the place of a measurement."""
-    return {name: float(number + 1) for number, name in enumerate(runs)}
+    return {name: Times(number + 1.0, 0.0) for number, name in enumerate(runs)}
 
 
 def rows_on_a_rank(rank: int, ranks: int) -> list[dict[str, Any]]:

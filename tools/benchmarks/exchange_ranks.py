@@ -70,7 +70,8 @@ class Problem:
             entrants["torch ring"] = self.torch_ring(pattern == "causal")
         expected = self.dense(pattern)
         errors = {who: self.error(entrant, expected, training) for who, entrant in entrants.items()}
-        seconds = together({who: self.call(entrant, training) for who, entrant in entrants.items()}, repeats)
+        times = together({who: self.call(entrant, training) for who, entrant in entrants.items()}, repeats)
+        seconds = {who: time.seconds for who, time in times.items()}
         layout, chosen = self.by_auto(case, rates)
         return {
             "pattern": pattern, "length": self.length, "mode": mode, "chosen": chosen, "layout": layout, "same": same,
