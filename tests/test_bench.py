@@ -287,6 +287,15 @@ def test_help_loads_no_torch(arguments: list[str]) -> None:
     assert "ringopt bench one-process --" in result.stdout and result.stdout.endswith("False\n")
 
 
+# ---- speedup ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_speedup(tmp_path: Path) -> None:
+    found = tables("speedup", "--lengths", "67", "--repeats", "1", str(tmp_path / "speedup.json"))
+    assert [(row["length"], row["ranks"], row["training"]) for row in found["rows"]] == [(67, 2, False), (67, 2, True)]
+    assert max(row["error"] for row in found["rows"]) < WRONG
+
+
 # ---- dilated ---------------------------------------------------------------------------------------------------------
 
 

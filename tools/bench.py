@@ -20,6 +20,7 @@ from ringopt.tools.benchmarks import (
     overlap,
     passes,
     soak,
+    speedup,
     training,
 )
 from ringopt.tools.benchmarks.against import compared, earlier
@@ -37,7 +38,7 @@ examples:
   ringopt bench one-process --lengths 1024 --repeats 3 --json bench.json
 """
 
-TABLES = (forms, one_process, overlap, kernels, exchange, memory, soak, dilated, training, passes)
+TABLES = (forms, one_process, overlap, kernels, exchange, speedup, memory, soak, dilated, training, passes)
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
