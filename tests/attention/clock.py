@@ -24,8 +24,8 @@ from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.rows import count
 from ringopt.attention.run import attend, attend_backward, begin
 from ringopt.distributed.mesh import Mesh, Transfer
-from ringopt.kernels.base import Kernel, accumulator
 from ringopt.timeline import Span
+from ringopt.tools.benchmarks.sleeping import Idle, pairs
 
 PATIENCE = 60.0  # real seconds until a message that nobody sends is an error
 
@@ -140,42 +140,16 @@ class Carried:
         self.mesh.wait_until(self.mesh.world.carried(self.channel, self.number), self.label)
 
 
-class Clockwork(Kernel):
-    """Takes `second` seconds for a pair of a query and a key in one head, and computes nothing."""
+class Clockwork(Idle):
+    """Takes `second` seconds for a pair of a query and a key in one head."""
 
     name = "clockwork"
 
     def __init__(self, mesh: VirtualMesh, second: float):
         self.mesh, self.second = mesh, second
 
-    def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> None:
-        return None
-
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        self._take(q, k, causal)
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
-
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self._take(q, k, causal)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-
-    def _take(self, q: Tensor, k: Tensor, causal: bool) -> None:
-        (batch, heads, queries), keys = q.shape[:3], k.shape[2]
-        pairs = queries * (queries + 1) / 2 if causal else queries * keys
-        self.mesh.compute(batch * heads * pairs * self.second, f"{queries} x {keys}")
+    def spend(self, q: Tensor, k: Tensor, causal: bool, backward: bool) -> None:
+        self.mesh.compute(pairs(q, k, causal) * self.second, f"{q.shape[2]} x {k.shape[2]}")
 
 
 @dataclass(frozen=True)

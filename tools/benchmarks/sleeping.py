@@ -1,8 +1,9 @@
-"""A kernel that sleeps for as long as its tile would take: for more ranks than the machine has cores."""
+"""Kernels that compute nothing; one sleeps as long as a tile would take: for more ranks than the machine has cores."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ FLOPS = 5e10  # a second: a core of a server, in float32
 BACKWARD = 2.5  # times the products of the forward
 
 
-class Sleeping(Kernel):
-    """Takes the time of a core that does FLOPS and the processor of none; gives zeros."""
+class Idle(Kernel, ABC):
+    """Computes nothing: spends what a tile costs, and gives zeros."""
 
-    name = "sleeping"
+    @abstractmethod
+    def spend(self, q: Tensor, k: Tensor, causal: bool, backward: bool) -> None: ...
 
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> None:
         return None
@@ -24,7 +26,7 @@ class Sleeping(Kernel):
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        time.sleep(seconds(q, k, causal))
+        self.spend(q, k, causal, False)
         return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
 
     def _backward(
@@ -39,11 +41,20 @@ class Sleeping(Kernel):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        time.sleep(BACKWARD * seconds(q, k, causal))
+        self.spend(q, k, causal, True)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def seconds(q: Tensor, k: Tensor, causal: bool) -> float:
-    """Of two products, for q [B, Hq, Sq, D] and k [B, Hkv, Sk, D]; a triangle has half of the pairs."""
-    pairs = q.shape[2] * (q.shape[2] + 1) / 2 if causal else q.shape[2] * k.shape[2]
-    return 4 * q.shape[0] * q.shape[1] * pairs * q.shape[3] / FLOPS
+class Sleeping(Idle):
+    """Takes the time of a core that does FLOPS and the processor of none."""
+
+    name = "sleeping"
+
+    def spend(self, q: Tensor, k: Tensor, causal: bool, backward: bool) -> None:
+        time.sleep(4 * pairs(q, k, causal) * q.shape[3] / FLOPS * (BACKWARD if backward else 1))
+
+
+def pairs(q: Tensor, k: Tensor, causal: bool) -> float:
+    """Of queries and keys, for q [B, Hq, Sq, D] and k [B, Hkv, Sk, D], in all heads; a triangle has half of them."""
+    queries, keys = q.shape[2], k.shape[2]
+    return q.shape[0] * q.shape[1] * (queries * (queries + 1) / 2 if causal else queries * keys)
