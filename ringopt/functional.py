@@ -27,6 +27,18 @@ from ringopt.distributed.mesh import Mesh, mesh_of, register
 from ringopt.distributed.process import process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
+from ringopt.given import (
+    check_mask,
+    check_names,
+    check_numbers,
+    check_operands,
+    check_whole,
+    dim_of,
+    logits_of,
+    padding_of,
+    pattern_of,
+    rates_of,
+)
 from ringopt.graph.mask import Mask
 from ringopt.graph.terms import affine, axis, load
 from ringopt.kernels.choose import choose as choose_kernel
@@ -92,9 +104,10 @@ def attention(
     Raises OptionError for what is not built; RingMismatchError where shards or masks are not those of one sequence;
     RingCommError.
     """
-    _check_operands(query, key, value, enable_gqa)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise OptionError(f"attention(dropout_p={dropout_p}): a probability is from 0 to 1")
+    check_operands(query, key, value, enable_gqa)
+    check_mask(attn_mask)
+    check_numbers(dropout_p, scale)
+    check_names(layout, strategy, kernel)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     ranks = _mesh_of(mesh)
     dilates = dilation_rates is not None and window is None
@@ -102,16 +115,16 @@ def attention(
         beside = {"window": window is not None, "sinks": isinstance(sinks, int)}
         _refuse(beside, "not possible in dilated attention of segments (segment_lengths)")
         dilation = Dilation.asked(segment_lengths, dilation_rates, is_causal, dilation_offsets)
-        logits = _logits(sinks, query) if isinstance(sinks, Tensor) else None
+        logits = logits_of(sinks, query) if isinstance(sinks, Tensor) else None
         where = (ranks, layout, strategy, kernel)
         return _dilated(query, key, value, attn_mask, logits, dilation, dropout_p, scale, *where)
-    rates = _rates(dilation_rates, query.shape[1])
+    rates = rates_of(dilation_rates, query.shape[1])
     if len(set(rates)) > 1:
         how: dict[str, Any] = {"window": window, "scale": scale, "is_causal": is_causal}
         how |= {"dropout_p": dropout_p, "mesh": mesh, "layout": layout, "strategy": strategy, "kernel": kernel}
         return _by_rate(query, key, value, attn_mask, sinks, rates, how)
-    first, logits = (None, _logits(sinks, query)) if isinstance(sinks, Tensor) else (sinks, None)
-    what = (_pattern(is_causal, window, first, rates[0]), dropout_p, scale)
+    first, logits = (None, logits_of(sinks, query)) if isinstance(sinks, Tensor) else (sinks, None)
+    what = (pattern_of(is_causal, window, first, rates[0]), dropout_p, scale)
     if (ranks is None or ranks.size == 1) and window is None:
         return _alone(query, key, value, attn_mask, logits, *what)
     if ranks is None or ranks.size == 1:
@@ -123,6 +136,7 @@ def _alone(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, pattern: str,
     dropout_p: float, scale: float,
 ) -> Tensor:  # fmt: skip
+    check_whole(query, key, value, mask)
     out: Tensor = torch.ops.ringopt.attention(
         *(query, key, value, mask, [], sinks, _seed(query, dropout_p), pattern, "", dropout_p, scale)
     )
@@ -136,8 +150,7 @@ def _spread(
     """Over the rows of all `ranks`, once they have told each other what they hold."""
     seed, (mask, sources) = _seed(query, dropout_p), _mask(attn_mask)
     given = [query, key, value, *sources, *([] if sinks is None else [sinks])]
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    held = _held(ranks, query, key, sources, seed, training)
+    held = _held(ranks, query, key, sources, seed, given)
     q_length, kv_length = (_length(ranks, layout, name, held[name]) for name in ("query", "key"))
     _check_masks(query, kv_length, held)
     if seed is not None:
@@ -159,30 +172,6 @@ def _spread(
 
 def _seed(query: Tensor, dropout_p: float) -> Tensor | None:
     return torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
-
-
-def _logits(sinks: Tensor, query: Tensor) -> Tensor:
-    """Of sinks, [1|B, Hq]."""
-    batch, heads = query.shape[:2]
-    if list(sinks.shape) not in ([heads], [1, heads], [batch, heads]) or not sinks.is_floating_point():
-        raise OptionError(
-            f"attention(sinks=...) takes one logit for each head, [{heads}] or [1 or {batch}, {heads}] of a floating "
-            f"dtype, or how many first keys are seen beside a window; found {list(sinks.shape)} {sinks.dtype}"
-        )
-    return sinks.reshape(-1, heads)
-
-
-def _rates(asked: Any, heads: int) -> tuple[int, ...]:
-    """Of a window: one of each query head."""
-    if asked is None:
-        return (1,) * heads
-    whole = isinstance(asked, (tuple, list)) and all(type(rate) is int and rate >= 1 for rate in asked)
-    if not whole or len(asked) not in (1, heads):
-        raise OptionError(
-            f"attention(dilation_rates={asked!r}) beside a window: a tuple of one whole number, 1 or more, or of one "
-            f"for each of {heads} query heads"
-        )
-    return tuple(asked) * (heads // len(asked))
 
 
 def _by_rate(
@@ -212,20 +201,22 @@ def _dilated(
 ) -> Tensor:  # fmt: skip
     mesh = mesh_of("pretend:0/1") if mesh is None else mesh
     alone, seed = mesh.size == 1, _seed(query, dropout_p)
-    held = _held(mesh, query, key, [], seed, False)
+    held = _held(mesh, query, key, [], seed, [query, key, value, *([] if sinks is None else [sinks])])
     if held["query"] != held["key"]:
         raise OptionError(
             f"dilated attention is self attention; the ranks hold {held['query']} rows of query and {held['key']} of "
             "key"
         )
     length = held["query"][0] if alone else _length(mesh, layout, "query", held["query"])
-    seen = _seen(attn_mask, query.shape[0], length)
+    seen = padding_of(attn_mask, query.shape[0], length)
     if told := dilation.told_left_out(length, query.shape[1]):
         warnings.warn(told, stacklevel=3)
     if seed is not None:
         seed = torch.full_like(seed, held["seed"][0])
     if sinks is not None and not alone:  # each rank finds the part of their gradient that its rows make
         sinks = torch.ops.ringopt.copy_to_group(sinks, mesh.name)
+    if alone:
+        check_whole(query, key, value, None)
     where = ("contiguous" if alone else layout, strategy, kernel, mesh.name, VERSION)
     out: Tensor
     out, _lse = torch.ops.ringopt.dilated_attention(
@@ -234,25 +225,16 @@ def _dilated(
     return out
 
 
-def _seen(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """A key padding mask as [1|B, 1, 1, keys]."""
-    if mask is None:
-        return None
-    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if mask.dtype != torch.bool or len(sizes) > 4 or sizes[0] not in (1, batch) or sizes[1:] != (1, 1, keys):
-        raise OptionError(
-            f"dilated attention takes an attn_mask of keys alone, [{batch}, 1, 1, {keys}] of bool with all keys of the "
-            f"sequence (True is seen); found {list(mask.shape)} {mask.dtype}"
-        )
-    return mask.reshape(sizes)
-
-
 def shard(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, layout: str = "contiguous") -> Tensor:
-    """This rank's rows of `x` along `dim`. `x` is whole, and the same on all ranks; so is its gradient."""
-    ranks = _mesh_of(mesh)
+    """This rank's rows of `x` along `dim`. `x` is whole, and the same on all ranks; so is its gradient.
+
+    Raises OptionError for a dim or layout that is none.
+    """
+    dim, ranks = dim_of("shard", x, dim), _mesh_of(mesh)
+    layout_of(layout, 1, 1)  # is there one of this name?
     if ranks is None or ranks.size == 1:
         return x
-    dim, length = dim % x.dim(), x.shape[dim]
+    length = x.shape[dim]
     local = count(layout_of(layout, length, ranks.size).ranges(ranks.rank))
     return torch.ops.ringopt.scatter(x, dim, 1, length, 1, local, layout, ranks.name)  # type: ignore[no-any-return]
 
@@ -263,18 +245,18 @@ def unshard(
     """The whole tensor, in sequence order, of which every rank passes its rows: `length` along `dim` in all.
 
     What is computed from it has to be the same on all ranks, as is the gradient that comes back: each rank takes its
-    rows.
+    rows. Raises OptionError for a dim or layout that is none, RingMismatchError where rows are not those of `length`.
     """
-    ranks = _mesh_of(mesh)
-    if ranks is None or ranks.size == 1:
-        return x
-    dim = dim % x.dim()
-    expected = count(layout_of(layout, length, ranks.size).ranges(ranks.rank))
+    dim, ranks = dim_of("unshard", x, dim), _mesh_of(mesh)
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    expected = count(layout_of(layout, length, size).ranges(rank))
     if x.shape[dim] != expected:
         raise RingMismatchError(
-            f"unshard: dim {dim} has {x.shape[dim]} rows, and rank {ranks.rank} of {ranks.size} holds {expected} rows "
-            f"of a {layout} sequence of {length}"
+            f"unshard: dim {dim} has {x.shape[dim]} rows, and rank {rank} of {size} holds {expected} rows of a "
+            f"{layout} sequence of {length}"
         )
+    if ranks is None or size == 1:
+        return x
     return torch.ops.ringopt.gather(x, dim, 1, length, 1, layout, ranks.name)  # type: ignore[no-any-return]
 
 
@@ -287,25 +269,6 @@ def _mesh_of(mesh: DeviceMesh | Mesh | None) -> Mesh | None:
     return process_mesh(mesh)
 
 
-def _pattern(is_causal: bool, window: int | None, sinks: int | None, rate: int) -> str:
-    if window is not None and window < 1:
-        raise OptionError(f"attention(window={window}): a query sees at least 1 key, itself")
-    if sinks is not None and (window is None or sinks < 0):
-        raise OptionError(f"attention(sinks={sinks}): how many first keys are seen beside a window; window={window}")
-    if window is None:
-        return "causal" if is_causal else "full"
-    more = ((not is_causal, "both"), (sinks, f"sinks={sinks}"), (rate > 1, f"rate={rate}"))
-    return f"window({','.join([str(window), *(said for given, said in more if given)])})"
-
-
-def _check_operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-    if not query.dim() == key.dim() == value.dim() == 4:
-        raise OptionError(f"attention takes [B, H, S, D] tensors; found {shapes}")
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise OptionError(f"{query.shape[1]} query heads over {key.shape[1]} KV heads need enable_gqa=True")
-
-
 def _refuse(asked: dict[str, bool], why: str) -> None:
     for name, present in asked.items():
         if present:
@@ -316,8 +279,6 @@ def _mask(given: Tensor | None) -> tuple[Mask, list[Tensor]]:
     """`attn_mask` as a term that reads one source, which has four dims and this rank's rows."""
     if given is None:
         return Mask(), []
-    if not 2 <= given.dim() <= 4:
-        raise OptionError(f"attention takes an attn_mask of 2 to 4 dims; found {list(given.shape)}")
     source = given.reshape((1,) * (4 - given.dim()) + given.shape)
     index = [
         axis(name) if size > 1 or name in "rk" else affine({}, 0)
@@ -332,17 +293,24 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor) -> tuple[torch.dtype, torc
 
 
 def _held(
-    mesh: Mesh, query: Tensor, key: Tensor, sources: list[Tensor], seed: Tensor | None, training: bool
+    mesh: Mesh, query: Tensor, key: Tensor, sources: list[Tensor], seed: Tensor | None, given: list[Tensor]
 ) -> dict[str, list[int]]:
-    """What each rank has: rows of query and key, the sizes of its mask, its seed, whether it will go backward. Asked at
-    every call, for a rank's own rows may be the same in sequences of different lengths."""
+    """What each rank has: rows of query and key, the sizes of its mask, its seed, whether it will go backward with what
+    was `given`. Asked at every call, for a rank's own rows may be the same in sequences of different lengths."""
     mine = {"query": query.shape[2], "key": key.shape[2], "seed": int(seed) if seed is not None else -1}
-    mine["training"] = int(training)
+    mine["training"] = int(torch.is_grad_enabled() and any(x.requires_grad for x in given))
     mine |= dict(zip(MASK_DIMS, sources[0].shape if sources else (-1,) * 4, strict=True))
     if mesh.size == 1:
         return {name: [count] for name, count in mine.items()}
     parts: Any = mesh.all_gather(torch.tensor(list(mine.values()), device=mesh.device), "lengths")
-    return {name: [int(count) for count in counts] for name, counts in zip(mine, torch.stack(parts).T, strict=True)}
+    held = {name: [int(count) for count in counts] for name, counts in zip(mine, torch.stack(parts).T, strict=True)}
+    if len(set(held["training"])) > 1:  # a backward that some ranks never enter is a hang
+        without = [rank for rank, its in enumerate(held["training"]) if not its]
+        raise RingMismatchError(
+            f"attention: ranks {without} need no gradient and the others do. The backward exchanges rows too, so "
+            "requires_grad and no_grad have to be alike on all ranks"
+        )
+    return held
 
 
 def _length(mesh: Mesh, layout: str, name: str, counts: list[int]) -> int:

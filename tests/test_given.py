@@ -1,0 +1,96 @@
+"""Arguments that cannot be meant: one sentence each, before anything is computed or sent. On one process as well, where
+a script is tried first and some of them would change nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringopt.errors import OptionError, RingMismatchError
+from ringopt.functional import attention, shard, unshard
+from tests.threads import ThreadMesh, run_on_threads
+
+X = torch.ones(2, 4, 8, 16)
+NUMBERS = {
+    "window": [(0, "a query sees at least 1 key"), (2.5, "a whole number of keys"), ("a", "a whole number of keys")],
+    "sinks": [(4, "beside a window"), (1.5, "how many first keys"), (torch.ones(3), "one logit for each head, [4]")],
+    "dropout_p": [(1.5, "a probability is from 0 to 1"), ("x", "a probability is from 0 to 1")],
+    "scale": [("x", "a number, or None for 1 / sqrt(head dim)")],
+    "dilation_rates": [((1, 2), "both are tuples of whole numbers")],
+    "segment_lengths": [((4,), "both are tuples of whole numbers")],
+    "dilation_offsets": [("torchscale", "both are tuples of whole numbers")],
+    "layout": [("striped", "layout 'striped' is unknown; the layouts are 'contiguous', 'zigzag'")],
+    "strategy": [("star", "expected one of 'auto', 'local', 'halo'")],
+    "kernel": [("fast", "expected one of 'auto', 'flash', 'cudnn'")],
+    "attn_mask": [
+        (torch.ones(8, 8, dtype=torch.int64), "of bool (True is seen) or of a floating dtype (added to the scores)"),
+        ([[True]], "found list"),
+        (torch.zeros(8), "an attn_mask of 2 to 4 dims; found [8]"),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "value", "told"), [(name, *wrong) for name, values in NUMBERS.items() for wrong in values]
+)
+def test_options(name: str, value: Any, told: str, ranks: int) -> None:
+    def body(mesh: ThreadMesh) -> None:
+        with pytest.raises(OptionError, match=re.escape(told)):
+            attention(X, X, X, **{name: value}, **({"mesh": mesh} if ranks > 1 else {}))
+
+    run_on_threads(ranks, body)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "told"),
+    [
+        (X[0], X[0], X[0], "attention takes [B, H, S, D] tensors; found query [4, 8, 16]"),
+        ([1], X, X, "tensors as query, key, value; found list, Tensor, Tensor"),
+        (X.long(), X.long(), X.long(), "tensors of a floating dtype; found torch.int64"),
+        (X, X[:, :2], X[:, :2], "4 query heads over 2 KV heads need enable_gqa=True"),
+        (X, X, X[:, :, :7], "each key has its value"),
+        (X, X[..., :8], X, "query and key have one head dim"),
+        (X, X[:1], X[:1], "batch sizes are equal"),
+        (X, X.double(), X, "one dtype for all; found torch.float32, torch.float64, torch.float32"),
+    ],
+)
+def test_operands_of_one_process(q: Any, k: Any, v: Any, told: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(told)):
+        attention(q, k, v)
+
+
+def test_heads_that_cannot_be_shared() -> None:
+    with pytest.raises(OptionError, match="4 query heads cannot share 3 KV heads"):
+        attention(X, X[:, :3], X[:, :3], enable_gqa=True)
+
+
+def test_a_mask_of_other_keys() -> None:
+    with pytest.raises(OptionError, match=re.escape("an attn_mask of [8, 7] does not fit query [2, 4, 8, 16]")):
+        attention(X, X, X, torch.zeros(8, 7))
+
+
+def test_a_dim_that_is_none() -> None:
+    with pytest.raises(OptionError, match=re.escape("shard(dim=4) of a tensor of sizes [2, 4, 8, 16]: it has dims")):
+        shard(X, 4)
+    with pytest.raises(OptionError, match="layout 'x' is unknown"):
+        shard(X, 2, layout="x")
+    with pytest.raises(OptionError, match="unshard takes a tensor; found list"):
+        unshard([1], 0, length=1)  # type: ignore[arg-type]
+    with pytest.raises(RingMismatchError, match=r"dim 2 has 8 rows, and rank 0 of 1 holds 9 rows"):
+        unshard(X, 2, length=9)
+
+
+def test_a_gradient_on_some_ranks_only() -> None:
+    """Their backward would wait for the others for good."""
+
+    def body(mesh: ThreadMesh) -> None:
+        q: Tensor = X.clone().requires_grad_(mesh.rank == 1)
+        with pytest.raises(RingMismatchError, match=r"ranks \[0, 2\] need no gradient and the others do"):
+            attention(q, X, X, mesh=mesh)
+
+    run_on_threads(3, body)
