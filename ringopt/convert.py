@@ -142,6 +142,8 @@ def options_of(options: Mapping[str, Any] | Options | None) -> Options:
 
 
 def check(program: ExportedProgram) -> None:
+    if not isinstance(program, ExportedProgram):
+        raise ProgramError(f"convert takes what torch.export.export returns; found {type(program).__name__}")
     for node in program.graph.nodes:
         ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"
         if ours and op_name(node) != "attention":  # which a module of ringopt.nn calls

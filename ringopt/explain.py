@@ -16,7 +16,8 @@ from ringopt.backend import Compiled, transform
 from ringopt.convert import check, lost_in_export, lowered
 from ringopt.cost.hardware import Device, device_of, link_of
 from ringopt.distributed.mesh import Mesh, PretendedMesh
-from ringopt.errors import OptionError, ProgramError, RingError
+from ringopt.errors import ProgramError, RingError
+from ringopt.given import counts_of
 from ringopt.options import Options
 from ringopt.report import Report, readable
 
@@ -40,8 +41,7 @@ def explain(
     note holds the memory against theirs. Raises OptionError, ProgramError (inputs beside a program, or one that is
     converted already), and what the model raises.
     """
-    if world_size < 1:
-        raise OptionError(f"world_size={world_size}: expected at least 1 rank")
+    counts_of("world_size", [world_size])
     device = device_of(hardware) if hardware is not None else None
     chosen, mesh = Options.of(options), PretendedMesh(0, world_size, hardware)
     if not isinstance(model, ExportedProgram):

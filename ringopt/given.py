@@ -1,7 +1,8 @@
-"""What is passed to the operators by hand, checked: an OptionError says what was asked, what was found, what to do."""
+"""What is passed by hand, checked: an OptionError says what was asked, what was found, what to do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import torch
@@ -129,6 +130,16 @@ def padding_of(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
             f"sequence (True is seen); found {list(mask.shape)} {mask.dtype}"
         )
     return mask.reshape(sizes)
+
+
+def counts_of(name: str, asked: Any) -> list[int]:
+    """One number or several, of ranks or of rows."""
+    counts = [asked] if type(asked) is int else asked
+    whole = isinstance(counts, Iterable) and not isinstance(counts, str)
+    counts = list(counts) if whole else []
+    if not counts or any(type(one) is not int or one < 1 for one in counts):
+        raise OptionError(f"{name}={asked!r}: expected whole numbers, 1 or more")
+    return counts
 
 
 def dim_of(name: str, x: Any, dim: Any) -> int:

@@ -27,6 +27,7 @@ from ringopt.cost.formulas import F, F_b, Formulas, L, T, W, formulas_of, o, o_b
 from ringopt.cost.hardware import Device, device_of
 from ringopt.cost.rates import Rates, rates_of
 from ringopt.errors import OptionError
+from ringopt.given import counts_of
 from ringopt.options import Options
 from ringopt.report import readable
 from ringopt.traced import TRACED, PlannedSite, Traced, traced
@@ -152,10 +153,7 @@ def plan(
     nothing is executed and none of the sizes that are asked for is made. Other sequences of the model (of an encoder
     beside a decoder) grow in proportion. Raises OptionError, and what the model raises.
     """
-    sizes = [world_size] if isinstance(world_size, int) else list(world_size)
-    asked = list(lengths) if lengths is not None else list(LENGTHS)
-    if not sizes or min(sizes) < 1 or not asked or min(asked) < 1:
-        raise OptionError(f"world_size={world_size}, lengths={lengths}: expected numbers of at least 1")
+    sizes, asked = counts_of("world_size", world_size), counts_of("lengths", LENGTHS if lengths is None else lengths)
     chosen, device = Options.of(options), device_of(hardware)
     found = traced(model, args, kwargs, chosen, hardware)
     if not found.sites:

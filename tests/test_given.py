@@ -1,5 +1,5 @@
-"""Arguments that cannot be meant: one sentence each, before anything is computed or sent. On one process as well, where
-a script is tried first and some of them would change nothing."""
+"""Arguments that cannot be meant, of all that is called by hand: one sentence each, before anything is computed or
+sent. On one process as well, where a script is tried first and some of them would change nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.errors import OptionError, RingMismatchError
+import ringopt
+from ringopt.errors import OptionError, ProgramError, RingMismatchError
 from ringopt.functional import attention, shard, unshard
 from tests.threads import ThreadMesh, run_on_threads
 
@@ -94,3 +95,18 @@ def test_a_gradient_on_some_ranks_only() -> None:
             attention(q, X, X, mesh=mesh)
 
     run_on_threads(3, body)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "8", None, True])
+def test_numbers_of_ranks_and_rows(count: Any) -> None:
+    with pytest.raises(OptionError, match="expected whole numbers, 1 or more"):
+        ringopt.explain(torch.nn.Linear(16, 16), X, world_size=count)
+    with pytest.raises(OptionError, match=r"world_size=.*expected whole numbers, 1 or more"):
+        ringopt.plan(torch.nn.Linear(16, 16), X, world_size=count)
+    with pytest.raises(OptionError, match=r"lengths=.*expected whole numbers, 1 or more"):
+        ringopt.plan(torch.nn.Linear(16, 16), X, lengths=[16, count])
+
+
+def test_only_programs_are_converted() -> None:
+    with pytest.raises(ProgramError, match=r"convert takes what torch.export.export returns; found Linear"):
+        ringopt.convert(torch.nn.Linear(16, 16))  # type: ignore[arg-type]
