@@ -21,6 +21,7 @@ from ringopt.attention.bytes import bytes_sent
 from ringopt.attention.choose import CLOSE, Case, busiest, choose, choose_layout, duration, estimated
 from ringopt.attention.dilation import is_dilated
 from ringopt.attention.layouts import LAYOUTS, text_of
+from ringopt.attention.plans import on_nodes
 from ringopt.attention.predict import Heads
 from ringopt.cost.rates import Rates, cautious, rates_of
 from ringopt.distributed.decide import agreed_rates
@@ -84,6 +85,11 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     return f"{said}: every rank needs a row"
 
 
+def asked_strategy(context: Context) -> str:
+    """That of the options, over the nodes that the ranks are on. Raises OptionError."""
+    return on_nodes(context.options.strategy, context.mesh)
+
+
 def layouts_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[Layouts, str]:
     """The layout of each sequence, and why. Raises OptionError where the one that is asked for cannot be."""
     ranks, asked = context.mesh.size, context.options.layout
@@ -110,7 +116,7 @@ def layouts_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[Layou
     cases = [case_of(node, context) for node in spread if not is_dilated(node.args[7])]
     name, why = "contiguous", ""
     if enough:
-        name, why = choose_layout(cases, looked_at(context), context.options.strategy, tuple(LAYOUTS), rates)
+        name, why = choose_layout(cases, looked_at(context), asked_strategy(context), tuple(LAYOUTS), rates)
     if dilated or context.mesh.name == ANY:
         return Layouts(name), why
     return layouts_of_axes(Layouts(name), why, spread, context, rates)
@@ -125,7 +131,7 @@ def layouts_of_axes(
     if len(axes) == 1:
         return one, why
     chosen = {axis: one.name for axis in axes}
-    ranks, strategy = looked_at(context), context.options.strategy
+    ranks, strategy = looked_at(context), asked_strategy(context)
 
     def cost(chosen: dict[Any, str]) -> tuple[float, tuple[int, int]]:
         """Seconds, and what is less where they are close: pairs of the busiest ranks, then bytes."""
@@ -156,7 +162,7 @@ def layouts_of_axes(
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     q, k, v = (value_of(operand) for operand in node.args[:3])
     info.layout = text_of(*map(context.layouts.of, lengths(node, context)))
-    info.strategy = context.options.strategy
+    info.strategy = asked_strategy(context)
     if info.whole:
         info.strategy = "merge" if info.whole == "queries" else "local"
         few = at_hand(min(lengths(node, context)))

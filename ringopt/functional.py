@@ -20,6 +20,7 @@ import ringopt.ops.dilated  # noqa: F401  (registers the operators)
 from ringopt.attention.choose import Case, choose
 from ringopt.attention.dilation import Dilation, shared_heads
 from ringopt.attention.layouts import layout_of
+from ringopt.attention.plans import on_nodes
 from ringopt.attention.predict import Heads
 from ringopt.attention.rows import count
 from ringopt.distributed.decide import agreed_rates
@@ -92,8 +93,9 @@ def attention(
     (gpt-oss); differentiable, its gradient complete on every rank.
 
     `mesh`: the ranks that share the sequence (default: all). `strategy`: how rows travel, "local", "halo", "gather",
-    "ring", "ring2" (both ways round) or "ulysses"; "auto" is the one that is predicted to be fastest. `kernel`: "auto",
-    or by name as in the options. Without a process group, or on a mesh of one rank, this is the single-device operator.
+    "ring", "ring2" (both ways round), "ulysses" or "hybrid" (heads are traded within nodes, a ring goes between them);
+    "auto" is the one that is predicted to be fastest. `kernel`: "auto", or by name as in the options. Without a process
+    group, or on a mesh of one rank, this is the single-device operator.
 
     `segment_lengths` (w) and `dilation_rates` (r), as many of one as of the other: dilated self-attention (Ding et al.,
     LongNet, 2023). Of each segment of w positions, head j takes every r-th one from its offset on, and these attend to
@@ -157,6 +159,7 @@ def _spread(
         seed = torch.full_like(seed, held["seed"][0])
     if sinks is not None and ranks.size > 1:  # each rank finds the part of their gradient that its rows make
         sinks = torch.ops.ringopt.copy_to_group(sinks, ranks.name)
+    strategy = on_nodes(strategy, ranks)
     if strategy == "auto":
         by = "math" if dropout_p > 0 else choose_kernel(kernel, *_sizes(query, key, value))[0].name
         case = Case(pattern, q_length, kv_length, Heads.of(query, key, value, by), any(held["training"]), mask.text)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Shard = Literal["model", "attention"]
-Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses"]
+Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses", "hybrid"]
 LayoutName = Literal["auto", "contiguous", "zigzag"]
 Inputs = Literal["global", "local"]
 CheckInputs = Literal["first", "always", "never"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -34,18 +35,32 @@ class Sizes:
 
 def bytes_sent(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bool = False) -> int:
     """By `rank` in the forward, or in the backward."""
+    return sum(size for _target, size in sent_to(plan, sizes, rank, backward))
+
+
+def bytes_between(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, node: int, backward: bool = False) -> int:
+    """Of these, the ones that leave the node, where each `node` ranks in a row are one."""
+    away = (size for target, size in sent_to(plan, sizes, rank, backward) if target // node != rank // node)
+    return sum(away)
+
+
+def sent_to(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bool) -> Iterator[tuple[int, int]]:
+    """Targets of what `rank` sends, with bytes."""
     if isinstance(plan, HeadExchange):
-        there = sum(
-            there_bytes(plan.parcel(rank, other), sizes, backward) for other in range(plan.ranks) if other != rank
-        )
-        return there + sum(back_bytes(plan.parcel(o, rank), sizes, backward) for o in range(plan.ranks) if o != rank)
-    if plan.merges:  # the sum of dQ is the caller's
+        for other in plan.peers(rank):
+            if other != rank:
+                yield other, there_bytes(plan.parcel(rank, other), sizes, backward)
+                yield other, back_bytes(plan.parcel(other, rank), sizes, backward)
+        share, circle = replace(sizes, kv_heads=len(plan.kv_share(rank))), plan.circle(rank)
+        for target, size in sent_to(plan.whole, share, rank // plan.node, backward):
+            yield circle[target], size
+    elif plan.merges:  # the sum of dQ is the caller's
         results = plan.pattern.q_length * sizes.batch * sizes.q_heads * (sizes.value_dim + 1) * sizes.wide
-        return 0 if backward else results * (plan.ranks - 1)
-    return sum(
-        plan.sent_rows(rank, cargo, backward) * row_bytes(plan, sizes, cargo, backward)
-        for cargo in (Cargo.OUT, Cargo.BACK)
-    )
+        yield from ((other, 0 if backward else results) for other in range(plan.ranks) if other != rank)
+    else:
+        row = {cargo: row_bytes(plan, sizes, cargo, backward) for cargo in Cargo}
+        for step in plan.steps(rank, backward):
+            yield from ((m.target, count(m.rows) * row[m.cargo]) for m in step.sends)
 
 
 def row_bytes(plan: Exchange, sizes: Sizes, cargo: Cargo, backward: bool) -> int:

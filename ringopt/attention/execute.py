@@ -43,7 +43,7 @@ class Attention:
     learned     numbers of the `sources` whose gradients are asked for
     dropout_p   probability with which a weight is dropped
     first_head  number of the first query head that is given: mask and dropout know heads by number
-    heads       where rows are traded for heads, the plan of that; `exchange` is then that of one rank with all rows
+    heads       where rows are traded for heads, the plan of that; `exchange` is then the one between nodes
     """
 
     exchange: Exchange
@@ -183,7 +183,7 @@ def attend_keys(
             yield
         for block in step.blocks:
             compute(block)
-        log_event("computed", label, rank)
+        log_event("computed", label, mesh.teller)
         yield
         for packed in rows.wait():
             held.put(packed)

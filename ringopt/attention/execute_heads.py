@@ -1,5 +1,5 @@
-"""Runs the plan of "ulysses" (heads.py) on one rank: the heads of all rows come, are computed as on one device, and
-their results go back to the rows' ranks."""
+"""Runs the plans of "ulysses" and "hybrid" (heads.py) on one rank: its heads of all rows of its node come, are computed
+by the plan between nodes, and their results go back to the rows' ranks."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ringopt.attention.execute import Attention, Found, Operands, Saved, attend_keys, backward_keys
+from ringopt.attention.execute import Attention, Found, Operands, Saved
 from ringopt.attention.heads import HeadExchange, Parcel, Part
 from ringopt.attention.packing import Local
 from ringopt.attention.rows import Rows, count
-from ringopt.attention.turns import finish
-from ringopt.distributed.mesh import Mesh, PretendedMesh
+from ringopt.attention.turns import attend_groups, backward_groups
+from ringopt.distributed.mesh import Mesh, SubMesh
 from ringopt.kernels.base import accumulator
-
-ALONE = PretendedMesh(0, 1)
 
 
 @dataclass(frozen=True)
 class Item:
     """A tensor [B, H, S, D] of the trade.
 
-    local    this rank's: its own rows of all heads on the way out, all rows of its own heads on the way back
-    rows     of a parcel: which rows of the sequence it has of the tensor
-    heads    of a parcel: which heads
-    length   rows of the whole sequence
+    local     this rank's: its own rows of all heads on the way out, the node's rows of its heads on the way back
+    rows      of a parcel: which rows of the sequence it has of the tensor
+    heads     of a parcel: which heads
+    together  the rows of the node
     """
 
     local: Tensor
     rows: Callable[[Parcel], Rows]
     heads: Callable[[Parcel], range]
-    length: int
+    together: Rows
 
     def sizes(self, parcel: Parcel) -> tuple[int, int, int, int]:
         batch, *_, width = self.local.shape
@@ -41,39 +39,41 @@ class Item:
 
 
 class Trade:
-    """The all-to-all of one rank, there and back. Raises RingCommError."""
+    """The all-to-all of one rank with those of its node, there and back. Raises RingCommError."""
 
     def __init__(self, plan: HeadExchange, mesh: Mesh):
-        self.plan, self.mesh, self.rank = plan, mesh, mesh.rank
+        self.plan, self.mesh, self.rank, self.peers = plan, mesh, mesh.rank, plan.peers(mesh.rank)
+        sides, node = (plan.whole.q_layout, plan.whole.kv_layout), mesh.rank // plan.node
+        self.q_rows, self.kv_rows = (side.ranges(node) for side in sides)
 
     def of_queries(self, x: Tensor) -> Item:
-        return Item(x, lambda parcel: parcel.q_rows, lambda parcel: parcel.q_heads, self.plan.pattern.q_length)
+        return Item(x, lambda parcel: parcel.q_rows, lambda parcel: parcel.q_heads, self.q_rows)
 
     def of_keys(self, x: Tensor) -> Item:
-        return Item(x, lambda parcel: parcel.kv_rows, lambda parcel: parcel.kv_heads, self.plan.pattern.kv_length)
+        return Item(x, lambda parcel: parcel.kv_rows, lambda parcel: parcel.kv_heads, self.kv_rows)
 
     def out(self, items: Sequence[Item], label: str) -> list[Tensor]:
-        """Each item [B, all heads, own rows, D] as [B, own heads, all rows, D], rows in sequence order."""
+        """Each item [B, all heads, own rows, D] as [B, own heads, the node's rows, D], rows in sequence order."""
         sends = {
             peer: [item.local[:, span(item.heads(self.plan.parcel(self.rank, peer)))] for item in items]
-            for peer in range(self.plan.ranks)
+            for peer in self.peers
         }
         received = self.move(sends, lambda peer: self.plan.parcel(peer, self.rank), items, label)
         wholes = []
         for number, item in enumerate(items):
             own = self.plan.parcel(self.rank, self.rank)
             batch, heads, _, width = item.sizes(own)
-            whole = item.local.new_empty(batch, heads, item.length, width)
+            whole = item.local.new_empty(batch, heads, count(item.together), width)
             for peer, parts in received.items():
-                place(whole, item.rows(self.plan.parcel(peer, self.rank)), parts[number])
+                place(whole, item.together, item.rows(self.plan.parcel(peer, self.rank)), parts[number])
             wholes.append(whole)
         return wholes
 
     def back(self, items: Sequence[Item], label: str) -> list[dict[int, Tensor]]:
-        """Each item [B, own heads, all rows, D] as, by worker, [B, the worker's heads, own rows, D]."""
+        """Each item [B, own heads, the node's rows, D] as, by worker, [B, the worker's heads, own rows, D]."""
         sends = {
-            peer: [rows_of(item.local, item.rows(self.plan.parcel(peer, self.rank))) for item in items]
-            for peer in range(self.plan.ranks)
+            peer: [rows_of(item.local, item.together, item.rows(self.plan.parcel(peer, self.rank))) for item in items]
+            for peer in self.peers
         }
         received = self.move(sends, lambda peer: self.plan.parcel(self.rank, peer), items, label)
         return [{peer: parts[number] for peer, parts in received.items()} for number in range(len(items))]
@@ -81,7 +81,7 @@ class Trade:
     def move(
         self, sends: dict[int, list[Tensor]], parcel: Callable[[int], Parcel], items: Sequence[Item], label: str
     ) -> dict[int, list[Tensor]]:
-        """From each rank, this one included, a tensor per item; numbers of one dtype go in one message."""
+        """From each rank of the node, this one included, a tensor per item; numbers of one dtype go in one message."""
         kept, outgoing, incoming = sends.pop(self.rank), [], []
         found: dict[int, dict[int, Tensor]] = {peer: {} for peer in sends}
         for dtype in dict.fromkeys(item.local.dtype for item in items):
@@ -100,7 +100,7 @@ class Trade:
 
 
 def attend_heads(plan: HeadExchange, site: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
-    """See run.attend; the exchange of `site` is that of one rank with all rows."""
+    """See run.attend; the exchange of `site` is the one between nodes."""
     trade = Trade(plan, mesh)
     q, k, v = trade.out([trade.of_queries(given.q), *map(trade.of_keys, (given.k, given.v))], "forward out")
     own = replace(given, q=q, k=k, v=v)
@@ -108,7 +108,7 @@ def attend_heads(plan: HeadExchange, site: Attention, mesh: Mesh, given: Operand
     lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
     for part in plan.parts(mesh.rank):
         mine = span(part.queries, plan.share(mesh.rank).start)
-        out[:, mine], lse[:, mine] = finish(attend_keys(*alone(site, part), part_of(plan, mesh, own, part)))
+        out[:, mine], lse[:, mine] = attend_groups(*between(plan, site, mesh, part), part_of(plan, mesh, own, part))
     outs, lses = trade.back([trade.of_queries(out), trade.of_queries(lse.unsqueeze(-1))], "forward back")
     return torch.cat([*outs.values()], 1), torch.cat([*lses.values()], 1).squeeze(-1)
 
@@ -124,7 +124,8 @@ def backward_heads(plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor
     for part in plan.parts(mesh.rank):
         mine, theirs = span(part.queries, plan.share(mesh.rank).start), span(part.keys, plan.kv_share(mesh.rank).start)
         left = Saved(part_of(plan, mesh, own, part), out[:, mine], lse[:, mine].squeeze(-1))
-        add(total, finish(backward_keys(*alone(site, part), dout[:, mine], left)), part, mine, theirs)
+        found = backward_groups(*between(plan, site, mesh, part), dout[:, mine], left)
+        add(total, found, part, mine, theirs)
     home = [trade.of_queries(total.dq.to(q.dtype)), *map(trade.of_keys, (total.dk, total.dv))]
     dqs, dks, dvs = trade.back(home, "backward back")
     dk, dv = (summed(plan, *grads) for grads in ((dks, given.k), (dvs, given.v)))
@@ -142,13 +143,13 @@ def add(total: Found, found: Found, part: Part, mine: slice, theirs: slice) -> N
         total.dsinks[:, span(part.queries)] = found.dsinks
 
 
-def alone(site: Attention, part: Part) -> tuple[Attention, Mesh]:
-    """The attention of some heads, on a rank that needs no other."""
-    return replace(site, first_head=part.queries.start), ALONE
+def between(plan: HeadExchange, site: Attention, mesh: Mesh, part: Part) -> tuple[Attention, Mesh]:
+    """The attention of some heads, and the ranks that have them."""
+    return replace(site, first_head=part.queries.start), SubMesh(mesh, plan.circle(mesh.rank))
 
 
 def part_of(plan: HeadExchange, mesh: Mesh, own: Operands, part: Part) -> Operands:
-    """Of the operands [B, own heads, all rows, D] the heads of `part`."""
+    """Of the operands [B, own heads, the node's rows, D] the heads of `part`."""
     mine, theirs = span(part.queries, plan.share(mesh.rank).start), span(part.keys, plan.kv_share(mesh.rank).start)
     sinks = own.sinks[:, span(part.queries)] if own.sinks is not None else None
     return replace(own, q=own.q[:, mine], k=own.k[:, theirs], v=own.v[:, theirs], sinks=sinks)
@@ -167,13 +168,14 @@ def span(heads: range, first: int = 0) -> slice:
     return slice(heads.start - first, heads.stop - first)
 
 
-def place(whole: Tensor, rows: Rows, part: Tensor) -> None:
-    """Writes the rows of a parcel where they are in the whole sequence."""
-    local = Local(rows)
+def place(whole: Tensor, together: Rows, rows: Rows, part: Tensor) -> None:
+    """Writes the `rows` of a parcel where they are among those of the node."""
+    here, local = Local(together), Local(rows)
     for piece in rows:
-        whole[:, :, span(piece)] = part[:, :, local.slice(piece)]
+        whole[:, :, here.slice(piece)] = part[:, :, local.slice(piece)]
 
 
-def rows_of(whole: Tensor, rows: Rows) -> Tensor:
+def rows_of(whole: Tensor, together: Rows, rows: Rows) -> Tensor:
     """The inverse of `place`."""
-    return torch.cat([whole[:, :, span(piece)] for piece in rows], 2) if rows else whole[:, :, :0]
+    here = Local(together)
+    return torch.cat([whole[:, :, here.slice(piece)] for piece in rows], 2) if rows else whole[:, :, :0]

@@ -190,11 +190,14 @@ def passes_on(rows: Rows, came: Mapping[range, Rows]) -> bool:
 
 # ---- rows are traded for heads ---------------------------------------------------------------------------------------
 def of_heads(plan: HeadExchange, heads: Heads, rank: int) -> Memory:
-    """All rows of some heads are held as they came until they are put together, and so are the results, back home."""
+    """The node's rows of some heads are held as they came until they are put together, and so are the results, back
+    home."""
     share = replace(heads, q_heads=len(plan.share(rank)), kv_heads=len(plan.kv_share(rank)))
     here = Sums(heads, count(plan.q_layout.ranges(rank)), count(plan.kv_layout.ranges(rank)))
-    whole = Sums(share, plan.pattern.q_length, plan.pattern.kv_length)
-    parts = [of_keys(plan.whole, heads.share(part), 0, 1) for part in plan.parts(rank)]
+    node, between = rank // plan.node, plan.whole
+    whole = Sums(share, count(between.q_layout.ranges(node)), count(between.kv_layout.ranges(node)))
+    shares = map(heads.share, plan.parts(rank))
+    parts = [of_keys(between, one, node, turns_of(between, one)) for one in shares]
     operands, results = whole.dq + whole.dkv, whole.out + whole.lse
     computing = results + max(part.forward for part in parts)
     forward = trade(plan, heads, rank, False, operands, computing, results, results)
@@ -220,7 +223,7 @@ def trade(
 ) -> int:
     """The most of: messages out and in; those that came, being put together to `operands`; these while `computing`;
     and `results`, `packed` by rank and again by message, with what comes."""
-    others = [other for other in range(plan.ranks) if other != rank]
+    others = [other for other in plan.peers(rank) if other != rank]
     ways = [(plan.parcel(rank, other), plan.parcel(other, rank)) for other in others]
     out, come = (sum(there_bytes(parcel, heads, backward) for parcel in way) for way in zip(*ways, strict=True))
     sent, returned = (sum(back_bytes(way[i], heads, backward) for way in ways) for i in (1, 0))

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import re
+
 from ringopt.attention.exchange import Exchange, exchange_of
 from ringopt.attention.heads import HeadExchange, head_exchange_of
 from ringopt.attention.routes import QUERIES_MOVE, STRATEGIES
+from ringopt.distributed.mesh import ANY, Mesh
+from ringopt.distributed.nodes import nodes_of
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 
 Plan = Exchange | HeadExchange
-NAMES = (*STRATEGIES, "ulysses")
+HYBRID = re.compile(r"hybrid\((\d+)\)")
+NAMES = (*STRATEGIES, "ulysses")  # and the hybrids
+
+
+def hybrid(node: int) -> str:
+    """The name of the hybrid over nodes of `node` ranks."""
+    return f"hybrid({node})"
+
+
+def on_nodes(strategy: str, mesh: Mesh) -> str:
+    """Of an option: "hybrid" over the nodes of `mesh`, others as they are. Raises OptionError where it has no nodes, on
+    all ranks alike; they ask each other, so all come here or none."""
+    if strategy != "hybrid":
+        return strategy
+    if mesh.name == ANY:
+        raise OptionError("strategy 'hybrid' is over nodes, and a program for any number of ranks knows none")
+    nodes = nodes_of(mesh)
+    if nodes.size == 0:
+        raise OptionError(f"strategy 'hybrid' is over nodes of equally many ranks: {nodes.why}")
+    if not 1 < nodes.size < mesh.size:
+        said = f"{nodes.source} has nodes of {nodes.size}, of the {mesh.size} ranks of this mesh"
+        raise OptionError(
+            f"strategy 'hybrid' trades heads within nodes and sends keys between them, so it takes several nodes of "
+            f"several ranks each: {said}. Take 'ulysses' within one node, 'ring' between single ranks, or 'auto'"
+        )
+    return hybrid(nodes.size)
 
 
 def plan_of(
@@ -28,12 +57,19 @@ def plan_of(
     Raises OptionError for a name that is none, and where the strategy cannot do what is asked; PlanError for lengths
     below 1.
     """
-    if strategy not in NAMES:
-        raise OptionError(f"strategy {strategy!r} is unknown; the strategies are {', '.join(map(repr, NAMES))}")
+    nodes = HYBRID.fullmatch(strategy)
+    if nodes is None and strategy not in NAMES:
+        known = ", ".join(map(repr, NAMES))
+        raise OptionError(
+            f"strategy {strategy!r} is unknown; the strategies are {known}, and 'hybrid(g)' over nodes of g ranks"
+        )
     where = (pattern, q_length, kv_length, ranks, q_layout, kv_layout)
-    if strategy in ("ulysses", *QUERIES_MOVE) and mask is not None and mask.row_dims:
+    trades = nodes is not None or strategy == "ulysses"
+    if (trades or strategy in QUERIES_MOVE) and mask is not None and mask.row_dims:
         raise OptionError(
             f"strategy {strategy!r} computes rows of queries on other ranks than the one that holds them, and the mask "
             "(or bias) is a tensor of which each rank holds its own rows. Take another strategy, or 'auto'"
         )
-    return head_exchange_of(*where, heads) if strategy == "ulysses" else exchange_of(*where, strategy)
+    if trades:
+        return head_exchange_of(*where, heads, int(nodes[1]) if nodes is not None else None)
+    return exchange_of(*where, strategy)

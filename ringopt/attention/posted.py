@@ -58,7 +58,7 @@ def there_and_back(
             yield
         for block in step.blocks:
             compute(block)
-        log_event("computed", label, mesh.rank)
+        log_event("computed", label, mesh.teller)
         ends = number + 1 == len(steps)
         if ends:
             yield

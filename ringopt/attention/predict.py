@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ringopt.attention.bytes import Sizes, bytes_sent, row_bytes
+from ringopt.attention.bytes import Sizes, bytes_between, bytes_sent, row_bytes
 from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange, Part
 from ringopt.attention.patterns import Kind
@@ -131,31 +131,38 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
 
 
 def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way:
-    """Ulysses: all heads there, the rank's share of them over the whole sequence, all results back; one after the
-    other. A rank has one message for each other, two where the log-sum-exp has another dtype than the rest."""
-    everyone, others = range(plan.ranks), plan.ranks - 1
-    blocks, pairs = plan.whole.home_blocks(0), pairs_of(plan.whole, 0)
-    sizes = [bytes_sent(plan, heads, rank, backward) for rank in everyone]
+    """All heads of the node's rows there, the rank's share of them by the plan between nodes, all results back; one
+    after the other. A rank has one message for each other of its node, two where the log-sum-exp has another dtype than
+    the rest."""
+    everyone = range(plan.ranks)
     kinds = 1 if heads.itemsize == heads.wide else 2
-    messages = others * ((kinds if backward else 1) + kinds)
-    exchange = rates.exchange_seconds(max(sizes), messages)
-    shares = [[heads.share(part) for part in plan.parts(rank)] for rank in everyone]
-    works = [
-        sum(tile_seconds(plan.whole, block, part, rates, backward) for part in parts for block in blocks)
-        for parts in shares
-    ]
-    slowest = max(everyone, key=works.__getitem__)
+    messages = (plan.node - 1) * ((kinds if backward else 1) + kinds)
+    sent = [bytes_sent(plan, heads, rank, backward) for rank in everyone]
+    traded = max(sent[rank] - bytes_between(plan, heads, rank, plan.node, backward) for rank in everyone)
+    exchange = rates.exchange_seconds(traded, messages)
+    shares = [[heads.share(part) for part in plan.parts(place)] for place in range(plan.node)]
+    ways = [[simulate(plan.whole, share, rates, backward) for share in own] for own in shares]
+    took = [sum(way.seconds - rates.call for way in own) for own in ways]
+    slowest = max(range(plan.node), key=took.__getitem__)
     half, spans = exchange / 2, list[Span]()
     for rank in everyone:
+        node, start = rank // plan.node, half
         spans.append(Span(rank, 0, "exchange", 0.0, half, "rows for heads"))
-        spans.append(Span(rank, 1, "compute", half, half + works[rank], "its heads"))
-        spans.append(Span(rank, 2, "exchange", half + works[slowest], exchange + works[slowest], "results for rows"))
+        for way in ways[rank % plan.node]:
+            mine = (span for span in way.spans if span.rank == node)
+            spans += [replace(x, rank=rank, step=x.step + 1, start=start + x.start, stop=start + x.stop) for x in mine]
+            start += way.seconds - rates.call
+        last = max(span.step for span in spans if span.rank == rank)
+        spans.append(
+            Span(rank, last + 1, "exchange", half + took[slowest], exchange + took[slowest], "results for rows")
+        )
+    own_ways = [[(way, rank // plan.node) for way in ways[rank % plan.node]] for rank in everyone]
     return Way(
-        rates.call + exchange + works[slowest] + 3 * rates.step,
-        exchange,
-        tuple(sum(part.flops(pairs, backward) for part in parts) for parts in shares),
-        tuple(sizes),
-        (messages,) * plan.ranks,
+        rates.call + exchange + took[slowest] + 2 * rates.step,
+        exchange + sum(way.exposed for way in ways[slowest]),
+        tuple(sum(way.flops[node] for way, node in own) for own in own_ways),
+        tuple(sent),
+        tuple(messages + sum(way.messages[node] for way, node in own) for own in own_ways),
         tuple(spans),
     )
 

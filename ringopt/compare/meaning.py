@@ -227,7 +227,7 @@ class Reader:
         if plan is None:
             return None
         if isinstance(plan, HeadExchange):
-            return each // plan.q_heads * len(plan.share(self.rank)) * pairs_of(plan.whole, 0)
+            return each // plan.q_heads * len(plan.share(self.rank)) * pairs_of(plan.whole, self.rank // plan.node)
         return each * pairs_of(plan, self.rank)
 
     # ---- attention -------------------------------------------------------------------------------------------------

@@ -5,9 +5,12 @@ the peak that attention reaches at best: 0.73 on A100 (Dao, FlashAttention-2, 20
 al., FlashAttention-3, 2024, section 4.1); where no paper measured it, half.
 
 Sources: NVIDIA data sheets "Tesla P100", "V100", "A100", "H100", "H200", "DGX B200"; PCI-SIG for PCIe (16 lanes, after
-128b/130b coding); IBTA for InfiniBand (HDR, NDR, four lanes). The CPU entry is one core with AVX-512 in float32, and
-"loopback" TCP between two processes of one machine: neither has a data sheet, both are round numbers below what such
-machines measure (`ringopt bench --calibrate`).
+128b/130b coding); IBTA for InfiniBand (EDR, HDR, NDR, four lanes). The CPU entry is one core with AVX-512 in float32,
+and "loopback" TCP between two processes of one machine: neither has a data sheet, both are round numbers below what
+such machines measure (`ringopt bench --calibrate`).
+
+Nodes are those of the maker: DGX-1 (P100, V100; its four EDR ports serve two devices each, and are counted as if each
+device had one), DGX A100, DGX H100, H200 and B200 (a port for each device).
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """`peak`: FLOP/s by dtype; `memory`: bytes; `bandwidth`: bytes/s of that memory; `link`: the one it comes with."""
+    """`peak`: FLOP/s by dtype; `memory`: bytes; `bandwidth`: bytes/s of that memory; `link`: the one it comes with;
+    `node`: how many devices that joins, 0 where it is all, and `network`: the link beyond."""
 
     name: str
     peak: dict[str, float]
@@ -41,6 +45,8 @@ class Device:
     bandwidth: float
     efficiency: float
     link: str
+    node: int = 0
+    network: str = ""
 
     def flops(self, dtype: str) -> float:
         """FLOP/s that attention reaches at best. A dtype that is not listed counts as the slowest that is."""
@@ -65,6 +71,7 @@ LINKS = {
         Link("nvlink3", 300 * GIGA, 10e-6),
         Link("nvlink4", 450 * GIGA, 10e-6),
         Link("nvlink5", 900 * GIGA, 10e-6),
+        Link("infiniband-edr", 12.5 * GIGA, 15e-6),
         Link("infiniband-hdr", 25 * GIGA, 15e-6),
         Link("infiniband-ndr", 50 * GIGA, 15e-6),
     )
@@ -75,12 +82,12 @@ DEVICES = {
     for device in (
         Device("cpu", {"float32": 50 * GIGA, "float64": 25 * GIGA}, 4 * GIB, 10 * GIGA, 1.0, "loopback"),
         # Pascal has no tensor cores, and no bfloat16: that runs as float32.
-        Device("p100", tensor_cores(10.6, 21.2, 10.6), 16 * GIB, 732 * GIGA, 0.5, "nvlink1"),
-        Device("v100", tensor_cores(15.7, 125, 15.7), 32 * GIB, 900 * GIGA, 0.5, "nvlink2"),
-        Device("a100", tensor_cores(19.5, 312, 312), 80 * GIB, 2039 * GIGA, 0.73, "nvlink3"),
-        Device("h100", tensor_cores(67, 989, 989), 80 * GIB, 3350 * GIGA, 0.75, "nvlink4"),
-        Device("h200", tensor_cores(67, 989, 989), 141 * GIB, 4800 * GIGA, 0.75, "nvlink4"),
-        Device("b200", tensor_cores(75, 2250, 2250), 180 * GIB, 8000 * GIGA, 0.5, "nvlink5"),
+        Device("p100", tensor_cores(10.6, 21.2, 10.6), 16 * GIB, 732 * GIGA, 0.5, "nvlink1", 8, "infiniband-edr"),
+        Device("v100", tensor_cores(15.7, 125, 15.7), 32 * GIB, 900 * GIGA, 0.5, "nvlink2", 8, "infiniband-edr"),
+        Device("a100", tensor_cores(19.5, 312, 312), 80 * GIB, 2039 * GIGA, 0.73, "nvlink3", 8, "infiniband-hdr"),
+        Device("h100", tensor_cores(67, 989, 989), 80 * GIB, 3350 * GIGA, 0.75, "nvlink4", 8, "infiniband-ndr"),
+        Device("h200", tensor_cores(67, 989, 989), 141 * GIB, 4800 * GIGA, 0.75, "nvlink4", 8, "infiniband-ndr"),
+        Device("b200", tensor_cores(75, 2250, 2250), 180 * GIB, 8000 * GIGA, 0.5, "nvlink5", 8, "infiniband-ndr"),
     )
 }
 

@@ -268,7 +268,7 @@ def attention_of(plan: Plan, config: Config, mask: Mask, k: Tensor, v: Tensor, r
     kernel, _reason = choose(config.kernel, k.dtype, k.device, k.shape[3], v.shape[3])
     exchange, heads = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
     if heads is not None:
-        prove_heads(heads)
+        prove_heads(heads, rank)
     else:
         prove(exchange, rank)
     return Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p, heads=heads)

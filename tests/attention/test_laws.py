@@ -29,6 +29,7 @@ PATTERNS = (
 )  # fmt: skip
 STRATEGIES = ("local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses")
 RANKS = (2, 3, 4)
+NODES = {"hybrid(2)": (4, 6), "hybrid(3)": (6,)}  # with their numbers of ranks: several nodes
 
 # What each cell of the table takes in turn: all are met many times, in other company each.
 HEADS = ((4, 4), (4, 2), (6, 2), (4, 1), (5, 5))
@@ -101,24 +102,24 @@ class Cell:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *NODES])
 def test_laws(strategy: str, layout: str) -> None:
-    done = 0
-    for number, (pattern, p) in enumerate(product(PATTERNS, RANKS), start=3 * STRATEGIES.index(strategy)):
+    done, ranks, first = 0, NODES.get(strategy, RANKS), 3 * [*STRATEGIES, *NODES].index(strategy)
+    for number, (pattern, p) in enumerate(product(PATTERNS, ranks), start=first):
         heads, lengths, (dtype, near) = (some[number % len(some)] for some in (HEADS, LENGTHS, DTYPES))
         dims = (8, 8 if number % 2 else 5)
         done += Cell(pattern, strategy, layout, p, lengths, heads, dtype, near, dims).holds()
-    least = {"local": 0, "halo": 8 if layout == "contiguous" else 0}.get(strategy, len(PATTERNS) * len(RANKS))
+    least = {"local": 0, "halo": 8 if layout == "contiguous" else 0}.get(strategy, len(PATTERNS) * len(ranks))
     assert done >= least
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *NODES])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_all_laws(pattern: str, strategy: str, layout: str) -> None:
     """The full product."""
-    for p, heads, n, (dtype, near) in product(RANKS, HEADS[1:4], (64, 67, 257), DTYPES):
+    for p, heads, n, (dtype, near) in product(NODES.get(strategy, RANKS), HEADS[1:4], (64, 67, 257), DTYPES):
         Cell(pattern, strategy, layout, p, (n, n), heads, dtype, near).holds()
 
 
