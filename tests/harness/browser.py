@@ -49,6 +49,11 @@ class Browser:
     def open(self, page: Path) -> None:
         self.ask("POST", "url", {"url": page.as_uri()})
 
+    def resize(self, width: int, height: int) -> None:
+        """What the page has, in pixels of a style sheet; a window cannot be as narrow as a telephone."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.ask("POST", "goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
+
     def run(self, script: str) -> Any:
         """The value of a JavaScript function body."""
         return self.ask("POST", "execute/sync", {"script": script, "args": []})

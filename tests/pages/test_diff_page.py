@@ -59,26 +59,31 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert (window.count("tr.site"), window.count(".node")) == (2, 0)
 
         window.type("/")
+        window.type("n1_9")
+        assert [bool(row) for row in window.texts("tr.site")] == [False, True]
+        window.type("Escape")
+        assert all(window.texts("tr.site"))
+        window.type("/")
         window.type("n1_3")
         assert window.texts("#found") == ["2 nodes shown"]  # n1_3, and n1_4 which reads it
         assert window.texts("#modules .node")[0] == "  %n1_3 = op3(%n1_2)  # f32[4] replicated"
         window.type("Escape")
 
         window.click("tr.site")
-        assert window.texts("#site-body h2") == [f"layers.0.{NAUGHTY}"]
+        assert window.texts("#site-name") == [f"layers.0.{NAUGHTY}"]
         assert window.texts("#site-body pre") == ["%n0_9 = op9(%n0_8)", "%n0_9 = ring()"]
         assert [window.count(f"#site-body section:nth-child({side}) .{kind}") for side, kind in
                 ((1, "full"), (1, "open"), (1, "partial"), (2, "full"), (2, "open"), (2, "partial"))] == [
             3, 1, 0, 1, 0, 2]  # fmt: skip
         window.type("ArrowRight")
-        assert window.texts("#site-body h2") == [f"layers.1.{NAUGHTY}"]
+        assert window.texts("#site-name") == [f"layers.1.{NAUGHTY}"]
         window.type("Escape")
-        assert window.texts("#site-body h2") == [""]
+        assert window.texts("#site-name") == [""]
 
         window.run("document.activeElement.blur()")
         window.type("j")
         window.type("Enter")
-        assert window.texts("#site-body h2") == [f"layers.0.{NAUGHTY}"]
+        assert window.texts("#site-name") == [f"layers.0.{NAUGHTY}"]
         window.type("Escape")
 
         theme = "return document.documentElement.dataset.theme"
@@ -90,11 +95,38 @@ def test_in_a_browser(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_5000_nodes_open_at_once(tmp_path: Path) -> None:
+def test_5000_nodes_open_at_once_and_sites_that_read_the_same_are_one_line(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(diff_page(many(500), "a.pt2", "b.pt2"))
     with browser() as window:
+        window.resize(400, 800)
         window.open(page)
         assert window.count("tr.site") == 500
         assert window.count(".node") == 0  # rows are made when a module is opened
+        shown = "return [...document.querySelectorAll('tr.site')].filter((row) => row.offsetParent).length"
+        more = f"499 more like this: layers.1-499.{NAUGHTY}"
+        assert (window.run(shown), window.texts("tr.more"), window.texts("#modules .more")) == (1, [more], [more])
+
+        window.type("/")
+        window.type("n499_9")
+        assert (window.run(shown), window.texts("#found")) == (1, ["2 nodes shown"])  # and the return
+        assert window.texts("tr.site:not([hidden])")[0].startswith(f"layers.499.{NAUGHTY}")
+        window.type("Escape")
+        window.click("tr.more button")
+        assert window.run(shown) == 500
+        # Of a narrow window the page takes no more than its width, and what stays on top little of its height.
+        assert window.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert window.run("return document.querySelector('nav').offsetHeight") < 80
         assert window.complaints() == []
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_where_nothing_differs_it_says_so(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    plain = [NodeView("x", "input", "%x = input x", "x"), NodeView("out", "output", "return %x", "%", ("x",))]
+    page.write_text(diff_page(diff_views(plain, plain), "a.pt2", "a.pt2"))
+    with browser() as window:
+        window.open(page)
+        assert window.texts("#site-title, #modules, #found") == [
+            "0 nodes shown", "No attention site", "No node is of the kinds chosen above.",
+        ]  # fmt: skip

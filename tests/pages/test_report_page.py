@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,18 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert window.texts("#found") == ["1 of 6 lines"]
         assert [bool(row) for row in window.texts("#sites tbody tr")] == [False, True]
         assert (window.complaints(), window.requests()) == ([], [page.as_uri()])
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_sites_that_read_the_same_are_one_line_until_asked_for(tmp_path: Path) -> None:
+    sites = [replace(TAKEN, module=f"layers.{layer}.attention") for layer in range(32)]
+    page = tmp_path / "page.html"
+    page.write_text(report_page(replace(REPORT, sites=(REFUSED, *sites)), "model.pt2"))
+    with browser() as window:
+        window.open(page)
+        assert [row.split()[0] for row in window.texts("#sites tbody tr:not(.folded)")] == [
+            "layers.1", "layers.0.attention", "31",
+        ]  # fmt: skip
+        assert window.texts("tr.more") == ["31 more like this: layers.1-31.attention"]
+        window.click("tr.more button")
+        assert window.count("#sites tbody tr.folded") == 0
