@@ -17,7 +17,9 @@ import dataclasses
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from ringopt import __version__
 from ringopt.backend import tell
 from ringopt.capture import capture, known
-from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh, mesh_of
+from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
 from ringopt.dump import Dump
 from ringopt.errors import ProgramError
 from ringopt.graph.lengths import sizes_of
@@ -83,10 +85,12 @@ def converted(
     """The program, and the report of it on LOOKED_AT ranks."""
     chosen = options_of(options)
     check(program)
-    undumped = dataclasses.replace(chosen, dump=None)
-    made = [lowered(program, undumped, AnyRank(*place)) for place in PLACES]
-    asked = guards_of(program)
-    report = lowered(program, chosen, mesh_of(f"pretend:0/{LOOKED_AT}"))[1]
+    captured = captured_once(program)
+    made = [
+        lowered(program, captured, dataclasses.replace(chosen, dump=chosen.dump if first else None), AnyRank(*place))
+        for first, place in zip((True, False), PLACES, strict=True)
+    ]
+    asked, report = guards_of(program), made[0][1]
     lost = lost_in_export(program)
     for what in lost:
         log.warning(what)
@@ -197,10 +201,27 @@ def lost_in_export(program: ExportedProgram) -> list[str]:
     return list(found.values())
 
 
-def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.GraphModule, Report, Context]:
+def captured_once(program: ExportedProgram) -> Callable[[], fx.GraphModule]:
+    """A call gives the flat graph of the program, to edit. Raises GraphRefused."""
+
+    @cache
+    def captured() -> fx.GraphModule:
+        return capture(copy.deepcopy(program.graph_module), inputs_of(program), shape_env_of(program))
+
+    def copied() -> fx.GraphModule:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Raw Sym")  # as in the pipeline
+            return copy.deepcopy(captured())
+
+    return copied
+
+
+def lowered(
+    program: ExportedProgram, captured: Callable[[], fx.GraphModule], options: Options, mesh: Mesh
+) -> tuple[fx.GraphModule, Report, Context]:
     context, dump = Context(options, mesh), Dump(options, mesh.rank)
     try:
-        gm = capture(copy.deepcopy(program.graph_module), inputs_of(program), shape_env_of(program))
+        gm = captured()
         if any(claim.places for claim in gm.meta["claims"]):
             raise GraphRefused(
                 Refusal("a converted program cannot check the block tables of flex_attention at each run")
@@ -216,7 +237,7 @@ def lowered(program: ExportedProgram, options: Options, mesh: Mesh) -> tuple[fx.
         report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
         dump.done(report, None)
         return fx.GraphModule({}, fx.Graph()), report, context
-    report = report_of(gm.graph, context) if mesh.name != ANY else Report(mesh.size)
+    report = report_of(gm.graph, context)
     dump.done(report, gm)
     return gm, report, context
 

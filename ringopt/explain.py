@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.export import ExportedProgram
 
 from ringopt.backend import Compiled, transform
-from ringopt.convert import check, lost_in_export, lowered
+from ringopt.convert import captured_once, check, lost_in_export, lowered
 from ringopt.cost.hardware import Device, device_of, link_of
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import ProgramError, RingError
@@ -62,7 +62,7 @@ def held_by(device: Device, report: Report) -> str:
 
 def of_program(program: ExportedProgram, options: Options, mesh: Mesh) -> Report:
     check(program)
-    report = lowered(program, options, mesh)[1]
+    report = lowered(program, captured_once(program), options, mesh)[1]
     return dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
 
 

@@ -96,7 +96,7 @@ def fetched(graph: fx.Graph, figures: Figures) -> int:
         elif op_name(node) == "respread":
             x, dim, old, new, _local, layout, _group = node.args
             moves = plan_respread(tuple(old), tuple(new), layout, mesh.size, mesh.rank, torch.device("cpu"))
-            place = value_of(x).element_size() * prod(shape_of(x)) // shape_of(x)[dim]
+            place = value_of(x).element_size() * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
             total += place * sum(len(rows) for _, rows in moves.sends)
     return total
 

@@ -275,6 +275,15 @@ def test_a_diff_lists_the_sites_that_explain_lists() -> None:
     assert ringopt.diff(program, after).after.bytes_sent is None
 
 
+def test_the_report_is_that_of_the_file() -> None:
+    """Not of a run on as many ranks, which would know its machine, and start exchanges early."""
+    program, report = converted(exported())
+    [site] = report.sites
+    [found] = [change.after.site for change in ringopt.diff(program, program).sites if change.after]
+    assert found is not None and (found.pattern, found.strategy, found.layout) == ("causal", site.strategy, site.layout)
+    assert site.notes[-1].endswith("a program for any number of ranks runs in the order in which it is written")
+
+
 def test_options_choose() -> None:
     program = ringopt.convert(exported(), {"layout": "contiguous", "strategy": "gather"})
     [site] = [c.after.site for c in ringopt.diff(program, program).sites if c.after]
