@@ -147,7 +147,10 @@ def test_explain_as_a_page(files: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_explain_for_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(HERE + "positional", "--world-size", "4", "--hardware", "h100", "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert any(note.endswith("; data sheet of h100, nvlink4") for note in report["sites"][0]["notes"])
+    assert any(
+        note.endswith("; data sheet of h100, nvlink4 in nodes of 8 and infiniband-ndr between")
+        for note in report["sites"][0]["notes"]
+    )
     held = readable(sum(report["memory"].values()))
     assert report["notes"][-1].startswith(f"{held} are 0.0% of the 80.0 GiB of h100; what a rank sends takes ")
     assert explain(HERE + "positional", "--hardware", "x100") == 2

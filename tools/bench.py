@@ -55,6 +55,11 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--calibrate", action="store_true", help=f"in place of a table: {calibrate.__doc__.split('.')[0]}"
     )
+    parser.add_argument(
+        "--network",
+        metavar="NAME",
+        help="with --calibrate: the link between nodes, such as infiniband-ndr, which one machine cannot measure",
+    )
     tables = parser.add_subparsers(title="tables", metavar="TABLE")
     for table in TABLES:
         table.add(tables, common)
@@ -66,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if (arguments.measure is None) is not arguments.calibrate:
         arguments.parser.error("expected a TABLE, or --calibrate")
+    if arguments.network is not None and not arguments.calibrate:
+        arguments.parser.error("--network is part of --calibrate")
     check_file("--json", arguments.json)
     before = earlier(arguments.against) if arguments.against else None
     result = measured(arguments)
@@ -87,7 +94,7 @@ def measured(arguments: argparse.Namespace) -> Result:
     try:
         with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
             run = arguments.measure
-            result: Result = calibrate.measure(progress) if run is None else run(arguments, progress)
+            result: Result = calibrate.measure(progress, arguments.network) if run is None else run(arguments, progress)
     except (CommandError, RingError):
         raise
     except Exception as error:

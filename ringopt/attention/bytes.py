@@ -47,10 +47,7 @@ def bytes_between(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, node: 
 def sent_to(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bool) -> Iterator[tuple[int, int]]:
     """Targets of what `rank` sends, with bytes."""
     if isinstance(plan, HeadExchange):
-        for other in plan.peers(rank):
-            if other != rank:
-                yield other, there_bytes(plan.parcel(rank, other), sizes, backward)
-                yield other, back_bytes(plan.parcel(other, rank), sizes, backward)
+        yield from trade_bytes(plan, sizes, rank, backward).items()
         share, circle = replace(sizes, kv_heads=len(plan.kv_share(rank))), plan.circle(rank)
         for target, size in sent_to(plan.whole, share, rank // plan.node, backward):
             yield circle[target], size
@@ -61,6 +58,16 @@ def sent_to(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bo
         row = {cargo: row_bytes(plan, sizes, cargo, backward) for cargo in Cargo}
         for step in plan.steps(rank, backward):
             yield from ((m.target, count(m.rows) * row[m.cargo]) for m in step.sends)
+
+
+def trade_bytes(plan: HeadExchange, sizes: Sizes, rank: int, backward: bool) -> dict[int, int]:
+    """To each rank that `rank` trades rows for heads with, there and back."""
+    return {
+        other: there_bytes(plan.parcel(rank, other), sizes, backward)
+        + back_bytes(plan.parcel(other, rank), sizes, backward)
+        for other in plan.peers(rank)
+        if other != rank
+    }
 
 
 def row_bytes(plan: Exchange, sizes: Sizes, cargo: Cargo, backward: bool) -> int:

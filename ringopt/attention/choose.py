@@ -13,7 +13,7 @@ from functools import lru_cache
 from ringopt.attention.exchange import Exchange, exchange_of
 from ringopt.attention.layouts import layouts_of
 from ringopt.attention.memory import most_memory
-from ringopt.attention.plans import NAMES, Plan, plan_of
+from ringopt.attention.plans import NAMES, Plan, hybrid, plan_of
 from ringopt.attention.predict import Heads, pairs_of, simulate
 from ringopt.attention.routes import MERGE, QUERIES_MOVE
 from ringopt.cost.rates import Rates
@@ -111,7 +111,9 @@ def estimate(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -
 def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
     """The strategy of one attention in `layout`. The ring can do all, so there always is one."""
     found = []
-    for strategy in sorted(NAMES, key=order):
+    # Between nodes with one link for all, heads are as well traded by all ranks.
+    over_nodes = [hybrid(rates.node)] if rates.tiers(ranks) and rates.node > 1 else []
+    for strategy in sorted([*NAMES, *over_nodes], key=order):
         if strategy == MERGE:
             continue  # for queries that are not spread
         if strategy in QUERIES_MOVE and case.q_length >= case.kv_length:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ringopt.attention.bytes import Sizes, bytes_between, bytes_sent, row_bytes
+from ringopt.attention.bytes import Sizes, bytes_sent, row_bytes, trade_bytes
 from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange, Part
 from ringopt.attention.patterns import Kind
@@ -111,8 +111,7 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
                 continue
             step = steps[index]
             compute = sum(tile_seconds(plan, block, heads, rates, backward) for block in step.blocks)
-            size, messages = traffic(plan, step, heads, backward)
-            exchange = rates.exchange_seconds(size, messages)
+            exchange, messages = traffic(plan, step, heads, rates, backward)
             # Both ends must have posted a message before it travels.
             late = max([starts[m.source] - starts[rank] for m in step.receives], default=0.0)
             clocks[rank] += rates.step_seconds(compute, exchange + max(late, 0.0) if messages else 0.0)
@@ -137,11 +136,10 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way
     everyone = range(plan.ranks)
     kinds = 1 if heads.itemsize == heads.wide else 2
     messages = (plan.node - 1) * ((kinds if backward else 1) + kinds)
-    sent = [bytes_sent(plan, heads, rank, backward) for rank in everyone]
-    traded = max(sent[rank] - bytes_between(plan, heads, rank, plan.node, backward) for rank in everyone)
-    exchange = rates.exchange_seconds(traded, messages)
+    exchange = max(trade_seconds(plan, heads, rates, rank, messages, backward) for rank in everyone)
     shares = [[heads.share(part) for part in plan.parts(place)] for place in range(plan.node)]
-    ways = [[simulate(plan.whole, share, rates, backward) for share in own] for own in shares]
+    circle = rates.every(plan.node)
+    ways = [[simulate(plan.whole, share, circle, backward) for share in own] for own in shares]
     took = [sum(way.seconds - rates.call for way in own) for own in ways]
     slowest = max(range(plan.node), key=took.__getitem__)
     half, spans = exchange / 2, list[Span]()
@@ -161,10 +159,22 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way
         rates.call + exchange + took[slowest] + 2 * rates.step,
         exchange + sum(way.exposed for way in ways[slowest]),
         tuple(sum(way.flops[node] for way, node in own) for own in own_ways),
-        tuple(sent),
+        tuple(bytes_sent(plan, heads, rank, backward) for rank in everyone),
         tuple(messages + sum(way.messages[node] for way, node in own) for own in own_ways),
         tuple(spans),
     )
+
+
+def trade_seconds(plan: HeadExchange, heads: Heads, rates: Rates, rank: int, messages: int, backward: bool) -> float:
+    """Of the rank's messages to the ranks that it trades with, as many to each, over the links that lead there."""
+    others = [other for other in plan.peers(rank) if other != rank]
+    sizes = trade_bytes(plan, heads, rank, backward)
+    seconds = 0.0
+    for of, away in ((rates, False), (rates.beyond, True)):
+        there = [other for other in others if rates.crosses(rank, other) is away]
+        size, share = sum(sizes[other] for other in there), messages * len(there) // max(len(others), 1)
+        seconds = max(seconds, of.exchange_seconds(size, share))
+    return seconds
 
 
 def spans_of(rank: int, index: int, start: float, compute: float, exchange: float, step: Step) -> Iterator[Span]:
@@ -176,11 +186,16 @@ def spans_of(rank: int, index: int, start: float, compute: float, exchange: floa
         yield Span(rank, index, "exchange", start, start + exchange, f"from {sources}" if sources else "send")
 
 
-def traffic(exchange: Exchange, step: Step, heads: Heads, backward: bool) -> tuple[int, int]:
-    """Bytes and messages of a step: the larger of what is sent and what is received, for a link carries both directions
-    at once."""
-    row, ways = rows_of(exchange, heads, backward), (step.sends, step.receives)
-    return max(sum(count(m.rows) * row[m.cargo] for m in way) for way in ways), max(map(len, ways))
+def traffic(exchange: Exchange, step: Step, heads: Heads, rates: Rates, backward: bool) -> tuple[float, int]:
+    """Seconds and messages of a step: the larger of what is sent and what is received, for a link carries both
+    directions at once; and the longer of what stays in the node and what leaves it, for these are two links."""
+    row, tiers = rows_of(exchange, heads, backward), ((rates, False), (rates.beyond, True))
+    seconds = 0.0
+    for of, away in tiers:
+        ways = [[m for m in way if rates.crosses(m.source, m.target) is away] for way in (step.sends, step.receives)]
+        size = max(sum(count(m.rows) * row[m.cargo] for m in way) for way in ways)
+        seconds = max(seconds, of.exchange_seconds(size, max(map(len, ways))))
+    return seconds, max(len(step.sends), len(step.receives))
 
 
 def rows_of(exchange: Exchange, heads: Heads, backward: bool) -> dict[Cargo, int]:

@@ -4,6 +4,9 @@
     seconds of an exchange = latency * messages + bytes / rate
     seconds of a step     = max(compute, exchange) + (1 - overlap) * min(compute, exchange)
 
+Ranks of one node share a link; where nodes are joined by another, messages within a node and between nodes travel
+beside each other, each kind over its own.
+
 The last is the pipeline: what travels hides behind what is computed, as far as the machine lets it. On a GPU `overlap`
 is 1; where the cores that compute also copy the messages, it is less.
 """
@@ -43,6 +46,7 @@ class Rates:
     call     seconds that an attention costs beside tiles and messages
     step     seconds that a step costs beside them
     memory   bytes of the device; 0 where that is not known
+    node     ranks in a row that `link` joins, where `between` joins such nodes; 0: all, or not known
     """
 
     source: str
@@ -54,6 +58,8 @@ class Rates:
     call: float = 0.0
     step: float = 0.0
     memory: int = 0
+    node: int = 0
+    between: Link | None = None
 
     def __hash__(self) -> int:  # speeds are a dict
         return hash(self.digest)
@@ -74,6 +80,25 @@ class Rates:
     def exchange_seconds(self, size: float, messages: int) -> float:
         return self.link.latency * messages + size / self.link.rate
 
+    def tiers(self, ranks: int) -> bool:
+        """Whether so many ranks are on several nodes, between which another link goes."""
+        return self.between is not None and 0 < self.node < ranks
+
+    def crosses(self, source: int, target: int) -> bool:
+        """Whether two ranks are on different nodes, between which another link goes."""
+        return self.between is not None and self.node > 0 and source // self.node != target // self.node
+
+    @cached_property
+    def beyond(self) -> Rates:
+        """Of ranks on as many nodes."""
+        return self if self.between is None else dataclasses.replace(self, link=self.between, node=0, between=None)
+
+    def every(self, stride: int) -> Rates:
+        """Of ranks that are `stride` apart, numbered anew."""
+        if self.between is None or self.node % stride or self.node == stride:
+            return self.beyond
+        return dataclasses.replace(self, node=self.node // stride)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -81,7 +106,9 @@ class Rates:
     def of_dict(cls, data: Mapping[str, Any]) -> Rates:
         """Raises KeyError, TypeError for what `to_dict` did not make."""
         speeds = {name: Speed(**speed) for name, speed in data["speeds"].items()}
-        return cls(**{**data, "link": Link(**data["link"]), "default": Speed(**data["default"]), "speeds": speeds})
+        between = data.get("between")
+        links = {"link": Link(**data["link"]), "between": Link(**between) if between is not None else None}
+        return cls(**{**data, **links, "default": Speed(**data["default"]), "speeds": speeds})
 
     @cached_property
     def digest(self) -> str:
@@ -90,16 +117,18 @@ class Rates:
 
 
 def rates_of(hardware: str, dtype: str = "bfloat16", link: str | None = None) -> Rates:
-    """Of a device from the table, over its own link or another. Overheads are those of a kernel launch, 10 us.
+    """Of a device from the table, over its own links, or with another between any two. Overheads are those of a kernel
+    launch, 10 us.
 
     Raises OptionError for names that the table does not have.
     """
     device, wire = device_of(hardware), link_of(link or device_of(hardware).link)
-    launch = 0.0 if hardware == "cpu" else 10e-6
-    return Rates(
-        f"data sheet of {hardware}, {wire.name}", wire, Speed(device.flops(dtype), launch),
-        touch=device.bandwidth, memory=device.memory,
-    )  # fmt: skip
+    launch, source = 0.0 if hardware == "cpu" else 10e-6, f"data sheet of {hardware}, {wire.name}"
+    found = Rates(source, wire, Speed(device.flops(dtype), launch), touch=device.bandwidth, memory=device.memory)
+    if link is not None or not device.node:
+        return found
+    source = f"{source} in nodes of {device.node} and {device.network} between"
+    return dataclasses.replace(found, source=source, node=device.node, between=link_of(device.network))
 
 
 def cautious() -> Rates:

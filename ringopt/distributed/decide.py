@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ringopt.cost.profile import here
 from ringopt.cost.rates import Rates
 from ringopt.distributed.mesh import Mesh, PretendedMesh
+from ringopt.distributed.nodes import nodes_of
 from ringopt.errors import OptionError
 
 # What has been agreed, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
@@ -27,11 +29,20 @@ def agreed_rates(mesh: Mesh, device: str = "cpu") -> Rates:
     RingCommError.
     """
     if isinstance(mesh, PretendedMesh) or mesh.size == 1:
-        return here(device)
+        return over_nodes(here(device), mesh)
     known = _agreed.setdefault(mesh, {})
     if mesh.rank not in known:
-        known[mesh.rank] = _ask(mesh, device)
+        known[mesh.rank] = over_nodes(_ask(mesh, device), mesh)
     return known[mesh.rank]
+
+
+def over_nodes(rates: Rates, mesh: Mesh) -> Rates:
+    """With the nodes that the ranks are on, where the profile has a link between nodes. Where they are not known, any
+    two ranks may be on different ones."""
+    if rates.between is None:
+        return rates
+    nodes = nodes_of(mesh)
+    return replace(rates, node=nodes.size) if nodes.size else rates.beyond
 
 
 def _ask(mesh: Mesh, device: str) -> Rates:

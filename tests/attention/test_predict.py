@@ -78,6 +78,30 @@ def test_ulysses_computes_whole_attentions_of_its_heads() -> None:
     assert backward.bytes[0] == bytes_sent(plan, heads, 0, True) and backward.flops[0] == 2 * 64 * 10
 
 
+def test_a_hybrid_has_a_trade_within_nodes_and_a_ring_between() -> None:
+    """4 heads on 2 nodes of 2 ranks, 8 rows: of 2 rows 24 numbers there and 8 back within the node, 320 bytes in all of
+    the 2 heads of the other rank; then, of 2 heads, two tiles of 16 pairs and 64 bytes of 4 rows to the other node."""
+    heads = dataclasses.replace(ONE, q_heads=4, kv_heads=4, itemsize=4, dtype="float32")
+    plan = head_exchange_of("full", 8, 8, 4, "contiguous", "contiguous", (4, 4), 2)
+    near = simulate(plan, heads, ROUND, False)
+    assert (near.bytes, near.flops) == ((80 + 64,) * 4, (2 * 2 * 16 * 4,) * 4)
+    assert (near.seconds, near.exposed) == (80 + 128 + 128, 80)
+    far = simulate(plan, heads, dataclasses.replace(ROUND, node=2, between=Link("far", 0.25, 0.0)), False)
+    assert (far.seconds, far.exposed) == (80 + 256 + 128, 80 + 128)
+
+
+def test_a_ring_waits_for_the_link_between_nodes() -> None:
+    """Messages within nodes are beside it, and hidden. What ulysses trades goes over both: of 4 ranks, 1 is near."""
+    ring = exchange_of("full", 8, 8, 4, "contiguous", "contiguous", "ring")
+    slow = dataclasses.replace(ROUND, node=2, between=Link("far", 0.25, 0.0))
+    alone = dataclasses.replace(ROUND, link=Link("far", 0.25, 0.0))
+    assert simulate(ring, ONE, slow, False).seconds == simulate(ring, ONE, alone, False).seconds
+    heads = dataclasses.replace(ONE, q_heads=4, kv_heads=4)
+    ulysses = head_exchange_of("full", 8, 8, 4, "contiguous", "contiguous", (4, 4))
+    traded = bytes_sent(ulysses, heads, 0)
+    assert simulate(ulysses, heads, slow, False).exposed == pytest.approx(traded * 2 / 3 / 0.25)
+
+
 def test_what_is_held_is_in_shards() -> None:
     """The ring has two shards beside its results, its own packed and one that comes; a gather one for each other rank,
     coming and packed."""
@@ -106,6 +130,21 @@ def test_dear_steps_favour_a_gather_and_memory_forbids_it() -> None:
     found = choose(case, 4, "contiguous", dear)
     assert found.strategy == "ring" and "gather 2," in found.reason and "but holds" in found.reason
     assert choose(case, 4, "contiguous", dataclasses.replace(dear, memory=64 * 2**20)).strategy == "gather"
+
+
+def test_nodes_with_a_slow_link_between_them_favour_the_hybrid() -> None:
+    """It is compared where there are several nodes, with another link between them than within, and heads enough."""
+    heads = dataclasses.replace(ONE, q_heads=8, kv_heads=2, key_dim=64, value_dim=64, itemsize=4, dtype="float32")
+    case, near = (
+        Case("full", 64, 64, heads, True),
+        dataclasses.replace(ROUND, link=Link("wire", 1e4, 0.0), default=Speed(1e6)),
+    )
+    far = dataclasses.replace(near, node=2, between=Link("far", 1.0, 0.0), memory=64 * 2**20)
+    found = choose(case, 4, "contiguous", far)
+    assert found.strategy == "hybrid(2)" and found.reason.startswith("strategy hybrid(2) ")
+    few = dataclasses.replace(case, heads=dataclasses.replace(heads, q_heads=1, kv_heads=1))
+    for other, ranks, rates in ((case, 4, near), (case, 2, far), (case, 3, far), (few, 4, far)):
+        assert all(not one.strategy.startswith("hybrid") for one in choose(other, ranks, "contiguous", rates).estimates)
 
 
 def test_of_close_ones_that_which_sends_less() -> None:

@@ -28,6 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_device_comes_with_a_link_of_the_table() -> None:
     assert {device.link for device in DEVICES.values()} <= set(LINKS)
+    assert {device.network for device in DEVICES.values() if device.node} <= set(LINKS)
     assert rates_of("h100").default.rate == 0.75 * 989e12
     assert rates_of("h100", "float32").default.rate == 0.75 * 67e12
     assert rates_of("a100", link="infiniband-hdr").link.rate == 25e9
@@ -44,6 +45,16 @@ def test_a_step_takes_the_longer_of_compute_and_exchange() -> None:
     assert MEASURED.step_seconds(3.0, 2.0) == 4.0
 
 
+def test_ranks_of_other_nodes_are_reached_over_another_link() -> None:
+    """Of 8 ranks on 2 nodes of 4: every second is on nodes of 2, every fourth on one of its own."""
+    rates = dataclasses.replace(MEASURED, node=4, between=LINKS["ethernet-10g"])
+    assert [rates.crosses(0, rank) for rank in (3, 4)] == [False, True]
+    assert [rates.tiers(ranks) for ranks in (4, 8)] == [False, True] and not MEASURED.tiers(8)
+    assert rates.every(2).node == 2 and rates.every(2).link == MEASURED.link
+    assert rates.every(4) == rates.every(3) == rates.beyond and rates.beyond.link.name == "ethernet-10g"
+    assert rates_of("h100").node == 8 and rates_of("h100", link="nvlink4").between is None
+
+
 def test_a_tile_of_another_dtype_or_shape_takes_the_nearest_that_was_measured() -> None:
     assert MEASURED.tile("flash_cpu", "bfloat16", False, "causal") == Speed(7e10, 1e-4)
     assert MEASURED.tile("flash_cpu", "float32", True, "full") == MEASURED.default
@@ -57,6 +68,10 @@ def test_a_profile_is_read_as_it_was_stored(cache: Path) -> None:
     assert profile.here() == cautious()
     path = profile.store(MEASURED)
     assert path.parent == cache / "ringopt" and [file.name for file in path.parent.iterdir()] == [path.name]
+    over = dataclasses.replace(MEASURED, between=LINKS["ethernet-10g"])
+    profile.store(over)
+    assert profile.here() == over
+    profile.store(MEASURED)
     assert profile.here() == MEASURED and profile.here().digest == MEASURED.digest != cautious().digest
 
 
@@ -93,6 +108,14 @@ def agreed(*of_ranks: Rates | OptionError) -> list[Rates | str]:
 
 def test_equal_profiles_need_no_more_than_a_digest() -> None:
     assert agreed(MEASURED, MEASURED, MEASURED) == [MEASURED] * 3
+
+
+def test_with_a_link_between_nodes_all_ask_which_are_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = dataclasses.replace(MEASURED, between=LINKS["ethernet-10g"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert agreed(over, over, over, over) == [dataclasses.replace(over, node=2)] * 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert agreed(over, over) == [over.beyond] * 2
 
 
 @pytest.mark.parametrize("ranks", [(MEASURED, cautious()), (cautious(), MEASURED, MEASURED)])

@@ -5,6 +5,7 @@ Two processes of one thread measure at the same time, as two ranks of a program 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.result import Column, Result, Row
@@ -15,19 +16,22 @@ if TYPE_CHECKING:
 RANKS = 2
 
 
-def measure(progress: Progress) -> Result:
-    """Writes the profile. Raises CommandError where that cannot be done, or a rank fails."""
+def measure(progress: Progress, network: str | None = None) -> Result:
+    """Writes the profile, with the link between nodes that is called `network`. Raises OptionError for a name that the
+    table of links does not have, CommandError where that cannot be done, or a rank fails."""
+    from ringopt.cost.hardware import link_of
     from ringopt.cost.profile import store
     from ringopt.tools.benchmarks.calibrate_ranks import kernels_on_a_rank, link_on_a_rank, rates_from
     from ringopt.tools.benchmarks.link_lab import as_ranks
     from ringopt.tools.command import CommandError
 
+    between = link_of(network) if network is not None else None
     task = progress.add_task("kernels, then the link", total=2)
     kernels = as_ranks(RANKS, kernels_on_a_rank)
     progress.advance(task)
     link = as_ranks(RANKS, link_on_a_rank)
     progress.advance(task)
-    rates = rates_from(kernels, link)
+    rates = replace(rates_from(kernels, link), between=between)
     try:
         path = store(rates)
     except OSError as problem:
@@ -36,6 +40,8 @@ def measure(progress: Progress) -> Result:
         {"what": name, "rate": speed.rate, "overhead": speed.overhead} for name, speed in rates.speeds.items()
     ]
     rows.append({"what": "link between two processes", "rate": rates.link.rate, "overhead": rates.link.latency})
+    if between is not None:
+        rows.append({"what": f"link between nodes, {network}", "rate": between.rate, "overhead": between.latency})
     totals = {"profile": str(path), "digest": rates.digest, **rates.to_dict()}
     said = (
         f"of the exchange {rates.overlap:.0%} hides behind compute; a call costs {rates.call * 1e6:.0f} us beside its "
