@@ -21,9 +21,10 @@ from ringopt.attention.layouts import LAYOUTS
 from ringopt.attention.memory import most_memory
 from ringopt.attention.patterns import WINDOW
 from ringopt.attention.predict import simulate
+from ringopt.attention.strips import least_of
 from ringopt.attention.turns import exchanges_of
 from ringopt.cost import volume
-from ringopt.cost.formulas import F, F_b, Formulas, L, T, W, formulas_of, o, o_b, s
+from ringopt.cost.formulas import F, F_b, Formulas, L, T, W, Z, formulas_of, o, o_b, s
 from ringopt.cost.hardware import Device, device_of
 from ringopt.cost.rates import Rates, rates_of
 from ringopt.errors import OptionError
@@ -257,13 +258,16 @@ def named(pattern: str) -> tuple[str, int]:
 def numbers(case: Case, width: int, ranks: int, rates: Rates) -> dict[Any, float]:
     heads = case.heads
     forward, backward = (rates.tile(heads.kernel, heads.dtype, way, "full") for way in (False, True))
+    rows = case.kv_length // ranks
+    sides = 1 + case.pattern.endswith("both)")
+    leaving = rows if case.pattern in ("full", "causal") else min(rows, sides * (width - 1))
     return {
         volume.n: case.kv_length, volume.p: ranks, volume.w: width, volume.batch: heads.batch,
         volume.q_heads: heads.q_heads, volume.kv_heads: heads.kv_heads, volume.k_dim: heads.key_dim,
         volume.v_dim: heads.value_dim, volume.itemsize: heads.itemsize, volume.gradient_itemsize: heads.wide,
         F: forward.rate, o: forward.overhead, F_b: backward.rate, o_b: backward.overhead,
         W: rates.link.rate, L: rates.link.latency, s: rates.step,
-        T: exchanges_of(heads.kv_heads, case.kv_length // ranks * heads.row()),
+        T: exchanges_of(heads.kv_heads, leaving * heads.row()), Z: least_of(heads.kernel),
     }  # fmt: skip
 
 

@@ -176,6 +176,13 @@ class Exchange:
         return max(count(self.home(rank)) for rank in range(self.ranks))
 
     @cached_property
+    def leaving(self) -> int:
+        """Of these, the ones that other ranks need; of the rank that has most of them."""
+        everyone = range(self.ranks)
+        gone = join(chain.from_iterable(map(self.missing, everyone)))
+        return max(count(meet(own, rows) for own in self.home(rank) for rows in gone) for rank in everyone)
+
+    @cached_property
     def _blocks(self) -> dict[tuple[int, range], tuple[Block, ...]]:
         return {}  # forward and backward have the same
 

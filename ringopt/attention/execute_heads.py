@@ -124,8 +124,8 @@ def backward_heads(plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor
     for part in plan.parts(mesh.rank):
         mine, theirs = span(part.queries, plan.share(mesh.rank).start), span(part.keys, plan.kv_share(mesh.rank).start)
         left = Saved(part_of(plan, mesh, own, part), out[:, mine], lse[:, mine].squeeze(-1))
-        found = backward_groups(*between(plan, site, mesh, part), dout[:, mine], left)
-        add(total, found, part, mine, theirs)
+        # Unnamed, so that nothing of it is held while the results go home.
+        add(total, backward_groups(*between(plan, site, mesh, part), dout[:, mine], left), part, mine, theirs)
     home = [trade.of_queries(total.dq.to(q.dtype)), *map(trade.of_keys, (total.dk, total.dv))]
     dqs, dks, dvs = trade.back(home, "backward back")
     dk, dv = (summed(plan, *grads) for grads in ((dks, given.k), (dvs, given.v)))

@@ -20,7 +20,8 @@ from ringopt.attention.heads import HeadExchange
 from ringopt.attention.plans import Plan
 from ringopt.attention.predict import Heads, rows_of
 from ringopt.attention.rows import Rows, count, within
-from ringopt.attention.tile_memory import Held, Sums, at_once, backward_tile, first_tile, forward_tile
+from ringopt.attention.strips import pieces
+from ringopt.attention.tile_memory import Held, Sums, backward_tile, first_tile, forward_tile
 from ringopt.attention.turns import exchanges_of
 
 
@@ -83,12 +84,13 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int) -> Memory:
     one = replace(heads, q_heads=heads.q_heads // turns, kv_heads=-(-heads.kv_heads // turns))
     there, back = Ledger(), Ledger()
     there.take((sums.out + sums.lse) * (turns > 1))  # of all heads, into which each exchange puts its own
-    blocks = [block for step in plan.forward(rank) for block in step.blocks]
-    whole = bool(blocks) and at_once(blocks[0]) == sums.queries
+    block = next((block for step in plan.forward(rank) for block in step.blocks), None)
+    first = pieces(plan.pattern, block, heads.kernel)[0] if block is not None else None
+    whole = first is not None and len(first.queries) == sums.queries
     strip = max(STRIP, -(-sums.queries // 8))
 
-    def tile(block: Block) -> Held:
-        return first_tile(block, one) if whole and block == blocks[0] else forward_tile(block, one, strip)
+    def tile(piece: Block) -> Held:
+        return first_tile(piece, one) if whole and piece == first else forward_tile(piece, one, strip)
 
     over_steps(there, plan, rank, heads, False, sums.wide_out + sums.lse, tile)
     # A kernel gives its output in another order of dims than the operator.
@@ -100,7 +102,7 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int) -> Memory:
 
 
 def turns_of(plan: Exchange, heads: Heads) -> int:
-    return exchanges_of(heads.kv_heads, plan.shard * heads.row()) if plan.length else 1
+    return exchanges_of(heads.kv_heads, plan.leaving * heads.row()) if plan.length else 1
 
 
 # ---- queries travel --------------------------------------------------------------------------------------------------
@@ -137,6 +139,7 @@ def over_steps(
     row, own, steps = rows_of(plan, heads, backward), plan.home(rank), plan.steps(rank, backward)
     owed = [message for step in steps for message in step.sends if message.cargo is Cargo.BACK]
     begun: set[Message | None] = set()
+    mask = 0
     came: dict[range, Rows] = {}  # with the pieces of the message that each piece came in
 
     def begin(message: Message | None) -> None:
@@ -167,10 +170,17 @@ def over_steps(
         packed = sum(count(rows) for rows in leaving if not passes_on(rows, came)) * row[Cargo.OUT]
         ledger.take(packed)
         for block in step.blocks:
-            held = tile(block)
-            ledger.briefly(held.working)
-            add(plan.moved(block))
-            ledger.briefly(held.adding)
+            for piece in pieces(plan.pattern, block, heads.kernel):
+                held = tile(piece)
+                ledger.briefly(held.making)
+                if held.kept:
+                    ledger.free(mask)
+                ledger.briefly(held.working)
+                add(plan.moved(piece))
+                ledger.briefly(held.adding)
+                if held.kept:
+                    mask = held.kept
+                    ledger.take(mask)
         for message in step.receives:
             for rows in message.rows if message.cargo is Cargo.BACK else ():
                 add(rows)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from ringopt.attention.rows import Rows, join, meet
+from ringopt.attention.rows import Rows, inside, join, meet
 from ringopt.errors import OptionError, PlanError
 
 
@@ -84,8 +84,12 @@ class Pattern(ABC):
         """From the first to the last key that some of `queries` sees."""
         return range(self.span(queries[0]).start, self.span(queries[-1]).stop) if queries else range(0)
 
+    def narrowed(self, queries: range, keys: range) -> range:
+        """Of `keys`, of any step, from the first to the last that some of `queries` sees."""
+        return inside(keys, self.needs(queries))
+
     def needed(self, queries: range) -> Rows:
-        """The same, without holes that a pattern may have."""
+        """`needs`, without holes that a pattern may have."""
         return join([self.needs(queries)])
 
     def used(self, keys: range) -> Rows:

@@ -19,6 +19,7 @@ from ringopt.attention.heads import HeadExchange, Part
 from ringopt.attention.patterns import Kind
 from ringopt.attention.plans import Plan
 from ringopt.attention.rows import count
+from ringopt.attention.strips import pieces
 from ringopt.cost.rates import Rates
 
 SHAPES = {Kind.FULL: "full", Kind.CAUSAL: "causal", Kind.PARTIAL: "masked"}
@@ -110,7 +111,7 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
             if index >= len(steps):
                 continue
             step = steps[index]
-            compute = sum(tile_seconds(plan, block, heads, rates, backward) for block in step.blocks)
+            compute = sum(block_seconds(plan, block, heads, rates, backward) for block in step.blocks)
             exchange, messages = traffic(plan, step, heads, rates, backward)
             # Both ends must have posted a message before it travels.
             late = max([starts[m.source] - starts[rank] for m in step.receives], default=0.0)
@@ -203,11 +204,17 @@ def rows_of(exchange: Exchange, heads: Heads, backward: bool) -> dict[Cargo, int
     return {cargo: row_bytes(exchange, heads, cargo, backward) for cargo in Cargo}
 
 
-def tile_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, backward: bool) -> float:
-    """Of one block: its products, and what it gives added to the sums. A tile with a mask computes all its pairs."""
-    queries, keys = len(block.queries), len(block.keys)
-    causal = block.kind is Kind.CAUSAL
-    pairs = exchange.pattern.pairs(block.queries, block.keys) if causal else queries * keys
-    speed = rates.tile(heads.kernel, heads.dtype, backward, SHAPES[block.kind])
+def block_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, backward: bool) -> float:
+    """Of one block, in the pieces in which it is computed."""
+    found = pieces(exchange.pattern, block, heads.kernel)
+    return sum(tile_seconds(exchange, piece, heads, rates, backward) for piece in found)
+
+
+def tile_seconds(exchange: Exchange, tile: Block, heads: Heads, rates: Rates, backward: bool) -> float:
+    """Its products, and what it gives added to the sums. A tile with a mask computes all its pairs."""
+    queries, keys = len(tile.queries), len(tile.keys)
+    causal = tile.kind is Kind.CAUSAL
+    pairs = exchange.pattern.pairs(tile.queries, tile.keys) if causal else queries * keys
+    speed = rates.tile(heads.kernel, heads.dtype, backward, SHAPES[tile.kind])
     merged = 3 * (queries * heads.query() + (2 * keys * heads.row(Cargo.BACK) if backward else 0))
     return speed.seconds(heads.flops(pairs, backward)) + merged / rates.touch

@@ -136,6 +136,10 @@ class Beside(Pattern, ABC):
         parts = ((stretch, rows) for stretch, pattern in self.parts for rows in pattern.needed(queries))
         return join(meet(stretch, rows) for stretch, rows in parts)
 
+    def narrowed(self, queries: range, keys: range) -> range:
+        parts = [some for part, pattern in self.each(keys) if (some := pattern.narrowed(queries, part))]
+        return range(parts[0].start, parts[-1].stop, keys.step) if parts else keys[:0]
+
     def users(self, keys: range) -> range:
         return hull(self.used(keys))
 

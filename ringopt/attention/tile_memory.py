@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ringopt.attention.exchange import Block, Cargo
 from ringopt.attention.patterns import Kind
 from ringopt.attention.predict import Heads
-from ringopt.attention.tiles import MASK_ELEMENTS
 from ringopt.kernels.math import SCORES
 
 # Bytes an element while the mask of a pattern is made (seen.py): distances in 64 bits, and three comparisons.
@@ -65,19 +64,22 @@ class Sums:
 
 @dataclass(frozen=True)
 class Held:
-    """Of one tile: the most until its kernel is done, and what is there while it is added to the sums."""
+    """Of one tile: the most while the mask of its pattern is made, and then until its kernel is done; what is there
+    while it is added to the sums; and of that the mask, which is kept until another is made."""
 
+    making: int
     working: int
     adding: int
+    kept: int
 
 
 def forward_tile(block: Block, heads: Heads, rows: int) -> Held:
-    """Of a block that is computed `rows` queries at a time."""
+    """Of a piece of a block (strips.py), of which `rows` queries are computed at a time."""
     part = Sums(heads, min(len(block.queries), rows), len(block.keys))
     making, mask = masks(block, heads)
     given = mask + part.out + part.lse
     merging = 2 * part.lse + part.lse // heads.wide + part.wide_out * part.narrow
-    return Held(max(making, given + scratch(part)), given + merging)
+    return Held(making, given + scratch(part), given + merging, mask)
 
 
 def first_tile(block: Block, heads: Heads) -> Held:
@@ -86,38 +88,30 @@ def first_tile(block: Block, heads: Heads) -> Held:
     part = Sums(heads, len(block.queries), len(block.keys))
     making, mask = masks(block, heads)
     working = mask + part.out + part.lse + scratch(part)
-    return Held(max(making, working), mask + part.lse + part.out * part.narrow)
+    return Held(making, working, mask + part.lse + part.out * part.narrow, mask)
 
 
 def backward_tile(block: Block, heads: Heads) -> Held:
-    """Of a whole block; grouped heads are repeated for a kernel that knows none, and their gradients summed."""
+    """Of a whole piece; grouped heads are repeated for a kernel that knows none, and their gradients summed."""
     part, groups = Sums(heads, len(block.queries), len(block.keys)), heads.q_heads // heads.kv_heads
     making, mask = masks(block, heads)
     if heads.kernel == "math":
         given = part.wide_dq + part.wide_dkv
-        return Held(max(making, mask + part.lse + given + scratch(part, True)), mask + given)
+        return Held(making, mask + part.lse + given + scratch(part, True), mask + given, mask)
     cast = max(part.wide_dq, part.wide_dkv // 2) * part.narrow  # of what is added to a sum of more bits
     if groups == 1:
         given = mask + part.dq + part.dkv
-        return Held(max(making, given + part.lse + scratch(part, True)), given + cast)
+        return Held(making, given + part.lse + scratch(part, True), given + cast, mask)
     repeated = 2 * groups * part.dkv  # keys and values, and their gradients
     working = max(scratch(part, True), part.wide_dkv)
     given = mask + part.dq
-    return Held(max(making, given + part.lse + repeated + working), given + part.wide_dkv + cast)
+    return Held(making, given + part.lse + repeated + working, given + part.wide_dkv + cast, mask)
 
 
 def masks(block: Block, heads: Heads) -> tuple[int, int]:
     """Of the mask of a pattern that cuts through the block: while it is made, and from then on."""
-    if block.kind is not Kind.PARTIAL:
-        return 0, 0
-    elements = at_once(block) * len(block.keys)
+    elements = len(block.queries) * len(block.keys) * (block.kind is Kind.PARTIAL)
     return elements * MAKING, elements * heads.itemsize
-
-
-def at_once(block: Block) -> int:
-    """Queries of its tiles (tiles.py)."""
-    cut = block.kind is Kind.PARTIAL
-    return min(len(block.queries), max(1, MASK_ELEMENTS // len(block.keys))) if cut else len(block.queries)
 
 
 def scratch(part: Sums, backward: bool = False) -> int:

@@ -20,17 +20,14 @@ from torch import Tensor
 
 from ringopt.attention.exchange import Block
 from ringopt.attention.packing import Local
-from ringopt.attention.patterns import Kind, Pattern
-from ringopt.attention.rows import inside
+from ringopt.attention.patterns import Band, Kind, Pattern
 from ringopt.attention.seen import seen
+from ringopt.attention.strided import Strided
+from ringopt.attention.strips import LEAST, LEAST_ON_GPU, MASK_ELEMENTS, queries_at_once, strips
 from ringopt.graph.mask import FAR, Mask
 from ringopt.graph.term_bounds import bounds
 from ringopt.graph.terms import axes_of
 from ringopt.kernels.base import HIDDEN, accumulator
-
-# Elements of one mask: 16 MiB in float32. A tile with a mask is cut over its queries to stay below, so that memory does
-# not grow with the square of the rows of a rank.
-MASK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,7 @@ class Scores:
     local: Local | None = None
     _axes: frozenset[str] = field(init=False)
     _levels: dict[range, Tensor | None] = field(default_factory=dict)
+    _bands: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_axes", frozenset(axes_of([self.mask.visible, self.mask.bias])))
@@ -109,9 +107,11 @@ class Scores:
             mask = self._additive(block.queries, block.keys)
             yield Tile(block.queries, block.keys, mask, True, self.level(block.queries), modified)
             return
-        for first in range(0, len(block.queries), step):
-            queries = block.queries[first : first + step]
-            yield from self._cut(queries, inside(block.keys, self.pattern.needs(queries)))
+        if block.kind is Kind.PARTIAL:
+            least = LEAST if self.device.type == "cpu" else LEAST_ON_GPU
+            step = min(step, queries_at_once(self.pattern, block.queries, block.keys, least))
+        for queries, keys in strips(self.pattern, block.queries, block.keys, step):
+            yield from self._cut(queries, keys)
 
     def _cut(self, queries: range, keys: range) -> Iterator[Tile]:
         """A piece of a block, looked at anew: it may be empty or full where the block is not."""
@@ -126,6 +126,20 @@ class Scores:
 
     def _within(self, mask: Tensor | None, queries: range, keys: range) -> Tensor:
         """`mask` (None: zeros) where the pattern lets a query see a key, else -inf."""
+        if mask is None and isinstance(self.pattern, (Band, Strided)):
+            return self._band(queries, keys)
+        return self._hiding(mask, queries, keys)
+
+    def _band(self, queries: range, keys: range) -> Tensor:
+        """Who sees whom there depends on distances, so that most strips of a block have the same mask: it is kept until
+        another is made."""
+        where = (keys.start - queries.start, len(queries), len(keys), queries.step, keys.step)
+        if where not in self._bands:
+            self._bands.clear()
+            self._bands[where] = self._hiding(None, queries, keys)
+        return self._bands[where]
+
+    def _hiding(self, mask: Tensor | None, queries: range, keys: range) -> Tensor:
         hidden = torch.full((), HIDDEN, dtype=self.dtype, device=self.device)
         mask = torch.where(
             seen(self.pattern, queries, keys, self.device), hidden.new_zeros(()) if mask is None else mask, hidden

@@ -132,14 +132,13 @@ def groups_of(attention: Attention, k: Tensor, v: Tensor) -> list[range]:
     heads = k.shape[1]
     if not heads or attention.mask.text or exchange.length == 0:
         return [range(heads)]
-    shard = k.shape[0] * heads * exchange.shard * (k.shape[3] + v.shape[3]) * k.element_size()
-    number = exchanges_of(heads, shard)
+    number = exchanges_of(heads, k.shape[0] * heads * exchange.leaving * (k.shape[3] + v.shape[3]) * k.element_size())
     return [range(heads * i // number, heads * (i + 1) // number) for i in range(number)]
 
 
-def exchanges_of(kv_heads: int, shard: int) -> int:
-    """How many exchanges pay, where a rank sends `shard` bytes of K and V."""
-    return max(1, min(MOST, kv_heads, shard // PIECE))
+def exchanges_of(kv_heads: int, leaving: int) -> int:
+    """How many exchanges pay, where `leaving` bytes of K and V leave a rank."""
+    return max(1, min(MOST, kv_heads, leaving // PIECE))
 
 
 def of_group(attention: Attention, given: Operands, heads: range) -> tuple[Attention, Operands]:

@@ -6,6 +6,7 @@ divides evenly (volume.py), and tests hold the rest against unrolled plans. Symb
     F, o   FLOP/s of a tile, and seconds that each costs beside its FLOPs        F_b, o_b   the same backward
     W, L   bytes/s of the link, seconds a message                                s          seconds a step
     T      exchanges that take turns, each of some heads (attention/turns.py)
+    Z      the fewest queries of a strip of a window (attention/strips.py)
 
 A step takes the longer of computing and exchanging. The ring has a step for each hop, and so has its backward, where
 keys must come once before anything can be computed with them; a gather has one step for all that travels; ulysses
@@ -20,7 +21,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import sympy
-from sympy import Expr, Integer, Max, Min, Piecewise, ceiling
+from sympy import Expr, Integer, Max, Min, Piecewise, ceiling, floor, log
 
 from ringopt.cost.volume import (
     HeadVolume,
@@ -40,7 +41,7 @@ from ringopt.cost.volume import (
 from ringopt.errors import OptionError
 
 F, o, F_b, o_b, W, L, s = sympy.symbols("F o F_b o_b W L s", nonnegative=True)
-T = sympy.Symbol("T", integer=True, positive=True)
+T, Z = sympy.symbols("T Z", integer=True, positive=True)
 
 ONE, ZERO = Integer(1), Integer(0)
 SHARD = n / p
@@ -62,7 +63,7 @@ MASK = 11  # bytes an element while the mask of a window is made
 
 SYMBOLS = (
     *(n, p, w, r, batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize),
-    *(F, o, F_b, o_b, W, L, s, T),
+    *(F, o, F_b, o_b, W, L, s, T, Z),
 )  # fmt: skip
 
 
@@ -165,7 +166,7 @@ def work_of(pattern: str, layout: str) -> Work:
     hops = Min(p - 1, ceiling(reach / SHARD))
     home = sides * ramp(SHARD) - (sides - 1) * SHARD
     seen = sides * Min(w, n) * SHARD - (sides - 1) * SHARD
-    strip = Min(SHARD, Max(512, w / 4))
+    strip = strip_of(sides)
     return Work(
         home,
         (seen - home) / Max(hops, 1),
@@ -176,6 +177,13 @@ def work_of(pattern: str, layout: str) -> Work:
         Min(strip * Min(strip + sides * w, SHARD), 1 << 22),
         2 * sides * reach,
     )
+
+
+def strip_of(sides: int) -> Expr:
+    """Queries of a strip of the plan, halved as long as that saves an eighth of strip + sides * w keys a query."""
+    whole = Min(SHARD, Max(512, w / 4))
+    pays, fits = floor(log(3 * whole / Max(sides * (w - 1), 1), 2)) + 1, floor(log(whole / Z, 2))
+    return whole / 2 ** Max(0, Min(pays, fits))
 
 
 def ramp(rows: Expr) -> Expr:

@@ -47,9 +47,9 @@ def test_numbers(heads: tuple[int, int], pattern: str, strategy: str, smallest: 
             assert_near(found, expected, 1e-12)
 
 
-def groups(kv_heads: int, rows: int, mask: Mask | None = None) -> list[range]:
+def groups(kv_heads: int, rows: int, mask: Mask | None = None, pattern: str = "full") -> list[range]:
     case = problem(rows, heads=(kv_heads, kv_heads), dims=(64, 64), batch=1, dtype=torch.float32)
-    site = attention(case, 2, "full", "contiguous", "ring")
+    site = attention(case, 2, pattern, "contiguous", "ring")
     return groups_of(replace(site, mask=mask or Mask()), case.k, case.v)
 
 
@@ -59,6 +59,7 @@ def test_how_many() -> None:
     assert groups(4, 2048) == [range(0, 2), range(2, 4)]
     assert groups(6, 8192) == [range(0, 1), range(1, 3), range(3, 4), range(4, 6)]
     assert groups(1, 8192) == [range(1)]
+    assert groups(4, 8192, pattern="window(512)") == [range(4)], "511 rows travel"
     assert groups(4, 8192, Mask(visible=load(0, [axis("k")], torch.bool))) == [range(4)], "masks would be made twice"
 
 

@@ -1,0 +1,54 @@
+"""How a block that a pattern cuts through is computed: in strips of queries, each with the keys that it needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ringopt.attention.exchange import Block
+from ringopt.attention.patterns import Kind, Pattern
+
+# Elements of one mask: 16 MiB in float32. A tile with a mask is cut over its queries to stay below, so that memory does
+# not grow with the square of the rows of a rank.
+MASK_ELEMENTS = 1 << 22
+
+# The fewest queries of a strip, unless a mask would be too large: fewer leave a kernel idle.
+LEAST, LEAST_ON_GPU = 64, 512
+
+# Shorter strips are taken as long as they save this part of the pairs: what is hidden in them is computed for nothing,
+# and each strip costs a call of the kernel and a merge.
+WORTH = 1 / 8
+
+
+def least_of(kernel: str) -> int:
+    """The fewest queries of a strip for a kernel by name."""
+    return LEAST if kernel in ("flash_cpu", "math") else LEAST_ON_GPU
+
+
+@lru_cache(maxsize=4096)
+def pieces(pattern: Pattern, block: Block, kernel: str) -> tuple[Block, ...]:
+    """What a kernel is given of a block at once, where no mask but that of the pattern is made."""
+    if block.kind is not Kind.PARTIAL:
+        return (block,)
+    rows = queries_at_once(pattern, block.queries, block.keys, least_of(kernel))
+    cut = strips(pattern, block.queries, block.keys, min(rows, max(1, MASK_ELEMENTS // len(block.keys))))
+    found = (Block(queries, keys, pattern.kind(queries, keys)) for queries, keys in cut)
+    return tuple(piece for piece in found if piece.kind is not Kind.EMPTY)
+
+
+@lru_cache(maxsize=4096)
+def queries_at_once(pattern: Pattern, queries: range, keys: range, least: int) -> int:
+    """Of a block: halved as long as that is WORTH it, down to `least`. For windows a quarter of the width or so."""
+    step, pairs = len(queries), computed(pattern, queries, keys, len(queries))
+    while step // 2 >= least and (fewer := computed(pattern, queries, keys, -(-step // 2))) <= pairs * (1 - WORTH):
+        step, pairs = -(-step // 2), fewer
+    return step
+
+
+def computed(pattern: Pattern, queries: range, keys: range, step: int) -> int:
+    """Pairs of strips of `step` queries."""
+    return sum(len(some) * len(others) for some, others in strips(pattern, queries, keys, step))
+
+
+def strips(pattern: Pattern, queries: range, keys: range, step: int) -> list[tuple[range, range]]:
+    pieces = (queries[first : first + step] for first in range(0, len(queries), step))
+    return [(some, pattern.narrowed(some, keys)) for some in pieces]
