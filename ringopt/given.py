@@ -71,7 +71,7 @@ def check_names(layout: Any, strategy: Any, kernel: Any) -> None:
     """On one process as well, where nothing follows from them: a script is tried there first."""
     layout_of(layout, 1, 1)
     for what, name, known in (
-        ("strategy", strategy, ("auto", *NAMES)),
+        ("strategy", strategy, ("auto", *NAMES, "hybrid")),
         ("kernel", kernel, get_args(KernelName)),
     ):
         if name not in known:

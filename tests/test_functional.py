@@ -193,6 +193,19 @@ def test_the_seed_is_that_of_rank_0(ranks: Any) -> None:
         assert_near(found, dropped(None, "contiguous", "ring")[0], 1e-12)
 
 
+def test_the_hybrid_is_over_the_nodes_that_the_launcher_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    case = problem(17)
+
+    def body(mesh: ThreadMesh) -> Tensor:
+        q, k, v = (shard(x, 2, mesh=mesh) for x in (case.q, case.k, case.v))
+        out = attention(q, k, v, is_causal=True, enable_gqa=True, mesh=mesh, strategy="hybrid")
+        return unshard(out, 2, length=17, mesh=mesh)
+
+    for found in run_on_threads(4, body):
+        assert_near(found, sdpa(case, visible("causal", 17, 17))[0], 1e-12)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 X = torch.ones(1, 2, 4, 8)
 
