@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.attention.bytes import bytes_sent
+from ringopt.attention.bytes import bytes_between, bytes_sent
 from ringopt.attention.choose import CLOSE, Case, busiest, choose, choose_layout, duration, estimated
 from ringopt.attention.dilation import is_dilated
+from ringopt.attention.heads import HeadExchange
 from ringopt.attention.layouts import LAYOUTS, text_of
 from ringopt.attention.plans import on_nodes
 from ringopt.attention.predict import Heads
@@ -34,6 +35,7 @@ from ringopt.graph.sizes import at_hand, formula
 from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.passes.dilated_sites import choose_dilated, dilated_layout
 from ringopt.pipeline import Context, Pass, SiteInfo
+from ringopt.report import readable
 
 LEAST = 2  # ranks
 
@@ -180,6 +182,17 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     except OptionError as error:
         raise OptionError(f"site {info.module or node.name}: {error}") from error
     info.bytes_sent = bytes_sent(plan, case.heads, context.mesh.rank)
+    if isinstance(plan, HeadExchange) and plan.nodes > 1:
+        info.notes.append(over_nodes(plan, case.heads, context.mesh.rank))
+
+
+def over_nodes(plan: HeadExchange, heads: Heads, rank: int) -> str:
+    """What goes within a node and what leaves it, in the forward."""
+    sent, away = bytes_sent(plan, heads, rank), bytes_between(plan, heads, rank, plan.node)
+    told = f"nodes of {plan.node} ranks: of {readable(sent)} sent, {readable(away)} leave the node"
+    if plan.kv_heads >= plan.node:
+        return told
+    return f"{told}; {plan.kv_heads} KV heads for the {plan.node} ranks of a node: each goes to all that read it"
 
 
 def case_of(node: fx.Node, context: Context) -> Case:

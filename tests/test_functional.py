@@ -103,9 +103,12 @@ def test_strategy_and_kernel_are_options() -> None:
 STRATEGIES = ("halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses")
 
 
-@pytest.mark.parametrize(("p", "strategy"), [(1, "auto"), *((3, strategy) for strategy in STRATEGIES)])
+@pytest.mark.parametrize(("p", "strategy"), [(1, "auto"), *((3, name) for name in STRATEGIES), (4, "hybrid")])
 @pytest.mark.parametrize("sizes", [(4,), (1, 4), (2, 4)])
-def test_sinks_are_logits_that_lead_to_no_value(p: int, strategy: str, sizes: tuple[int, ...]) -> None:
+def test_sinks_are_logits_that_lead_to_no_value(
+    p: int, strategy: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     case = problem(17)
     logits = torch.randn(sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     asked: Any = {"window": 4, "is_causal": True} if strategy == "halo" else {"is_causal": True}

@@ -10,6 +10,7 @@ from ringopt.attention.choose import Case
 from ringopt.attention.memory import most_memory
 from ringopt.attention.predict import Heads
 from ringopt.distributed.mesh import PretendedMesh, register
+from ringopt.tools.benchmarks import memory_ranks
 from ringopt.tools.benchmarks.memory import STRATEGIES, row_of
 from ringopt.tools.benchmarks.memory_ranks import Alone, rows_of
 
@@ -31,6 +32,19 @@ def test_predictions_are_within_15_percent(p: int, heads: Heads) -> None:
     assert {row["strategy"] for row in rows} == set(STRATEGIES)
     for row, way in itertools.product(rows, ("forward", "training")):
         assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["pattern"], row["strategy"], way)
+
+
+def test_over_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_ranks, "STRATEGIES", ("hybrid(2)",))
+    for p, heads in ((4, WIDE), (6, GROUPED), (4, HALF)):
+        found = []
+        for rank in range(p):
+            mesh = Alone(PretendedMesh(rank, p))
+            register(mesh)
+            found.append(list(rows_of(mesh, 257, heads, PATTERNS)))
+        for row in (row_of(list(ranks)) for ranks in zip(*found, strict=True)):
+            for way in ("forward", "training"):
+                assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["pattern"], p, way)
 
 
 def test_large_exchanges_take_turns_in_what_they_hold_too() -> None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ringopt.attention.plans import on_nodes
+import ringopt
+from ringopt.attention.bytes import Sizes, bytes_sent
+from ringopt.attention.plans import on_nodes, plan_of
+from ringopt.cost.hardware import LINKS, Link
+from ringopt.cost.profile import load, store
+from ringopt.cost.rates import cautious
 from ringopt.distributed.mesh import ANY, PretendedMesh, SubMesh
 from ringopt.distributed.nodes import Nodes, nodes_from, nodes_of
 from ringopt.errors import OptionError
+from tests.attention.reference import assert_near
 from tests.threads import ThreadMesh, run_on_threads
 
 
@@ -77,3 +88,72 @@ def test_some_ranks_talk_by_the_mesh_of_all() -> None:
         return [circle.rank, circle.size, circle.teller, int(total)]
 
     assert run_on_threads(4, body) == [[0, 2, 0, 101], [0, 2, 1, 1010], [1, 2, 2, 101], [1, 2, 3, 1010]]
+
+
+# ---- a program ------------------------------------------------------------------------------------------------------
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (6, 4)).transpose(1, 2)
+        k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(seen.transpose(1, 2).flatten(2)).square().mean()
+
+
+def made() -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    return Model().double(), torch.randn(2, 23, 16, dtype=torch.float64)
+
+
+def trained(options: dict[str, Any]) -> dict[str, Any]:
+    """On this rank, of nodes of 2: loss and gradients, and what the attention sent."""
+    torch._dynamo.reset()
+    model, x = made()
+    before = len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager", **options})
+    with pytest.MonkeyPatch.context() as patch, ringopt.record_traffic() as traffic:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        loss = compiled(x)
+        loss.backward()
+    sent = {way: sum(e.bytes for e in traffic.events if e.label.startswith(way)) for way in ("forward", "backward")}
+    return {
+        "numbers": [loss.detach(), *(x.grad for x in model.parameters())],
+        "sent": sent,
+        "site": ringopt.reports()[before].sites[0],
+    }
+
+
+def test_a_program_on_two_nodes(ranks: Any) -> None:
+    """The numbers of one process; bytes are those that the plan tells."""
+    results = ranks(4, trained, {"strategy": "hybrid"})
+    model, x = made()
+    loss = model(x)
+    loss.backward()
+    heads = Sizes(2, 6, 3, 4, 4, 8, 8)
+    for rank, found in enumerate(results):
+        for got, right in zip(found["numbers"], [loss.detach(), *(x.grad for x in model.parameters())], strict=True):
+            assert_near(got, right, 1e-10)
+        site = found["site"]
+        assert (site.strategy, site.layout) == ("hybrid(2)", "zigzag")
+        plan = plan_of("causal", 23, 23, 4, "zigzag", "zigzag", "hybrid(2)", (6, 3))
+        sent = [bytes_sent(plan, heads, rank, backward) for backward in (False, True)]
+        assert list(found["sent"].values()) == sent and site.bytes_sent == sent[0]
+    assert any(note.startswith("nodes of 2 ranks: of ") for note in results[0]["site"].notes)
+
+
+def test_auto_takes_it_where_the_profile_has_a_slow_link_between_nodes(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(4, chosen_by_auto, str(tmp_path)) == ["hybrid(2)"] * 4
+
+
+def chosen_by_auto(folder: str) -> str:
+    slow = replace(cautious(), link=LINKS["nvlink4"], between=Link("slow", 1e3, 0.0), memory=2**30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        if dist.get_rank() == 0:
+            store(slow)
+        dist.barrier()
+        load.cache_clear()
+        return str(trained({"timeout": 77.0})["site"].strategy)  # of a mesh that has agreed on no rates yet

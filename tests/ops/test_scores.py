@@ -200,7 +200,8 @@ def over_ranks(case: Case, given: Problem, p: int, layout: str, strategy: str, k
 
 
 WAYS = [(1, "contiguous", "ring"), (2, "zigzag", "ring"), (3, "zigzag", "gather"), (4, "contiguous", "ring")]
-OTHER_WAYS = [(3, "zigzag", "ulysses"), (3, "zigzag", "ring_q")]  # for masks without rows of a rank
+# For masks without rows of a rank.
+OTHER_WAYS = [(3, "zigzag", "ulysses"), (3, "zigzag", "ring_q"), (4, "zigzag", "hybrid(2)")]
 
 
 @pytest.mark.parametrize("name", CASES | FILLS)

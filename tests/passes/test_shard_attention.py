@@ -102,6 +102,15 @@ def test_with_heads_traded_for_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["-1e9", "sinks and padding", "table", "temperature in a softcap"])
+def test_over_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    verdict = validate(4, model(WEIGHTS[name]), *inputs(), strategy="hybrid")
+    assert not verdict.wrong, verdict.wrong
+    (site,) = verdict.report.sites
+    assert site.strategy == "hybrid(2)" and any(note.startswith("nodes of 2 ranks: of ") for note in site.notes)
+
+
+@pytest.mark.parametrize("name", ["-1e9", "sinks and padding", "table", "temperature in a softcap"])
 def test_with_queries_that_travel(name: str) -> None:
     verdict = validate(3, model(WEIGHTS[name]), *inputs(), strategy="ring_q")
     assert not verdict.wrong, verdict.wrong
