@@ -3,9 +3,9 @@
     gather(linear(scatter(x)))      ->   the same, each node with the fake value it has on this rank,
     output [B, S, D] strided         ->   outputs laid out in memory as the original program returned them
 
-Every node is run once on fake local tensors and its size held against its placement, so that a wrong rule is an error
-when the graph is compiled and not a wrong number when it runs. Dynamo compiled the code after this graph for the
-original strides.
+Every node is run on fake local tensors, once for each kind of operands (ringopt/graph/fakes.py), and its size held
+against its placement, so that a wrong rule is an error when the graph is compiled and not a wrong number when it runs.
+Dynamo compiled the code after this graph for the original strides.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 from ringopt.graph.custom_gradient import custom_gradients
+from ringopt.graph.fakes import Answers
 from ringopt.graph.nodes import is_tensor, value_of
 from ringopt.graph.sizes import divides, into_nodes, same
 from ringopt.pipeline import Context, Pass
@@ -32,11 +33,12 @@ class Lower(Pass):
             return
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         modes = [value.fake_mode for value in inputs if isinstance(value, torch._subclasses.FakeTensor)]
+        answers = Answers()
         with modes[0], torch.no_grad():
-            LocalValues(gm).run(*inputs)
+            LocalValues(gm, answers).run(*inputs)
             for node in custom_gradients(gm.graph):
                 outputs, _inputs, saved = node.args
-                LocalValues(node.target.backward).run(*map(value_of, (*outputs, *saved)))
+                LocalValues(node.target.backward, answers).run(*map(value_of, (*outputs, *saved)))
         for graph in (gm.graph, *(node.target.backward.graph for node in custom_gradients(gm.graph))):
             check_sizes(graph)
         restore_strides(gm.graph)
@@ -45,6 +47,14 @@ class Lower(Pass):
 
 class LocalValues(fx.Interpreter):
     """Gives each node the fake value it has on this rank."""
+
+    def __init__(self, gm: fx.GraphModule, answers: Answers):
+        super().__init__(gm)
+        self.answers = answers
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        run = super().call_function
+        return self.answers.call(target, args, kwargs, lambda: run(target, args, kwargs))
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)

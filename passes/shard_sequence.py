@@ -32,6 +32,7 @@ from ringopt.graph.composite import parts_of
 from ringopt.graph.custom_gradient import CustomGradient
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import (
+    eliminate_dead_code,
     is_random,
     is_tensor,
     module_path,
@@ -76,7 +77,7 @@ class ShardSequence(Pass):
             sharder.climbs = context.options.shard == "model"
             functions = Functions(sharder, decided)
             random = walk(sharder, functions, gm.graph, context)
-            sharder.graph.eliminate_dead_code()
+            eliminate_dead_code(sharder.graph)
             if not (twice := functions.twice()):
                 break
             decided |= twice

@@ -18,6 +18,7 @@ import torch.fx as fx
 from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
+from ringopt.graph.nodes import eliminate_dead_code
 from ringopt.graph.placement import Layouts
 from ringopt.graph.printer import short
 from ringopt.graph.refusal import Refusal
@@ -120,8 +121,7 @@ class Pipeline:
                 # Open sizes stand in the arguments of nodes until the last pass (ringopt/graph/sizes.py).
                 warnings.filterwarnings("ignore", "Raw Sym")
                 step.run(gm, context)
-            gm.graph.eliminate_dead_code()
-            gm.graph.lint()
+            eliminate_dead_code(gm.graph)
             log.debug("after %s: %d nodes%s", step.name, len(gm.graph.nodes), changed(before, gm))
             trace(f"after_{step.name}", gm)
             if self.callback is not None:

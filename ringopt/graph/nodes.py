@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._guards import TracingContext
 
 from ringopt.graph.sizes import plain
 
@@ -125,6 +126,15 @@ def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
         else:
             found[node] = False
     return found
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """torch's own, which also checks that the graph is well formed; but only of nodes that nobody reads it is asked
+    whether they do something else, a question that costs as much as all the rest."""
+    random = True
+    if TracingContext.try_get():  # as torch decides whether a random number that nobody reads is drawn
+        from torch._inductor.config import fallback_random as random
+    graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure(random))
 
 
 def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:

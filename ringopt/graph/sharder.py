@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import (
+    eliminate_dead_code,
     is_aten,
     is_tensor,
     module_path,
@@ -275,7 +276,7 @@ class Sharder:
 
     def finished(self) -> fx.Graph:
         """The sharded graph without dead code. The replicated originals being gone, their names are free again."""
-        self.graph.eliminate_dead_code()
+        eliminate_dead_code(self.graph)
         clean, new = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: new[arg])

@@ -1,0 +1,114 @@
+"""Fake values by kind: what an operator makes of operands of some kinds is found out once.
+
+A graph of many equal layers asks torch's fake tensors the same question again and again, and each answer takes a way
+through the dispatcher. What comes back depends on the operator and its arguments, and of tensors on their kinds and on
+which of them share memory; where all this is known, the answer is a new tensor of the known kind, in memory of its own
+or in that of an operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+# Arguments that are what they are.
+PLAIN = (
+    bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+# Sizes, strides, offset, dtype, device, whether it requires a gradient: all but where its memory is.
+Kind = tuple[Any, ...]
+# A result: its kind; the place of the operand whose memory it lies in, or None; whether it is that operand.
+Result = tuple[Kind, int | None, bool]
+
+
+class Answers:
+    """Calls operators on fake tensors, and remembers what came back."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[type | None, list[Result]]] = {}  # whether a tuple or a list, of what
+
+    def call(self, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """What `run()` gives, which calls `target`."""
+        operands: list[FakeTensor] = []
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+            return run()
+        key = frozen((args, sorted(kwargs.items())), operands)
+        if key is None or not operands:
+            return run()
+        memory = [x.untyped_storage()._cdata for x in operands]
+        key = target, key, tuple(map(memory.index, memory))
+        if key in self.known:
+            return made(*self.known[key], operands)
+        value = run()
+        several = type(value) if type(value) in (tuple, list) else None
+        results = [result_of(x, operands, memory) for x in (value if several else (value,))]
+        found = [result for result in results if result is not None]
+        if len(found) == len(results):
+            self.known[key] = several, found
+        return value
+
+
+def frozen(argument: Any, operands: list[FakeTensor]) -> Any:
+    """Equal for equal arguments, and for tensors of one kind, which are noted; None for what may differ unseen."""
+    if isinstance(argument, Tensor):
+        operands.append(argument)  # type: ignore[arg-type]
+        return kind_of(argument)
+    if isinstance(argument, (tuple, list)):
+        parts = tuple(frozen(part, operands) for part in argument)
+        return None if None in parts else parts
+    return (type(argument), argument) if isinstance(argument, PLAIN) else None  # by type: True, 1 and 1.0 are equal
+
+
+def kind_of(x: Any) -> Kind | None:
+    """None for what has an open size, or more to it than a kind says."""
+    plain = type(x) is FakeTensor and x.layout is torch.strided and not x.is_conj() and not x.is_neg()
+    if not plain or x.constant is not None:
+        return None
+    sizes = (*x.shape, *x.stride(), x.storage_offset())
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        return None
+    return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
+
+
+def result_of(x: Any, operands: list[FakeTensor], memory: list[int]) -> Result | None:
+    """None for what is no plain tensor, or lies in new memory that is larger than it."""
+    kind = kind_of(x)
+    if kind is None:
+        return None
+    same = next((place for place, operand in enumerate(operands) if operand is x), None)
+    if same is not None:
+        return kind, same, True
+    storage = x.untyped_storage()
+    if storage._cdata in memory:
+        return kind, memory.index(storage._cdata), False
+    return (kind, None, False) if storage.nbytes() == smallest(x) else None
+
+
+def smallest(x: Tensor) -> int:
+    """The bytes that a tensor of its sizes and strides needs, from the start of its memory."""
+    if not x.numel():
+        return 0
+    return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
+def made(several: type | None, results: list[Result], operands: list[FakeTensor]) -> Any:
+    with unset_fake_temporarily():
+        values = [tensor(*result, operands) for result in results]
+    return several(values) if several else values[0]
+
+
+def tensor(kind: Kind, memory: int | None, itself: bool, operands: list[FakeTensor]) -> FakeTensor:
+    if memory is not None and itself:
+        return operands[memory]
+    size, stride, offset, dtype, device, requires_grad = kind
+    if memory is None:
+        raw = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    else:
+        raw = torch.empty(0, dtype=dtype, device="meta")
+        raw.set_(operands[memory].untyped_storage(), offset, size, stride)
+    return FakeTensor(operands[0].fake_mode, raw.requires_grad_(requires_grad), device)
