@@ -13,6 +13,7 @@ import json
 import logging
 import pickle
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch.export import ExportedProgram
 
 import ringopt.ops  # noqa: F401  (the operators of converted programs)
-from ringopt.errors import ProgramError
+from ringopt.errors import ProgramError, first_line
 
 # Where provenance is kept in a file that ringopt wrote.
 PROVENANCE = "ringopt.json"
@@ -76,10 +77,6 @@ def root(error: BaseException) -> BaseException:
     return error
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
-
-
 def checked(path: Path) -> dict[str, Any]:
     """What models/model.json holds, of a .pt2 file that can be read without running code. Raises ProgramError."""
     if not path.is_file():
@@ -88,8 +85,14 @@ def checked(path: Path) -> dict[str, Any]:
         raise ProgramError(
             f"{path} is not a .pt2 file (no zip archive); write one with torch.export.save(program, path)"
         )
-    with zipfile.ZipFile(path) as archive:
-        return check_members(path, archive)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+            if damaged is None:
+                return check_members(path, archive)
+    except (zipfile.BadZipFile, zlib.error) as error:
+        damaged = first_line(error)
+    raise ProgramError(f"{path} is damaged ({damaged}): copy it again, or export it again")
 
 
 def members_of(archive: zipfile.ZipFile) -> dict[str, str]:
@@ -99,6 +102,9 @@ def members_of(archive: zipfile.ZipFile) -> dict[str, str]:
 
 def check_members(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     members = members_of(archive)
+    if len(members) != len(archive.namelist()) or len({name.partition("/")[0] for name in members.values()}) > 1:
+        # Two readers may take two of them, and only one would have been looked at.
+        raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: members of one name, or several folders")
     if "serialized_exported_program.json" in archive.namelist():
         raise ProgramError(
             f"{path} has the format of torch 2.7 and older; export it again with torch {torch.__version__}"
@@ -107,7 +113,10 @@ def check_members(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     if models != ["models/model.json"]:
         found = f"programs {models}" if models else "no program in it"
         raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {found}")
-    model: dict[str, Any] = json.loads(archive.read(members["models/model.json"]))
+    try:
+        model: dict[str, Any] = json.loads(archive.read(members["models/model.json"]))
+    except ValueError:
+        raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: models/model.json is no JSON") from None
     check_version(path, model)
     for member, name in members.items():
         if member.endswith(".pt"):

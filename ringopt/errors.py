@@ -34,3 +34,8 @@ class ProgramError(RingError, ValueError):
 class VerificationError(RingError, ArithmeticError):
     """`verify=True`: what was compiled has other numbers than the program it was made from. Raised on every rank
     alike."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, without what torch adds below."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import resource
 import zipfile
 from pathlib import Path
 
@@ -45,6 +48,7 @@ def test_a_file_is_written_with_its_provenance(
     printed = capsys.readouterr().out
     assert "1 attention sites on 2 ranks" in printed
     assert "out.pt2: 1 of 1 attention sites sharded; on 1 process the largest difference of an output is " in printed
+    assert re.search(r", of a gradient \d\.\de[+-]\d+\n$", printed)
     program, made = load_with_provenance(target)
     assert made is not None
     assert (made["ringopt"], made["options"]["layout"]) == (ringopt.__version__, "contiguous")
@@ -72,6 +76,21 @@ def test_force_and_allow_empty(folder: Path, tmp_path: Path) -> None:
     assert ringopt.diff(folder / "plain.pt2", target).same
 
 
+def spoil(folder: Path) -> None:
+    """Files that are no programs, or no longer."""
+    (folder / "text.pt2").write_text("no archive")
+    whole = (folder / "in.pt2").read_bytes()
+    (folder / "half.pt2").write_bytes(whole[: len(whole) // 2])
+    place = whole.index(b"weight_1") + 200
+    (folder / "bits.pt2").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    torch.save(Causal().state_dict(), folder / "weights.pt2")
+    with zipfile.ZipFile(folder / "zip.pt2", "w") as archive:
+        archive.writestr("a.txt", "")
+    (folder / "twice.pt2").write_bytes(whole)
+    with zipfile.ZipFile(folder / "twice.pt2", "a") as archive:
+        archive.writestr("other/models/model.json", "{}")
+
+
 @pytest.mark.parametrize(
     ("source", "target", "more", "sentence"),
     [
@@ -85,6 +104,13 @@ def test_force_and_allow_empty(folder: Path, tmp_path: Path) -> None:
         ("in.pt2", "new.pt2", ["--world-size", "2"], "--world-size tells --verify on how many ranks to run"),
         ("in.pt2", "new.pt2", ["--import", "not_there"], "cannot import 'not_there'"),
         ("done.pt2", "new.pt2", [], "done.pt2 was converted already, by ringopt "),
+        ("in.pt2", "new.onnx", [], "new.onnx does not end in .pt2, as files of programs do"),
+        ("in.pt2", "new.pt2", ["--verify", "--world-size", "2000"], "--verify starts as many processes here; take "),
+        ("half.pt2", "new.pt2", [], "half.pt2 is not a .pt2 file"),
+        ("bits.pt2", "new.pt2", [], "bits.pt2 is damaged (in/data/weights/weight_"),
+        ("zip.pt2", "new.pt2", [], "zip.pt2 is not a .pt2 file of torch.export.save: no program in it"),
+        ("twice.pt2", "new.pt2", [], "twice.pt2 is not a .pt2 file of torch.export.save: members of one name"),
+        ("weights.pt2", "new.pt2", [], "weights.pt2 is not a .pt2 file of torch.export.save: no program in it"),
     ],
 )
 def test_a_wrong_use_is_one_line_and_writes_nothing(
@@ -92,7 +118,7 @@ def test_a_wrong_use_is_one_line_and_writes_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "old.pt2").write_text("old")
-    (folder / "text.pt2").write_text("no archive")
+    spoil(folder)
     if source == "done.pt2":
         main(["convert", str(folder / "in.pt2"), str(folder / source), "--force"])
         capsys.readouterr()
@@ -103,6 +129,27 @@ def test_a_wrong_use_is_one_line_and_writes_nothing(
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["old.pt2"]
     assert (tmp_path / "old.pt2").read_text() == "old"
+
+
+def test_a_full_disk_is_told_and_leaves_what_there_was(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.pt2").write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        assert main(["convert", str(folder / "in.pt2"), str(tmp_path / "out.pt2"), "--force"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "out.pt2 cannot be written: File too large" in capsys.readouterr().err
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.pt2", "old")]
+
+
+def test_a_folder_or_a_pipe_that_cannot_hold_a_file_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(folder / "pipe.pt2")
+    for target, said in (("/proc/out.pt2", "cannot be written: "), (folder / "pipe.pt2", "is a device or a pipe")):
+        assert main(["convert", str(folder / "in.pt2"), str(target), "--force"]) == 2
+        assert f"{target} {said}" in capsys.readouterr().err
 
 
 # ---- --verify --------------------------------------------------------------------------------------------------------
@@ -126,8 +173,49 @@ def test_verify_finds_a_wrong_program(folder: Path, tmp_path: Path) -> None:
     program = ringopt.load(folder / "in.pt2")
     wrong = export(Causal(), (torch.zeros(1, 64, 16),))
     torch.export.save(wrong, tmp_path / "wrong.pt2")
-    with pytest.raises(CommandError, match=r"outputs differ by .* of the largest element; nothing was written"):
+    said = r"on 1 process \d+ of 6 values differ, .* by .* of its largest element; nothing was written"
+    with pytest.raises(CommandError, match=said):
         verify(program, tmp_path / "wrong.pt2", 1, [], lambda: None)
+
+
+class Detached(Causal):
+    """The outputs of Causal, and other gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 0.5 + x.detach() * 0.5)
+
+
+def test_verify_finds_wrong_gradients_on_any_rank(folder: Path, tmp_path: Path) -> None:
+    program = ringopt.load(folder / "in.pt2")
+    wrong = Detached()
+    wrong.load_state_dict(program.state_dict)
+    torch.export.save(export(wrong, (torch.zeros(1, 64, 16),)), tmp_path / "wrong.pt2")
+    with pytest.raises(CommandError, match="on 1 process 1 of 6 values differ, the gradient of x by 5.0e-01 of"):
+        verify(program, tmp_path / "wrong.pt2", 1, [], lambda: None)
+
+
+class Counting(Causal):
+    """Its output has no gradient, and it writes to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return super().forward(x).argmax(-1) + self.count.long()
+
+
+def test_verify_compares_what_is_written_and_says_where_there_is_no_gradient(folder: Path, tmp_path: Path) -> None:
+    program = export(Counting(), (torch.zeros(1, 64, 16),))
+    torch.export.save(ringopt.convert(program), tmp_path / "counting.pt2")
+    said = verify(program, tmp_path / "counting.pt2", 1, [], lambda: None)
+    assert said.endswith("gradients were not compared: no output depends on a parameter or on a floating input")
+    again = ringopt.load(tmp_path / "counting.pt2")
+    again.state_dict["count"] += 1
+    torch.export.save(again, tmp_path / "other.pt2")
+    with pytest.raises(CommandError, match="on 1 process 2 of 2 values differ"):
+        verify(program, tmp_path / "other.pt2", 1, [], lambda: None)
 
 
 def test_verify_needs_inputs(folder: Path) -> None:

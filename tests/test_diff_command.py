@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import export
+from torch.export import Dim, export
 
+import ringopt
 from ringopt.tools.cli import main
 
 
@@ -53,6 +55,23 @@ def test_all_folds_nothing_and_stat_tells_numbers(files: tuple[str, str], capsys
     printed = capsys.readouterr().out
     assert "nodes by module" in printed
     assert "%" not in printed
+
+
+def test_what_is_unknown_says_how_to_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, dynamic in (("fixed", None), ("open", ({2: Dim("n", min=4, max=64)},))):
+        program = export(Two("sin"), (torch.zeros(1, 2, 8, 4),), dynamic_shapes=dynamic)
+        torch.export.save(program, f"{name}.pt2")
+        torch.export.save(ringopt.convert(program), f"{name}_out.pt2")
+    assert main(["diff", "fixed.pt2", "fixed_out.pt2", "--stat"]) == 1
+    hint = "unknown: a file serves any number of ranks; --world-size N counts its bytes and FLOPs for N\n"
+    assert capsys.readouterr().out.endswith(hint)
+    assert main(["diff", "fixed.pt2", "fixed_out.pt2", "--stat", "--world-size", "2"]) == 1
+    assert "unknown" not in capsys.readouterr().out
+    assert main(["diff", "open.pt2", "open_out.pt2", "--stat", "--world-size", "2"]) == 1
+    assert capsys.readouterr().out.endswith("open (s0), so its bytes and FLOPs are not numbers\n")
 
 
 def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

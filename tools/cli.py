@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommandError, RingError) as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        print(f"ringopt: error: {error}", file=sys.stderr)
+        print(f"ringopt: error: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILED
 
 

@@ -54,7 +54,8 @@ def load_example(target: str) -> Example:
 def find(target: str) -> Callable[[], Any]:
     name, colon, attribute = target.partition(":")
     if not (name and colon and attribute):
-        raise CommandError(f"{target!r} is not of the form module:factory, such as my_models.llama:tiny")
+        file = "; of a .pt2 file there is `ringopt explain`" if target.endswith(".pt2") else ""
+        raise CommandError(f"{target!r} is not of the form module:factory, such as my_models.llama:tiny{file}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

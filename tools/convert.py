@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
 from ringopt.tools.command import CommandError, console, import_all, json_object, positive
-from ringopt.tools.verify import verify
+from ringopt.tools.verify import MOST, verify
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -48,7 +49,9 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
     parser.add_argument("--explain", action="store_true", help="print the report")
     parser.add_argument(
-        "--verify", action="store_true", help="run both on generated inputs and compare the outputs, not gradients"
+        "--verify",
+        action="store_true",
+        help="run both on generated inputs and compare outputs, what is written, and gradients",
     )
     parser.add_argument(
         "--world-size", metavar="N", type=positive, help="with --verify: on 1 to N processes here (default: 1)"
@@ -64,8 +67,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target)
     check_target(target, arguments.force)
-    if arguments.world_size and not arguments.verify:
-        raise CommandError("--world-size tells --verify on how many ranks to run; the file itself serves any number")
+    check_ranks(arguments.world_size, arguments.verify)
     import_all(arguments.imports)
 
     from rich.console import Console
@@ -75,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ringopt.convert import converted
 
     told, ranks = Console(stderr=True), arguments.world_size or 1
-    with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
+    quiet = not told.is_terminal
+    with beside(target) as file, Progress(console=told, transient=True, disable=quiet) as progress:
         task = progress.add_task("load", total=3 + (ranks if arguments.verify else 0))
 
         def done(following: str = "verify") -> None:
@@ -87,10 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
         done("convert")
         new, report = converting(arguments, lambda: converted(program, arguments.options, arguments.allow_empty))
         done("save")
-        with beside(target) as file:
+        with writing(target):
             save(new, file, provenance_text(arguments.options, report))
-            done()
-            verdict = verify(program, file, ranks, arguments.imports, done) if arguments.verify else ""
+        done()
+        verdict = verify(program, file, ranks, arguments.imports, done) if arguments.verify else ""
+        with writing(target):
             os.replace(file, target)
     tell(arguments, report, verdict)
     return 0
@@ -100,8 +104,19 @@ def check_target(target: Path, force: bool) -> None:
     if target.is_dir() or not target.parent.is_dir():
         found = "is a folder" if target.is_dir() else f"cannot be written: {target.parent} is no folder"
         raise CommandError(f"{target} {found}")
+    if target.suffix != ".pt2":
+        raise CommandError(f"{target} does not end in .pt2, as files of programs do")
+    if target.exists() and not target.is_file():
+        raise CommandError(f"{target} is a device or a pipe; a program is written to a file")
     if target.exists() and not force:
         raise CommandError(f"{target} exists; --force overwrites it")
+
+
+def check_ranks(ranks: int | None, verifies: bool) -> None:
+    if ranks and not verifies:
+        raise CommandError("--world-size tells --verify on how many ranks to run; the file itself serves any number")
+    if ranks and ranks > MOST:
+        raise CommandError(f"--world-size {ranks}: --verify starts as many processes here; take {MOST} or fewer")
 
 
 def converting(arguments: argparse.Namespace, convert: Any) -> tuple[ExportedProgram, Report]:
@@ -124,17 +139,49 @@ def beside(target: Path) -> Iterator[Path]:
     """A file in the folder of `target`, to take its place whole or not at all."""
     file = target.with_name(f".{target.stem}-{os.getpid()}.pt2")
     try:
+        with writing(target):
+            file.touch()
         yield file
     finally:
         file.unlink(missing_ok=True)
 
 
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{target} cannot be written: {error.strerror}") from None
+
+
+class Outlet(io.FileIO):
+    """A file whose first error is kept for `check`: torch ends the process where a write fails."""
+
+    lost: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        left = memoryview(content)
+        try:
+            while left and self.lost is None:
+                left = left[super().write(left) :]
+        except OSError as error:
+            self.lost = error
+        return len(content)
+
+    def check(self) -> None:
+        if self.lost is not None:
+            raise self.lost
+
+
 def save(program: ExportedProgram, file: Path, provenance: str) -> None:
+    """Raises OSError."""
     import torch
 
     from ringopt.archive import PROVENANCE
 
-    torch.export.save(program, file, extra_files={PROVENANCE: provenance})
+    with Outlet(file, "w") as out:
+        torch.export.save(program, out, extra_files={PROVENANCE: provenance})
+        out.check()
 
 
 def tell(arguments: argparse.Namespace, report: Report, verdict: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import TYPE_CHECKING
 
 from ringopt.tools.command import check_file, console, import_all, positive, write
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from ringopt.graph.diff import GraphDiff
+
+OPEN = re.compile(r"\bs\d")  # in a shape, the length or batch size that an export leaves open
 
 EXAMPLES = """\
 Exit code: 0 no difference, 1 some, 2 an error. A .pt2 file is a program: compare files you trust.
@@ -73,6 +76,17 @@ def show(diff: GraphDiff, arguments: argparse.Namespace) -> None:
 
     out = console()
     out.print(rendered(diff, arguments.all, arguments.stat), soft_wrap=not out.is_terminal)
+    if any(None in (side.bytes_sent, side.flops) for side in (diff.before, diff.after)):
+        print(f"unknown: {why_unknown(diff, arguments.world_size)}")
+
+
+def why_unknown(diff: GraphDiff, ranks: int | None) -> str:
+    shapes = [view.shape for change in diff.changes for view in (change.before, change.after) if view]
+    if any(OPEN.search(shape) for shape in shapes):
+        return "sizes of a program are open (s0), so its bytes and FLOPs are not numbers"
+    if ranks is None:
+        return "a file serves any number of ranks; --world-size N counts its bytes and FLOPs for N"
+    return f"what {ranks} ranks send, or compute, depends on what is known only when the program runs"
 
 
 def write_html(diff: GraphDiff, arguments: argparse.Namespace) -> None:

@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_file("--html", arguments.html)
     import_all(arguments.imports)
     of_file = arguments.target.endswith(".pt2")
+    if not of_file and ":" not in arguments.target:
+        raise CommandError(f"{arguments.target!r} is not of the form module:factory, and no file that ends in .pt2")
     made, report = report_of_file(arguments) if of_file else ("", report_of_model(arguments))
     if arguments.html:
         from ringopt.pages.report_page import report_page

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, check_file, console, json_object, load_example, positive, write
+from ringopt.tools.command import CommandError, check_file, console, json_object, load_example, positive, whole, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -30,7 +30,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help="module:factory; factory() returns (model, inputs)")
     parser.add_argument("--world-size", metavar="P", nargs="+", type=positive, default=[512], help="ranks (512)")
-    parser.add_argument("--lengths", metavar="N", nargs="+", type=positive, help="tokens (4096 to 16777216)")
+    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, help="tokens (4096 to 16777216)")
     parser.add_argument("--hardware", metavar="NAME", default="h100", help="cpu, p100, v100, a100, h100, h200, b200")
     parser.add_argument("--link", metavar="NAME", help="such as infiniband-ndr (the one that the device comes with)")
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")

@@ -1,7 +1,9 @@
 """--verify of `ringopt convert`: the program before and after on generated inputs, on 1 to N processes of this machine.
 
-The first process computes what is right and runs the converted program alone. For each further number of ranks it
-starts that many of `python -m ringopt.tools.verify FOLDER RANK RANKS`, which talk through gloo.
+Compared are outputs, buffers and inputs that are written, and the gradients of parameters and of floating inputs, from
+random cotangents. The first process computes what is right and runs the converted program alone. For each further
+number of ranks it starts that many of `python -m ringopt.tools.verify FOLDER RANK RANKS`, which talk through gloo and
+say how far off they are; the first process judges.
 """
 
 from __future__ import annotations
@@ -16,29 +18,40 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringopt.errors import RingError, first_line
 from ringopt.tools.command import CommandError, import_all
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-# The files of FOLDER: the converted program, what it has to return, modules to import, where the processes meet.
-PROGRAM, EXPECTED, IMPORTS, STORE = "program.pt2", "expected.pt", "imports.json", "store"
+    from ringopt.verify import Values
+
+# The files of FOLDER: the converted program, what it has to compute, modules to import, where the processes meet; and
+# of each rank what it found and what it said.
+PROGRAM, EXPECTED, IMPORTS, STORE, FOUND, SAID = "program.pt2", "expected.pt", "imports.json", "store", "found", "said"
 ERROR = "ringopt: error: "
+MOST = max(8, os.cpu_count() or 1)  # processes
 
 
 def verify(
     before: ExportedProgram, converted: Path, ranks: int, imports: Sequence[str], done: Callable[[], None]
 ) -> str:
-    """Says how far the outputs are apart; `done` is called after each number of ranks. Raises CommandError: no example
-    inputs, random numbers, outputs that differ, a rank that fails."""
+    """Says how far outputs and gradients are apart; `done` is called after each number of ranks. Raises CommandError:
+    no example inputs, random numbers, values that differ, a rank that fails."""
     import torch
 
     from ringopt.archive import load
+    from ringopt.verify import distances
 
     if before.example_inputs is None:
         raise CommandError("--verify needs example inputs, and the program was saved without them")
-    expected = outputs(before)
-    worst = compared(outputs(load(converted)), expected, lambda: outputs(before, seed=1))
+    expected, why_not = expected_of(before)
+    try:
+        found = values(load(converted), gradients=not why_not)
+    except (RuntimeError, RingError) as error:
+        raise CommandError(f"the converted program fails: {first_line(error)}; nothing was written") from None
+    apart = distances(found, expected)
+    judge(before, apart, expected, "1 process")
     done()
     for p in range(2, ranks + 1):
         with tempfile.TemporaryDirectory() as name:
@@ -46,61 +59,156 @@ def verify(
             os.symlink(converted.resolve(), folder / PROGRAM)
             torch.save(expected, folder / EXPECTED)
             (folder / IMPORTS).write_text(json.dumps(list(imports)))
-            worst = max(worst, on_ranks(folder, p))
+            further = on_ranks(folder, p)
+        judge(before, further, expected, f"{p} processes")
+        apart = {name: max(error, further[name]) for name, error in apart.items()}
         done()
+    return verdict(apart, ranks, why_not)
+
+
+def verdict(apart: dict[str, float], ranks: int, why_not: str) -> str:
+    from ringopt.verify import GRADIENT
+
+    gradients = [error for name, error in apart.items() if name.startswith(GRADIENT)]
+    others = [error for name, error in apart.items() if not name.startswith(GRADIENT)]
     where = "1 process" if ranks == 1 else f"1 to {ranks} processes"
-    return f"; on {where} the largest difference of an output is {worst:.1e}"
+    told = f"of a gradient {max(gradients):.1e}" if gradients else f"gradients were not compared: {why_not}"
+    return f"; on {where} the largest difference of an output is {max(others, default=0.0):.1e}, {told}"
 
 
-def outputs(program: ExportedProgram, seed: int = 0) -> list[Any]:
-    """What the program returns for its example inputs, floating ones drawn anew, the same on every call. `seed` is for
-    what it draws itself."""
+# ---- what a program computes -----------------------------------------------------------------------------------------
+def expected_of(program: ExportedProgram) -> tuple[Values, str]:
+    """What the program computes; and why no gradients are among it, "" where they are."""
+    from ringopt.verify import GRADIENT
+
+    try:
+        found = values(program)
+    except RuntimeError as error:
+        why = first_line(error)
+    else:
+        alone = not any(name.startswith(GRADIENT) for name in found)
+        return found, "no output depends on a parameter or on a floating input" if alone else ""
+    try:
+        return values(program, gradients=False), f"the program has none ({why})"
+    except RuntimeError as error:
+        raise CommandError(f"--verify: the program fails on generated inputs: {first_line(error)}") from None
+
+
+def values(program: ExportedProgram, gradients: bool = True, seed: int = 0, shaken: float = 0.0) -> Values:
+    """What the program returns and writes for its example inputs, floating ones drawn anew, the same on every call,
+    and the gradients, by name. `seed` is for what it draws itself; `shaken`: with all numbers rounded anew, to so much
+    of each."""
     import torch
-    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._pytree import tree_flatten, tree_unflatten
 
-    def drawn(value: torch.Tensor) -> torch.Tensor:
-        return torch.randn_like(value) if value.is_floating_point() else value.clone()
+    from ringopt.verify import moved
 
     torch.manual_seed(0)
-    args, kwargs = tree_map_only(torch.Tensor, drawn, program.example_inputs)
+    module, (leaves, spec) = program.module(), tree_flatten(program.example_inputs)
+    leaves = [drawn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    before = {name: x.detach().clone() for name, x in state.items()}
+    if shaken:
+        leaves = [moved(leaf, shaken, place) for place, leaf in enumerate(leaves)]
+        refill(state, {name: moved(x, shaken, place) for place, (name, x) in enumerate(before.items())})
     torch.manual_seed(seed)
-    with torch.no_grad():
-        return tree_leaves(program.module()(*args, **kwargs))
+    try:
+        found = called(program, module, leaves, lambda: tree_unflatten(leaves, spec), gradients)
+        return found | {f"buffer {name}": x.clone() for name, x in module.named_buffers() if differs(x, before[name])}
+    finally:
+        refill(state, before)
 
 
-def compared(found: list[Any], expected: list[Any], again: Callable[[], list[Any]]) -> float:
-    """The largest difference. `again` computes what is expected from another seed, to tell chance from error."""
+def called(
+    program: ExportedProgram, module: Any, leaves: Sequence[Any], given: Callable[[], Any], gradients: bool
+) -> Values:
+    """The values of one call with `given()`, whose leaves these are."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    named = dict(zip(map(str, program.graph_signature.user_inputs), leaves, strict=True))
+    tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+    before = {name: x.detach().clone() for name, x in tensors.items()}
+    learned = {name: x for name, x in module.named_parameters() if x.requires_grad}
+    learned |= {name: x.requires_grad_() for name, x in tensors.items() if gradients and floats(x)}
+    args, kwargs = given()
+    with torch.set_grad_enabled(gradients):
+        returned = tree_leaves(module(*args, **kwargs))
+    found = {f"output {place}": x for place, x in enumerate(returned) if isinstance(x, torch.Tensor)}
+    found |= {f"input {name}": x for name, x in tensors.items() if differs(x, before[name])}
+    found = {name: x.detach().clone() for name, x in found.items()}
+    return found | gradients_of(returned, learned) if gradients else found
+
+
+def refill(state: dict[str, Any], values: dict[str, Any]) -> None:
     import torch
 
-    pairs = [pair for pair in zip(found, expected, strict=True) if isinstance(pair[1], torch.Tensor)]
-    try:
-        return max((distance(one, other) for one, other in pairs), default=0.0)
-    except CommandError:
-        repeated = [one for one in again() if isinstance(one, torch.Tensor)]
-        if not all(torch.equal(one, other) for one, (_found, other) in zip(repeated, pairs, strict=True)):
-            raise CommandError("--verify cannot compare what is drawn at random; export in eval mode") from None
-        raise
+    with torch.no_grad():
+        for name, tensor in state.items():
+            tensor.copy_(values[name])
 
 
-def distance(found: Any, expected: Any) -> float:
-    """Relative to the largest element; where numbers are not floating ones, nothing may differ."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        sizes = f"{list(found.shape)} {found.dtype} and {list(expected.shape)} {expected.dtype}"
-        raise CommandError(f"outputs differ: {sizes}; nothing was written")
-    from ringopt.verify import TOLERANCE
+def drawn(value: Any) -> Any:
+    import torch
 
-    one, other = found.double(), expected.double()
-    difference = (one - other).nan_to_num().abs().max().item() if one.numel() else 0.0
-    relative = difference / max(other.nan_to_num().abs().max().item(), 1e-30) if difference else 0.0
-    allowed = TOLERANCE.get(found.dtype, 0.0)
-    if relative > allowed or not bool((one.isnan() == other.isnan()).all()):
-        raise CommandError(f"outputs differ by {relative:.1e} of the largest element; nothing was written")
-    return float(relative)
+    return torch.randn_like(value) if value.is_floating_point() else value.clone()
+
+
+def differs(one: Any, other: Any) -> bool:
+    import torch
+
+    return not torch.equal(one, other)
+
+
+def floats(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def gradients_of(returned: Sequence[Any], learned: dict[str, Any]) -> Values:
+    import torch
+
+    from ringopt.verify import GRADIENT, cotangent
+
+    outputs = [x for x in returned if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not outputs or not learned:
+        return {}
+    cotangents = [cotangent(x.shape, x) for x in outputs]
+    found = torch.autograd.grad(outputs, list(learned.values()), cotangents, allow_unused=True)
+    return {f"{GRADIENT}{name}": x for name, x in zip(learned, found, strict=True) if x is not None}
+
+
+# ---- what may differ -------------------------------------------------------------------------------------------------
+def judge(program: ExportedProgram, apart: dict[str, float], expected: Values, where: str) -> None:
+    """Raises CommandError where values are further apart than their dtypes, or rounding the inputs anew, account
+    for."""
+    import torch
+
+    from ringopt.verify import GRADIENT, ROUNDINGS, TOLERANCE, distances
+
+    seen = [node.meta.get("val") for node in program.graph.nodes]
+    dtypes = {x.dtype.to_real() for x in seen if floats(x) or (isinstance(x, torch.Tensor) and x.is_complex())}
+    bound = max((TOLERANCE.get(dtype, 0.5) for dtype in dtypes), default=0.0)
+    if all(error <= bound for error in apart.values()):
+        return
+    gradients = any(name.startswith(GRADIENT) for name in expected)
+    if any(error > bound for error in distances(values(program, gradients, seed=1), expected).values()):
+        raise CommandError("--verify cannot compare what is drawn at random; export in eval mode")
+    shaken = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    rounded = distances(values(program, gradients, shaken=shaken), expected)
+    wrong = {name: error for name, error in apart.items() if error > max(bound, ROUNDINGS * rounded[name])}
+    if wrong:
+        worst = max(wrong, key=lambda name: wrong[name])
+        much = "in size, dtype or value" if wrong[worst] == float("inf") else f"by {wrong[worst]:.1e} of its largest"
+        raise CommandError(
+            f"on {where} {len(wrong)} of {len(apart)} values differ, {worst} {much} element; nothing was written"
+        )
 
 
 # ---- on several ranks ------------------------------------------------------------------------------------------------
-def on_ranks(folder: Path, p: int) -> float:
-    """The largest difference on any of `p` ranks. The first that fails ends the others."""
+def on_ranks(folder: Path, p: int) -> dict[str, float]:
+    """The largest differences on any of `p` ranks. The first that fails ends the others."""
     running = [started(folder, rank, p) for rank in range(p)]
     try:
         while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
@@ -110,38 +218,41 @@ def on_ranks(folder: Path, p: int) -> float:
         for process in running:
             process.kill()
             process.wait()
-    said = [(folder / f"said{rank}").read_text().strip().splitlines() or ["it said nothing"] for rank in range(p)]
     if failed is not None:
-        raise CommandError(f"rank {failed} of {p} failed: {said[failed][-1].removeprefix(ERROR)}")
-    return max(float(lines[-1]) for lines in said)
+        said = (folder / f"{SAID}{failed}").read_text().strip().splitlines() or ["it said nothing"]
+        raise CommandError(f"rank {failed} of {p} failed: {said[-1].removeprefix(ERROR)}")
+    found = [json.loads((folder / f"{FOUND}{rank}").read_text()) for rank in range(p)]
+    return {name: max(each[name] for each in found) for name in found[0]}
 
 
 def started(folder: Path, rank: int, p: int) -> subprocess.Popen[str]:
     """One rank, which imports from where this process does; what it says goes to a file."""
     command = [sys.executable, "-m", "ringopt.tools.verify", str(folder), str(rank), str(p)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with (folder / f"said{rank}").open("w") as said:
+    with (folder / f"{SAID}{rank}").open("w") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True)
 
 
-def one_rank(folder: Path, rank: int, p: int) -> float:
+def one_rank(folder: Path, rank: int, p: int) -> None:
     import_all(json.loads((folder / IMPORTS).read_text()))
     import torch
     import torch.distributed as dist
 
     from ringopt.archive import load
+    from ringopt.verify import GRADIENT, distances
 
     dist.init_process_group("gloo", init_method=f"file://{folder / STORE}", rank=rank, world_size=p)
     expected = torch.load(folder / EXPECTED, weights_only=True)
-    return compared(outputs(load(folder / PROGRAM)), expected, lambda: expected)
+    found = values(load(folder / PROGRAM), gradients=any(name.startswith(GRADIENT) for name in expected))
+    (folder / f"{FOUND}{rank}").write_text(json.dumps(distances(found, expected)))
 
 
 def main() -> None:
     folder, rank, p = sys.argv[1:]
     try:
-        print(one_rank(Path(folder), int(rank), int(p)))
+        one_rank(Path(folder), int(rank), int(p))
     except Exception as error:
-        sys.exit(f"{ERROR}{error}")
+        sys.exit(f"{ERROR}{first_line(error)}")
 
 
 if __name__ == "__main__":
