@@ -140,7 +140,7 @@ def test_explain_of_a_converted_file_is_what_it_holds(files: Path, capsys: pytes
 def test_explain_as_a_page(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
     assert explain(str(files / "in.pt2"), "--world-size", "2", "--html", str(page)) == 0
-    assert "1 attention sites" in page.read_text()
+    assert "1 attention site" in page.read_text()
     assert "1 attention sites on 2 ranks" in capsys.readouterr().out
 
 

@@ -33,7 +33,7 @@ def test_every_pass_leaves_its_graph(tmp_path: Path) -> None:
     changes = (folder / "changes.diff").read_text()
     assert "--- find_softmax\n+++ find_attention\n" in changes
     assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(report.to_dict()))
-    for page, said in (("report.html", "1 attention sites"), ("diff.html", "ring_attention")):
+    for page, said in (("report.html", "1 attention site"), ("diff.html", "ring_attention")):
         assert said in (folder / page).read_text()
 
 
