@@ -267,7 +267,7 @@ def numbers(case: Case, width: int, ranks: int, rates: Rates) -> dict[Any, float
         volume.v_dim: heads.value_dim, volume.itemsize: heads.itemsize, volume.gradient_itemsize: heads.wide,
         F: forward.rate, o: forward.overhead, F_b: backward.rate, o_b: backward.overhead,
         W: rates.link.rate, L: rates.link.latency, s: rates.step,
-        T: exchanges_of(heads.kv_heads, leaving * heads.row()), Z: least_of(heads.kernel),
+        T: exchanges_of(heads.kv_heads, leaving, leaving * heads.row())[0], Z: least_of(heads.kernel),
     }  # fmt: skip
 
 

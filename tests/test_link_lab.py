@@ -156,13 +156,14 @@ def test_an_emulated_link_carries_one_message_after_the_other() -> None:
 
 
 def test_rows_of_overlap() -> None:
-    cases = [Case("causal", 64, 2), Case("full", 64, 2, slept=True)]
+    cases = [Case("causal", 64, 2), Case("full", 64, 2, slept=True), Case("causal", 64, 2, slept=True, hoisted=True)]
     rows = rows_of(cases, [0.5, 1.0], 1, emulated=True)
-    assert [row["pass"] for row in rows] == 2 * ["forward", "forward", "backward", "backward"]
-    assert [row["slept"] for row in rows] == 4 * [False] + 4 * [True]
+    assert [row["pass"] for row in rows] == 3 * ["forward", "forward", "backward", "backward"]
+    assert [row["slept"] for row in rows] == 4 * [False] + 8 * [True]
+    assert [row["written"] is not None for row in rows] == 8 * [False] + 4 * [True]
     for row in rows:
         assert row["error"] < 1e-5
-        assert row["rate"] > 0 and row["total"] > 0 and row["moving"] >= 0
+        assert row["rate"] > 0 and row["total"] > 0 and row["moving"] >= 0 and row["exposed"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ class _Gradients:
 
 
 def check_coverage(exchange: Exchange, rank: int, blocks: Sequence[Block]) -> None:
-    """Tiles do not overlap, and together have as many seen pairs as all queries of the rank with all keys (or all keys
-    of the rank with all queries): so each seen pair is in exactly one of them."""
+    """Tiles do not overlap, and together have as many seen pairs as all queries of the rank with all keys that
+    take part (or all keys of the rank with all queries): so each seen pair is in exactly one of them."""
     for group in _groups(blocks):
         open_tiles: list[Block] = []
         for tile in sorted(group, key=lambda tile: tile.keys.start):
@@ -147,12 +147,14 @@ def check_coverage(exchange: Exchange, rank: int, blocks: Sequence[Block]) -> No
                 twice = overlap(tile.queries, other.queries) and overlap(tile.keys, other.keys)
                 _expect(not twice, f"rank {rank}", "computes pairs twice: {} and {}", tile, other)
             open_tiles.append(tile)
-    pairs, everything = exchange.pattern.pairs, range(exchange.pattern.kv_length)
+    pairs, everything = exchange.pattern.pairs, [range(exchange.pattern.kv_length)]
+    if exchange.part != (0, 1):
+        everything = [rows for other in range(exchange.ranks) for rows in exchange.kv_pieces(other)]
     computed = sum(pairs(tile.queries, tile.keys) for tile in blocks)
     if exchange.queries_move:
         wanted = sum(pairs(range(exchange.pattern.q_length), own) for own in exchange.kv_pieces(rank))
     else:
-        wanted = sum(pairs(own, everything) for own in exchange.q_pieces(rank))
+        wanted = sum(pairs(own, keys) for own in exchange.q_pieces(rank) for keys in everything)
     _expect(computed == wanted, f"rank {rank}", "computes {} pairs of {}", computed, wanted)
 
 

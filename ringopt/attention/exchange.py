@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -99,6 +99,8 @@ class Exchange:
 
     Hashable, and cheap to make: steps are unrolled per rank when asked for, and kept. Raises PlanError where lengths or
     numbers of ranks do not fit.
+
+    part   (i, n): every piece of keys is cut in n, and only the i-th of each is attended to
     """
 
     pattern: Pattern
@@ -106,6 +108,7 @@ class Exchange:
     kv_layout: Layout
     strategy: Strategy
     queries_move: bool = False
+    part: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         lengths = (self.q_layout.length, self.kv_layout.length)
@@ -192,7 +195,13 @@ class Exchange:
 
     @cached_property
     def _kv_pieces(self) -> tuple[Rows, ...]:
-        return _pieces(self.pattern, self.kv_layout)
+        number, parts = self.part
+        whole = _pieces(self.pattern, self.kv_layout)
+        return tuple(tuple(filter(len, (cut(piece, number, parts) for piece in own))) for own in whole)
+
+    def parts(self, number: int) -> tuple[Exchange, ...]:
+        """As so many exchanges, which together are this one: each of some of the keys of every rank."""
+        return _parts(self, number)
 
     @cached_property
     def _needs(self) -> tuple[Rows, ...]:
@@ -287,6 +296,16 @@ def exchange_of(
 def _pieces(pattern: Pattern, layout: Layout) -> tuple[Rows, ...]:
     ranges = map(layout.ranges, range(layout.ranks))
     return tuple(tuple(piece for rows in own for piece in pattern.keep(rows)) for own in ranges)
+
+
+def cut(rows: range, number: int, parts: int) -> range:
+    """The part `number` of so many."""
+    return rows[len(rows) * number // parts : len(rows) * (number + 1) // parts]
+
+
+@lru_cache(maxsize=1024)
+def _parts(exchange: Exchange, number: int) -> tuple[Exchange, ...]:
+    return tuple(replace(exchange, part=(part, number)) for part in range(number)) if number > 1 else (exchange,)
 
 
 @lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange
 from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
-from ringopt.attention.posted import Posted, leaving, post, there_and_back
+from ringopt.attention.posted import Posted, deliver, leaving, post, there_and_back
 from ringopt.attention.tiles import Scores, Tile
 from ringopt.distributed.mesh import Mesh
 from ringopt.distributed.traffic import log_event
@@ -158,13 +158,18 @@ def post_first(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward:
 
 
 def attend_keys(
-    attention: Attention, mesh: Mesh, given: Operands, group: str = "", first: Posted | None = None
-) -> Generator[None, None, tuple[Tensor, Tensor]]:
-    """K and V travel; see run.attend. Stops when the first messages are under way, and wherever it would wait. `first`:
-    what was posted of the first step."""
+    attention: Attention,
+    mesh: Mesh,
+    given: Operands,
+    tiles: Tiles,
+    merged: Merged,
+    group: str = "",
+    first: Posted | None = None,
+) -> Generator[None, None, None]:
+    """K and V travel, and what `given` attends to is gathered in `merged`. Stops when the first messages are under way,
+    and wherever it would wait. `first`: what was posted of the first step."""
     exchange, rank, (q, k, v) = attention.exchange, mesh.rank, (given.q, given.k, given.v)
     held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
-    tiles, merged = Tiles(attention, rank, given, given.sources), Merged(q, v.shape[3])
     strip = max(STRIP, -(-q.shape[2] // 8))
 
     def compute(block: Block) -> None:
@@ -188,7 +193,6 @@ def attend_keys(
         for packed in rows.wait():
             held.put(packed)
         held.drop(step.drops)
-    return tiles.completed(merged, given.sinks)
 
 
 @dataclass(frozen=True)
@@ -205,33 +209,48 @@ def backward_keys(
     mesh: Mesh,
     dout: Tensor,
     saved: Saved,
+    dq: Tensor,
+    parts: Sequence[Tensor],
+    home: Callable[[], Pair],
     group: str = "",
-    dq: Tensor | None = None,
-    home: Callable[[], Pair] | None = None,
     first: Posted | None = None,
     home_first: bool = False,
-) -> Generator[None, None, Found]:
-    """K and V travel again, and sums of dK and dV travel home. Stops as `attend_keys` does. `dq`, and what `home`
-    gives when it is first needed, are zeros to which gradients are added; without, such are made here. `first`: what
-    was posted of the first step; `home_first`: see Exchange.backward."""
+) -> Generator[None, None, tuple[KeysMove, Coming]]:
+    """K and V travel again, and sums of dK and dV travel home. Stops as `attend_keys` does, and ends when all is
+    computed. `dq`, `parts` (of learned sources), and what `home` gives when it is first needed, are zeros to which
+    gradients are added. `first`: what was posted of the first step; `home_first`: see Exchange.backward."""
     exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.given.k, saved.given.v)
     own, local = exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank))
     held = Held(KVShape.of(k, v), own, local, k, v)
     wide = KVShape.of(k, v, accumulator(k.dtype))
     steps = exchange.backward(rank, home_first)
     gradients = Gradients(wide, own, local, k.shape[2], leaving(steps), home)
-    blocks = KeysMove(attention, rank, dout, saved, held, gradients, dq)
-    yield from there_and_back(mesh, steps, held, gradients, blocks.compute, "backward", group, first)
-    return finished(Found(blocks.dq, *gradients.home(), blocks.parts), blocks, mesh)
+    blocks = KeysMove(attention, rank, dout, saved, held, gradients, dq, parts)
+    last = yield from there_and_back(mesh, steps, held, gradients, blocks.compute, "backward", group, first)
+    return blocks, Coming(gradients, last)
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A backward of which all is computed, and the last sums of dK and dV are on their way here."""
+
+    gradients: Gradients
+    last: list[Posted]
+
+    def arrive(self) -> None:
+        """Adds them to what `home` gave. Raises RingCommError."""
+        while self.last:
+            deliver(self.last.pop(0), self.gradients.arrived)
+        self.gradients.home()
 
 
 def finished(found: Found, blocks: BlockBackward, mesh: Mesh) -> Found:
     """With the gradient of the sinks, and NaN where rows are."""
-    saved = blocks.saved
-    if saved.given.sinks is not None:
-        found = replace(found, dsinks=blocks.dsinks(saved.given.sinks))
+    found = replace(found, dsinks=blocks.dsinks())
     if blocks.attention.nan_rows:
-        spread_nan(found, mesh, saved.lse == HIDDEN)
+        hidden = blocks.saved.lse == HIDDEN
+        spread_nan(found.dq, found.parts, hidden)
+        spread_nan_to_keys(found.dk, found.dv, mesh, hidden)
     return found
 
 
@@ -252,10 +271,17 @@ class Found:
 
     def rounded(self, given: Operands, learned: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """dq, dk, dv and the other gradients, that of the sinks last, in the dtypes of what they are gradients of."""
-        parts = [part.to(given.sources[i].dtype) for part, i in zip(self.parts, learned, strict=True)]
-        if self.dsinks is not None and given.sinks is not None:
-            parts.append(self.dsinks.to(given.sinks.dtype))
-        return self.dq.to(given.q.dtype), self.dk.to(given.k.dtype), self.dv.to(given.v.dtype), parts
+        beside = rounded_parts(self.parts, self.dsinks, given, learned)
+        return self.dq.to(given.q.dtype), self.dk.to(given.k.dtype), self.dv.to(given.v.dtype), beside
+
+
+def rounded_parts(
+    parts: Sequence[Tensor], dsinks: Tensor | None, given: Operands, learned: Sequence[int]
+) -> list[Tensor]:
+    found = [part.to(given.sources[i].dtype) for part, i in zip(parts, learned, strict=True)]
+    if dsinks is not None and given.sinks is not None:
+        found.append(dsinks.to(given.sinks.dtype))
+    return found
 
 
 def wide_zeros(x: Tensor) -> Tensor:
@@ -263,28 +289,31 @@ def wide_zeros(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device)
 
 
-def spread_nan(found: Found, mesh: Mesh, hidden: Tensor) -> None:
-    """In place: the weights of the rows `hidden` [B, Hq, Sq_local], of any rank, are NaN for all keys."""
-    batch, kv_heads = found.dk.shape[:2]
+def spread_nan(dq: Tensor, parts: Sequence[Tensor], hidden: Tensor) -> None:
+    """In place: the weights of the rows `hidden` [B, Hq, Sq_local] are NaN for all keys."""
+    dq.masked_fill_(hidden.unsqueeze(-1), torch.nan)
+    if bool(hidden.any()):
+        for part in parts:
+            part.fill_(torch.nan)
+
+
+def spread_nan_to_keys(dk: Tensor, dv: Tensor, mesh: Mesh, hidden: Tensor) -> None:
+    """The same for the keys, and rows of any rank."""
+    batch, kv_heads = dk.shape[:2]
     heads = hidden.any(-1).view(batch, kv_heads, -1).any(-1)
     heads = mesh.all_reduce(heads.to(mesh.device, torch.int32), "nan").to(hidden.device) > 0
-    found.dq.masked_fill_(hidden.unsqueeze(-1), torch.nan)
-    for grad in (found.dk, found.dv):
+    for grad in (dk, dv):
         grad.masked_fill_(heads[:, :, None, None], torch.nan)
-    if bool(hidden.any()):
-        for part in found.parts:
-            part.fill_(torch.nan)
 
 
 class BlockBackward(ABC):
     """Gradients of blocks, summed: those of learned sources here, the others as `add` says."""
 
-    def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved):
-        self.attention, self.dout, self.saved = attention, dout, saved
+    def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, parts: Sequence[Tensor]):
+        self.attention, self.dout, self.saved, self.parts = attention, dout, saved, parts
         given, learned = saved.given, set(attention.learned)
         sources = [x.detach().requires_grad_(i in learned) for i, x in enumerate(given.sources)]
         self.learned = [sources[i] for i in attention.learned]
-        self.parts = list(map(wide_zeros, self.learned))
         self.tiles = Tiles(attention, rank, given, sources, self.learned, self.parts)
 
     @abstractmethod
@@ -300,9 +329,11 @@ class BlockBackward(ABC):
                 with torch.no_grad():
                     self._tile(tile)
 
-    def dsinks(self, sinks: Tensor) -> Tensor:
-        """This rank's part, in the shape of `sinks`: the weight of a sink leads to 0, not to the row's output."""
-        saved, wide = self.saved, accumulator(self.saved.out.dtype)
+    def dsinks(self) -> Tensor | None:
+        """This rank's part, in the shape of the sinks: the weight of a sink leads to 0, not to the row's output."""
+        saved, wide, sinks = self.saved, accumulator(self.saved.out.dtype), self.saved.given.sinks
+        if sinks is None:
+            return None
         total = torch.zeros(saved.out.shape[:2], dtype=wide, device=sinks.device)
         for piece in self.tiles.pieces:
             rows = self.tiles.local.slice(piece)
@@ -337,10 +368,11 @@ class KeysMove(BlockBackward):
         saved: Saved,
         held: Held,
         gradients: Gradients,
-        dq: Tensor | None,
+        dq: Tensor,
+        parts: Sequence[Tensor],
     ):
-        super().__init__(attention, rank, dout, saved)
-        self.held, self.gradients, self.dq = held, gradients, wide_zeros(saved.given.q) if dq is None else dq
+        super().__init__(attention, rank, dout, saved, parts)
+        self.held, self.gradients, self.dq = held, gradients, dq
 
     def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         rows, saved = self.tiles.local.slice(tile.queries), self.saved

@@ -13,7 +13,7 @@ from ringopt.attention.execute import Attention, Found, Operands, Saved
 from ringopt.attention.heads import HeadExchange, Parcel, Part
 from ringopt.attention.packing import Local
 from ringopt.attention.rows import Rows, count
-from ringopt.attention.turns import attend_groups, backward_groups
+from ringopt.attention.turns import attend_shares, backward_shares
 from ringopt.distributed.mesh import Mesh, SubMesh
 from ringopt.kernels.base import accumulator
 
@@ -108,7 +108,7 @@ def attend_heads(plan: HeadExchange, site: Attention, mesh: Mesh, given: Operand
     lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
     for part in plan.parts(mesh.rank):
         mine = span(part.queries, plan.share(mesh.rank).start)
-        out[:, mine], lse[:, mine] = attend_groups(*between(plan, site, mesh, part), part_of(plan, mesh, own, part))
+        out[:, mine], lse[:, mine] = attend_shares(*between(plan, site, mesh, part), part_of(plan, mesh, own, part))
     outs, lses = trade.back([trade.of_queries(out), trade.of_queries(lse.unsqueeze(-1))], "forward back")
     return torch.cat([*outs.values()], 1), torch.cat([*lses.values()], 1).squeeze(-1)
 
@@ -125,7 +125,7 @@ def backward_heads(plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor
         mine, theirs = span(part.queries, plan.share(mesh.rank).start), span(part.keys, plan.kv_share(mesh.rank).start)
         left = Saved(part_of(plan, mesh, own, part), out[:, mine], lse[:, mine].squeeze(-1))
         # Unnamed, so that nothing of it is held while the results go home.
-        add(total, backward_groups(*between(plan, site, mesh, part), dout[:, mine], left), part, mine, theirs)
+        add(total, backward_shares(*between(plan, site, mesh, part), dout[:, mine], left).found(), part, mine, theirs)
     home = [trade.of_queries(total.dq.to(q.dtype)), *map(trade.of_keys, (total.dk, total.dv))]
     dqs, dks, dvs = trade.back(home, "backward back")
     dk, dv = (summed(plan, *grads) for grads in ((dks, given.k), (dvs, given.v)))

@@ -29,9 +29,9 @@ from ringopt.attention.execute import (
 )
 from ringopt.attention.merge import Merged, merge_
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
-from ringopt.attention.posted import leaving, there_and_back
+from ringopt.attention.posted import Posted, deliver, leaving, there_and_back
 from ringopt.attention.tiles import Tile
-from ringopt.attention.turns import finish
+from ringopt.attention.turns import Turns, by_turns
 from ringopt.distributed.mesh import Mesh
 from ringopt.kernels.base import HIDDEN, accumulator
 
@@ -68,7 +68,7 @@ def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[T
             for part in tile.strips(max(STRIP, -(-q.shape[2] // 8))):
                 results.add(part.queries, *attended(part))
 
-    finish(there_and_back(mesh, steps, held, results, compute, "forward"))
+    finish(there_and_back(mesh, steps, held, results, compute, "forward"), results)
     merged, found = Merged(q, v.shape[3]), [results.home()]
     if exchange.merges:  # in the order of the ranks, so that all have the same bits
         parts = mesh.all_gather(torch.cat(found[0], -1), "forward merge")
@@ -87,11 +87,18 @@ def backward_queries(attention: Attention, mesh: Mesh, dout: Tensor, saved: Save
     held = Held(KVShape.of(q, beside), own, local, q, beside)
     sums = Gradients(KVShape.of(q, q[..., :0], accumulator(dtype)), own, local, q.shape[2], leaving(steps))
     blocks = QueriesMove(attention, rank, dout, saved, held, sums)
-    finish(there_and_back(mesh, steps, held, sums, blocks.compute, "backward"))
+    finish(there_and_back(mesh, steps, held, sums, blocks.compute, "backward"), sums)
     found = finished(Found(sums.home()[0], blocks.dk, blocks.dv, blocks.parts), blocks, mesh)
     if exchange.merges and rank > 0 and found.dsinks is not None:
         found.dsinks.zero_()  # all ranks have the whole of it, and the caller sums parts
     return found
+
+
+def finish(run: Turns[list[Posted]], sums: Gradients) -> None:
+    """One exchange, that has nobody to take turns with."""
+    (last,) = by_turns([run])
+    while last:
+        deliver(last.pop(0), sums.arrived)
 
 
 class QueriesMove(BlockBackward):
@@ -99,7 +106,7 @@ class QueriesMove(BlockBackward):
     of the log-sum-exp."""
 
     def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, sums: Gradients):
-        super().__init__(attention, rank, dout, saved)
+        super().__init__(attention, rank, dout, saved, [wide_zeros(saved.given.sources[i]) for i in attention.learned])
         self.held, self.sums = held, sums
         self.dk, self.dv = wide_zeros(saved.given.k), wide_zeros(saved.given.v)
         self.keys_here = Local(attention.exchange.kv_layout.ranges(rank))

@@ -57,7 +57,7 @@ def memory_of(plan: Plan, heads: Heads, rank: int) -> Memory:
         return of_heads(plan, heads, rank)
     if plan.queries_move:
         return of_queries(plan, heads, rank)
-    return of_keys(plan, heads, rank, turns_of(plan, heads))
+    return of_keys(plan, heads, rank, *turns_of(plan, heads))
 
 
 class Ledger:
@@ -78,31 +78,32 @@ class Ledger:
 
 
 # ---- keys travel -----------------------------------------------------------------------------------------------------
-def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int) -> Memory:
-    """`turns` exchanges, each of some heads; one at a time computes."""
+def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int) -> Memory:
+    """`turns` times `parts` exchanges, each of some heads and some rows; one at a time computes."""
     sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
     one = replace(heads, q_heads=heads.q_heads // turns, kv_heads=-(-heads.kv_heads // turns))
     there, back = Ledger(), Ledger()
-    there.take((sums.out + sums.lse) * (turns > 1))  # of all heads, into which each exchange puts its own
     block = next((block for step in plan.forward(rank) for block in step.blocks), None)
     first = pieces(plan.pattern, block, heads.kernel)[0] if block is not None else None
-    whole = first is not None and len(first.queries) == sums.queries
+    whole = turns == 1 and first is not None and len(first.queries) == sums.queries
     strip = max(STRIP, -(-sums.queries // 8))
 
     def tile(piece: Block) -> Held:
         return first_tile(piece, one) if whole and piece == first else forward_tile(piece, one, strip)
 
     over_steps(there, plan, rank, heads, False, sums.wide_out + sums.lse, tile)
-    # A kernel gives its output in another order of dims than the operator.
-    there.briefly(sums.out // turns * (sums.narrow + whole))
+    # A kernel gives its output in another order of dims than the operator; of several exchanges it was copied before.
+    there.briefly(sums.out * (sums.narrow + whole))
     back.take(sums.wide_dq)
-    over_steps(back, plan, rank, heads, True, sums.wide_dkv, lambda block: backward_tile(block, one))
+    home = sums.wide_dkv if turns * parts == 1 else 0
+    back.take(sums.wide_dkv - home)  # of several exchanges some begin with the home blocks
+    over_steps(back, plan, rank, heads, True, home, lambda block: backward_tile(block, one))
     back.briefly(rounded(sums))
     return Memory(there.most, sums.out + sums.lse, back.most)
 
 
-def turns_of(plan: Exchange, heads: Heads) -> int:
-    return exchanges_of(heads.kv_heads, plan.leaving * heads.row()) if plan.length else 1
+def turns_of(plan: Exchange, heads: Heads) -> tuple[int, int]:
+    return exchanges_of(heads.kv_heads, plan.leaving, plan.leaving * heads.row()) if plan.length else (1, 1)
 
 
 # ---- queries travel --------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def of_heads(plan: HeadExchange, heads: Heads, rank: int) -> Memory:
     node, between = rank // plan.node, plan.whole
     whole = Sums(share, count(between.q_layout.ranges(node)), count(between.kv_layout.ranges(node)))
     shares = map(heads.share, plan.parts(rank))
-    parts = [of_keys(between, one, node, turns_of(between, one)) for one in shares]
+    parts = [of_keys(between, one, node, *turns_of(between, one)) for one in shares]
     operands, results = whole.dq + whole.dkv, whole.out + whole.lse
     computing = results + max(part.forward for part in parts)
     forward = trade(plan, heads, rank, False, operands, computing, results, results)

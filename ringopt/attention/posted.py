@@ -43,9 +43,10 @@ def there_and_back(
     way: str,
     group: str = "",
     first: Posted | None = None,
-) -> Generator[None, None, None]:
+) -> Generator[None, None, list[Posted]]:
     """Runs steps in which rows travel out (`held`) and sums of them back home. Stops when the first messages are under
-    way, and wherever it would wait.
+    way, and wherever it would wait; ends when all is computed, with the last sums still on their way here: for the
+    caller to give to `deliver`.
 
     Sums leave as soon as nothing is added to them any more, before the rank turns to other exchanges; they are waited
     for a whole step later, or with all computed in the end.
@@ -59,17 +60,15 @@ def there_and_back(
         for block in step.blocks:
             compute(block)
         log_event("computed", label, mesh.teller)
-        ends = number + 1 == len(steps)
-        if ends:
-            yield
+        if number + 1 == len(steps):
+            return [posted for posted in (coming, rows) if posted is not None]
         if coming is not None:
             deliver(coming, sums.arrived)
-        if not ends:
-            back = f"{way} {number + 1}, home{group}"
-            coming = post(mesh, steps[number + 1], Cargo.BACK, sums, back)
-            yield
+        coming = post(mesh, steps[number + 1], Cargo.BACK, sums, f"{way} {number + 1}, home{group}")
+        yield
         deliver(rows, held.put)
         held.drop(step.drops)
+    return []
 
 
 def deliver(posted: Posted, take: Callable[[Packed], None]) -> None:

@@ -14,7 +14,7 @@ from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.execute_heads import attend_heads, backward_heads
 from ringopt.attention.execute_queries import attend_queries, backward_queries
 from ringopt.attention.posted import Posted
-from ringopt.attention.turns import attend_groups, backward_groups, begin_groups
+from ringopt.attention.turns import attend_shares, backward_shares, begin_shares
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import PlanError
 
@@ -24,7 +24,7 @@ def begin(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool
     is to be handed on as `begun`. Of plans in which only keys travel."""
     if attention.heads is not None or attention.exchange.queries_move:
         raise PlanError("what travels first is more than K and V, so it cannot begin with them alone")
-    return begin_groups(attention, mesh, k, v, backward)
+    return begin_shares(attention, mesh, k, v, backward)
 
 
 def attend(attention: Attention, mesh: Mesh, given: Operands, begun: Sequence[Posted] = ()) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def attend(attention: Attention, mesh: Mesh, given: Operands, begun: Sequence[Po
         return attend_heads(attention.heads, attention, mesh, given)
     if attention.exchange.queries_move:
         return attend_queries(attention, mesh, given)
-    return attend_groups(attention, mesh, given, begun)
+    return attend_shares(attention, mesh, given, begun)
 
 
 def attend_backward(
@@ -51,5 +51,5 @@ def attend_backward(
     elif attention.exchange.queries_move:
         found = backward_queries(attention, mesh, dout, saved)
     else:
-        found = backward_groups(attention, mesh, dout, saved, begun)
+        found = backward_shares(attention, mesh, dout, saved, begun).found()
     return found.rounded(saved.given, attention.learned)

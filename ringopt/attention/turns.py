@@ -1,40 +1,62 @@
 """Several exchanges at once, by turns: what one computes hides what the others have under way.
 
-The heads of an attention know nothing of each other, so its exchange can be run as several, each of some of the heads,
-and each a generator that stops where it would have to wait. What arrives is then computed with while the rest still
-travels: at two ranks, where all that a rank is sent comes in one step, nothing else would hide the second half of it.
+The heads of an attention know nothing of each other, and what a query has of some keys is merged with what it has of
+others. So an exchange can be run as several, each of some of the heads or, where these do not suffice, of some of the
+rows of every rank; and each a generator that stops where it would have to wait. What arrives is then computed with
+while the rest still travels: at two ranks, where all that a rank is sent comes in one step, nothing else would hide the
+second half of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ringopt.attention.check import prove
+from ringopt.attention.exchange import Exchange
 from ringopt.attention.execute import (
     Attention,
+    Coming,
     Found,
+    KeysMove,
     Operands,
     Saved,
+    Tiles,
     attend_keys,
     backward_keys,
     post_first,
+    spread_nan,
+    spread_nan_to_keys,
     wide_zeros,
 )
+from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Pair
 from ringopt.attention.posted import Posted
-from ringopt.distributed.mesh import Mesh
-from ringopt.kernels.base import accumulator
+from ringopt.distributed.mesh import Mesh, Pending
+from ringopt.kernels.base import HIDDEN, accumulator
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
 
-MOST = 4  # exchanges
-PIECE = 1 << 20  # bytes of the largest message of each: smaller ones cost more to handle than they hide
+MOST = 8  # exchanges
+PIECE = 1 << 19  # bytes of the largest message of each: smaller ones cost more to handle than they hide
+ROWS = 512  # keys of each, where several share heads: what more of them cost is one more merge of all results
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several exchanges carries: some KV heads, and of these all keys or a part (Exchange.parts)."""
+
+    heads: range
+    exchange: Exchange
+    number: int
+    name: str = ""  # in labels
 
 
 def by_turns(runs: Sequence[Turns[T]]) -> list[T]:
@@ -50,62 +72,87 @@ def by_turns(runs: Sequence[Turns[T]]) -> list[T]:
     return [found[place] for place in range(len(runs))]
 
 
-def finish(run: Turns[T]) -> T:
-    """One that has nobody to take turns with."""
-    return by_turns([run])[0]
+def begin_shares(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool) -> list[Posted]:
+    """What each exchange of `attend_shares` or `backward_shares` posts first, in the order in which they do."""
+    found = []
+    for share in shares_of(attention, k, v, mesh.rank):
+        site, own = replace(attention, exchange=share.exchange), (of(k, share.heads), of(v, share.heads))
+        found.append(post_first(site, mesh, *own, backward, share.name))
+    return found
 
 
-def begin_groups(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool) -> list[Posted]:
-    """What each exchange of `attend_groups` or `backward_groups` posts first, in the order in which they do."""
-    groups = groups_of(attention, k, v)
-    if len(groups) == 1:
-        return [post_first(attention, mesh, k, v, backward)]
-    return [
-        post_first(attention, mesh, of(k, heads), of(v, heads), backward, f" of {number}")
-        for number, heads in enumerate(groups)
-    ]
-
-
-def attend_groups(
+def attend_shares(
     attention: Attention, mesh: Mesh, given: Operands, begun: Sequence[Posted] = ()
 ) -> tuple[Tensor, Tensor]:
     """K and V travel, in as many exchanges as pay; see run.attend."""
-    groups = groups_of(attention, given.k, given.v)
-    firsts: Sequence[Posted | None] = begun or [None] * len(groups)
-    if len(groups) == 1:
-        return finish(attend_keys(attention, mesh, given, first=firsts[0]))
-    q, v = given.q, given.v
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+    shares = shares_of(attention, given.k, given.v, mesh.rank)
+    merged, sums = Merged(given.q, given.v.shape[3]), dict[range, Merged]()
+    for heads in (one.heads for one in shares):
+        if heads not in sums:
+            sums[heads] = merged.of(queries_of(given, heads)) if len(heads) < given.k.shape[1] else merged
 
-    def one(number: int, heads: range) -> Turns[None]:
-        (site, part), own = of_group(attention, given, heads), queries_of(given, heads)
-        out[:, own], lse[:, own] = yield from attend_keys(site, mesh, part, f" of {number}", firsts[number])
+    def one(share: Share, first: Posted | None) -> Turns[None]:
+        site, part = of_share(attention, given, share)
+        tiles = Tiles(site, mesh.rank, part, part.sources)
+        return attend_keys(site, mesh, part, tiles, sums[share.heads], share.name, first)
 
-    by_turns([one(number, heads) for number, heads in enumerate(groups)])
-    return out, lse
+    by_turns([one(share, first) for share, first in zip_longest(shares, begun)])
+    return Tiles(attention, mesh.rank, given, given.sources).completed(merged, given.sinks)
 
 
-def backward_groups(
+def backward_shares(
     attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved, begun: Sequence[Posted] = ()
-) -> Found:
-    """K and V travel again, and sums of dK and dV home; see run.attend_backward."""
-    given, groups = saved.given, groups_of(attention, saved.given.k, saved.given.v)
-    firsts: Sequence[Posted | None] = begun or [None] * len(groups)
-    if len(groups) == 1:
-        return finish(backward_keys(attention, mesh, dout, saved, first=firsts[0]))
+) -> Homeward:
+    """K and V travel again, and sums of dK and dV home, but for the last of them; see run.attend_backward."""
+    given, shares = saved.given, shares_of(attention, saved.given.k, saved.given.v, mesh.rank)
     dq, homes = wide_zeros(given.q), Homes(given.k, given.v)
+    parts = [wide_zeros(given.sources[i]) for i in attention.learned]
 
-    def one(number: int, heads: range) -> Turns[Found]:
-        (site, part), own = of_group(attention, given, heads), queries_of(given, heads)
-        left, sums = Saved(part, saved.out[:, own], saved.lse[:, own]), (dq[:, own], lambda: homes.of(heads))
-        # The home blocks of half of the groups hide the first hop of K and V, the others the last hop of dK and dV.
-        how = (firsts[number], 2 * number < len(groups))
-        return backward_keys(site, mesh, dout[:, own], left, f" of {number}", *sums, *how)
+    def one(share: Share, first: Posted | None) -> Turns[tuple[KeysMove, Coming]]:
+        (site, part), own = of_share(attention, given, share), queries_of(given, share.heads)
+        left = Saved(part, saved.out[:, own], saved.lse[:, own])
+        # The home blocks of half of the exchanges hide the first hop of K and V, the others the last hop of dK and dV.
+        how = (share.name, first, 2 * share.number < len(shares) and len(shares) > 1)
+        return backward_keys(site, mesh, dout[:, own], left, dq[:, own], parts, lambda: homes.of(share.heads), *how)
 
-    found = by_turns([one(number, heads) for number, heads in enumerate(groups)])
-    dsinks = [part.dsinks for part in found if part.dsinks is not None]
-    return Found(dq, *homes.pair, [], torch.cat(dsinks, 1) if dsinks else None)
+    done = by_turns([one(share, first) for share, first in zip_longest(shares, begun)])
+    hidden = saved.lse == HIDDEN if attention.nan_rows else None
+    if hidden is not None:
+        spread_nan(dq, parts, hidden)
+    once = {share.heads: blocks for share, (blocks, _) in zip(shares, done, strict=True)}.values()
+    dsinks = [part for blocks in once if (part := blocks.dsinks()) is not None]
+    return Homeward(
+        mesh, dq, parts, torch.cat(dsinks, 1) if dsinks else None, homes, [coming for _, coming in done], hidden
+    )
+
+
+@dataclass(frozen=True)
+class Homeward:
+    """A backward of which all is computed, and the last sums of dK and dV are on their way here."""
+
+    mesh: Mesh
+    dq: Tensor
+    parts: Sequence[Tensor]
+    dsinks: Tensor | None
+    homes: Homes
+    coming: Sequence[Coming]
+    hidden: Tensor | None  # rows whose gradients are NaN for all keys
+
+    @property
+    def pending(self) -> list[Pending]:
+        return [posted.pending for each in self.coming for posted in each.last]
+
+    def arrive(self) -> Pair:
+        """dK and dV in the accumulator's dtype, once. Raises RingCommError."""
+        for each in self.coming:
+            each.arrive()
+        dk, dv = self.homes.pair
+        if self.hidden is not None:
+            spread_nan_to_keys(dk, dv, self.mesh, self.hidden)
+        return dk, dv
+
+    def found(self) -> Found:
+        return Found(self.dq, *self.arrive(), self.parts, self.dsinks)
 
 
 class Homes:
@@ -113,6 +160,7 @@ class Homes:
 
     def __init__(self, k: Tensor, v: Tensor):
         self._k, self._v = k, v
+        self._begun: dict[range, Pair] = {}
 
     @cached_property
     def pair(self) -> Pair:
@@ -121,32 +169,44 @@ class Homes:
         return dk, dv
 
     def of(self, heads: range) -> Pair:
-        """Zeros for some heads: written no sooner than asked for, and until then a machine may give no memory."""
-        dk, dv = self.pair
-        return of(dk, heads).zero_(), of(dv, heads).zero_()
+        """Of some heads, zeros at first: written no sooner than asked for, and until then a machine may give no
+        memory."""
+        if heads not in self._begun:
+            dk, dv = self.pair
+            self._begun[heads] = of(dk, heads).zero_(), of(dv, heads).zero_()
+        return self._begun[heads]
 
 
-def groups_of(attention: Attention, k: Tensor, v: Tensor) -> list[range]:
-    """The KV heads of each exchange; the same on every rank. One, where masks would have to be made for each."""
-    exchange = attention.exchange
-    heads = k.shape[1]
-    if not heads or attention.mask.text or exchange.length == 0:
-        return [range(heads)]
-    number = exchanges_of(heads, k.shape[0] * heads * exchange.leaving * (k.shape[3] + v.shape[3]) * k.element_size())
-    return [range(heads * i // number, heads * (i + 1) // number) for i in range(number)]
+def shares_of(attention: Attention, k: Tensor, v: Tensor, rank: int) -> list[Share]:
+    """The exchanges of an attention, each proved for `rank`; the same on every rank. Of all heads, where masks would
+    have to be made for each."""
+    exchange, heads = attention.exchange, k.shape[1]
+    size = k.shape[0] * heads * exchange.leaving * (k.shape[3] + v.shape[3]) * k.element_size()
+    alike = 1 if attention.mask.text else heads
+    apart, parts = exchanges_of(alike, exchange.leaving, size) if exchange.length else (1, 1)
+    shares: list[Share] = []
+    for i in range(apart):
+        for part in exchange.parts(parts):
+            prove(part, rank)
+            name = f" of {len(shares)}" if apart * parts > 1 else ""
+            shares.append(Share(range(heads * i // apart, heads * (i + 1) // apart), part, len(shares), name))
+    return shares
 
 
-def exchanges_of(kv_heads: int, leaving: int) -> int:
-    """How many exchanges pay, where `leaving` bytes of K and V leave a rank."""
-    return max(1, min(MOST, kv_heads, leaving // PIECE))
+def exchanges_of(kv_heads: int, rows: int, size: int) -> tuple[int, int]:
+    """How many exchanges pay, by heads and by rows, where `size` bytes of K and V leave a rank, in `rows` rows."""
+    most = max(1, min(MOST, size // PIECE))
+    apart = max(1, min(most, kv_heads))
+    return apart, max(1, min(most // apart, rows // ROWS))
 
 
-def of_group(attention: Attention, given: Operands, heads: range) -> tuple[Attention, Operands]:
-    """What the exchange of some KV heads is given."""
+def of_share(attention: Attention, given: Operands, share: Share) -> tuple[Attention, Operands]:
+    """What one of the exchanges is given."""
+    heads = share.heads
     own = queries_of(given, heads)
     sinks = given.sinks[:, own] if given.sinks is not None else None
     part = replace(given, q=given.q[:, own], k=of(given.k, heads), v=of(given.v, heads), sinks=sinks)
-    return replace(attention, first_head=attention.first_head + own.start), part
+    return replace(attention, exchange=share.exchange, first_head=attention.first_head + own.start), part
 
 
 def queries_of(given: Operands, heads: range) -> slice:

@@ -5,7 +5,7 @@ divides evenly (volume.py), and tests hold the rest against unrolled plans. Symb
 
     F, o   FLOP/s of a tile, and seconds that each costs beside its FLOPs        F_b, o_b   the same backward
     W, L   bytes/s of the link, seconds a message                                s          seconds a step
-    T      exchanges that take turns, each of some heads (attention/turns.py)
+    T      exchanges that take turns, by heads (attention/turns.py)
     Z      the fewest queries of a strip of a window (attention/strips.py)
 
 A step takes the longer of computing and exchanging. The ring has a step for each hop, and so has its backward, where
@@ -53,8 +53,9 @@ SUMS = SHARD * batch * q_heads * (v_dim + 1) * gradient_itemsize
 RESULTS = SHARD * batch * q_heads * (v_dim * itemsize + gradient_itemsize)
 DQ, OUT = SHARD * batch * q_heads * k_dim, SHARD * batch * q_heads * v_dim * itemsize
 HOME = SHARD * ROW_BACK
+# Sums of the rank's own rows: there from the start where several exchanges take turns, for some begin with them.
+EARLY = Piecewise((HOME, T > 1), (0, True))
 NARROW = Piecewise((1, itemsize < gradient_itemsize), (0, True))
-SPLIT = Piecewise((1, T > 1), (0, True))
 # What a tile of an eighth of the queries gives, and one of the whole backward with what its kernel copies.
 TILE = (RESULTS + 2 * SHARD * batch * q_heads * gradient_itemsize) / 8 / T
 TILE_BACK = (DQ * itemsize + OUT) / T
@@ -197,7 +198,8 @@ def ring(work: Work) -> dict[str, Expr]:
     keys, sums = work.rows * ROW, work.rows * ROW_BACK
     home, away, home_back, away_back = tiles(work)
     some, more = Min(work.hops, 1), Max(work.hops - 1, 0)
-    passing = Max(2 * keys, 2 * sums + HOME, Piecewise((2 * keys + 3 * sums, work.hops > 1), (0, True)))
+    apart = Piecewise((2 * keys + 3 * sums, work.hops > 1), (0, True))
+    passing = Max(2 * keys + EARLY, 2 * sums + HOME, apart + EARLY)
     return {
         "memory": forward_memory(2 * keys * some, work),
         "memory_backward": backward_memory(passing, work),
@@ -218,7 +220,12 @@ def gather(work: Work) -> dict[str, Expr]:
     return {
         "memory": forward_memory(work.gathered * ROW, work),
         "memory_backward": backward_memory(
-            Max(work.gathered * ROW, work.gathered * (ROW + ROW_BACK) / 2, work.gathered * ROW_BACK + HOME), work
+            Max(
+                work.gathered * ROW + EARLY,
+                work.gathered * (ROW / 2 + ROW_BACK) + EARLY,
+                work.gathered * ROW_BACK + HOME,
+            ),
+            work,
         ),
         "seconds": Max(home, link(keys, work.hops)) + work.hops * away + (1 + some) * s,
         "seconds_backward": link(keys, work.hops)
@@ -229,8 +236,8 @@ def gather(work: Work) -> dict[str, Expr]:
 
 
 def forward_memory(travels: Expr, work: Work) -> Expr:
-    """`travels`: bytes of rows on their way. Sums of an exchange are put into the results of all."""
-    return SPLIT * RESULTS + SUMS + travels + Max(TILE, MASK * work.masked)
+    """`travels`: bytes of rows on their way."""
+    return SUMS + travels + Max(TILE, MASK * work.masked)
 
 
 def backward_memory(travels: Expr, work: Work) -> Expr:

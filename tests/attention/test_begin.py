@@ -41,7 +41,7 @@ def test_numbers(p: int, strategy: str, piece: int, monkeypatch: pytest.MonkeyPa
 
 def test_messages_are_posted_before_there_are_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "PIECE", 1)
-    case = problem(16, heads=(4, 2))
+    case = problem(16, heads=(4, 2))  # fewer rows than pay to be cut
     site = attention(case, 2, "full", "contiguous", "ring")
 
     def body(mesh: ThreadMesh) -> None:

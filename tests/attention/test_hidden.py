@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ringopt.attention import turns
 from ringopt.attention.exchange import exchange_of
 from ringopt.attention.execute import Attention
 from ringopt.graph.mask import Mask
+from ringopt.graph.term_folding import compare
+from ringopt.graph.terms import axis
 from ringopt.kernels.cpu_flash import CpuFlash
 from tests.attention.clock import Clocked, hidden
 
@@ -23,16 +27,33 @@ def ring(pattern: str, p: int) -> Attention:
 def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many exchanges as there may be, however little each sends."""
     monkeypatch.setattr(turns, "PIECE", 1)
+    monkeypatch.setattr(turns, "ROWS", 1)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("pattern", ["causal", "full"])
 @pytest.mark.parametrize("p", [2, 4])
 def test_a_link_slower_than_none_but_faster_than_the_blocks_is_hidden(
-    p: int, pattern: str, backward: bool, smallest: None
+    p: int, pattern: str, backward: bool, heads: tuple[int, int], smallest: None
 ) -> None:
+    """Also with one head of keys, of which the rows are shared out: early ones have more queries than late ones."""
     for share in (0.3, 0.6, 0.9):
-        assert hidden(ring(pattern, p), (1, 4, 4, DIM), backward, share).share >= 0.97
+        assert hidden(ring(pattern, p), (1, *heads, DIM), backward, share).share >= (0.98 if heads[1] > 1 else 0.95)
+
+
+@pytest.mark.parametrize("pattern", ["causal", "full"])
+@pytest.mark.parametrize("p", [2, 4])
+def test_a_link_slower_than_the_blocks_is_never_idle(p: int, pattern: str, smallest: None) -> None:
+    for share, backward in ((1.3, False), (1.3, True), (2.0, False)):
+        found = hidden(ring(pattern, p), (1, 4, 4, DIM), backward, share)
+        assert found.total <= 1.05 * found.exchange
+
+
+def test_a_mask_of_the_program_is_made_once_for_all_heads_and_hidden_by_rows(smallest: None) -> None:
+    mask = Mask(visible=compare("lt", axis("k"), 200))
+    for backward in (False, True):
+        assert hidden(replace(ring("full", 2), mask=mask), (1, 4, 4, DIM), backward, 0.6).share >= 0.97
 
 
 def test_one_exchange_of_all_heads_leaves_a_backward_bare(monkeypatch: pytest.MonkeyPatch) -> None:

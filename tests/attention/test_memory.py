@@ -48,7 +48,7 @@ def test_over_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_exchanges_take_turns_in_what_they_hold_too() -> None:
-    """4 heads of 1 MiB a shard are two exchanges, each with half of the tiles beside the sums of all."""
+    """4 heads of 2 MiB a shard are four exchanges, each with a quarter of the tiles beside the sums of all."""
     heads = Heads(1, 4, 4, 64, 64, 4, 4, "float32", "flash_cpu")
     mesh = Alone(PretendedMesh(1, 2))
     register(mesh)

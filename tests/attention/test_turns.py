@@ -1,4 +1,5 @@
-"""Exchanges of some heads each, by turns: the same numbers and bytes, and more under way while blocks are computed."""
+"""Exchanges of some heads or rows each, by turns: the same numbers and bytes, and more under way while blocks are
+computed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from ringopt.attention import turns
-from ringopt.attention.turns import by_turns, groups_of
+from ringopt.attention.check import prove
+from ringopt.attention.exchange import Cargo, exchange_of
+from ringopt.attention.turns import by_turns, shares_of
 from ringopt.distributed.traffic import Traffic
 from ringopt.graph.mask import Mask
 from ringopt.graph.terms import axis, load
@@ -19,8 +22,9 @@ from tests.attention.test_execute import attention, recorded, run
 
 @pytest.fixture
 def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exchange for each KV head, up to four, however little it sends."""
+    """As many exchanges as there may be, however little each sends: one for each KV head, or more by rows."""
     monkeypatch.setattr(turns, "PIECE", 1)
+    monkeypatch.setattr(turns, "ROWS", 1)
 
 
 def test_turns_are_taken_in_order() -> None:
@@ -47,23 +51,42 @@ def test_numbers(heads: tuple[int, int], pattern: str, strategy: str, smallest: 
             assert_near(found, expected, 1e-12)
 
 
-def groups(kv_heads: int, rows: int, mask: Mask | None = None, pattern: str = "full") -> list[range]:
+def shares(
+    kv_heads: int, rows: int, mask: Mask | None = None, pattern: str = "full"
+) -> list[tuple[range, tuple[int, int]]]:
     case = problem(rows, heads=(kv_heads, kv_heads), dims=(64, 64), batch=1, dtype=torch.float32)
-    site = attention(case, 2, pattern, "contiguous", "ring")
-    return groups_of(replace(site, mask=mask or Mask()), case.k, case.v)
+    site = replace(attention(case, 2, pattern, "contiguous", "ring"), mask=mask or Mask())
+    return [(share.heads, share.exchange.part) for share in shares_of(site, case.k, case.v, 0)]
 
 
 def test_how_many() -> None:
     """A row of a head is 512 bytes here, and the first message carries half of the rows."""
-    assert groups(4, 512) == [range(4)]
-    assert groups(4, 2048) == [range(0, 2), range(2, 4)]
-    assert groups(6, 8192) == [range(0, 1), range(1, 3), range(3, 4), range(4, 6)]
-    assert groups(1, 8192) == [range(1)]
-    assert groups(4, 8192, pattern="window(512)") == [range(4)], "511 rows travel"
-    assert groups(4, 8192, Mask(visible=load(0, [axis("k")], torch.bool))) == [range(4)], "masks would be made twice"
+    assert shares(4, 512) == [(range(4), (0, 1))]
+    assert shares(4, 1024) == [(range(0, 2), (0, 1)), (range(2, 4), (0, 1))]
+    assert [heads for heads, _ in shares(6, 2048)] == [range(6 * i // 6, i + 1) for i in range(6)]
+    assert shares(1, 8192) == [(range(1), (part, 4)) for part in range(4)]
+    assert shares(4, 8192)[:3] == [(range(0, 1), (0, 2)), (range(0, 1), (1, 2)), (range(1, 2), (0, 2))]
+    mask = Mask(visible=load(0, [axis("k")], torch.bool))
+    assert shares(4, 2048, mask) == [(range(4), (0, 2)), (range(4), (1, 2))], "masks would be made for each head"
+    assert len(shares(4, 8192, pattern="window(256)")) == 1, "255 rows travel"
 
 
-def test_the_second_is_under_way_while_the_first_computes(smallest: None) -> None:
+@pytest.mark.parametrize(("pattern", "layout"), [("causal", "zigzag"), ("window(9)", "contiguous"), ("full", "zigzag")])
+def test_parts_of_a_plan_are_the_plan(pattern: str, layout: str) -> None:
+    """Each is proved by itself, and together they attend to every key once."""
+    whole = exchange_of(pattern, 29, 29, 3, layout, layout, "ring")
+    parts = whole.parts(4)
+    for rank in range(3):
+        kept = [rows for part in parts for rows in part.kv_pieces(rank)]
+        assert sorted(i for rows in kept for i in rows) == sorted(i for rows in whole.kv_pieces(rank) for i in rows)
+        for part in parts:
+            prove(part, rank)
+    sent = [sum(part.sent_rows(rank, Cargo.OUT) for part in parts for rank in range(3)), whole.volume]
+    assert sent[0] == sent[1]
+
+
+def test_the_second_is_under_way_while_the_first_computes(smallest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MOST", 2)
     p, case = 2, problem(16, heads=(4, 2))
     traffic: Traffic = recorded(case, attention(case, p, "full", "contiguous", "ring"), "contiguous")
     events = [(e.kind, e.label) for e in traffic.of(0).events if e.label.startswith("forward")]
@@ -80,6 +103,7 @@ def test_the_second_is_under_way_while_the_first_computes(smallest: None) -> Non
 
 
 def test_bytes_are_the_same_and_messages_more(smallest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MOST", 2)
     p, case = 3, problem(20, heads=(4, 2))
     site = attention(case, p, "causal", "zigzag", "ring")
     several = recorded(case, site, "zigzag")

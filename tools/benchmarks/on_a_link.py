@@ -20,6 +20,7 @@ from ringopt.attention.packing import KVShape
 from ringopt.attention.run import attend, attend_backward
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.distributed.process import process_mesh
+from ringopt.distributed.traffic import record_traffic
 from ringopt.graph.mask import Mask
 from ringopt.kernels.choose import choose
 from ringopt.tools.benchmarks.emulated_link import EmulatedLink
@@ -38,12 +39,14 @@ OVERHEAD = 1.06  # bytes on the wire for each byte of a message
 
 @dataclass(frozen=True)
 class Case:
-    """`slept`: blocks take their time, but no processor (sleeping.py)."""
+    """`slept`: blocks take their time, but no processor (sleeping.py). `hoisted`: as part of a compiled model
+    (hoisted.py)."""
 
     pattern: str
     length: int
     ranks: int
     slept: bool = False
+    hoisted: bool = False
 
     @property
     def plan(self) -> Exchange:
@@ -81,6 +84,14 @@ class Rank:
         pieces = self.plan.q_layout.ranges(self.mesh.rank)
         return torch.cat([x[:, :, rows.start : rows.stop] for rows in pieces], 2)
 
+    def run(self, mesh: Mesh, backward: bool) -> list[Tensor]:
+        """What is timed."""
+        return self.attend(self.timed, mesh, backward)
+
+    def others(self, link: Mesh, backward: bool) -> dict[str, Callable[[], object]]:
+        """What is timed beside it."""
+        return {}
+
     def attend(self, attention: Attention, mesh: Mesh, backward: bool) -> list[Tensor]:
         if backward:
             return list(attend_backward(attention, mesh, self.dout, self.saved)[:3])
@@ -88,21 +99,29 @@ class Rank:
 
     def alone(self, backward: bool, repeats: int) -> tuple[float, int]:
         """Seconds of compute and bytes sent, of the rank that has most of each."""
-        found = together({"compute": lambda: self.attend(self.timed, Mute(self.mesh), backward)}, repeats)
+        found = together({"compute": lambda: self.run(Mute(self.mesh), backward)}, repeats)
         most = torch.tensor([found["compute"].seconds, self.bytes_sent(backward)], dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return float(most[0]), int(most[1])
 
     def measured(self, link: Mesh, backward: bool, repeats: int) -> dict[str, Any]:
+        exposed: list[float] = []
+
+        def both() -> None:
+            with record_traffic() as traffic:
+                self.run(link, backward)
+            exposed.append(traffic.blocked)
+
         runs: dict[str, Callable[[], object]] = {
-            "compute": lambda: self.attend(self.timed, Mute(self.mesh), backward),
+            "compute": lambda: self.run(Mute(self.mesh), backward),
             "exchange": lambda: self.exchange(link, backward),
-            "total": lambda: self.attend(self.timed, link, backward),
+            "total": both,
+            **self.others(link, backward),
         }
         found = together(runs, repeats)
         facts = {"pass": PASSES[backward], "bytes": self.bytes_sent(backward), "error": self.error(backward)}
-        moving = found["exchange"].processor
-        return {**{name: times.seconds for name, times in found.items()}, "moving": moving, **facts}
+        facts |= {"moving": found["exchange"].processor, "exposed": statistics.median(exposed[1:])}
+        return {"written": None, **{name: times.seconds for name, times in found.items()}, **facts}
 
     def exchange(self, link: Mesh, backward: bool) -> None:
         shape = KVShape.of(self.given.k, self.given.v)
@@ -137,15 +156,12 @@ def rows_of(cases: Sequence[Case], shares: Sequence[float], repeats: int, emulat
 
 def row_of(found: Sequence[dict[str, Any]]) -> Row:
     """The slowest rank of each."""
-    compute, exchange, total, moving = (
-        max(rank[key] for rank in found) for key in ("compute", "exchange", "total", "moving")
-    )
+    times = ("compute", "exchange", "total", "moving", "exposed", "written")
+    most = {key: max(rank[key] for rank in found) for key in times if found[0][key] is not None}
+    compute, exchange, total = most["compute"], most["exchange"], most["total"]
     return {
         **found[0],
-        "compute": compute,
-        "exchange": exchange,
-        "total": total,
-        "moving": moving,
+        **most,
         "rate": max(rank["bytes"] for rank in found) / exchange,
         "hidden": (compute + exchange - total) / min(compute, exchange),
         "over_longer": total / max(compute, exchange),
@@ -156,9 +172,11 @@ def row_of(found: Sequence[dict[str, Any]]) -> Row:
 def on_a_rank(
     rank: int, ranks: int, cases: Sequence[Case], shares: Sequence[float], repeats: int, links: Links | None
 ) -> list[dict[str, Any]]:
+    from ringopt.tools.benchmarks.hoisted import Hoisted  # which stands on this module
+
     mesh, found = begin(), []
     for case in cases:
-        part = Rank(case, mesh)
+        part = (Hoisted if case.hoisted else Rank)(case, mesh)
         for backward in (False, True):
             set_rate(mesh, links, None)
             compute, sent = part.alone(backward, repeats)

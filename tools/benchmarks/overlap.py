@@ -3,7 +3,8 @@
 The link is made so slow that the exchange alone takes given shares of the compute alone. Each rank is a process of one
 thread in a network namespace of its own, joined by rate-limited links (Linux, root, iproute2); with --emulated, and
 with a note where no such links can be made, the messages are held back instead. Blocks are computed, where there are
-as many cores as ranks, and in other rows stood in for by sleep.
+as many cores as ranks, and in other rows stood in for by sleep. Each attention is run by itself and inside a compiled
+model, in which its exchange starts before what needs no keys.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         # With fewer cores than ranks there is no compute beside which messages could travel.
         kinds = (True,) if ranks > len(os.sched_getaffinity(0)) else (False, True)
         cases = [
-            Case(pattern, length, ranks, slept)
+            Case(pattern, length, ranks, slept, hoisted)
             for slept in kinds
             for length in arguments.lengths
-            for pattern in ("causal", "full")
+            for pattern, hoisted in (("causal", False), ("full", False), ("causal", True))
         ]
         rows += rows_of(cases, arguments.shares, arguments.repeats, emulated)
     link = "emulated links" if emulated else "rate-limited links between network namespaces"
@@ -96,19 +97,21 @@ def totals(rows: list[Row]) -> dict[str, Any]:
 
 
 def ms(key: str, heading: str) -> Column:
-    return Column(f"{heading},\nms", lambda row: f"{row[key] * 1e3:,.0f}")
+    return Column(f"{heading},\nms", lambda row: "-" if row[key] is None else f"{row[key] * 1e3:,.0f}")
 
 
 COLUMNS = (
     Column("n", lambda row: str(row["length"])),
     Column("p", lambda row: str(row["ranks"])),
     Column("blocks", lambda row: KINDS[row["slept"]], right=False),
-    Column("", lambda row: f"{row['pattern']}, {row['pass']}", right=False),
+    Column("", lambda row: f"{row['pattern']}, {row['pass']}{', hoisted' * row['hoisted']}", right=False),
     Column("link,\nMB/s", lambda row: f"{row['rate'] / 1e6:,.0f}"),
     ms("compute", "compute"),
     ms("exchange", "exchange"),
     ms("moving", "moving"),
     ms("total", "both"),
+    ms("exposed", "exposed"),
+    ms("written", "both, as\nwritten"),
     Column("hidden", lambda row: f"{row['hidden']:.0%}"),
     Column("total /\nlonger", lambda row: f"{row['over_longer']:.2f}"),
     Column("error", error("error")),
@@ -119,6 +122,9 @@ NOTES = (
     "beside a GPU: all there is where ranks are more than cores. Their error is that of the same call, computed.",
     "moving: what a rank's process computes for the exchange alone, to send and receive; with computed blocks, and no "
     "more cores than ranks, it cannot be hidden.",
+    "exposed: of both, the time in which a rank waits for messages and computes nothing, off the timeline.",
+    "hoisted: attention in a compiled model, with wide layers that need no keys before it and beside it; the exchange "
+    "starts ahead of them, and as written with the attention.",
     "hidden: (compute + exchange - both) / the shorter of the two. MB/s: bytes sent in the time of the exchange alone.",
     "error: from one process, relative to the largest entry; outputs, or the gradients of q, k and v.",
 )
