@@ -64,4 +64,5 @@ def test_the_ring_falls_as_1_over_p() -> None:
     }
     for p in (4, 8):
         assert held[p].forward * p == pytest.approx(held[2].forward * 2, rel=0.1)
-        assert held[p].training * p == pytest.approx(held[2].training * 2, rel=0.35)
+        # Of two ranks none passes on what others summed.
+        assert held[p].training * p == pytest.approx(held[2].training * 2, rel=0.4)
