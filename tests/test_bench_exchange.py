@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from ringopt.cost import profile
+from ringopt.cost.hardware import Link
+from ringopt.cost.rates import Rates, Speed
 from ringopt.tools import bench
 from ringopt.tools.benchmarks import calibrate_ranks, exchange, exchange_ranks
 from ringopt.tools.benchmarks.numbers import WRONG
@@ -78,6 +81,32 @@ def test_overhead_and_rate_are_fitted_to_the_slower_rank() -> None:
     assert calibrate_ranks.fitted([[(x, x / 1e9) for x in amounts]]).overhead == pytest.approx(0.0, abs=1e-9)
 
 
+def test_what_each_query_costs_beside_its_pairs_is_told_from_them() -> None:
+    """Triangles of n queries, of which a kernel takes 512 keys at once."""
+    sizes = [512, 1024, 2048, 4096]
+    samples = [(n * n / 2, 1e-5 + (n * n / 2 + n * 256) / 1e9) for n in sizes]
+    speed = calibrate_ranks.fitted([samples], sizes)
+    assert speed.rate == pytest.approx(1e9) and speed.overhead == pytest.approx(1e-5, rel=1e-3)
+    assert speed.query == pytest.approx(256e-9) and speed.seconds(2e9, 10) == pytest.approx(2 + 2.56e-6 + 1e-5)
+
+
+def test_what_is_fixed_about_calls_is_what_their_tiles_and_steps_leave() -> None:
+    """Of a machine on which a tile costs 10 us beside its FLOPs, a step 20 us, a call 30 us, and one of heads 50."""
+    bare = Rates("bare", Link("wire", 1e9, 1e-5), Speed(1e11), touch=1e30)
+    calls = {"keys forward": 3e-5, "queries forward": 3e-5, "heads forward": 5e-5}
+    machine = dataclasses.replace(bare, default=Speed(1e11, 1e-5), step=2e-5)
+
+    def seconds(name: str) -> tuple[float, float]:
+        what = {"queries": "queries", "heads": "heads"}.get(name, "keys")
+        forward, backward = (calibrate_ranks.predicted(name, machine, way) for way in (False, True))
+        return forward + calls[f"{what} forward"], backward
+
+    measured = {name: seconds(name) for name in calibrate_ranks.CALLS}
+    found = calibrate_ranks.with_calls(calibrate_ranks.with_tiles(bare, measured), measured)
+    assert found.default.overhead == pytest.approx(1e-5) and found.step == pytest.approx(2e-5)
+    assert {name: found.calls[name] for name in calls} == pytest.approx(calls)
+
+
 @pytest.mark.parametrize(("both", "part"), [(3.0, 1.0), (5.0, 0.0), (4.0, 0.5), (2.9, 1.0)])
 def test_what_is_hidden_is_a_part_of_the_shorter(both: float, part: float) -> None:
     assert calibrate_ranks.hidden(compute=3.0, exchange=2.0, both=both) == part
@@ -89,7 +118,9 @@ def test_calibrating_writes_the_profile(
     """With what the ranks measure in place of measuring."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     speeds = ("flash_cpu float32 forward full", "math float32 backward masked")
-    kernels = {"tiles": {name: [(1e6, 1e-3), (1e7, 2e-3)] for name in speeds}, "touch": 1e10, "one": 1e-3, "two": 3e-3}
+    samples = [(x, 1e-3 + x / 9e9) for x in (1e6, 1e7, 2e7, 5e7, 1e8, 1e9, 1e10)]
+    calls = dict.fromkeys(calibrate_ranks.CALLS, (1e-3, 2e-3))
+    kernels = {"tiles": dict.fromkeys(speeds, samples), "touch": 1e10, "calls": calls}
     beside = {"compute": 1.0, "exchange": 1.0, "both": 1.5}
     found = iter([[kernels] * 2, [{"link": [(1e3, 1e-3), (1e6, 2e-3)], "beside": beside}] * 2])
     with patch("ringopt.tools.benchmarks.link_lab.as_ranks", lambda *_: next(found)):

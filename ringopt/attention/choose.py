@@ -1,7 +1,8 @@
 """Which strategy moves the rows of an attention, and in which layout: the fastest by prediction, within a memory bound.
 
 Asked with facts that all ranks share (lengths, sizes, agreed rates), so that all ranks answer alike. A decision between
-predictions as close as CLOSE goes to what sends less, then to what is named first in LEAN.
+predictions as close as CLOSE goes to keys that travel before queries, whose results nothing hides in the end, then to
+what sends less, then to what is named first in LEAN.
 """
 
 from __future__ import annotations
@@ -116,8 +117,6 @@ def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
     for strategy in sorted([*NAMES, *over_nodes], key=order):
         if strategy == MERGE:
             continue  # for queries that are not spread
-        if strategy in QUERIES_MOVE and case.q_length >= case.kv_length:
-            continue  # as many queries as keys weigh no less, with their results, and only their way home is hidden
         try:
             found.append(estimate(case, ranks, layout, strategy, rates))
         except OptionError:
@@ -127,7 +126,7 @@ def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
     within = [one for one in found if one.held <= bound]
     fastest = min(one.seconds for one in within)
     close = [one for one in within if one.seconds <= fastest * (1 + CLOSE)]
-    best = min(close, key=lambda one: (one.bytes, order(one.strategy)))
+    best = min(close, key=lambda one: (one.strategy in QUERIES_MOVE, one.bytes, order(one.strategy)))
     others = [one for one in found if one is not best]
     return Choice(best.strategy, reason(best, others, bound, rates), (best, *others))
 

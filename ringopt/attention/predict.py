@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ringopt.attention.bytes import Sizes, bytes_sent, row_bytes, trade_bytes
+from ringopt.attention.bytes import Sizes, back_bytes, bytes_sent, row_bytes, there_bytes, trade_bytes
 from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange, Part
 from ringopt.attention.patterns import Kind
@@ -103,7 +103,8 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
     if isinstance(plan, HeadExchange):
         return trade(plan, heads, rates, backward)
     plans = [plan.steps(rank, backward) for rank in range(plan.ranks)]
-    clocks, work = [rates.call] * len(plans), [rates.call] * len(plans)
+    call = rates.call("queries" if plan.queries_move else "keys", backward)
+    clocks, work = [call] * len(plans), [call] * len(plans)
     spans: list[Span] = []
     for index in range(max(map(len, plans))):
         starts = list(clocks)
@@ -141,7 +142,8 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way
     shares = [[heads.share(part) for part in plan.parts(place)] for place in range(plan.node)]
     circle = rates.every(plan.node)
     ways = [[simulate(plan.whole, share, circle, backward) for share in own] for own in shares]
-    took = [sum(way.seconds - rates.call for way in own) for own in ways]
+    call = rates.call("keys", backward)  # which is part of that of heads
+    took = [sum(way.seconds - call for way in own) for own in ways]
     slowest = max(range(plan.node), key=took.__getitem__)
     half, spans = exchange / 2, list[Span]()
     for rank in everyone:
@@ -150,14 +152,14 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way
         for way in ways[rank % plan.node]:
             mine = (span for span in way.spans if span.rank == node)
             spans += [replace(x, rank=rank, step=x.step + 1, start=start + x.start, stop=start + x.stop) for x in mine]
-            start += way.seconds - rates.call
+            start += way.seconds - call
         last = max(span.step for span in spans if span.rank == rank)
         spans.append(
             Span(rank, last + 1, "exchange", half + took[slowest], exchange + took[slowest], "results for rows")
         )
     own_ways = [[(way, rank // plan.node) for way in ways[rank % plan.node]] for rank in everyone]
     return Way(
-        rates.call + exchange + took[slowest] + 2 * rates.step,
+        rates.call("heads", backward) + exchange + took[slowest] + 2 * rates.step,
         exchange + sum(way.exposed for way in ways[slowest]),
         tuple(sum(way.flops[node] for way, node in own) for own in own_ways),
         tuple(bytes_sent(plan, heads, rank, backward) for rank in everyone),
@@ -167,7 +169,8 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way
 
 
 def trade_seconds(plan: HeadExchange, heads: Heads, rates: Rates, rank: int, messages: int, backward: bool) -> float:
-    """Of the rank's messages to the ranks that it trades with, as many to each, over the links that lead there."""
+    """Of the rank's messages to the ranks that it trades with, as many to each, over the links that lead there; and of
+    what it packs and puts together: each once, results twice, and gradients are summed too."""
     others = [other for other in plan.peers(rank) if other != rank]
     sizes = trade_bytes(plan, heads, rank, backward)
     seconds = 0.0
@@ -175,7 +178,11 @@ def trade_seconds(plan: HeadExchange, heads: Heads, rates: Rates, rank: int, mes
         there = [other for other in others if rates.crosses(rank, other) is away]
         size, share = sum(sizes[other] for other in there), messages * len(there) // max(len(others), 1)
         seconds = max(seconds, of.exchange_seconds(size, share))
-    return seconds
+    parcels = [plan.parcel(home, rank) for home in plan.peers(rank)]
+    own = sum(there_bytes(parcel, heads, backward) for parcel in parcels)
+    results = sum(back_bytes(parcel, heads, backward) for parcel in parcels)
+    copied = sum(sizes.values()) + own + (4 if backward else 2) * results
+    return seconds + 2 * copied / rates.touch  # read and written
 
 
 def spans_of(rank: int, index: int, start: float, compute: float, exchange: float, step: Step) -> Iterator[Span]:
@@ -217,4 +224,5 @@ def tile_seconds(exchange: Exchange, tile: Block, heads: Heads, rates: Rates, ba
     pairs = exchange.pattern.pairs(tile.queries, tile.keys) if causal else queries * keys
     speed = rates.tile(heads.kernel, heads.dtype, backward, SHAPES[tile.kind])
     merged = 3 * (queries * heads.query() + (2 * keys * heads.row(Cargo.BACK) if backward else 0))
-    return speed.seconds(heads.flops(pairs, backward)) + merged / rates.touch
+    rows = queries * heads.batch * heads.q_heads
+    return speed.seconds(heads.flops(pairs, backward), rows) + merged / rates.touch

@@ -17,7 +17,7 @@ import torch
 from ringopt.cost.rates import Rates, cautious
 from ringopt.errors import OptionError
 
-FORMAT = 1
+FORMAT = 2
 
 
 def folder() -> Path:

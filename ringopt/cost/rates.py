@@ -1,6 +1,6 @@
 """How fast tiles are computed and messages travel: of hardware from the table, or as measured on this machine.
 
-    seconds of a tile     = overhead + FLOPs / rate              by kernel, dtype, direction and shape of the tile
+    seconds of a tile     = overhead + queries * query + FLOPs / rate   by kernel, dtype, direction, shape
     seconds of an exchange = latency * messages + bytes / rate
     seconds of a step     = max(compute, exchange) + (1 - overlap) * min(compute, exchange)
 
@@ -26,13 +26,15 @@ from ringopt.cost.hardware import Link, device_of, link_of
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s, and seconds that every tile costs beside them."""
+    """FLOP/s, and the seconds beside them that every tile costs, and every query of a head in it: where keys are taken
+    many at a time, a triangle costs each of its queries some that it does not see."""
 
     rate: float
     overhead: float = 0.0
+    query: float = 0.0
 
-    def seconds(self, flops: float) -> float:
-        return self.overhead + flops / self.rate
+    def seconds(self, flops: float, queries: int = 0) -> float:
+        return self.overhead + queries * self.query + flops / self.rate
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Rates:
     default  of tiles that `speeds` does not know
     speeds   by "kernel dtype forward|backward full|causal|masked"
     touch    bytes/s at which merged results are read and written
-    call     seconds that an attention costs beside tiles and messages
+    calls    seconds that an attention costs beside tiles, steps and messages, by "keys|queries|heads forward|backward":
+             what travels in it
     step     seconds that a step costs beside them
     memory   bytes of the device; 0 where that is not known
     node     ranks in a row that `link` joins, where `between` joins such nodes; 0: all, or not known
@@ -55,13 +58,13 @@ class Rates:
     speeds: Mapping[str, Speed] = field(default_factory=dict)
     touch: float = 10e9
     overlap: float = 1.0
-    call: float = 0.0
+    calls: Mapping[str, float] = field(default_factory=dict)
     step: float = 0.0
     memory: int = 0
     node: int = 0
     between: Link | None = None
 
-    def __hash__(self) -> int:  # speeds are a dict
+    def __hash__(self) -> int:  # speeds and calls are dicts
         return hash(self.digest)
 
     def tile(self, kernel: str, dtype: str, backward: bool, shape: str) -> Speed:
@@ -73,6 +76,10 @@ class Rates:
                 if (speed := self.speeds.get(f"{kernel} {measured} {way} {tile}")) is not None:
                     return speed
         return self.default
+
+    def call(self, what: str, backward: bool) -> float:
+        """Seconds of an attention in which `what` travels, beside its tiles, steps and messages."""
+        return self.calls.get(f"{what} {'backward' if backward else 'forward'}", 0.0)
 
     def step_seconds(self, compute: float, exchange: float) -> float:
         return max(compute, exchange) + (1 - self.overlap) * min(compute, exchange) + self.step

@@ -153,6 +153,14 @@ def test_of_close_ones_that_which_sends_less() -> None:
     assert found.estimates[0].bytes < ring.bytes and found.strategy == found.estimates[0].strategy != "ring"
 
 
+def test_queries_travel_where_few_of_them_see_all_keys() -> None:
+    """The last 8 of 64 rows see all, all others their own 8: 8 queries to each rank, or all keys to the last."""
+    rows = [*(f"{i}:{i + 1}" for i in range(7)), "0:8"]
+    case = Case(f"blocks(8x8;{';'.join(rows)},both)", 64, 64, ONE, False)
+    found = choose(case, 4, "contiguous", dataclasses.replace(ROUND, link=Link("wire", 0.1, 0.0)))
+    assert found.strategy in ("gather_q", "ring_q") and "ring " in found.reason
+
+
 def test_many_ranks_are_compared_as_few() -> None:
     case = Case("causal", 2**20, 2**20, ONE, True)
     assert case.on_fewer(1024) == (Case("causal", 2**15, 2**15, ONE, True), 32)

@@ -58,7 +58,7 @@ def test_ranks_of_other_nodes_are_reached_over_another_link() -> None:
 def test_a_tile_of_another_dtype_or_shape_takes_the_nearest_that_was_measured() -> None:
     assert MEASURED.tile("flash_cpu", "bfloat16", False, "causal") == Speed(7e10, 1e-4)
     assert MEASURED.tile("flash_cpu", "float32", True, "full") == MEASURED.default
-    assert Speed(2.0, 1.0).seconds(4.0) == 3.0
+    assert Speed(2.0, 1.0).seconds(4.0) == 3.0 and Speed(2.0, 1.0, 0.5).seconds(4.0, 2) == 4.0
 
 
 # ---- the profile -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from ringopt.tools.benchmarks.result import Column, Result, Row
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.progress import Progress
 
 RANKS = 2
@@ -44,11 +46,15 @@ def measure(progress: Progress, network: str | None = None) -> Result:
         rows.append({"what": f"link between nodes, {network}", "rate": between.rate, "overhead": between.latency})
     totals = {"profile": str(path), "digest": rates.digest, **rates.to_dict()}
     said = (
-        f"of the exchange {rates.overlap:.0%} hides behind compute; a call costs {rates.call * 1e6:.0f} us beside its "
-        f"tiles, a step {rates.step * 1e6:.0f} us; sums are merged at {rates.touch / 1e9:.1f} GB/s",
+        f"of the exchange {rates.overlap:.0%} hides behind compute; a call costs {told(rates.calls)} us beside "
+        f"its tiles, a step {rates.step * 1e6:.0f} us; sums are merged at {rates.touch / 1e9:.1f} GB/s",
         f'strategy="auto" goes by it from now on: {path}',
     )
     return Result("Rates of one rank, a thread each", COLUMNS, rows, totals, said, NOTES)
+
+
+def told(calls: Mapping[str, float]) -> str:
+    return ", ".join(f"{seconds * 1e6:.0f} ({name})" for name, seconds in calls.items())
 
 
 def rate(row: Row) -> str:
@@ -60,4 +66,4 @@ COLUMNS = (
     Column("rate", rate),
     Column("once a tile\nor message, us", lambda row: f"{row['overhead'] * 1e6:,.0f}"),
 )
-NOTES = ("a tile takes what it costs once and its FLOPs at the rate; a message, its bytes.",)
+NOTES = ("a tile takes what it costs once (with what the executor adds), so much a query, and its FLOPs at the rate.",)

@@ -5,29 +5,31 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringopt.attention.exchange import exchange_of
-from ringopt.attention.execute import Attention, Operands
+from ringopt.attention.choose import Case
 from ringopt.attention.merge import merge_
-from ringopt.attention.predict import Heads
-from ringopt.attention.run import attend
+from ringopt.attention.plans import Plan
+from ringopt.attention.predict import Heads, simulate
 from ringopt.cost.hardware import Link
 from ringopt.cost.rates import Rates, Speed
-from ringopt.distributed.mesh import Mesh, PretendedMesh
-from ringopt.graph.mask import Mask
+from ringopt.distributed.mesh import Mesh, PretendedMesh, register
 from ringopt.kernels.base import HIDDEN, Kernel
 from ringopt.kernels.choose import choose
+from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.on_a_link import Mute, begin, in_turns
 
 HEADS, DIM = 8, 64
-SIZES = (32, 64, 128, 256, 512, 1024)  # queries, and as many keys, of a tile
+SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # queries, and as many keys, of a tile
 SHAPES = ("full", "causal", "masked")
 DTYPES = (torch.float32, torch.bfloat16)
+MANY, FEW = 16384, 64  # rows: of 32 MiB in all heads, and such that a call costs more than they do
 MESSAGES = tuple(1 << power for power in range(12, 24))  # bytes
 BUDGET = 0.15  # seconds for the repeats of one tile
 Samples = list[tuple[float, float]]  # FLOPs or bytes, seconds
@@ -35,7 +37,7 @@ Samples = list[tuple[float, float]]  # FLOPs or bytes, seconds
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 def kernels_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
-    """Samples by "kernel dtype way shape"; seconds of merging, of a call and of a step."""
+    """Samples by "kernel dtype way shape"; bytes/s of merging, and seconds of whole calls."""
     mesh = begin()
     found: dict[str, Samples] = {}
     for name in ("flash_cpu", "math"):
@@ -44,7 +46,7 @@ def kernels_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
             for shape in SHAPES:
                 for way, samples in tile_samples(kernel, dtype, shape).items():
                     found[f"{name} {str(dtype).removeprefix('torch.')} {way} {shape}"] = samples
-    return {"tiles": found, "touch": touch(), **executor(mesh)}
+    return {"tiles": found, "touch": touch(), "calls": calls(mesh)}
 
 
 def tile_samples(kernel: Kernel, dtype: torch.dtype, shape: str) -> dict[str, Samples]:
@@ -57,7 +59,7 @@ def tile_samples(kernel: Kernel, dtype: torch.dtype, shape: str) -> dict[str, Sa
         out, heads = out.to(dtype), Heads.of(q, k, v)
         pairs = size * (size + 1) // 2 if causal else size * size
         ways: dict[str, Callable[[], object]] = {
-            "forward": lambda: kernel.forward(q, k, v, band(size, dtype) if mask is not None else None, causal, scale),  # noqa: B023
+            "forward": lambda: kernel.forward(q, k, v, mask, causal, scale),  # noqa: B023
             "backward": lambda: kernel.backward(dout, q, k, v, out, lse, mask, causal, scale),  # noqa: B023
         }
         for way, run in ways.items():
@@ -73,25 +75,67 @@ def band(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def touch() -> float:
-    """Bytes/s of a merge, which reads two results and writes one."""
-    out, more = torch.randn(2, 1, HEADS, 1024, DIM)
-    lse, other = torch.randn(2, 1, HEADS, 1024)
+    """Bytes/s of a merge, which reads two results and writes one; of more than caches hold."""
+    out, more = torch.randn(2, 1, HEADS, MANY, DIM)
+    lse, other = torch.randn(2, 1, HEADS, MANY)
     return float(3 * out.nbytes / timed(lambda: merge_(out, lse, more, other)))
 
 
-def executor(mesh: Mesh) -> dict[str, float]:
-    """Seconds of a call of one tile, and of one of two tiles in two steps whose messages go nowhere."""
-    kernel, _ = choose("auto", torch.float32, torch.device("cpu"), DIM, DIM)
-    size, quiet = SIZES[0], Mute(mesh)
+@dataclass(frozen=True)
+class Call:
+    """An attention of few rows whose messages go nowhere, so that what is fixed about it can be told."""
 
-    def call(ranks: int, where: Mesh) -> Callable[[], object]:
-        plan = exchange_of("full", ranks * size, ranks * size, ranks, "contiguous", "contiguous", "ring")
-        q, k, v = (torch.randn(1, HEADS, size, DIM) for _ in range(3))
-        given = Operands(q, k, v)
-        attention = Attention(plan, Mask(), kernel, DIM**-0.5)
-        return lambda: attend(attention, where, given)
+    ranks: int
+    strategy: str
+    layout: str = "contiguous"
 
-    return {"one": timed(call(1, PretendedMesh(0, 1))), "two": timed(call(2, quiet))}
+    @property
+    def case(self) -> Case:
+        heads = Heads(1, HEADS, HEADS, DIM, DIM, 4, 4, "float32", "flash_cpu")
+        return Case("full", FEW * self.ranks, FEW * self.ranks, heads, True)
+
+    @property
+    def plan(self) -> Plan:
+        return self.case.plan(self.ranks, self.layout, self.strategy)
+
+    def seconds(self, mesh: Mesh) -> tuple[float, float]:
+        """Of the operator without a gradient, and of its backward."""
+        length = FEW * self.ranks
+        place = (self.layout, self.layout, self.strategy, "auto", mesh.name, VERSION)
+        q, k, v, dout = (torch.randn(1, HEADS, FEW, DIM) for _ in range(4))
+
+        def attend(*operands: Tensor) -> Tensor:
+            how: tuple[Any, ...] = (length, length, "full", "", [], 0.0, DIM**-0.5, *place)
+            out: Tensor = torch.ops.ringopt.ring_attention(*operands, [], None, None, *how)[0]
+            return out
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return attend(q, k, v)
+
+        def both() -> object:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+        first = timed(forward)
+        return first, max(0.0, timed(both) - first)
+
+
+# The first three differ in steps and tiles: 1 and 1, 2 and 2, 2 and 6 (of which 4 are a quarter, 2 a half) forward.
+CALLS = {
+    "one": Call(1, "ring"),
+    "two": Call(2, "ring"),
+    "six": Call(2, "ring", "zigzag"),
+    "queries": Call(2, "ring_q"),
+    "heads": Call(2, "ulysses"),
+}
+
+
+def calls(mesh: Mesh) -> dict[str, tuple[float, float]]:
+    """Seconds of each of CALLS, forward and backward."""
+    quiet = Mute(mesh)
+    register(quiet)
+    return {name: call.seconds(PretendedMesh(0, 1) if call.ranks == 1 else quiet) for name, call in CALLS.items()}
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -142,35 +186,74 @@ def least(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, floa
 # ---- what fits -------------------------------------------------------------------------------------------------------
 def rates_from(kernels: Sequence[dict[str, Any]], link: Sequence[dict[str, Any]]) -> Rates:
     """The slower of the ranks, everywhere."""
-    speeds = {name: fitted([rank["tiles"][name] for rank in kernels]) for name in kernels[0]["tiles"]}
-    default = speeds["flash_cpu float32 forward full"]
-    one, two = (max(rank[name] for rank in kernels) for name in ("one", "two"))
-    tile = default.seconds(Heads(1, HEADS, HEADS, DIM, DIM, 4, 4, "float32", "").flops(SIZES[0] ** 2, False))
-    step = max(0.0, two - one - tile)
     wire = fitted([rank["link"] for rank in link])
-    return Rates(
+    queries = [size * HEADS for size in SIZES]
+    speeds = {name: fitted([rank["tiles"][name] for rank in kernels], queries) for name in kernels[0]["tiles"]}
+    bare = Rates(
         source=f"measured on {platform.node()}",
         link=Link("measured", wire.rate, wire.overhead),
-        default=default,
+        default=speeds["flash_cpu float32 forward full"],
         speeds=speeds,
         touch=min(rank["touch"] for rank in kernels),
         overlap=min(hidden(**rank["beside"]) for rank in link),
-        call=max(0.0, one - tile - step),
-        step=step,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (os.cpu_count() or 1),
     )
+    measured = {
+        name: tuple(max(rank["calls"][name][way] for rank in kernels) for way in (False, True)) for name in CALLS
+    }
+    return with_calls(with_tiles(bare, measured), measured)
 
 
-def fitted(ranks: Sequence[Samples]) -> Speed:
-    """Overhead and rate of the least squares of relative errors, through the slower rank's seconds at each amount."""
+def with_tiles(rates: Rates, measured: Mapping[str, Sequence[float]]) -> Rates:
+    """With what the executor adds to each tile and each step, which is what is left of the times of calls."""
+    left = {
+        (name, way): measured[name][way] - predicted(name, rates, way)
+        for name in ("one", "two", "six")
+        for way in (False, True)
+    }
+    tile = [max(0.0, left["six", way] - left["two", way]) / 4 for way in (False, True)]
+    speeds = {
+        name: replace(speed, overhead=speed.overhead + tile[" backward " in name])
+        for name, speed in rates.speeds.items()
+    }
+    default = replace(rates.default, overhead=rates.default.overhead + tile[False])
+    step = max(0.0, left["two", False] - left["one", False] - tile[False])
+    return replace(rates, speeds=speeds, default=default, step=step)
+
+
+def with_calls(rates: Rates, measured: Mapping[str, Sequence[float]]) -> Rates:
+    """With what is left of a call beside its tiles and steps, by what travels."""
+    found = {}
+    for what, name in {"keys": "two", "queries": "queries", "heads": "heads"}.items():
+        for way in (False, True):
+            direction = "backward" if way else "forward"
+            found[f"{what} {direction}"] = max(0.0, measured[name][way] - predicted(name, rates, way))
+    return replace(rates, calls=found)
+
+
+def predicted(name: str, rates: Rates, backward: bool) -> float:
+    """Of one of CALLS, over a link that costs nothing."""
+    free = replace(rates, link=Link("none", 1e15, 0.0), calls={})
+    return simulate(CALLS[name].plan, CALLS[name].case.heads, free, backward).seconds
+
+
+def fitted(ranks: Sequence[Samples], queries: Sequence[int] = ()) -> Speed:
+    """What fits the slower rank's seconds at each amount best, by least squares of relative errors: a rate, and an
+    overhead and seconds a query (of `queries` at each amount) where these are above 0."""
     amounts = torch.tensor([amount for amount, _ in ranks[0]], dtype=torch.float64)
     seconds = torch.tensor([[s for _, s in samples] for samples in ranks], dtype=torch.float64).amax(0)
-    # a + b * amount = seconds, each line divided by its seconds; an overhead below 0 is none.
-    lines = torch.stack([1 / seconds, amounts / seconds], 1)
-    overhead, each = torch.linalg.lstsq(lines, torch.ones(len(amounts), 1, dtype=torch.float64)).solution[:, 0].tolist()
-    if overhead < 0 or each <= 0:
-        overhead, each = 0.0, float((seconds / amounts).median())
-    return Speed(1 / each, overhead)
+    beside = {"overhead": torch.ones_like(amounts)}
+    if queries:
+        beside["query"] = torch.tensor(queries, dtype=torch.float64)
+    best, least = Speed(float((amounts / seconds).median())), float("inf")
+    for names in (names for number in range(len(beside) + 1) for names in combinations(beside, number)):
+        # The sum of all parts = seconds, each line divided by its seconds.
+        lines = torch.stack([amounts, *map(beside.__getitem__, names)], 1) / seconds[:, None]
+        found = torch.linalg.lstsq(lines, torch.ones(len(amounts), 1, dtype=torch.float64)).solution
+        error, (each, *parts) = float((lines @ found - 1).square().sum()), found[:, 0].tolist()
+        if each > 0 and min(parts, default=0.0) >= 0 and error < least:
+            best, least = Speed(1 / each, **dict(zip(names, parts, strict=True))), error
+    return best
 
 
 def hidden(compute: float, exchange: float, both: float) -> float:

@@ -38,7 +38,9 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     )
     parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, help="of the sequence (256 ... 8192)")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS), help="who sees whom (all)")
-    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
+    parser.add_argument(
+        "--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns, at least (5)"
+    )
     parser.add_argument("--quick", action="store_true", help="lengths 256 and 1024, 3 repeats")
     parser.set_defaults(measure=measure)
 

@@ -26,10 +26,11 @@ from ringopt.errors import OptionError
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.exchange import OURS
 from ringopt.tools.benchmarks.numbers import distance
-from ringopt.tools.benchmarks.on_a_link import begin, together
+from ringopt.tools.benchmarks.on_a_link import Times, begin, together
 from ringopt.tools.benchmarks.result import MODES, Row
 
 HEADS, DIM = 2, 64
+LONG, MOST = 0.3, 60  # seconds of timed calls of each, and the most calls
 SAMPLED = 64  # queries whose outputs and gradients are compared
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -70,13 +71,19 @@ class Problem:
             entrants["torch ring"] = self.torch_ring(pattern == "causal")
         expected = self.dense(pattern)
         errors = {who: self.error(entrant, expected, training) for who, entrant in entrants.items()}
-        times = together({who: self.call(entrant, training) for who, entrant in entrants.items()}, repeats)
+        times = self.times({who: self.call(entrant, training) for who, entrant in entrants.items()}, repeats)
         seconds = {who: time.seconds for who, time in times.items()}
         layout, chosen = self.by_auto(case, rates)
         return {
             "pattern": pattern, "length": self.length, "mode": mode, "chosen": chosen, "layout": layout, "same": same,
             "seconds": seconds | {who: seconds[other] for who, other in same.items()}, "errors": errors,
         }  # fmt: skip
+
+    def times(self, runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, Times]:
+        """Of at least `repeats` calls each, and of as many as LONG takes: what lasts a millisecond is often late."""
+        first = torch.tensor(sum(time.seconds for time in together(runs, 1).values()) / len(runs))
+        longest = float(max(self.mesh.all_gather(first, "repeats")))
+        return together(runs, min(MOST, max(repeats, round(LONG / longest))))
 
     # ---- who takes part ----------------------------------------------------------------------------------------------
     def ours(self, case: Case, rates: Rates) -> tuple[dict[str, Entrant], dict[str, str]]:
