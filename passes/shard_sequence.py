@@ -7,7 +7,8 @@
 Everything starts replicated. An attention site demands q, k, v sharded along their rows; its output is sharded; rules
 (ringopt/graph/axes.py) push that forward, and demands climb back to the inputs (ringopt/graph/sharder.py). What mixes
 rows in a known way (a slice, a loss, a convolution) is computed on shards with what little the ranks need of each other
-(ringopt/sharding); all else is computed on gathered operands and reported.
+(ringopt/sharding), also above the first site (ringopt/sharding/sources.py); all else is computed on gathered operands
+and reported.
 
 Before: functional graph, sites chosen by choose_strategy.
 After: every value replicated (same bits and same complete gradient on every rank) or sharded.
@@ -16,6 +17,7 @@ After: every value replicated (same bits and same complete gradient on every ran
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -52,7 +54,7 @@ from ringopt.pipeline import Context, GraphRefused, Pass
 from ringopt.report import Gather
 from ringopt.sharding import HANDLERS, across
 from ringopt.sharding.custom_gradient import Functions, Places
-from ringopt.sharding.patches import patches
+from ringopt.sharding.sources import sources
 
 
 class ShardSequence(Pass):
@@ -76,6 +78,7 @@ class ShardSequence(Pass):
             sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, least, mesh.name == ANY)
             sharder.climbs = context.options.shard == "model"
             functions = Functions(sharder, decided)
+            sharder.sources = sources(sharder, gm.graph, demands(context), frozenset(HANDLERS))
             random = walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
             if not (twice := functions.twice()):
@@ -114,7 +117,19 @@ def walk(sharder: Sharder, functions: Functions, graph: fx.Graph, context: Conte
             # (A handler of a tuple places its elements with it.)
             sharder.whole(node)
             random += [node.name] if is_random(node) else []
+        if node in sharder.sources and sharder.placements[node] is None:
+            sharder.begin(node)
     return random
+
+
+def demands(context: Context) -> Iterator[tuple[fx.Node, Sharded]]:
+    """What the attention sites want to have in rows."""
+    if context.options.shard == "attention":
+        return
+    for node, info in context.sites.items():
+        if info.refusal is None:
+            sides = zip(node.args[:3], ("queries", "keys", "keys"), strict=True)
+            yield from ((x, Sharded(2, 1, shape_of(x)[2], 1)) for x, side in sides if info.whole != side)
 
 
 def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
@@ -123,13 +138,8 @@ def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         return True
     if context.options.shard == "attention":
         return False  # whoever reads what attention gives has it gathered
-    if not is_cut(sharder, node):
-        return patches(sharder, node, (shape_of(site.args[0])[2] for site in context.sites))
-    return sharder.along(node) or across(sharder, node) or in_parts(sharder, node, context)
-
-
-def is_cut(sharder: Sharder, node: fx.Node) -> bool:
-    return any(map(sharder.placements.get, tensor_args(node)))
+    cut = any(map(sharder.placements.get, tensor_args(node)))
+    return cut and (sharder.along(node) or across(sharder, node) or in_parts(sharder, node, context))
 
 
 def in_parts(sharder: Sharder, node: fx.Node, context: Context) -> bool:

@@ -72,6 +72,8 @@ class Sharder:
         # Of some values the rows are made in a way of their own; None where that is worse than to cut the whole.
         self.climbers: dict[fx.Node, Callable[[Sharded], fx.Node | None]] = {}
         self.climbs = True
+        # How to spread, as soon as they are there, values that nobody demands by a rule (ringopt/sharding/sources.py).
+        self.sources: dict[fx.Node, Sharded] = {}
         self.relaid: list[str] = []  # sequences that change their layout on the way, for the report
         self.least, self.asks, self.asked = least, asks, dict[object, fx.Node]()
         self.reader: fx.Node | None = None
@@ -80,6 +82,14 @@ class Sharder:
     def keep(self, node: fx.Node) -> None:
         """An input, a constant: replicated as it is."""
         self.set(node, self.graph.node_copy(node, lambda arg: self.values[arg]), None)
+
+    def begin(self, node: fx.Node) -> None:
+        """A replicated value is sharded from here on; whoever reads it whole has it as it was."""
+        whole, placement = self.values[node], self.sources[node]
+        self.reader = node
+        rows = self.sharded(node, placement)
+        self.converted[node, "whole"] = whole
+        self.set(node, rows, placement)
 
     def hold(self, node: fx.Node, placement: Sharded) -> None:
         """An input of which this rank is given its rows."""

@@ -18,13 +18,14 @@ from ringopt.sharding.layers import LAYERS
 from ringopt.sharding.losses import LOSSES
 from ringopt.sharding.neighbours import NEIGHBOURS
 from ringopt.sharding.norms import NORMS
+from ringopt.sharding.resampling import RESAMPLING
 from ringopt.sharding.rows import ROWS
 from ringopt.sharding.steps import Handler
 from ringopt.sharding.sums import SUMS, partial_sums
 from ringopt.sharding.views import plain, reshaped
 
 HANDLERS: dict[str, Handler] = {
-    **SUMS, **ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS,
+    **SUMS, **ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS, **RESAMPLING,
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from ringopt.graph.sizes import place_of, slice_of
 from ringopt.ops.rows import moved
 from ringopt.sharding.rows import pad
 from ringopt.sharding.steps import Handler, Steps, enough_rows, sequence_at
+from ringopt.sharding.views import plain
 
 aten = torch.ops.aten
 
@@ -54,17 +55,22 @@ class Joined(Steps):
 
 
 def cat(sharder: Sharder, node: fx.Node) -> bool:
-    parts = node.args[0]
     rank, length = len(shape_of(node)), shape_of(node)[named(node, "dim")]
     dim = named(node, "dim") % rank
-    ends = list(accumulate(shape_of(x)[dim] if len(shape_of(x)) == rank else 0 for x in parts))
+    parts = [x for x in node.args[0] if len(shape_of(x)) == rank and shape_of(x)[dim] != 0]
+    ends = list(accumulate(shape_of(x)[dim] for x in parts))
+    for x in parts:
+        plain(sharder, x)
     cut = any(sequence_at(sharder, x, [dim]) is not None for x in parts)
-    if not cut or not enough_rows(sharder, length) or any(a == b for a, b in zip([0, *ends], ends, strict=False)):
+    if not cut or not enough_rows(sharder, length):
         return False
     step = Joined(sharder, node, dim)
     value = step.part(parts[0], 0)
     for x, start, end in zip(parts[1:], ends, ends[1:], strict=False):
         value = step.where(start, end, step.part(x, start), value)
+    nothing = [sharder.replicated(x) for x in node.args[0] if x not in parts and sharder.carries[x]]
+    if nothing:  # its gradient is as empty, and not none
+        value = step(aten.cat.default, [value, *nothing], dim, placement=step.out)
     return step.done(value, step.out)
 
 

@@ -11,6 +11,8 @@ the beginning of the next.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from ringopt.graph.sharder import Sharder
 from ringopt.graph.sizes import is_open
 from ringopt.ops.rows import Wanted, windows
 from ringopt.sharding.steps import Handler, Steps, enough_rows, sequence_at, wide_dtype
+from ringopt.sharding.sums import pooled_to_one
 
 aten = torch.ops.aten
 
@@ -64,21 +67,69 @@ def padding_before(node: fx.Node, moving: int) -> list[int] | None:
 
 
 def pooling(sharder: Sharder, node: fx.Node) -> bool:
-    """avg_pool1d and max_pool1d, where padding is as good as zeros in the rows."""
-    place = sequence_at(sharder, node.args[0], [-1])
-    kernel, padding = named(node, "kernel_size"), named(node, "padding")
-    stride = named(node, "stride") or kernel
-    zeros = not any(padding) or (op_name(node) == "avg_pool1d" and named(node, "count_include_pad"))
-    if place is None or named(node, "ceil_mode") or not zeros:
+    """avg_pool and max_pool, with the sequence along one of the dims the windows move in. Rows outside it are as zeros
+    to an average, which must count them, and as -inf to a maximum."""
+    moving, maximum = int(op_name(node)[-2]), op_name(node).startswith("max")
+    place = sharder.placements[node.args[0]]
+    at = place.dim - (len(shape_of(node)) - moving) if place is not None else -1
+    if place is None or at < 0:
         return False
-    dilation = named(node, "dilation") if op_name(node) == "max_pool1d" else [1]
-    wanted = seen_by(node, place.dim, stride[0], -padding[0], dilation[0] * (kernel[0] - 1) + 1)
-    rest = [dilation] if op_name(node) == "max_pool1d" else []
+    kernel, padding = (sizes(named(node, name), moving) for name in ("kernel_size", "padding"))
+    stride = sizes(named(node, "stride") or kernel, moving)
+    counted = not padding[at] or named(node, "count_include_pad") if not maximum else True
+    if not counted or (named(node, "ceil_mode") and not maximum) or (maximum and not is_floating(node)):
+        return False
+    dilation = sizes(named(node, "dilation"), moving) if maximum else [1] * moving
+    wanted = seen_by(node, place.dim, stride[at], -padding[at], dilation[at] * (kernel[at] - 1) + 1)
+    beside = [0 if i == at else size for i, size in enumerate(padding)]
+    rest = [dilation, *node.args[5:]] if maximum else node.args[4:]
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
-        return step(node.target, piece, kernel, stride, [0], *rest, placement=out)
+        return step(node.target, piece, kernel, stride, beside, *rest, placement=out)
 
-    return by_chunks(sharder, node, place, wanted, local)
+    return by_chunks(sharder, node, place, wanted, local, outside=-inf if maximum else None)
+
+
+def is_floating(node: fx.Node) -> bool:
+    return bool(value_of(node).is_floating_point())
+
+
+def adaptive_pooling(sharder: Sharder, node: fx.Node) -> bool:
+    """adaptive_avg_pool to one row, or to sizes that divide what is there: windows of one size."""
+    if pooled_to_one(sharder, node):
+        return True
+    moving, place = int(op_name(node)[-2]), sharder.placements[node.args[0]]
+    before, after = (shape_of(x)[-moving:] for x in (node.args[0], node))
+    if place is None or place.dim < len(shape_of(node)) - moving or any(map(is_open, (*before, *after))):
+        return False
+    if any(size % left for size, left in zip(before, after, strict=True)):
+        return False
+    kernel = [size // left for size, left in zip(before, after, strict=True)]
+    op = aten.avg_pool1d.default if moving == 1 else aten.avg_pool2d.default
+
+    def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
+        return step(op, piece, kernel, kernel, placement=out)
+
+    width = kernel[place.dim - len(shape_of(node)) + moving]
+    return by_chunks(sharder, node, place, seen_by(node, place.dim, width, 0, width), local)
+
+
+def im2col(sharder: Sharder, node: fx.Node) -> bool:
+    """nn.functional.unfold, of a sequence along the rows of the picture: a row of windows is made of some rows."""
+    place, sample = sharder.placements[node.args[0]], shape_of(node.args[0])
+    if place is None or place.dim != len(sample) - 2:
+        return False
+    kernel, dilation, padding, stride = (list(given) for given in node.args[1:5])
+    width = dilation[0] * (kernel[0] - 1) + 1
+    down, across = (
+        (sample[i - 2] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)
+    )
+
+    def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
+        return step(node.target, piece, kernel, dilation, [0, padding[1]], stride, placement=out)
+
+    out = Sharded(len(shape_of(node)) - 1, 1, down, across)
+    return by_chunks(sharder, node, place, windows(down, stride[0], -padding[0], width), local, out)
 
 
 def unfold(sharder: Sharder, node: fx.Node) -> bool:
@@ -101,18 +152,39 @@ def seen_by(node: fx.Node, dim: int, stride: int, start: int, width: int) -> Wan
 Local = Callable[[Steps, fx.Node, Sharded], fx.Node]
 
 
-def by_chunks(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, local: Local) -> bool:
-    """`node` is `local` of the rows that each chunk sees, one chunk after the other."""
-    length = shape_of(node)[place.dim]
+def by_chunks(
+    sharder: Sharder,
+    node: fx.Node,
+    place: Sharded,
+    wanted: Wanted,
+    local: Local,
+    out: Sharded | None = None,
+    outside: float | None = None,
+) -> bool:
+    """`node` is `local` of the rows that each chunk sees, one chunk after the other. It is sharded as `out`, if not
+    along the same dim; rows outside the sequence are zeros, or all `outside`."""
+    out = out or Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
+    length = out.length
     if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.asks or is_open(length):
         return False  # how many chunks, and of which sizes, stands in the graph
-    out, step = Sharded(place.dim, 1, length, 1), Steps(sharder, node)
-    seen = step.fetch(sharder.values[node.args[0]], place, wanted, out)
-    counts = [len(rows) for rows in wanted.ranges(sharder.layout(length), sharder.ranks, sharder.rank)]
-    chunks = step(aten.split_with_sizes.default, seen, counts, place.dim)
-    pieces = [local(step, step.item(chunks, i), out) for i in range(len(counts))]
-    sharder.set(node, sharder.call(aten.cat.default, (pieces, place.dim), node, out), out)
+    step = Steps(sharder, node)
+    seen = step.fetch(sharder.values[node.args[0]], place, wanted, replace(out, dim=place.dim, inner=1))
+    rows = wanted.ranges(sharder.layout(length), sharder.ranks, sharder.rank)
+    chunks = step(aten.split_with_sizes.default, seen, list(map(len, rows)), place.dim)
+    pieces = [step.item(chunks, i) for i in range(len(rows))]
+    if outside is not None:
+        pieces = [beyond(step, piece, place, at, outside) for piece, at in zip(pieces, rows, strict=True)]
+    parts = [local(step, piece, out) for piece in pieces]
+    sharder.set(node, sharder.call(aten.cat.default, (parts, out.dim), node, out), out)
     return True
+
+
+def beyond(step: Steps, piece: fx.Node, place: Sharded, rows: range, outside: float) -> fx.Node:
+    """Rows `rows` of a sequence, those that it has not being `outside`."""
+    before, after = max(0, -rows.start), max(0, rows.stop - place.length)
+    inside = step(aten.narrow.default, piece, place.dim, before, len(rows) - before - after)
+    behind = len(shape_of(step.node)) - 1 - place.dim
+    return step(aten.constant_pad_nd.default, inside, [0, 0] * behind + [before, after], outside)
 
 
 def cumsum(sharder: Sharder, node: fx.Node) -> bool:
@@ -127,7 +199,9 @@ def cumsum(sharder: Sharder, node: fx.Node) -> bool:
 
 NEIGHBOURS: dict[str, Handler] = {
     **dict.fromkeys(("conv1d", "conv2d"), convolution),
-    **dict.fromkeys(("avg_pool1d", "max_pool1d"), pooling),
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d"), pooling),
+    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d"), adaptive_pooling),
+    "im2col": im2col,
     "unfold": unfold,
     "cumsum": cumsum,
 }

@@ -4,12 +4,11 @@
                                                      y_rows  = linear(scatter(patches), w).transpose(1, 2)
 
 (Dosovitskiy et al. 2021, An Image is Worth 16x16 Words, section 3.1.) Rows of patches come from a whole image, so no
-demand climbs over the convolution; they are cut here, where they first are a sequence.
+demand climbs over the convolution by a rule; they are cut here, where they first are a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 
 import torch
@@ -25,29 +24,28 @@ aten = torch.ops.aten
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
 
-def patches(sharder: Sharder, node: fx.Node, lengths: Iterable[int]) -> bool:
-    """Places the reshape that makes a sequence of what a convolution of patches gives. Only one that attention reads,
-    whose `lengths` these are: as long, or with a few tokens put beside it."""
+def patches(sharder: Sharder, node: fx.Node, at: Sharded) -> fx.Node:
+    """The rows `at` of the reshape `node` that makes a sequence of what a convolution of patches gives."""
+    conv, step, rows_at = node.args[0], Steps(sharder, node), Sharded(1, 1, at.length, 1)
+    args = (cut(step, conv), *sharder.factors(rows_at), sharder.rows(at.length), sharder.layout(at.length))
+    rows = step(torch.ops.ringopt.scatter.default, *args, sharder.group, placement=rows_at)
+    weight, bias = named(conv, "weight"), named(conv, "bias")
+    flat = step(aten.reshape.default, sharder.beside(weight), [shape_of(conv)[1], -1])
+    y = step(aten.linear.default, rows, flat, sharder.beside(bias) if bias is not None else None, placement=rows_at)
+    return sharder.call(aten.transpose.int, (y, 1, 2), node, at)
+
+
+def are_patches(node: fx.Node, at: Sharded) -> bool:
+    """Whether the rows `at` of `node` are the patches that a convolution makes, one after the other."""
     conv = node.args[0] if op_name(node) in ("flatten", "view", "reshape", "_unsafe_view") else None
-    if not isinstance(conv, fx.Node) or not is_of_patches(sharder, conv):
+    if not isinstance(conv, fx.Node) or not is_of_patches(conv):
         return False
     sizes, count = shape_of(conv), prod(shape_of(conv)[2:])
-    attended = any(not is_open(length) and count <= length < 2 * count for length in lengths)
-    if list(shape_of(node)) != [*sizes[:2], count] or count < sharder.least(count) or not attended:
-        return False
-    step, at = Steps(sharder, node), Sharded(1, 1, count, 1)
-    args = (cut(step, conv), *sharder.factors(at), sharder.rows(count), sharder.layout(count), sharder.group)
-    rows = step(torch.ops.ringopt.scatter.default, *args, placement=at)
-    weight, bias = named(conv, "weight"), named(conv, "bias")
-    flat = step(aten.reshape.default, sharder.beside(weight), [sizes[1], -1])
-    y = step(aten.linear.default, rows, flat, sharder.beside(bias) if bias is not None else None, placement=at)
-    out = Sharded(2, 1, count, 1)
-    sharder.set(node, sharder.call(aten.transpose.int, (y, 1, 2), node, out), out)
-    return True
+    return list(shape_of(node)) == [*sizes[:2], count] and at == Sharded(2, 1, count, 1)
 
 
-def is_of_patches(sharder: Sharder, conv: fx.Node) -> bool:
-    if op_name(conv) not in CONVOLUTIONS or sharder.placements[conv.args[0]] is not None:
+def is_of_patches(conv: fx.Node) -> bool:
+    if op_name(conv) not in CONVOLUTIONS:
         return False
     kernel = shape_of(named(conv, "weight"))[2:]
     sizes = (*shape_of(conv.args[0]), *shape_of(conv), *kernel)
@@ -65,7 +63,7 @@ def each(numbers: list[int], dims: tuple[int, ...]) -> tuple[int, ...]:
 
 def cut(step: Steps, conv: fx.Node) -> fx.Node:
     """[B, patches, channels * patch] of a whole image; what is left over at its far sides is no part of a patch."""
-    x, kernel, counts = step.sharder.values[conv.args[0]], shape_of(named(conv, "weight"))[2:], shape_of(conv)[2:]
+    x, kernel, counts = step.sharder.replicated(conv.args[0]), shape_of(named(conv, "weight"))[2:], shape_of(conv)[2:]
     batch, channels = shape_of(conv.args[0])[:2]
     for dim, (count, size) in enumerate(zip(counts, kernel, strict=True), start=2):
         x = step(aten.slice.Tensor, x, dim, 0, count * size)

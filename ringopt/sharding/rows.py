@@ -149,16 +149,21 @@ def repeat_interleave(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def pad(sharder: Sharder, node: fx.Node) -> bool:
-    """Padding of the sequence alone, by zeros or by rows of its own."""
-    amounts = list(named(node, "pad"))
-    touched = [len(shape_of(node)) - 1 - i for i in range(len(amounts) // 2) if any(amounts[2 * i : 2 * i + 2])]
-    place = sequence_at(sharder, node.args[0], touched)
-    if place is None:
+    """Padding of the sequence by zeros or by rows of its own; of other dims beside it, on each rank for itself."""
+    x, amounts = node.args[0], list(named(node, "pad"))
+    place = sharder.placements[x]
+    at = 2 * (len(shape_of(node)) - 1 - place.dim) if place is not None else len(amounts)
+    if place is None or place.outer * place.inner > 1 or not any(amounts[at : at + 2]):
         return False
-    at = 2 * (len(shape_of(node)) - 1 - place.dim)
-    before, after = amounts[at : at + 2]
-    pieces = padded(node, before, after, place.length)
-    return pieces is not None and rearranged(Steps(sharder, node), place, *pieces)
+    pieces = padded(node, amounts[at], amounts[at + 1], place.length)
+    if pieces is None:
+        return False
+    step, local = Steps(sharder, node), sharder.values[x]
+    others = [*amounts[:at], 0, 0, *amounts[at + 2 :]]
+    if any(others):
+        rest = node.args[2:] if op_name(node) == "pad" else (named(node, "value"),)
+        local = step(node.target, local, others, *rest, placement=place)
+    return rearranged(step, place, *pieces, local=local)
 
 
 def padded(node: fx.Node, before: int, after: int, n: int) -> tuple[Piece, ...] | None:

@@ -50,14 +50,15 @@ def local_sum(step: Steps, args: Any, kwargs: Any) -> fx.Node:
 
 
 def pooled_to_one(sharder: Sharder, node: fx.Node) -> bool:
-    """adaptive_avg_pool1d to one row: the mean."""
-    x = node.args[0]
-    place = sequence_at(sharder, x, [-1])
-    if place is None or list(named(node, "output_size")) != [1]:
+    """adaptive_avg_pool to one row: the mean."""
+    x, moving = node.args[0], int(op_name(node)[-2])
+    dims = list(range(len(shape_of(x)) - moving, len(shape_of(x))))
+    place = sharder.placements[x]
+    if place is None or place.dim not in dims or list(named(node, "output_size")) != [1] * moving:
         return False
     step = Steps(sharder, node)
-    total = step.total(step(aten.sum.dim_IntList, sharder.values[x], [-1], True, dtype=wide_dtype(value_of(node))))
-    return step.done(step(aten.div.Scalar, total, place.length))
+    total = step.total(step(aten.sum.dim_IntList, sharder.values[x], dims, True, dtype=wide_dtype(value_of(node))))
+    return step.done(step(aten.div.Scalar, total, prod(shape_of(x)[dim] for dim in dims)))
 
 
 def linear(sharder: Sharder, node: fx.Node) -> bool:
@@ -108,7 +109,6 @@ def like(sharder: Sharder, node: fx.Node) -> bool:
 
 SUMS: dict[str, Handler] = {
     "linear": linear,
-    "adaptive_avg_pool1d": pooled_to_one,
     **dict.fromkeys(("scatter_add", "index_add"), scattered),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), like),
 }

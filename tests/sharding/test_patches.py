@@ -50,8 +50,8 @@ def test_kernels_that_are_no_squares():
 
 
 @pytest.mark.parametrize("how", [{"kernel_size": 3}, {"padding": 1}])
-def test_other_convolutions_are_computed_whole(how):
-    assert sharded((8, 8), **how) < 0.95
+def test_other_convolutions_are_computed_by_rows_of_the_picture(how):
+    assert sharded((8, 8), **how) > 0.99
 
 
 def test_a_vision_transformer_of_transformers():
