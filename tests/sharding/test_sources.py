@@ -129,3 +129,22 @@ def test_an_input_is_not_cut_to_be_sliced():
     x = torch.randn(2, N, D, dtype=torch.float64, requires_grad=True)
     verdict = check(Sliced(None), x, torch.randint(0, 40, (2, N)))
     assert "fetch_rows" not in str(verdict.graph.graph)
+
+
+class Windows(nn.Module):
+    """Attention inside windows of four rows by four columns, with a bias that is learned for each head and pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.bias = Model(causal=False), nn.Parameter(torch.randn(2, 16, 16))
+
+    def forward(self, x):
+        whole = self.model.attention(self.model.linear(x).flatten(1, 2)).unflatten(1, (8, 8))
+        windows = whole.unflatten(2, (2, 4)).unflatten(1, (2, 4)).transpose(2, 3).reshape(-1, 16, D)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.model.qkv(windows).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, self.bias).transpose(1, 2).flatten(2)
+
+
+def test_windows_stay_on_their_ranks_whatever_is_added_to_their_scores():
+    torch.manual_seed(0)
+    check(Windows(), torch.randn(2, 8, 8, D, dtype=torch.float64, requires_grad=True), layout="contiguous")
