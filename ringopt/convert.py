@@ -86,9 +86,10 @@ def converted(
     chosen = options_of(options)
     check(program)
     captured = captured_once(program)
+    silent = dataclasses.replace(chosen, dump=None)
     made = [
-        lowered(program, captured, dataclasses.replace(chosen, dump=chosen.dump if first else None), AnyRank(*place))
-        for first, place in zip((True, False), PLACES, strict=True)
+        lowered(program, captured, chosen, AnyRank(*PLACES[0])),
+        lowered(program, captured, silent, AnyRank(*PLACES[1]), told=False),
     ]
     asked, report = guards_of(program), made[0][1]
     lost = lost_in_export(program)
@@ -101,6 +102,7 @@ def converted(
         if allow_empty:
             return program, report
         raise ProgramError(f"nothing of this program can be sharded: {why}. allow_empty=True keeps it as it is")
+    log.info("%s", report)
     tell(report, chosen)
     check_fixed(program)
     gm, context = for_any_rank(made)
@@ -217,7 +219,7 @@ def captured_once(program: ExportedProgram) -> Callable[[], fx.GraphModule]:
 
 
 def lowered(
-    program: ExportedProgram, captured: Callable[[], fx.GraphModule], options: Options, mesh: Mesh
+    program: ExportedProgram, captured: Callable[[], fx.GraphModule], options: Options, mesh: Mesh, told: bool = True
 ) -> tuple[fx.GraphModule, Report, Context]:
     context, dump = Context(options, mesh), Dump(options, mesh.rank)
     try:
@@ -229,7 +231,7 @@ def lowered(
         context.values = {node: value for node, value in known(gm).items() if node.op == "get_attr"}
         context.values |= lifted_constants(program, gm)
         dump.captured(gm)
-        Pipeline(LINE if mesh.size > 1 else UNDERSTAND, dump.passed).run(gm, context)
+        Pipeline(LINE if mesh.size > 1 else UNDERSTAND, dump.passed, told).run(gm, context)
     except GuardOnDataDependentSymNode as problem:
         said = str(problem).splitlines()[0]
         raise ProgramError(f"something depends on how many rows a rank has: {said}") from problem

@@ -108,22 +108,26 @@ Callback = Callable[[Pass, fx.GraphModule], None]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in order; `callback(pass, gm)` is called after each."""
+    """Passes in order; `callback(pass, gm)` is called after each. Those that are not `told` leave nothing in logs and
+    traces: what they make is only compared."""
 
     passes: Sequence[Pass]
     callback: Callback | None = None
+    told: bool = True
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        trace("captured", gm)
+        if self.told:
+            trace("captured", gm)
         for step in self.passes:
-            before = short(gm.graph) if log.isEnabledFor(logging.DEBUG) else ""
+            before = short(gm.graph) if self.told and log.isEnabledFor(logging.DEBUG) else ""
             with warnings.catch_warnings():
                 # Open sizes stand in the arguments of nodes until the last pass (ringopt/graph/sizes.py).
                 warnings.filterwarnings("ignore", "Raw Sym")
                 step.run(gm, context)
             eliminate_dead_code(gm.graph)
-            log.debug("after %s: %d nodes%s", step.name, len(gm.graph.nodes), changed(before, gm))
-            trace(f"after_{step.name}", gm)
+            if self.told:
+                log.debug("after %s: %d nodes%s", step.name, len(gm.graph.nodes), changed(before, gm))
+                trace(f"after_{step.name}", gm)
             if self.callback is not None:
                 gm.recompile()
                 self.callback(step, gm)

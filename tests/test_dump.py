@@ -90,3 +90,13 @@ def test_logs_and_traces_show_the_passes(tmp_path: Path) -> None:
     [traced] = (file.read_text() for file in tmp_path.iterdir())
     assert '"name": "ringopt_captured"' in traced
     assert '"name": "ringopt_after_find_attention"' in traced
+
+
+def test_logs_show_a_conversion_once(caplog: pytest.LogCaptureFixture) -> None:
+    program = torch.export.export(Causal(), (torch.zeros(1, 64, 16),))
+    with caplog.at_level("DEBUG", logger="ringopt"):
+        ringopt.convert(program)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("ringopt.")]
+    assert [message.partition(":")[0] for message in said[:-1]] == [f"after {step.name}" for step in LINE]
+    assert "  + %attention = attention(" in said[2]
+    assert "1 attention sites on 2 ranks" in said[-1]
