@@ -115,7 +115,8 @@ class Plan:
         what = "a training step" if self.training else "a forward"
         table = Table(title=f"{what} per rank, {self.hardware} over {self.link}, predicted", title_justify="left")
         for name in ("tokens", "ranks", "memory", "fits", "sent", "TFLOP", "time", "exposed"):
-            table.add_column(name, justify="right")
+            whole = name in ("tokens", "ranks", "TFLOP")
+            table.add_column(name, justify="right", overflow="fold", no_wrap=whole)
         table.add_column("exchange", overflow="fold")
         for point in self.points:
             table.add_row(

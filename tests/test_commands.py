@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 import runpy
 import shlex
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+import ringopt
+from ringopt.plan import Plan, Point
+from ringopt.report import Site
 from ringopt.tools.cli import main, parser
-from ringopt.tools.command import WIDTH
+from ringopt.tools.command import WIDTH, console
 from tests.test_cli import HERE
 
 # What their own tests run: one measures for minutes, one needs the traces of a run.
@@ -55,6 +60,22 @@ def test_the_examples_run_as_written(
     printed = capsys.readouterr().out
     assert max((len(line) for line in printed.splitlines() if line[:1] in tuple("┏┃┡│└")), default=0) <= WIDTH
     assert "\x1b" not in printed
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("terminal", [{}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, {"CI": "true"}], ids=str)
+def test_tables_fit_the_columns_that_there_are(
+    columns: int, terminal: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no number is cut, in a log, in a terminal without colour, and where tests run."""
+    for name, value in {**terminal, "COLUMNS": str(columns)}.items():
+        monkeypatch.setenv(name, value)
+    point = Point(16_777_216, 1024, "contiguous", 10**11, True, 2 * 10**11, 7.21e9, 3.5, 0.7, ())
+    console().print(Plan("h100", "infiniband-ndr", True, (point,), {1024: None}, (), traced=Mock()))
+    console().print(ringopt.Report(8, (Site("a.b.c" * 40, "unfused", "window(4096)", "ring", "math", "x", None, 1),)))
+    printed = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, printed.splitlines())) <= columns
+    assert "16,777,216" in printed and "0.00721" in printed and "\u2026" not in printed
 
 
 @pytest.mark.parametrize(

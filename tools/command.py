@@ -104,11 +104,13 @@ def import_all(names: Sequence[str]) -> None:
 
 
 def console() -> Console:
-    """Standard output. Where that is no terminal (a log, a pipe), 100 columns and no colour: every table fits."""
+    """Standard output. Where that is no terminal (a log, a pipe), without colour, in 100 columns or as many as COLUMNS
+    says: every table fits."""
     from rich.console import Console
 
     out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=WIDTH, color_system=None)
+    width = None if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
+    return out if out.is_terminal else Console(highlight=False, width=width, color_system=None)
 
 
 def check_file(option: str, path: str | Path | None) -> None:
