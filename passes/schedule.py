@@ -1,12 +1,14 @@
 """Which attentions start their exchange early, and behind what.
 
-    y = ring_attention(q, k, v, ...)   ->   y = ring_attention(q, k, v, ..., early="both")
+    y = ring_attention(q, k, v, ...)   ->   y = ring_attention(q, k, v, ..., early="forward backward home")
 
 "forward": something that takes time stands between K and V and the attention, and needs neither: the projection of the
 queries, a branch beside it. "backward": something stands between this attention and the next, whose gradients are
-computed while this one's keys and values travel again. Where nothing does, or less than it costs to start apart (a
-step, by the rates that all ranks agreed on), the exchange starts with the attention: its own first step hides it. The
-graphs themselves are ordered when autograd has made them (ringopt/early.py).
+computed while this one's keys and values travel again. "home": what stood before the attention and needed neither has
+gradients, which are computed while the last sums of dK and dV come home. Where nothing does, or less than it costs to
+start apart (a step, by the rates that all ranks agreed on), the exchange starts with the attention, whose own first
+step hides it, and ends with its backward. The graphs themselves are ordered when autograd has made them
+(ringopt/early.py).
 
 Before: a lowered graph. After: each attention says in which directions it starts early, and its site in the report
 says behind what, or why not.
@@ -51,12 +53,14 @@ class Schedule(Pass):
             # The gradients of a product are two more of its size.
             ahead = Meanwhile.of(gap_before(node).products, 1, ranks, rates)
             behind = Meanwhile.of(products_after(node, context), 2, ranks, rates)
-            ways = [way for way, work in (("forward", ahead), ("backward", behind)) if work.pays and not why]
+            aside = Meanwhile.of(gap_before(node).products, 2, ranks, rates)
+            work = {"forward": ahead, "backward": behind, "home": aside}
+            ways = [way for way in work if work[way].pays and not why]
             if ways:
-                node.kwargs = {**node.kwargs, "early": "both" if len(ways) == 2 else ways[0]}
+                node.kwargs = {**node.kwargs, "early": " ".join(ways)}
             info = by_name.get(node.name.removesuffix("_ring_attention"))
             if info is not None:
-                info.notes.append(told(ahead, behind, why))
+                info.notes.append(told(ahead, behind, aside, why))
 
 
 def why_not(node: fx.Node, context: Context) -> str:
@@ -128,7 +132,7 @@ def flops_of(node: fx.Node, ranks: int) -> int:
     return total // (ranks if node.meta.get("placement") is not None else 1)
 
 
-def told(ahead: Meanwhile, behind: Meanwhile, why: str) -> str:
+def told(ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:
     if why:
         return f"its exchange starts with it: {why}"
     first, then = f"behind {ahead}", f"behind the gradients of {behind}"
@@ -136,7 +140,8 @@ def told(ahead: Meanwhile, behind: Meanwhile, why: str) -> str:
         first = "with it, for " + (brief(ahead) if ahead.products else "nothing stands between that needs no K and V")
     if not behind.pays:
         then = "with it, for " + (brief(behind) if behind.products else "it is the last")
-    return f"its exchange starts {first}; in the backward {then}"
+    home = f", and ends behind those of {aside}" if aside.pays else ""
+    return f"its exchange starts {first}; in the backward {then}{home}"
 
 
 def brief(work: Meanwhile) -> str:

@@ -12,7 +12,9 @@ exchange starts when the one before it is done, so no more than one is under way
 held without.
 
 Whether an attention is started early is said in its arguments (passes/schedule.py decides, by facts that all ranks
-share). The sums of parameters' gradients start early too (`sum_early`).
+share). In the backward it may also end late: the last sums of dK and dV come home while what needs neither is computed
+(`finish_late`), the gradient of that projection first of all. The sums of parameters' gradients start early too
+(`sum_early`).
 
 Where an exchange starts is decided here, by operators that send and by nothing else, for a partitioner may recompute
 other things on one rank than on another: all ranks post their messages in one order.
@@ -20,8 +22,10 @@ other things on one rank than on another: all ranks post their messages in one o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -31,12 +35,12 @@ from torch.utils._ordered_set import OrderedSet
 
 from ringopt.graph.nodes import is_random, named, op_name, origin, shape_of, value_of
 from ringopt.lockstep import Lockstep, sends, talks
-from ringopt.ops import gradients  # noqa: F401  (registers the operators)
+from ringopt.ops import gradients, homeward  # noqa: F401  (registers the operators)
 from ringopt.ops.ring import Config
 
-WAYS = {"ring_attention": "forward", "ring_attention_backward": "backward"}
-STARTS = ("ring_start", "reduce_start")
-EXCHANGES = (*WAYS, "dilated_attention", "dilated_attention_backward")
+WAYS = {"ring_attention": "forward", "ring_attention_backward": "backward", "ring_backward_begin": "backward"}
+STARTS = ("ring_start", "reduce_start", "ring_backward_begin")
+EXCHANGES = (*WAYS, "ring_backward_finish", "dilated_attention", "dilated_attention_backward")
 # What takes long enough to hide messages behind; convolutions and fused attention have many names.
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "attention")
 PARTS_OF_PRODUCTS = ("conv", "scaled_dot_product")
@@ -97,6 +101,7 @@ def is_product(node: fx.Node) -> bool:
 # ---- the graphs ------------------------------------------------------------------------------------------------------
 def order(graph: fx.Graph) -> None:
     """In place: messages begin as early and are waited for as late as they can be."""
+    finish_late(graph)
     start_early(graph)
     sum_early(graph)
 
@@ -105,7 +110,7 @@ def start_early(graph: fx.Graph) -> None:
     """In place, for each attention of which that is asked."""
     bodies = [node for node in graph.nodes if op_name(node) in WAYS]
     for number, body in enumerate(bodies):
-        if named(body, "early") in (WAYS[op_name(body)], "both"):
+        if WAYS[op_name(body)] in named(body, "early").split():
             start(body, gap_before(body), number)
 
 
@@ -125,6 +130,61 @@ def start(body: fx.Node, gap: Gap, number: int) -> None:
     if "eager_input_vals" in body.meta:  # where Inductor reads how the operands lie in memory
         values, keywords = body.meta["eager_input_vals"]
         body.meta["eager_input_vals"] = ((*values, value_of(ticket)), keywords)
+
+
+def finish_late(graph: fx.Graph) -> None:
+    """In place, for each backward of which that is asked: what needs no dK and dV, up to the next node that has its
+    place, goes before what does, and they are waited for between the two."""
+    for body in graph.find_nodes(op="call_function", target=torch.ops.ringopt.ring_attention_backward.default):
+        parts = {user.args[1]: user for user in body.users}
+        grads = [parts[i] for i in (1, 2) if i in parts]
+        if "home" not in named(body, "early").split() or not grads:
+            continue
+        nodes = list(graph.nodes)
+        after = list(takewhile(lambda node: not is_fixed(node) and node.op != "output", nodes[nodes.index(body) + 1 :]))
+        late = dependents_among(after, grads)
+        free = [node for node in after if node not in late]
+        if any(map(is_product, free)):
+            for node in free:
+                late[0].prepend(node)
+            part_home(body, parts, late[0])
+
+
+def dependents_among(nodes: Sequence[fx.Node], first: Sequence[fx.Node]) -> list[fx.Node]:
+    """Of `nodes`, in order, `first` and those that are made of them."""
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        if node in first or any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def part_home(body: fx.Node, parts: dict[Any, fx.Node], place: fx.Node) -> None:
+    """`body` in two, of which the second stands before `place`. `parts`: its results, by number."""
+    graph, (dq, dk, dv, dsources) = body.graph, value_of(body)
+    ticket_value = dk.new_empty((), dtype=torch.int64, device="cpu")
+    operators = torch.ops.ringopt
+    with graph.inserting_before(body):
+        begin = graph.call_function(operators.ring_backward_begin.default, body.args, dict(body.kwargs))
+        results = [graph.call_function(operator.getitem, (begin, number)) for number in range(3)]
+    begin.meta = {**body.meta, "val": (dq, ticket_value, dsources)}
+    for node, value in zip(results, (dq, ticket_value, dsources), strict=True):
+        node.meta = {**origin(body), "val": value}
+    keys = (named(body, "k"), named(body, "v"), named(body, "group"))
+    with graph.inserting_before(place):
+        finish = graph.call_function(operators.ring_backward_finish.default, (results[1], *keys))
+        home = [graph.call_function(operator.getitem, (finish, number)) for number in range(2)]
+    finish.meta = {**origin(body), "val": (dk, dv)}
+    for node, value in zip(home, (dk, dv), strict=True):
+        node.meta = {**origin(body), "val": value}
+    for number, node in enumerate((results[0], *home, results[2])):
+        if number in parts:
+            parts[number].replace_all_uses_with(node)
+            graph.erase_node(parts[number])
+    graph.erase_node(body)
+    for node in (*results, *home):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def sum_early(graph: fx.Graph) -> None:
@@ -186,7 +246,7 @@ class InOrder(Lockstep):
     def ties(self, graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
         found = super().ties(graph)
         for ticket in filter(is_start, graph.nodes):
-            (finish,) = ticket.users
+            finish = finish_of(ticket)
             meanwhile = products_between(ticket, finish)
             if op_name(ticket) == "reduce_start":
                 meanwhile = meanwhile[:1]  # sums go on for long, and all that follows follows the first
@@ -197,11 +257,20 @@ class InOrder(Lockstep):
         return dict(sorted(found.items(), key=lambda tie: places[tie[0]]))
 
     def uuid(self) -> str:
-        return f"{super().uuid()}, early 1"
+        return f"{super().uuid()}, early 2"
 
 
 def is_start(node: fx.Node) -> bool:
     return op_name(node) in STARTS
+
+
+def finish_of(start: fx.Node) -> fx.Node:
+    """The operator that is given its ticket."""
+    ticket = start
+    if op_name(start) == "ring_backward_begin":
+        ticket = next(part for part in start.users if part.args[1] == 1)
+    (finish,) = ticket.users
+    return finish
 
 
 def products_between(ticket: fx.Node, finish: fx.Node) -> list[fx.Node]:

@@ -102,7 +102,8 @@ def ordered(compiled: Any, inputs: Any) -> tuple[Any, list[str]]:
 def shown(ran: list[str]) -> list[str]:
     """Products and exchanges; products that follow each other as one."""
     short = {"addmm": "mm", "mm": "mm", "ring_start": "start", "ring_attention": "ring"}
-    short |= {"ring_attention_backward": "ring backward", "reduce_start": "reduce", "reduce_finish": "reduced"}
+    short |= {"ring_backward_begin": "ring backward", "ring_backward_finish": "home"}
+    short |= {"ring_attention_backward": "whole ring backward", "reduce_start": "reduce", "reduce_finish": "reduced"}
     names = [short[name] for name in ran if name in short]
     return [name for place, name in enumerate(names) if name != "mm" or names[place - 1 : place] != ["mm"]]
 
@@ -113,12 +114,16 @@ def test_exchanges_are_posted_before_what_needs_no_keys() -> None:
         assert not difference(expected, values)
         assert shown(ran) == [
             "mm", "start", "mm", "ring", "mm", "start", "mm", "ring", "mm",
-            "start", "mm", "ring backward", "start", "mm", "ring backward", "mm", "reduce", "reduced",
+            "start", "mm", "ring backward", "mm", "home", "start", "mm", "ring backward", "mm", "home", "mm", "reduce",
+            "reduced",
         ]  # fmt: skip
         products = ran[: ran.index("ring_start")].count("addmm")
         assert products == 2, "keys and values are projected first, though the program begins with the queries"
+        home = ran[ran.index("ring_backward_begin") : ran.index("ring_backward_finish")].count("mm")
+        assert home >= 1, "the gradient of the queries' projection needs no gradients of keys"
     assert re.sub(r"[0-9.]+ [mu]?s", "T", report.sites[0].notes[-1]) == (
-        "its exchange starts behind q (T); in the backward behind the gradients of o, up, down and 3 more (T)"
+        "its exchange starts behind q (T); in the backward behind the gradients of o, up, down and 3 more (T), and "
+        "ends behind those of q (T)"
     )
 
 
@@ -284,7 +289,8 @@ def trained(inner_backend: str, dynamic: bool | None) -> tuple[float, list[str]]
     run(compiled, model, {"x": data(13, torch.float32)} if dynamic else inputs)
     with torch.profiler.profile() as profile:
         found = run(compiled, model, inputs)
-    ran = sorted((e for e in profile.events() if e.name.startswith(("ringopt::", "aten::addmm"))), key=by_start)
+    told = ("ringopt::", "aten::addmm", "aten::mm")
+    ran = sorted((event for event in profile.events() if event.name.startswith(told)), key=by_start)
     return error_of(found, run(model, model, inputs)), shown([event.name.split("::")[1] for event in ran])
 
 
@@ -299,6 +305,8 @@ def test_on_ranks(ranks: Any, inner_backend: str, dynamic: bool | None) -> None:
         assert error < 1e-4
         assert ran[:4] == ["mm", "start", "mm", "ring"]
         assert ran.count("start") == 2
+        begun = ran.index("ring backward")
+        assert ran[begun : begun + 3] == ["ring backward", "mm", "home"]
 
 
 def test_settings_stay_with_the_graphs_of_ringopt() -> None:

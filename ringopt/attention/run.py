@@ -14,7 +14,7 @@ from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.execute_heads import attend_heads, backward_heads
 from ringopt.attention.execute_queries import attend_queries, backward_queries
 from ringopt.attention.posted import Posted
-from ringopt.attention.turns import attend_shares, backward_shares, begin_shares
+from ringopt.attention.turns import Homeward, attend_shares, backward_shares, begin_shares
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import PlanError
 
@@ -34,6 +34,16 @@ def attend(attention: Attention, mesh: Mesh, given: Operands, begun: Sequence[Po
     if attention.exchange.queries_move:
         return attend_queries(attention, mesh, given)
     return attend_shares(attention, mesh, given, begun)
+
+
+def backward_until_home(
+    attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved, begun: Sequence[Posted] = ()
+) -> Homeward:
+    """`attend_backward`, but for the last sums of dK and dV, which are on their way here. Of plans in which only keys
+    travel."""
+    if attention.heads is not None or attention.exchange.queries_move:
+        raise PlanError("what comes home last is more than dK and dV, so they cannot be waited for alone")
+    return backward_shares(attention, mesh, dout, saved, begun)
 
 
 def attend_backward(

@@ -121,19 +121,29 @@ def backward_shares(
         spread_nan(dq, parts, hidden)
     once = {share.heads: blocks for share, (blocks, _) in zip(shares, done, strict=True)}.values()
     dsinks = [part for blocks in once if (part := blocks.dsinks()) is not None]
-    return Homeward(
-        mesh, dq, parts, torch.cat(dsinks, 1) if dsinks else None, homes, [coming for _, coming in done], hidden
-    )
+    keys = Keys(mesh, homes, [coming for _, coming in done], hidden)
+    return Homeward(dq, parts, torch.cat(dsinks, 1) if dsinks else None, keys)
 
 
 @dataclass(frozen=True)
 class Homeward:
-    """A backward of which all is computed, and the last sums of dK and dV are on their way here."""
+    """A backward of which all is computed, and the last sums of dK and dV are on their way here. Gradients are in the
+    accumulator's dtype."""
 
-    mesh: Mesh
     dq: Tensor
     parts: Sequence[Tensor]
     dsinks: Tensor | None
+    keys: Keys
+
+    def found(self) -> Found:
+        return Found(self.dq, *self.keys.arrive(), self.parts, self.dsinks)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The part of it that is not here yet."""
+
+    mesh: Mesh
     homes: Homes
     coming: Sequence[Coming]
     hidden: Tensor | None  # rows whose gradients are NaN for all keys
@@ -143,16 +153,13 @@ class Homeward:
         return [posted.pending for each in self.coming for posted in each.last]
 
     def arrive(self) -> Pair:
-        """dK and dV in the accumulator's dtype, once. Raises RingCommError."""
+        """dK and dV, once. Raises RingCommError."""
         for each in self.coming:
             each.arrive()
         dk, dv = self.homes.pair
         if self.hidden is not None:
             spread_nan_to_keys(dk, dv, self.mesh, self.hidden)
         return dk, dv
-
-    def found(self) -> Found:
-        return Found(self.dq, *self.arrive(), self.parts, self.dsinks)
 
 
 class Homes:

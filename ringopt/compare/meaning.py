@@ -47,6 +47,7 @@ PRODUCTS = {
     "aten::baddbmm": 1, "aten::conv1d": 1, "aten::conv2d": 1, "aten::conv3d": 1,
 }  # fmt: skip
 PLANNED = 1 << 24  # a fetch of more rows times ranks is not unrolled to be counted
+ENDS = ("ringopt::ring_start", "ringopt::ring_backward_finish")  # of an exchange, apart from its operator
 BLOCKS = 24  # a mask is drawn in as many blocks a side at most
 
 
@@ -118,8 +119,8 @@ class Reader:
     # ---- what is sent ----------------------------------------------------------------------------------------------
     def bytes_sent(self, node: fx.Node, arguments: Mapping[str, Any]) -> int | None:
         name = qualified(node)
-        if name in SILENT or name == "ringopt::ring_start" or "group" not in arguments:
-            return 0  # a start is counted with its attention
+        if name in SILENT or name in ENDS or "group" not in arguments:
+            return 0  # counted with their attention
         if name == "ringopt::ring_attention":
             return self.attention_bytes(arguments)
         if name == "ringopt::dilated_attention":

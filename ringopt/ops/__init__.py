@@ -8,6 +8,7 @@ import ringopt.ops.dropout
 import ringopt.ops.extreme
 import ringopt.ops.flex
 import ringopt.ops.gradients
+import ringopt.ops.homeward
 import ringopt.ops.prefix
 import ringopt.ops.respread
 import ringopt.ops.ring

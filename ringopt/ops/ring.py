@@ -57,8 +57,8 @@ class Config(NamedTuple):
     strategy, kernel      how rows travel; what computes a tile ("auto": the fastest that can)
     group                 name of the mesh
     version               VERSION
-    early                 in which directions the exchange is to start before the operator: "", "forward", "backward",
-                          "both"
+    early                 which ends of the exchange are moved away from the operator, apart by spaces: "forward" and
+                          "backward" start before it, "home" ends behind its backward
     ticket                what `ring_start` gave for it
     """
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringopt.attention.execute import Attention, Operands, Saved
 from ringopt.attention.rows import count
-from ringopt.attention.run import attend, attend_backward, begin
+from ringopt.attention.run import attend, attend_backward, backward_until_home, begin
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.timeline import Span
 from ringopt.tools.benchmarks.sleeping import Idle, pairs
@@ -168,9 +168,10 @@ class Clocked:
         second: float,
         rate: float,
         ahead: float | None = None,
+        behind: float | None = None,
     ) -> Clocked:
         """Of q [B, Hq, S, D] and k, v [B, Hkv, S, D] in float32, by `sizes` = (B, Hq, Hkv, D). `ahead`: seconds of
-        other work before it, behind which it has started."""
+        other work before it, behind which it has started; `behind`: after a backward, behind which it ends."""
         world = VirtualWorld(attention.exchange.ranks, rate)
         meshes = [VirtualMesh(world, rank) for rank in range(world.size)]
 
@@ -180,7 +181,13 @@ class Clocked:
             mesh.compute(ahead or 0.0, "other work")
             if backward:
                 lse = given.q.new_zeros(given.q.shape[:3])
-                attend_backward(site, mesh, given.q, Saved(given, given.q, lse), begun)
+                saved = Saved(given, given.q, lse)
+                if behind is None:
+                    attend_backward(site, mesh, given.q, saved, begun)
+                else:
+                    left = backward_until_home(site, mesh, given.q, saved, begun)
+                    mesh.compute(behind, "other work")
+                    left.found()
             else:
                 attend(site, mesh, given, begun)
             return mesh.now

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringopt.attention import turns
 from ringopt.attention.execute import Operands, Saved
-from ringopt.attention.run import attend, attend_backward, begin
+from ringopt.attention.run import attend, attend_backward, backward_until_home, begin
 from ringopt.distributed.traffic import log_event, record_traffic
 from ringopt.errors import PlanError
 from tests.attention.reference import assert_near, problem, sdpa, visible
@@ -63,3 +63,6 @@ def test_what_needs_more_than_keys_cannot_begin() -> None:
     site = attention(case, 2, "full", "contiguous", "ring_q")
     with pytest.raises(PlanError, match="more than K and V"):
         run_on_threads(2, lambda mesh: begin(site, mesh, case.k, case.v, backward=False))
+    left = Saved(Operands(case.q, case.k, case.v), case.dout, case.q[..., 0])
+    with pytest.raises(PlanError, match="more than dK and dV"):
+        run_on_threads(2, lambda mesh: backward_until_home(site, mesh, case.dout, left))

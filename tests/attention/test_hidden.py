@@ -73,6 +73,16 @@ def test_what_starts_early_is_hidden_behind_what_comes_before(monkeypatch: pytes
         assert Clocked.of(site, sizes, True, second, rate, ahead).seconds == pytest.approx(total)
 
 
+def test_what_ends_late_is_hidden_behind_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.6 seconds each way: the home block hides 0.5 of the last hop, other work the rest."""
+    monkeypatch.setattr(turns, "PIECE", 1 << 30)
+    site, sizes = ring("full", 2), (1, 4, 4, DIM)
+    second = 1.0 / Clocked.of(site, sizes, True, 1.0, float("inf")).seconds
+    rate = Clocked.of(site, sizes, True, 0.0, 1.0).seconds / 1.2
+    for behind, total in ((None, 1.7), (0.0, 1.7), (0.1, 1.7), (0.5, 2.1)):
+        assert Clocked.of(site, sizes, True, second, rate, behind=behind).seconds == pytest.approx(total)
+
+
 def test_the_clock_of_two_ranks() -> None:
     """Two steps of 2 seconds; a message of 1 second is hidden behind the first, one of 3 seconds is waited for."""
     site, sizes = ring("full", 2), (1, 1, 1, DIM)
