@@ -15,16 +15,17 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from ringopt.attention.bytes import bytes_sent
+from ringopt.attention.bytes import bytes_between, bytes_sent
 from ringopt.attention.choose import MOST_RANKS, Case, choose, choose_layout, duration
 from ringopt.attention.layouts import LAYOUTS
 from ringopt.attention.memory import most_memory
 from ringopt.attention.patterns import WINDOW
+from ringopt.attention.plans import hybrid, trading
 from ringopt.attention.predict import simulate
 from ringopt.attention.strips import least_of
 from ringopt.attention.turns import exchanges_of
 from ringopt.cost import volume
-from ringopt.cost.formulas import F, F_b, Formulas, L, T, W, Z, formulas_of, o, o_b, s
+from ringopt.cost.formulas import F, F_b, Formulas, L, T, U, V, W, Z, formulas_of, o, o_b, s
 from ringopt.cost.hardware import Device, device_of
 from ringopt.cost.rates import Rates, rates_of
 from ringopt.errors import OptionError
@@ -38,14 +39,16 @@ LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi
 
 @dataclass(frozen=True)
 class SitePoint:
-    """Predictions for one attention (all `times` of it) at one size, forward and backward together. `memory`,
-    `memory_backward`: bytes that one of them holds at once, as attention/memory.py counts them."""
+    """Predictions for one attention (all `times` of it) at one size, forward and backward together. `between`: of the
+    bytes those that leave the node, of the rank that sends most of them. `memory`, `memory_backward`: bytes that one of
+    them holds at once, as attention/memory.py counts them."""
 
     module: str
     strategy: str
     pairs: int
     flops: float
     bytes: int
+    between: int
     seconds: float
     exposed: float
     memory: int
@@ -56,7 +59,8 @@ class SitePoint:
 
 @dataclass(frozen=True)
 class Point:
-    """Predictions per rank at one length and number of ranks, for the busiest rank, of a training step or a forward."""
+    """Predictions per rank at one length and number of ranks, for the busiest rank, of a training step or a forward.
+    `between`: of the bytes those that leave the node, at most."""
 
     length: int
     world_size: int
@@ -64,6 +68,7 @@ class Point:
     memory: int
     fits: bool
     bytes: int
+    between: int
     flops: float
     seconds: float
     exposed: float
@@ -76,21 +81,34 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """Prints itself as a table. `points`: by length, then by number of ranks; `longest`: by number of ranks, the
-    longest of lengths that double from 1,024 to 16 Mi that fits the device's memory, None where none does."""
+    """Prints itself as a table. Each `node` ranks are joined by `link`, nodes by `network`; 0 and "" where all ranks
+    are joined alike. `points`: by length, then by number of ranks; `longest`: by number of ranks, the longest of
+    lengths that double from 1,024 to 16 Mi that fits the device's memory, None where none does."""
 
     hardware: str
     link: str
+    node: int
+    network: str
     training: bool
     points: tuple[Point, ...]
     longest: Mapping[int, int | None]
     notes: tuple[str, ...]
     traced: Traced = field(repr=False)
 
+    def sent(self, point: Point) -> str:
+        away = f"\n{point.between / max(point.bytes, 1):.0%} off node" if self.network else ""
+        return f"{readable(point.bytes)}{away}"
+
+    @property
+    def links(self) -> str:
+        return f"{self.link}, {self.network} between nodes of {self.node}" if self.network else self.link
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "hardware": self.hardware,
             "link": self.link,
+            "node": self.node,
+            "network": self.network,
             "training": self.training,
             "points": [asdict(point) for point in self.points],
             "longest": dict(self.longest),
@@ -105,7 +123,7 @@ class Plan:
                 pattern, _width = named(planned.case.pattern)
                 try:
                     found[f"{pattern} {point.layout} {site.strategy}"] = formulas_of(
-                        pattern, point.layout, site.strategy
+                        pattern, point.layout, named_strategy(site.strategy)
                     )
                 except OptionError:
                     continue  # has none
@@ -113,7 +131,7 @@ class Plan:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         what = "a training step" if self.training else "a forward"
-        table = Table(title=f"{what} per rank, {self.hardware} over {self.link}, predicted", title_justify="left")
+        table = Table(title=f"{what} per rank, {self.hardware} over {self.links}, predicted", title_justify="left")
         for name in ("tokens", "ranks", "memory", "fits", "sent", "TFLOP", "time", "exposed"):
             whole = name in ("tokens", "ranks", "TFLOP")
             table.add_column(name, justify="right", overflow="fold", no_wrap=whole)
@@ -121,7 +139,7 @@ class Plan:
         for point in self.points:
             table.add_row(
                 *(f"{point.length:,}", f"{point.world_size:,}", readable(point.memory), "yes" if point.fits else "no"),
-                *(readable(point.bytes), f"{point.flops / 1e12:,.3g}", duration(point.seconds)),
+                *(self.sent(point), f"{point.flops / 1e12:,.3g}", duration(point.seconds)),
                 *(f"{point.exposed / point.seconds:.0%}", f"{point.strategies}, {point.layout}"),
             )
         yield table
@@ -157,7 +175,9 @@ def plan(
     """
     sizes, asked = counts_of("world_size", world_size), counts_of("lengths", LENGTHS if lengths is None else lengths)
     chosen, device = Options.of(options), device_of(hardware)
-    found = traced(model, args, kwargs, chosen, hardware)
+    # What is read off traces is the same in every strategy; their few ranks are on one node.
+    on_one_node = replace(chosen, strategy="ring") if chosen.strategy == "hybrid" else chosen
+    found = traced(model, args, kwargs, on_one_node, hardware)
     if not found.sites:
         why = "; ".join(found.refused) or "no attention was found"
         raise OptionError(f"there is nothing to plan, no attention of this model can be sharded: {why}")
@@ -169,33 +189,48 @@ def plan(
     notes = [f"not sharded: {reason}" for reason in found.refused]
     if any(not site.exact for point in points for site in point.sites):
         notes.append(f"bytes beyond {MOST_RANKS} ranks of exchanges without closed formulas are scaled from those")
-    return Plan(hardware, rates.link.name, found.training, tuple(points), longest, tuple(notes), found)
+    network = rates.between.name if rates.between is not None else ""
+    return Plan(
+        hardware, rates.link.name, rates.node, network, found.training, tuple(points), longest, tuple(notes), found
+    )
 
 
 # ---- what follows for other sizes ------------------------------------------------------------------------------------
 def point_of(found: Traced, options: Options, device: Device, rates: Rates, length: int, ranks: int) -> Point:
     cases = [at_length(site.case, length, found.length) for site in found.sites]
     layout: str = options.layout
+    strategy = over_nodes(options.strategy, ranks, rates)
     if layout == "auto":
-        layout, _why = choose_layout(cases, ranks, options.strategy, tuple(LAYOUTS), rates)
+        layout, _why = choose_layout(cases, ranks, strategy, tuple(LAYOUTS), rates)
     sites = tuple(
-        site_point(site, case, options.strategy, ranks, layout, rates)
-        for site, case in zip(found.sites, cases, strict=True)
+        site_point(site, case, strategy, ranks, layout, rates) for site, case in zip(found.sites, cases, strict=True)
     )
     scale = length / found.length
     ways = 3 if found.training else 1  # a backward has two products for each of the forward
     others = ways * scale * (found.shared_flops / ranks + found.own_flops)
     sent = sent_in_all(found, sites, scale, ranks)
     moved = sent - sum(site.bytes for site in sites)
-    exposed = sum(site.exposed for site in sites) + moved / rates.link.rate
+    # Collectives go round: the last rank of a node sends all to the next node.
+    wire, far = (rates.beyond.link, moved) if rates.tiers(ranks) else (rates.link, 0)
+    exposed = sum(site.exposed for site in sites) + moved / wire.rate
     memory = memory_at(found, sites, scale, ranks)
     return Point(
         length, ranks, layout, memory, memory <= device.memory,
-        sent,
+        sent, far + sum(site.between for site in sites),
         sum(site.flops for site in sites) + others,
-        sum(site.seconds for site in sites) + others / rates.default.rate + moved / rates.link.rate,
+        sum(site.seconds for site in sites) + others / rates.default.rate + moved / wire.rate,
         exposed, sites,
     )  # fmt: skip
+
+
+def over_nodes(strategy: str, ranks: int, rates: Rates) -> str:
+    """ "hybrid" with the ranks of a node. Raises OptionError where there are not several nodes."""
+    if strategy == "hybrid" and not rates.tiers(ranks):
+        raise OptionError(
+            f"strategy 'hybrid' takes several nodes, and {ranks} ranks are joined by {rates.link.name} alone ("
+            f"{rates.source}). Ask for more ranks, or another strategy"
+        )
+    return hybrid(rates.node) if strategy == "hybrid" else strategy
 
 
 def at_length(case: Case, length: int, of: int) -> Case:
@@ -213,7 +248,8 @@ def site_point(site: PlannedSite, case: Case, strategy: str, ranks: int, layout:
     except OptionError:
         fewer, few = case.on_fewer(ranks)
         point = unrolled(site, fewer, strategy, few, layout, rates)
-        return replace(point, bytes=point.bytes * (ranks - 1) // (few - 1), exact=False, by_rank=())
+        sent, away = (size * (ranks - 1) // (few - 1) for size in (point.bytes, point.between))
+        return replace(point, bytes=sent, between=away, exact=False, by_rank=())
 
 
 def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: str, rates: Rates) -> SitePoint:
@@ -225,9 +261,14 @@ def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: s
         site.times * sum(bytes_sent(exchange, case.heads, rank, backward) for backward in directions)
         for rank in range(ranks)
     ]
+    away = [
+        site.times * sum(bytes_between(exchange, case.heads, rank, rates.node, backward) for backward in directions)
+        for rank in range(ranks if rates.tiers(ranks) else 0)
+    ]
     held = most_memory(exchange, case.heads)
     return SitePoint(
         site.module, strategy, flops[0] // case.heads.flops(1, False), site.times * sum(flops), max(sent),
+        max(away, default=0),
         site.times * sum(way.seconds for way in ways), site.times * sum(way.exposed for way in ways),
         held.forward, held.backward, True, tuple(sent),
     )  # fmt: skip
@@ -238,13 +279,17 @@ def by_formula(site: PlannedSite, case: Case, strategy: str, ranks: int, layout:
     pattern, width = named(case.pattern)
     if case.q_length != case.kv_length and pattern != "full":
         raise OptionError("closed formulas are for self attention")
-    found = formulas_of(pattern, layout, strategy).at(numbers(case, width, ranks, rates))
+    found = formulas_of(pattern, layout, named_strategy(strategy)).at(
+        numbers(case, width, ranks, rates, trading(strategy))
+    )
     back = case.training
     flops = found["flops"] + back * found["flops_backward"]
     seconds = found["seconds"] + back * found["seconds_backward"]
     return SitePoint(
         site.module, strategy, int(found["pairs"]), site.times * flops,
-        site.times * int(found["bytes"] + back * found["bytes_backward"]), site.times * seconds,
+        site.times * int(found["bytes"] + back * found["bytes_backward"]),
+        rates.tiers(ranks) * site.times * int(found["leaving"] + back * found["leaving_backward"]),
+        site.times * seconds,
         site.times * max(0.0, seconds - flops / rates.default.rate),
         int(found["memory"]), int(found["memory_backward"]), True,
     )  # fmt: skip
@@ -256,19 +301,28 @@ def named(pattern: str) -> tuple[str, int]:
     return (f"window{window[2] or ''}", int(window[1])) if window else (pattern, 1)
 
 
-def numbers(case: Case, width: int, ranks: int, rates: Rates) -> dict[Any, float]:
+def named_strategy(strategy: str) -> str:
+    """The name in ringopt/cost/formulas.py."""
+    return strategy.partition("(")[0]
+
+
+def numbers(case: Case, width: int, ranks: int, rates: Rates, node: int = 1) -> dict[Any, float]:
+    """`node`: ranks that trade rows for heads before keys travel."""
     heads = case.heads
+    share = replace(heads, kv_heads=max(1, heads.kv_heads // node))
     forward, backward = (rates.tile(heads.kernel, heads.dtype, way, "full") for way in (False, True))
-    rows = case.kv_length // ranks
+    rows = case.kv_length * node // ranks
     sides = 1 + case.pattern.endswith("both)")
     leaving = rows if case.pattern in ("full", "causal") else min(rows, sides * (width - 1))
+    far = rates.beyond.link if rates.tiers(ranks) else rates.link
     return {
         volume.n: case.kv_length, volume.p: ranks, volume.w: width, volume.batch: heads.batch,
         volume.q_heads: heads.q_heads, volume.kv_heads: heads.kv_heads, volume.k_dim: heads.key_dim,
         volume.v_dim: heads.value_dim, volume.itemsize: heads.itemsize, volume.gradient_itemsize: heads.wide,
         F: forward.rate, o: forward.overhead, F_b: backward.rate, o_b: backward.overhead,
-        W: rates.link.rate, L: rates.link.latency, s: rates.step,
-        T: exchanges_of(heads.kv_heads, leaving, leaving * heads.row())[0], Z: least_of(heads.kernel),
+        W: far.rate, L: far.latency, V: rates.link.rate, U: rates.link.latency, s: rates.step,
+        volume.g: rates.node if rates.tiers(ranks) else ranks,
+        T: exchanges_of(share.kv_heads, leaving, leaving * share.row())[0], Z: least_of(heads.kernel),
     }  # fmt: skip
 
 

@@ -15,5 +15,5 @@ def plan_page(plan: Plan, title: str, picture: str) -> str:
     what = "a training step" if plan.training else "a forward"
     return filled(
         "plan", title=f"ringopt plan: {title}", plan=plan, picture=Markup(picture), readable=readable,
-        duration=duration, summary=f"{what} per rank, {plan.hardware} over {plan.link}, predicted",
+        duration=duration, summary=f"{what} per rank, {plan.hardware} over {plan.links}, predicted",
     )  # fmt: skip

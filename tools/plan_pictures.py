@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringopt.attention.plans import hybrid, trading
 from ringopt.attention.predict import simulate
 from ringopt.cost.hardware import GIB, device_of
 from ringopt.cost.rates import rates_of
@@ -97,8 +99,10 @@ def draw_timeline(plan: Plan, axes: Axes) -> None:
     point = min(plan.points, key=lambda point: point.sites[0].strategy not in ("ring", "ring2"))
     site, strategy = plan.traced.sites[0], point.sites[0].strategy
     ranks = min(DRAWN, max(2, point.world_size))
+    rates = rates_of(plan.hardware, site.case.heads.dtype, None if plan.network else plan.link)
+    if trading(strategy) > 1:  # two nodes can be seen too, of fewer ranks
+        strategy, rates = hybrid(ranks // 2), replace(rates, node=ranks // 2)
     case = at_length(site.case, max(point.length, 2 * ranks), plan.traced.length)
-    rates = rates_of(plan.hardware, case.heads.dtype, plan.link)
     spans = simulate(case.plan(ranks, point.layout, strategy), case.heads, rates, False).spans
     end, drawn = max(span.stop for span in spans), set[str]()
     size, unit = (1e3, "ms") if end > 2e-3 else (1e6, "us")

@@ -22,6 +22,12 @@ def hybrid(node: int) -> str:
     return f"hybrid({node})"
 
 
+def trading(strategy: str) -> int:
+    """Of a hybrid the ranks of a node, of others 1."""
+    nodes = HYBRID.fullmatch(strategy)
+    return int(nodes[1]) if nodes is not None else 1
+
+
 def on_nodes(strategy: str, mesh: Mesh) -> str:
     """Of an option: "hybrid" over the nodes of `mesh`, others as they are. Raises OptionError where it has no nodes, on
     all ranks alike; they ask each other, so all come here or none."""

@@ -5,6 +5,7 @@ divides evenly (volume.py), and tests hold the rest against unrolled plans. Symb
 
     F, o   FLOP/s of a tile, and seconds that each costs beside its FLOPs        F_b, o_b   the same backward
     W, L   bytes/s of the link, seconds a message                                s          seconds a step
+    V, U   the same within a node of g ranks, where W and L are those between nodes
     T      exchanges that take turns, by heads (attention/turns.py)
     Z      the fewest queries of a strip of a window (attention/strips.py)
 
@@ -26,6 +27,7 @@ from sympy import Expr, Integer, Max, Min, Piecewise, ceiling, floor, log
 from ringopt.cost.volume import (
     HeadVolume,
     batch,
+    g,
     gradient_itemsize,
     itemsize,
     k_dim,
@@ -40,7 +42,7 @@ from ringopt.cost.volume import (
 )
 from ringopt.errors import OptionError
 
-F, o, F_b, o_b, W, L, s = sympy.symbols("F o F_b o_b W L s", nonnegative=True)
+F, o, F_b, o_b, W, L, V, U, s = sympy.symbols("F o F_b o_b W L V U s", nonnegative=True)
 T, Z = sympy.symbols("T Z", integer=True, positive=True)
 
 ONE, ZERO = Integer(1), Integer(0)
@@ -63,8 +65,8 @@ MASK = 11  # bytes an element while the mask of a window is made
 
 
 SYMBOLS = (
-    *(n, p, w, r, batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize),
-    *(F, o, F_b, o_b, W, L, s, T, Z),
+    *(n, p, w, g, r, batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize),
+    *(F, o, F_b, o_b, W, L, V, U, s, T, Z),
 )  # fmt: skip
 
 
@@ -72,6 +74,7 @@ SYMBOLS = (
 class Formulas:
     """Of the busiest rank; bytes are those of rank r.
 
+    leaving          of the bytes of a forward, those that leave the node at most; leaving_backward: of a backward
     memory           bytes at once in the forward, at most, beside its own q, k, v
     saved            bytes of results that the backward needs
     memory_backward  bytes at once in the backward, beside what is saved and the gradient that comes in
@@ -82,6 +85,8 @@ class Formulas:
     flops_backward: Expr
     bytes: Expr
     bytes_backward: Expr
+    leaving: Expr
+    leaving_backward: Expr
     messages: Expr
     memory: Expr
     saved: Expr
@@ -91,9 +96,9 @@ class Formulas:
 
     def at(self, numbers: Mapping[Expr, float]) -> dict[str, float]:
         """Every formula with numbers in the place of its symbols, all but r; of bytes, the most that a rank sends."""
-        ranks = int(numbers[p])
+        ranks, node = int(numbers[p]), int(numbers.get(g, 1))
         known = {**dict.fromkeys(SYMBOLS, 0.0), **numbers}
-        corners = {0, 1, ranks // 2, ranks - 2, ranks - 1} & set(range(ranks))
+        corners = {0, 1, node, ranks // 2, ranks - 1 - node, ranks - 2, ranks - 1} & set(range(ranks))
         found = [compiled(self)(*({**known, r: rank}[symbol] for symbol in SYMBOLS)) for rank in corners]
         columns = zip(*found, strict=True)
         return {field.name: float(max(values)) for field, values in zip(fields(self), columns, strict=True)}
@@ -135,16 +140,23 @@ def formulas_of(pattern: str, layout: str, strategy: str) -> Formulas:
     """
     if strategy == "ulysses":
         return ulysses(pattern)
+    if strategy == "hybrid":
+        return hybrid(pattern, layout)
     if strategy not in ("ring", "halo", "gather"):
         raise OptionError(f"no closed form is known for strategy {strategy!r}")
     volume, work = volume_of(pattern, layout, strategy), work_of(pattern, layout)
     alone, pairs = sympy.Eq(p, 1), work.home + work.hops * work.away
+    sent, back = (Piecewise((0, alone), (size, True)) for size in (volume.forward_bytes, volume.backward_bytes))
+    # Where rows go round, the last rank of a node sends all to the next node; a gather goes to every rank.
+    part = others() if strategy == "gather" else ONE
     return Formulas(
         pairs=pairs,
         flops=PAIR * pairs,
         flops_backward=PAIR_BACK * pairs,
-        bytes=Piecewise((0, alone), (volume.forward_bytes, True)),
-        bytes_backward=Piecewise((0, alone), (volume.backward_bytes, True)),
+        bytes=sent,
+        bytes_backward=back,
+        leaving=sent * part,
+        leaving_backward=back * part,
         messages=work.hops,
         saved=RESULTS,
         **(gather if strategy == "gather" else ring)(work),
@@ -254,7 +266,7 @@ def ulysses(pattern: str) -> Formulas:
     whole = wholes[pattern]
     work = work_of(pattern, "contiguous").waste.subs(p, 1)
     volume, pairs, some = HeadVolume(), whole / p, Min(p - 1, 1)
-    trades, sent = 2 * (p - 1) * L, 1 + 2 * (p - 1) / p
+    sent = 1 + 2 * (p - 1) / p
     keys = n * batch * Max(kv_heads / p, 1) * (k_dim + v_dim)
     operands, given = DQ * itemsize + keys * itemsize, DQ * itemsize + keys * itemsize + OUT + RESULTS
     total, packed = (DQ + keys) * gradient_itemsize, DQ * itemsize + keys * gradient_itemsize
@@ -265,12 +277,52 @@ def ulysses(pattern: str) -> Formulas:
         flops_backward=PAIR_BACK * pairs,
         bytes=volume.forward_bytes,
         bytes_backward=volume.backward_bytes,
+        leaving=volume.forward_bytes * others(),
+        leaving_backward=volume.backward_bytes * others(),
         messages=2 * (p - 1),
         memory=operands + RESULTS + Max(SUMS + (1 + NARROW) * OUT, sent * RESULTS),
         saved=RESULTS,
         memory_backward=given + total + Max(total + tile, sent * packed),
-        seconds=some * (volume.forward_bytes / W + trades) + PAIR * pairs * work / F + o + 3 * s,
-        seconds_backward=some * (volume.backward_bytes / W + trades) + PAIR_BACK * pairs * work / F_b + o_b + 3 * s,
+        seconds=some * all_to_all(volume.forward_bytes) + PAIR * pairs * work / F + o + 3 * s,
+        seconds_backward=some * all_to_all(volume.backward_bytes) + PAIR_BACK * pairs * work / F_b + o_b + 3 * s,
+    )
+
+
+def others() -> Expr:
+    """Of the other ranks, the part that is on other nodes."""
+    return (p - g) / Max(p - 1, 1)
+
+
+def all_to_all(size: Expr) -> Expr:
+    """Seconds of `size` bytes to all other ranks alike, there and back: within the node and beyond it at once."""
+    return Max(size * (1 - others()) / V + 2 * (g - 1) * U, size * others() / W + 2 * (p - g) * L)
+
+
+def hybrid(pattern: str, layout: str) -> Formulas:
+    """A trade within a node, and between the nodes the ring of as many ranks, with Hq/g heads and the rows of a node
+    each."""
+    shares = {q_heads: q_heads / g, kv_heads: Max(kv_heads / g, 1)}
+    of_nodes = {**shares, p: p / g, r: sympy.floor(r / g)}
+    circle = formulas_of(pattern, layout, "ring")
+    between = Formulas(**{each.name: getattr(circle, each.name).xreplace(of_nodes) for each in fields(circle)})
+    volume, trades, sent = HeadVolume(g), 2 * (g - 1) * U, 1 + 2 * (g - 1) / g
+    keys = n * g / p * batch * shares[kv_heads] * (k_dim + v_dim)
+    operands, given = DQ * itemsize + keys * itemsize, DQ * itemsize + keys * itemsize + OUT + RESULTS
+    total, packed = (DQ + keys) * gradient_itemsize, DQ * itemsize + keys * gradient_itemsize
+    return Formulas(
+        pairs=between.pairs / g,
+        flops=between.flops,
+        flops_backward=between.flops_backward,
+        bytes=volume.forward_bytes + between.bytes,
+        bytes_backward=volume.backward_bytes + between.bytes_backward,
+        leaving=between.bytes,
+        leaving_backward=between.bytes_backward,
+        messages=2 * (g - 1) + between.messages,
+        memory=operands + RESULTS + Max(between.memory, sent * RESULTS),
+        saved=RESULTS,
+        memory_backward=given + total + Max(between.memory_backward, sent * packed),
+        seconds=volume.forward_bytes / V + trades + between.seconds + 2 * s,
+        seconds_backward=volume.backward_bytes / V + trades + between.seconds_backward + 2 * s,
     )
 
 

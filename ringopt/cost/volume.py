@@ -3,8 +3,9 @@
 Formulas for any world size, where a plan has to be unrolled to be counted. They hold exactly where the length divides
 evenly (n by p, under zigzag by 2p), and to a row a chunk elsewhere; tests compare them with the plans.
 
-Symbols: n rows of keys (and m of queries) over p ranks, this being rank r; w keys in a causal window. A row of keys
-with its values, over the batch and all KV heads, has B Hkv (Dk + Dv) e bytes, of gradients B Hkv (Dk + Dv) e_acc.
+Symbols: n rows of keys (and m of queries) over p ranks in nodes of g, this being rank r; w keys in a causal window. A
+row of keys with its values, over the batch and all KV heads, has B Hkv (Dk + Dv) e bytes, of gradients B Hkv (Dk + Dv)
+e_acc.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sympy import Expr, Integer, Max, Min, Piecewise
 
 from ringopt.errors import OptionError
 
-n, m, p, w = sympy.symbols("n m p w", integer=True, positive=True)
+n, m, p, w, g = sympy.symbols("n m p w g", integer=True, positive=True)
 r = sympy.Symbol("r", integer=True, nonnegative=True)
 batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize = sympy.symbols(
     "B Hq Hkv Dk Dv e e_acc", integer=True, positive=True
@@ -61,8 +62,11 @@ def volume_of(pattern: str, layout: str, strategy: str) -> Volume:
 
 @dataclass(frozen=True)
 class HeadVolume:
-    """Bytes that each rank sends under "ulysses": exact where p divides n, the query heads, and the KV heads or is
-    divided by them. A rank computes Hq/p query heads and reads Hkv/p KV heads, one at least."""
+    """Bytes that each rank sends where `node` ranks trade rows for heads: all of "ulysses", within a node those of
+    "hybrid". Exact where p divides n, and `node` the query heads, and the KV heads or is divided by them. A rank
+    computes Hq/node query heads and reads Hkv/node KV heads, one at least."""
+
+    node: Expr = p
 
     @property
     def forward_bytes(self) -> Expr:
@@ -78,11 +82,11 @@ class HeadVolume:
 
     @property
     def share(self) -> Expr:
-        return batch * n / p * (p - 1) / p
+        return batch * n / p * (self.node - 1) / self.node
 
     @property
     def kv(self) -> Expr:
-        return Max(kv_heads, p)
+        return Max(kv_heads, self.node)
 
 
 @dataclass(frozen=True)

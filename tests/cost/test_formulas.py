@@ -6,17 +6,20 @@ import dataclasses
 
 import pytest
 
+from ringopt.attention.bytes import bytes_between
 from ringopt.attention.choose import Case
 from ringopt.attention.memory import most_memory
+from ringopt.attention.plans import Plan, trading
 from ringopt.attention.predict import Heads, pairs_of, simulate
 from ringopt.cost.formulas import formulas_of
 from ringopt.cost.hardware import Link
 from ringopt.cost.rates import Rates, Speed
 from ringopt.errors import OptionError
-from ringopt.plan import named, numbers
+from ringopt.plan import named, named_strategy, numbers
 
 HEADS = Heads(2, 8, 4, 64, 64, 2, 4, "bfloat16", "flash")
 RATES = Rates("a machine", Link("wire", 5e10, 2e-5), Speed(5e12, 1e-5), touch=1e30)
+FAR = Link("between nodes", 1e10, 1e-5)
 CASES = [
     ("full", "contiguous", "ring"), ("full", "contiguous", "gather"), ("full", "contiguous", "ulysses"),
     ("causal", "contiguous", "ring"), ("causal", "zigzag", "ring"), ("causal", "zigzag", "gather"),
@@ -28,11 +31,30 @@ CASES = [
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("pattern", "layout", "strategy"), CASES)
 def test_formulas_agree_with_the_plan(pattern: str, layout: str, strategy: str, ranks: int) -> None:
+    agree(pattern, layout, strategy, ranks, RATES)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize(
+    ("pattern", "layout", "strategy"),
+    [
+        ("full", "contiguous", "ring"), ("full", "contiguous", "ulysses"), ("full", "contiguous", "hybrid(2)"),
+        ("full", "contiguous", "gather"), ("causal", "zigzag", "hybrid(2)"), ("window(700)", "contiguous", "hybrid(2)"),
+    ],
+)  # fmt: skip
+def test_formulas_agree_over_nodes(pattern: str, layout: str, strategy: str, ranks: int) -> None:
+    """Of 2 ranks; bytes that leave them too."""
+    found, plan = agree(pattern, layout, strategy, ranks, dataclasses.replace(RATES, node=2, between=FAR))
+    for way, name in ((False, "leaving"), (True, "leaving_backward")):
+        assert found[name] == max(bytes_between(plan, HEADS, rank, 2, way) for rank in range(ranks))
+
+
+def agree(pattern: str, layout: str, strategy: str, ranks: int, rates: Rates) -> tuple[dict[str, float], Plan]:
     case = Case(pattern, 16384, 16384, HEADS, True)
-    name, width = named(pattern)
-    found = formulas_of(name, layout, strategy).at(numbers(case, width, ranks, RATES))
+    (name, width), node = named(pattern), trading(strategy)
+    found = formulas_of(name, layout, named_strategy(strategy)).at(numbers(case, width, ranks, rates, node))
     plan = case.plan(ranks, layout, strategy)
-    forward, backward = (simulate(plan, HEADS, RATES, way) for way in (False, True))
+    forward, backward = (simulate(plan, HEADS, rates, way) for way in (False, True))
     edge = 0.03 if "both" in pattern and ranks == 2 else 1e-9  # two ranks have no middle, where windows are whole
     assert found["flops"] == pytest.approx(max(forward.flops), rel=edge)
     assert found["flops_backward"] == pytest.approx(max(backward.flops), rel=edge)
@@ -44,6 +66,7 @@ def test_formulas_agree_with_the_plan(pattern: str, layout: str, strategy: str, 
     if ranks > 2:  # of two, each has one neighbour
         assert found["memory"] == pytest.approx(held.forward, rel=0.15)
         assert found["memory_backward"] == pytest.approx(held.backward, rel=0.15)
+    return found, plan
 
 
 def test_pairs_are_those_of_the_busiest_rank() -> None:
