@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 from tests.harness.pool import POOL
 
@@ -15,6 +16,18 @@ from tests.harness.pool import POOL
 def one_thread() -> None:
     """Tests share the machine with the ranks they start."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_compile_workers() -> Iterator[None]:
+    """Inductor compiles in the process that asks, here and in processes that tests start: a pool of workers imports
+    torch once more for each. The vector instructions that the processor lists are not tried out by each process."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        patched.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        patched.setattr(torch._inductor.config, "compile_threads", 1)
+        patched.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

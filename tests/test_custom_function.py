@@ -274,7 +274,7 @@ def on_rank(names, inner_backend, dtype):
     torch._dynamo.reset()
     found = []
     for name in names:
-        model, inputs = Model({**TOKEN_WISE, **OTHERS, "mixed": mixed}[name]), {"x": data(dtype=torch.float32)}
+        model, inputs = Model({**TOKEN_WISE, **OTHERS, "mixed": mixed}[name]), {"x": data(12, torch.float32)}
         compiled = torch.compile(model, backend="ring", options={"inner_backend": inner_backend})
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             ours, theirs = run(compiled, model, inputs), run(model, model, inputs)

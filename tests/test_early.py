@@ -283,7 +283,7 @@ def test_random_numbers_and_messages_keep_their_places() -> None:
 # ---- on ranks --------------------------------------------------------------------------------------------------------
 def trained(inner_backend: str, dynamic: bool | None) -> tuple[float, list[str]]:
     torch._dynamo.reset()
-    model, inputs = Model(), {"x": data(9, torch.float32)}
+    model, inputs = Model(), {"x": data(8, torch.float32)}
     options = {"inner_backend": inner_backend, "strategy": "ring"}
     compiled = torch.compile(model, backend="ring", options=options, dynamic=dynamic)
     run(compiled, model, {"x": data(13, torch.float32)} if dynamic else inputs)

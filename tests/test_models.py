@@ -10,7 +10,7 @@ import ringopt
 from tests.models import MODELS, build, difference, run
 
 LENGTHS = (64, 67, 257)
-INDUCTOR = ("llama", "bert", "encoder_causal")
+INDUCTOR = {"llama": 67, "bert": 66}  # ranks of equally many rows compile the same kernels, once
 SITES = {"t5": 6}  # others have 2
 
 
@@ -57,6 +57,12 @@ def test_float64_to_rounding(ranks, name):
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor(ranks, name):
     """float32 through Inductor: within 3x of eager's own error against float64."""
+    check(ranks(2, on_rank, name, INDUCTOR[name], torch.float32, "inductor", timeout=240), name, 3)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in INDUCTOR])
+def test_inductor_on_all_others(ranks, name):
     check(ranks(2, on_rank, name, 67, torch.float32, "inductor", timeout=240), name, 3)
 
 

@@ -26,11 +26,20 @@ Kind = tuple[Any, ...]
 Result = tuple[Kind, int | None, bool]
 
 
+# What came back: a tuple or a list, or one value, of what.
+Answer = tuple[type | None, list[Result]]
+
+# Of operators of torch, which depend on nothing else: for all graphs of a process.
+SHARED: dict[Any, Answer] = {}
+MOST = 20_000  # answers that are kept
+
+
 class Answers:
-    """Calls operators on fake tensors, and remembers what came back."""
+    """Calls operators on fake tensors, without gradients, and remembers what came back. Operators other than torch's
+    may look at more than their arguments (ours at the mesh): their answers hold for one graph."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[type | None, list[Result]]] = {}  # whether a tuple or a list, of what
+        self.own: dict[Any, Answer] = {}
 
     def call(self, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """What `run()` gives, which calls `target`."""
@@ -41,15 +50,18 @@ class Answers:
         if key is None or not operands:
             return run()
         memory = [x.untyped_storage()._cdata for x in operands]
-        key = target, key, tuple(map(memory.index, memory))
-        if key in self.known:
-            return made(*self.known[key], operands)
+        key = target, key, tuple(map(memory.index, memory)), torch.get_default_dtype()
+        known = SHARED if target.namespace == "aten" and not torch._C._is_any_autocast_enabled() else self.own
+        if key in known:
+            return made(*known[key], operands)
         value = run()
         several = type(value) if type(value) in (tuple, list) else None
         results = [result_of(x, operands, memory) for x in (value if several else (value,))]
         found = [result for result in results if result is not None]
         if len(found) == len(results):
-            self.known[key] = several, found
+            if len(known) >= MOST:
+                known.clear()
+            known[key] = several, found
         return value
 
 

@@ -7,15 +7,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from ringopt.graph import fakes
 from ringopt.graph.fakes import Answers, kind_of
+from ringopt.ops import convert  # noqa: F401  (registers the operators)
 
 aten = torch.ops.aten
 
 
 @pytest.fixture
-def asked():
+def asked(monkeypatch):
     """Calls an operator through Answers; (result, whether torch was asked)."""
     answers, mode = Answers(), FakeTensorMode()
+    monkeypatch.setattr(fakes, "SHARED", {})
 
     def ask(target, *args, **kwargs):
         runs = []
@@ -31,7 +34,7 @@ def asked():
         with mode:
             return torch.empty(size, **kwargs)
 
-    ask.fake = fake
+    ask.fake, ask.in_another_graph = fake, answers.own.clear
     return ask
 
 
@@ -74,6 +77,16 @@ def test_what_differs_is_asked_again(asked):
     assert asked(aten.mul.Tensor, x, x)[1]
     assert asked(aten.mul.Tensor, x, asked.fake(2, 4, dtype=torch.int64))[1], "two tensors, not one"
     assert not asked(aten.mul.Tensor, asked.fake(2, 4, dtype=torch.int64), asked.fake(2, 4, dtype=torch.int64))[1]
+
+
+def test_answers_of_torch_hold_for_all_graphs_and_ours_for_one(asked):
+    """Ours look at the mesh, of which there may be another by the same name later."""
+    x, group = asked.fake(2, 4), "pretend:0/2"
+    own = torch.ops.ringopt.copy_to_group.default
+    assert asked(aten.exp.default, x)[1] and asked(own, x, group)[1]
+    assert not asked(aten.exp.default, x)[1] and not asked(own, x, group)[1]
+    asked.in_another_graph()
+    assert not asked(aten.exp.default, x)[1] and asked(own, x, group)[1]
 
 
 def test_writes_are_never_remembered(asked):

@@ -37,10 +37,10 @@ def results(run, module, x, labels):
     return [out.detach() for out in outputs] + [x.grad, *gradients] + [b.double() for b in module.buffers()]
 
 
-def on_rank(inner, layout):
+def on_rank(inner, layout, n):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    x, labels = torch.randn(2, 13, D, dtype=torch.float64), torch.randint(0, D, (2, 13))
+    x, labels = torch.randn(2, n, D, dtype=torch.float64), torch.randint(0, D, (2, n))
     made = []
     for compiled in (False, True):
         torch.manual_seed(1)
@@ -52,9 +52,10 @@ def on_rank(inner, layout):
     return difference(made[1], made[0]), ringopt.reports()[-1].gathers, bits
 
 
-@pytest.mark.parametrize("p, inner, layout", [(2, "inductor", "zigzag"), (3, "aot_eager", "contiguous")])
-def test_everything(ranks, p, inner, layout):
-    found = ranks(p, on_rank, inner, layout, timeout=240)
+# Through Inductor, ranks of equally many rows: they share their kernels.
+@pytest.mark.parametrize("p, inner, layout, n", [(2, "inductor", "zigzag", 12), (3, "aot_eager", "contiguous", 13)])
+def test_everything(ranks, p, inner, layout, n):
+    found = ranks(p, on_rank, inner, layout, n, timeout=240)
     for error, gathers, bits in found:
         assert error < 1e-9
         assert gathers == ()
