@@ -70,12 +70,14 @@ def test_tables_fit_the_columns_that_there_are(
     """And no number is cut, in a log, in a terminal without colour, and where tests run."""
     for name, value in {**terminal, "COLUMNS": str(columns)}.items():
         monkeypatch.setenv(name, value)
-    point = Point(16_777_216, 1024, "contiguous", 10**11, True, 2 * 10**11, 7.21e9, 3.5, 0.7, ())
-    console().print(Plan("h100", "infiniband-ndr", True, (point,), {1024: None}, (), traced=Mock()))
+    point = Point(16_777_216, 1024, "contiguous", 10**11, True, 2 * 10**11, 10**11, 7.21e9, 3.5, 0.7, ())
+    links = ("nvlink4", 8, "infiniband-ndr")
+    console().print(Plan("h100", *links, True, (point,), {1024: None}, (), traced=Mock()))
     console().print(ringopt.Report(8, (Site("a.b.c" * 40, "unfused", "window(4096)", "ring", "math", "x", None, 1),)))
     printed = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
     assert max(map(len, printed.splitlines())) <= columns
-    assert "16,777,216" in printed and "0.00721" in printed and "\u2026" not in printed
+    assert all(text in printed for text in ("16,777,216", "0.00721", "50%"))
+    assert "\u2026" not in printed
 
 
 @pytest.mark.parametrize(
