@@ -363,7 +363,9 @@ def test_compiled_code_drops_the_same() -> None:
 
 
 @torch.compiler.config.patch(cache_key_tag=VERSION)  # the operator is cached by its name, whatever it computes
-@pytest.mark.parametrize("name", ["dropout, causal", "dropout, sinks, softcap", "softcap"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("dropout, causal", marks=pytest.mark.zoo), "dropout, sinks, softcap", "softcap"]
+)
 def test_compiled_code_gives_the_same_numbers(name: str) -> None:
     case, given = CASES[name], problem(N)
     how = (case.pattern, case.mask.text, case.dropout_p, given.scale)
