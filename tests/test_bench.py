@@ -353,6 +353,14 @@ def test_rows_of_soak(tmp_path: Path) -> None:
     assert max(row["error"] for row in found["rows"]) < 1e-12
 
 
+@pytest.mark.zoo
+def test_soak_of_compiled_models(tmp_path: Path) -> None:
+    words = ("--compiled", "--steps", "16", "--ranks", "2", "--delay", "1")
+    found = tables("soak", *words, str(tmp_path / "soak.json"))
+    assert found["totals"] == {"steps": 16, "wrong": 0}
+    assert max(row["error"] for row in found["rows"]) < 1e-11
+
+
 # ---- an earlier run --------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ examples:
   ringopt bench overlap --emulated --lengths 2048 --json overlap.json
 """
 
+ROWS = 2048  # of a rank: with fewer, who moves the bytes of several ranks is what a small machine times
 PASSES = ("forward", "backward")
 KINDS = {False: "computed", True: "slept"}
 
@@ -41,7 +42,9 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", metavar="P", nargs="+", type=ranks, default=[2, 4], help="2 or more (2 4)")
-    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, default=[4096], help="of the sequence (4096)")
+    parser.add_argument(
+        "--lengths", metavar="N", nargs="+", type=whole, help=f"of the sequence ({ROWS} for each of the ranks)"
+    )
     parser.add_argument(
         "--shares", metavar="X", nargs="+", type=share, default=[0.3, 0.6, 0.9], help="exchange / compute (0.3 0.6 0.9)"
     )
@@ -80,7 +83,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         cases = [
             Case(pattern, length, ranks, slept, hoisted)
             for slept in kinds
-            for length in arguments.lengths
+            for length in arguments.lengths or [ROWS * ranks]
             for pattern, hoisted in (("causal", False), ("full", False), ("causal", True))
         ]
         rows += rows_of(cases, arguments.shares, arguments.repeats, emulated)

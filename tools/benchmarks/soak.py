@@ -2,7 +2,9 @@
 
 Each step draws a pattern, lengths, heads, layout and strategy, the same on all ranks, runs on real processes (gloo),
 and is held against float64 on one. Every rank sleeps for a time of its own before each message and collective. Once 300
-cases are drawn, most steps take one of them again, as in training, and every tenth is new.
+cases are drawn, most steps take one of them again, as in training, and every tenth is new. With --compiled each step
+is one of training, of one of a few small models that were drawn and compiled (aot_eager): exchanges that start early
+and end late, and sums of gradients in buckets, are delayed as well.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ EXAMPLES = """\
 examples:
   ringopt bench soak --steps 200
   ringopt bench soak --steps 10000 --ranks 3 --seconds 1200 --json soak.json
+  ringopt bench soak --compiled --steps 500
 """
 
 TIMEOUT = 60.0  # seconds until a message that does not arrive ends the soak
@@ -40,6 +43,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--ranks", metavar="P", type=whole, default=3, help="processes (3)")
     parser.add_argument("--seconds", metavar="S", type=whole, default=600, help="to end after, steps or not (600)")
     parser.add_argument("--delay", metavar="MS", type=whole, default=2, help="longest, in milliseconds (2)")
+    parser.add_argument("--compiled", action="store_true", help="training steps of compiled models")
     parser.add_argument("--seed", metavar="N", type=whole, default=1, help="of what is drawn (1)")
     parser.set_defaults(measure=measure)
 
@@ -50,13 +54,14 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     from ringopt.tools.benchmarks.soak_ranks import soaked
 
     progress.add_task(f"{arguments.steps} steps, {arguments.seconds} s at most", total=None)
-    how = (arguments.steps, arguments.seconds, arguments.delay / 1e3, arguments.seed)
+    how = (arguments.steps, arguments.seconds, arguments.delay / 1e3, arguments.seed, arguments.compiled)
     found = as_ranks(arguments.ranks, soaked, *how, timeout=arguments.seconds + 2 * TIMEOUT)
     rows = [combined([rank[place] for rank in found]) for place in range(len(found[0]))]
     sums = totals(rows)
     if sums["wrong"]:
         raise CommandError(f"{sums['wrong']} of {sums['steps']} steps gave wrong numbers; --seed {arguments.seed}")
-    title = f"Random attentions on {arguments.ranks} ranks, up to {arguments.delay} ms before each message"
+    what = "models" if arguments.compiled else "attentions"
+    title = f"Random {what} on {arguments.ranks} ranks, up to {arguments.delay} ms before each message"
     said = f"{sums['steps']} steps, no hang, wrong numbers in {sums['wrong']}"
     return Result(title, COLUMNS, rows, sums, (said,), NOTES)
 

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -61,6 +61,9 @@ class Delayed(Wrapped):
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         return self._late(lambda: self.mesh._all_reduce(x, label))
+
+    def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
+        return self._late(lambda: self.mesh._start_all_reduce(x, label))
 
 
 @dataclass(frozen=True)
@@ -159,14 +162,19 @@ class Cases:
             self._met.append(case)
 
 
-def soaked(rank: int, ranks: int, steps: int, seconds: float, delay: float, seed: int) -> list[Row]:
+def soaked(
+    rank: int, ranks: int, steps: int, seconds: float, delay: float, seed: int, compiled: bool = False
+) -> list[Row]:
     """A row for each strategy."""
+    from ringopt.tools.benchmarks.soak_models import Models  # which stands on this module
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = Delayed(process_mesh(None, TIMEOUT), delay, seed + rank)
     register(mesh)
     rows = {name: Row(strategy=name, steps=0, refused=0, wrong=0, error=0.0, longest=0.0) for name in NAMES}
-    cases, begin = Cases(seed, mesh.mesh), time.monotonic()
+    cases: Any = Models(seed, mesh) if compiled else Cases(seed, mesh.mesh)
+    begin = time.monotonic()
     done = tried = 0
     while done < steps and (tried % ROUND or not over(mesh, time.monotonic() - begin > seconds)):
         case, tried = cases.next(), tried + 1
