@@ -78,8 +78,9 @@ class Ledger:
 
 
 # ---- keys travel -----------------------------------------------------------------------------------------------------
-def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int) -> Memory:
-    """`turns` times `parts` exchanges, each of some heads and some rows; one at a time computes."""
+def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int, dense: bool = False) -> Memory:
+    """`turns` times `parts` exchanges, each of some heads and some rows; one at a time computes. `dense`: queries come
+    in the order of their dims, and not as a projection leaves them."""
     sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
     one = replace(heads, q_heads=heads.q_heads // turns, kv_heads=-(-heads.kv_heads // turns))
     there, back = Ledger(), Ledger()
@@ -89,15 +90,20 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int) -> 
     strip = max(STRIP, -(-sums.queries // 8))
 
     def tile(piece: Block) -> Held:
-        return first_tile(piece, one) if whole and piece == first else forward_tile(piece, one, strip)
+        return (
+            first_tile(plan.pattern, piece, one)
+            if whole and piece == first
+            else forward_tile(plan.pattern, piece, one, strip)
+        )
 
     over_steps(there, plan, rank, heads, False, sums.wide_out + sums.lse, tile)
-    # A kernel gives its output in another order of dims than the operator; of several exchanges it was copied before.
-    there.briefly(sums.out * (sums.narrow + whole))
+    # A kernel gives its output in the order of the queries, the operator in that of its dims; of several exchanges it
+    # was copied before.
+    there.briefly(sums.out * (sums.narrow + (whole and not dense)))
     back.take(sums.wide_dq)
     home = sums.wide_dkv if turns * parts == 1 else 0
     back.take(sums.wide_dkv - home)  # of several exchanges some begin with the home blocks
-    over_steps(back, plan, rank, heads, True, home, lambda block: backward_tile(block, one))
+    over_steps(back, plan, rank, heads, True, home, lambda piece: backward_tile(plan.pattern, piece, one))
     back.briefly(rounded(sums))
     return Memory(there.most, sums.out + sums.lse, back.most)
 
@@ -111,12 +117,12 @@ def of_queries(plan: Exchange, heads: Heads, rank: int) -> Memory:
     sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
     strip, results = max(STRIP, -(-sums.queries // 8)), sums.wide_out + sums.lse
     there, back = Ledger(), Ledger()
-    over_steps(there, plan, rank, heads, False, results, lambda block: forward_tile(block, heads, strip))
+    over_steps(there, plan, rank, heads, False, results, lambda piece: forward_tile(plan.pattern, piece, heads, strip))
     # Where all ranks have the queries, each has the parts of all to merge.
-    there.briefly((2 + plan.ranks) * results if plan.merges else sums.out * sums.narrow)
+    there.briefly((1 + plan.ranks) * results if plan.merges else sums.out * sums.narrow)
     back.take(2 * sums.out + sums.lse)  # travels with the queries
     back.take(sums.wide_dkv)
-    over_steps(back, plan, rank, heads, True, sums.wide_dq, lambda block: backward_tile(block, heads))
+    over_steps(back, plan, rank, heads, True, sums.wide_dq, lambda piece: backward_tile(plan.pattern, piece, heads))
     back.briefly(rounded(sums))
     return Memory(there.most, sums.out + sums.lse, back.most)
 
@@ -208,7 +214,7 @@ def of_heads(plan: HeadExchange, heads: Heads, rank: int) -> Memory:
     node, between = rank // plan.node, plan.whole
     whole = Sums(share, count(between.q_layout.ranges(node)), count(between.kv_layout.ranges(node)))
     shares = map(heads.share, plan.parts(rank))
-    parts = [of_keys(between, one, node, *turns_of(between, one)) for one in shares]
+    parts = [of_keys(between, one, node, *turns_of(between, one), dense=True) for one in shares]
     operands, results = whole.dq + whole.dkv, whole.out + whole.lse
     computing = results + max(part.forward for part in parts)
     forward = trade(plan, heads, rank, False, operands, computing, results, results)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringopt.attention.exchange import Block, Cargo
-from ringopt.attention.patterns import Kind
+from ringopt.attention.patterns import Band, Kind, Pattern
 from ringopt.attention.predict import Heads
+from ringopt.attention.strided import Strided
+from ringopt.attention.structures import Beside
 from ringopt.kernels.math import SCORES
 
-# Bytes an element while the mask of a pattern is made (seen.py): distances in 64 bits, and three comparisons.
-MAKING = 11
+# Bytes an element while the mask of a pattern is made (seen.py): of distances in 64 bits and three comparisons; of ends
+# of rows, the comparisons alone.
+OF_DISTANCES, OF_ENDS = 11, 3
 
 # Queries and keys that PyTorch's flash attention for the CPU takes at once, from so many queries on; one thread.
 FLASH_QUERIES = ((768, 256), (192, 64), (0, 32))
@@ -73,28 +76,28 @@ class Held:
     kept: int
 
 
-def forward_tile(block: Block, heads: Heads, rows: int) -> Held:
+def forward_tile(pattern: Pattern, block: Block, heads: Heads, rows: int) -> Held:
     """Of a piece of a block (strips.py), of which `rows` queries are computed at a time."""
     part = Sums(heads, min(len(block.queries), rows), len(block.keys))
-    making, mask = masks(block, heads)
+    making, mask = masks(pattern, block, heads)
     given = mask + part.out + part.lse
     merging = 2 * part.lse + part.lse // heads.wide + part.wide_out * part.narrow
     return Held(making, given + scratch(part), given + merging, mask)
 
 
-def first_tile(block: Block, heads: Heads) -> Held:
+def first_tile(pattern: Pattern, block: Block, heads: Heads) -> Held:
     """Of one that is computed at once, and whose results become the sums: that of fewer bits is copied, and the
     log-sum-exp, whose dims a kernel has in another order."""
     part = Sums(heads, len(block.queries), len(block.keys))
-    making, mask = masks(block, heads)
+    making, mask = masks(pattern, block, heads)
     working = mask + part.out + part.lse + scratch(part)
     return Held(making, working, mask + part.lse + part.out * part.narrow, mask)
 
 
-def backward_tile(block: Block, heads: Heads) -> Held:
+def backward_tile(pattern: Pattern, block: Block, heads: Heads) -> Held:
     """Of a whole piece; grouped heads are repeated for a kernel that knows none, and their gradients summed."""
     part, groups = Sums(heads, len(block.queries), len(block.keys)), heads.q_heads // heads.kv_heads
-    making, mask = masks(block, heads)
+    making, mask = masks(pattern, block, heads)
     if heads.kernel == "math":
         given = part.wide_dq + part.wide_dkv
         return Held(making, mask + part.lse + given + scratch(part, True), mask + given, mask)
@@ -108,10 +111,12 @@ def backward_tile(block: Block, heads: Heads) -> Held:
     return Held(making, given + part.lse + repeated + working, given + part.wide_dkv + cast, mask)
 
 
-def masks(block: Block, heads: Heads) -> tuple[int, int]:
+def masks(pattern: Pattern, block: Block, heads: Heads) -> tuple[int, int]:
     """Of the mask of a pattern that cuts through the block: while it is made, and from then on."""
     elements = len(block.queries) * len(block.keys) * (block.kind is Kind.PARTIAL)
-    return elements * MAKING, elements * heads.itemsize
+    of_distances = isinstance(pattern, (Band, Strided, Beside))
+    making = OF_DISTANCES if of_distances else max(OF_ENDS, 1 + heads.itemsize)
+    return elements * making, elements * heads.itemsize
 
 
 def scratch(part: Sums, backward: bool = False) -> int:

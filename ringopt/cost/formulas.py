@@ -280,7 +280,7 @@ def ulysses(pattern: str) -> Formulas:
         leaving=volume.forward_bytes * others(),
         leaving_backward=volume.backward_bytes * others(),
         messages=2 * (p - 1),
-        memory=operands + RESULTS + Max(SUMS + (1 + NARROW) * OUT, sent * RESULTS),
+        memory=operands + RESULTS + Max(SUMS + NARROW * OUT, sent * RESULTS),
         saved=RESULTS,
         memory_backward=given + total + Max(total + tile, sent * packed),
         seconds=some * all_to_all(volume.forward_bytes) + PAIR * pairs * work / F + o + 3 * s,

@@ -19,8 +19,9 @@ examples:
   ringopt bench memory --ranks 2 4 --json memory.json
 """
 
-STRATEGIES = ("halo", "ring", "ring2", "gather", "ring_q", "gather_q", "ulysses")
+STRATEGIES = ("local", "halo", "ring", "ring2", "gather", "ring_q", "gather_q", "ulysses", "merge")
 PATTERNS = {"full": "contiguous", "causal": "zigzag", "window(512)": "contiguous"}  # and the layout
+FEW = 16  # queries that every rank has, over keys that are spread
 MIB = 1 << 20
 WAYS = ("forward", "training")
 
@@ -95,4 +96,5 @@ COLUMNS = (
 NOTES = (
     "f: forward, f+b: and backward; of tensors, beside the rank's own q, k, v and the gradient that comes in.",
     "of the rank that holds most, and of the one that is predicted to.",
+    f"documents: one a rank; {FEW} queries: on every rank, as in decoding.",
 )

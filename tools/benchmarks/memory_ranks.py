@@ -11,12 +11,14 @@ from torch import Tensor
 from ringopt.attention.choose import Case
 from ringopt.attention.layouts import layout_of
 from ringopt.attention.memory import memory_of
+from ringopt.attention.plans import Plan
 from ringopt.attention.predict import Heads
+from ringopt.attention.routes import MERGE
 from ringopt.attention.rows import count
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import OptionError
 from ringopt.ops.ring import VERSION
-from ringopt.tools.benchmarks.memory import PATTERNS, STRATEGIES
+from ringopt.tools.benchmarks.memory import FEW, PATTERNS, STRATEGIES
 from ringopt.tools.benchmarks.on_a_link import Mute, begin
 from ringopt.tools.benchmarks.result import Row
 from ringopt.tools.benchmarks.tensor_bytes import peak_bytes
@@ -40,29 +42,39 @@ def on_a_rank(rank: int, ranks: int, length: int) -> list[Row]:
 
 
 def rows_of(mesh: Mesh, length: int, heads: Heads, patterns: Sequence[tuple[str, str]]) -> Iterator[Row]:
-    """Of every strategy that can do the pattern in the layout, on this rank."""
-    for pattern, layout in patterns:
-        case = Case(pattern, length, length, heads, True)
-        for strategy in STRATEGIES:
+    """Of every strategy that can do the pattern in the layout, on this rank; of documents, one a rank, that need no
+    exchange; and of queries that all ranks have."""
+    edges = [layout_of("contiguous", length, mesh.size).edge(rank) for rank in range(mesh.size + 1)]
+    alone = (f"documents({','.join(map(str, edges))})", "contiguous")
+    cases = [(Case(pattern, length, length, heads, True), layout) for pattern, layout in (*patterns, alone)]
+    for case, layout in (*cases, (Case("full", FEW, length, heads, True, whole="queries"), "contiguous")):
+        for strategy in STRATEGIES if not case.whole else (MERGE,):
             try:
                 plan = case.plan(mesh.size, layout, strategy)
             except OptionError:
                 continue  # it is none for this pattern
             predicted = memory_of(plan, heads, mesh.rank)
-            forward, training = (held(mesh, case, layout, strategy, way) for way in (False, True))
+            forward, training = (held(mesh, case, plan, strategy, way) for way in (False, True))
             yield {
-                "pattern": pattern, "strategy": strategy, "ranks": mesh.size, "forward": forward, "training": training,
+                "pattern": label(case), "strategy": strategy, "ranks": mesh.size,
+                "forward": forward, "training": training,
                 "forward predicted": predicted.forward, "training predicted": predicted.training,
             }  # fmt: skip
 
 
-def held(mesh: Mesh, case: Case, layout: str, strategy: str, training: bool) -> int:
+def label(case: Case) -> str:
+    return f"{FEW} queries" if case.whole else case.pattern.partition("(0,")[0]
+
+
+def held(mesh: Mesh, case: Case, plan: Plan, strategy: str, training: bool) -> int:
     """The most bytes of the operator, and in training of its backward, beside their operands."""
-    heads, rows = case.heads, count(layout_of(layout, case.q_length, mesh.size).ranges(mesh.rank))
-    dtype = getattr(torch, heads.dtype)
-    q, dout = (torch.randn(heads.batch, heads.q_heads, rows, heads.key_dim, dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(heads.batch, heads.kv_heads, rows, heads.key_dim, dtype=dtype) for _ in range(2))
-    place: tuple[Any, ...] = (layout, layout, strategy, "auto", mesh.name, VERSION)
+    heads, dtype = case.heads, getattr(torch, case.heads.dtype)
+    queries, keys = (count(layout.ranges(mesh.rank)) for layout in (plan.q_layout, plan.kv_layout))
+    sizes = ((queries, heads.q_heads), (keys, heads.kv_heads), (keys, heads.kv_heads), (queries, heads.q_heads))
+    # As projections leave them, heads beside one another in each row.
+    rows = (torch.randn(heads.batch, *size, heads.key_dim, dtype=dtype) for size in sizes)
+    q, k, v, dout = (x.transpose(1, 2) for x in rows)
+    place: tuple[Any, ...] = (plan.q_layout.name, plan.kv_layout.name, strategy, "auto", mesh.name, VERSION)
     how = (case.pattern, "", [], 0.0, heads.key_dim**-0.5, *place)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
