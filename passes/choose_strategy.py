@@ -9,16 +9,14 @@ Before: mask classified. After: `strategy`, `layout`, `kernel`, `bytes_sent` of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from ringopt.attention.bytes import bytes_between, bytes_sent
-from ringopt.attention.choose import CLOSE, Case, busiest, choose, choose_layout, duration, estimated
+from ringopt.attention.choose import Case, choose, choose_layout, choose_layouts
 from ringopt.attention.dilation import is_dilated
 from ringopt.attention.heads import HeadExchange
 from ringopt.attention.layouts import LAYOUTS, text_of
@@ -127,38 +125,14 @@ def layouts_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[Layou
 def layouts_of_axes(
     one: Layouts, why: str, spread: Sequence[fx.Node], context: Context, rates: Rates
 ) -> tuple[Layouts, str]:
-    """Beginning with one layout for all sequences, each takes another where all sites together are predicted to be
-    faster for it, or as fast, better balanced or with less to send."""
+    """Of sequences of several lengths, each its own; `one` and `why` are those of all of them together."""
     axes = {formula(length): length for node in spread for length in lengths(node, context)}
     if len(axes) == 1:
         return one, why
-    chosen = {axis: one.name for axis in axes}
-    ranks, strategy = looked_at(context), asked_strategy(context)
-
-    def cost(chosen: dict[Any, str]) -> tuple[float, tuple[int, int]]:
-        """Seconds, and what is less where they are close: pairs of the busiest ranks, then bytes."""
-        told = [text_of(*(chosen[formula(length)] for length in lengths(node, context))) for node in spread]
-        cases = list(zip((case_of(node, context) for node in spread), told, strict=True))
-        try:
-            found = [estimated(case, ranks, layout, strategy, rates) for case, layout in cases]
-        except OptionError:
-            return math.inf, (0, 0)  # the strategy that is asked for is none in these
-        pairs = sum(busiest(case, ranks, layout) for case, layout in cases)
-        return sum(each.seconds for each in found), (pairs, sum(each.bytes for each in found))
-
-    for axis, length in axes.items():
-        for layout in LAYOUTS:
-            if layout == "zigzag" and length < 2 * context.mesh.size:
-                continue
-            other = chosen | {axis: layout}
-            (before, more), (after, less) = cost(chosen), cost(other)
-            if after < before * (1 - CLOSE) or (after <= before * (1 + CLOSE) and less < more):
-                chosen = other
-                why = (
-                    f"layout {layout} of the {at_hand(length)} rows: all sites take {duration(after)} with it and "
-                    f"{duration(before)} without, predicted"
-                )
-    return Layouts(one.name, tuple(chosen.items())), why
+    enough = {axis: bool(length >= 2 * context.mesh.size) for axis, length in axes.items()}
+    sites = [(case_of(node, context), *map(formula, lengths(node, context))) for node in spread]
+    chosen, said = choose_layouts(one.name, sites, enough, looked_at(context), asked_strategy(context), rates)
+    return Layouts(one.name, tuple(chosen.items())), said or why
 
 
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:

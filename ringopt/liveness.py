@@ -19,49 +19,85 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
 
 from ringopt.graph.nodes import op_name
+from ringopt.sent import held_meanwhile
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes at one moment: of values that grow with the sequence, and of others."""
+
+    growing: int
+    fixed: int
+
+    def at(self, scale: float) -> int:
+        return round(self.growing * scale) + self.fixed
 
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes. `parameters`: what comes in and has a gradient, `gradients`: theirs; `forward`, `backward`: the most that
-    a graph holds at once beside these, what is `saved` between them included; `at_attention`: the same, at the
-    attentions only, without what these make."""
+    """What a graph and its backward hold, what is saved between them included. `parameters`: bytes of what comes in and
+    has a gradient, beside which all else is counted; `moments`: those at which most is held, at one length or another;
+    `at_attention`, `at_attention_backward`: the same, at the attentions only, without what these make."""
 
     parameters: int
-    gradients: int
-    saved: int
-    forward: int
-    backward: int
-    at_attention: int
-    at_attention_backward: int
+    moments: tuple[Held, ...]
+    at_attention: tuple[Held, ...]
+    at_attention_backward: tuple[Held, ...]
 
     @property
     def step(self) -> int:
-        return max(self.forward, self.backward)
+        """The most that grows with the sequence."""
+        return max(held.growing for held in self.moments)
 
 
-def live_of(flat: fx.GraphModule, parts: Sequence[fx.GraphModule], rows: int) -> Live:
+def most(moments: Sequence[Held], scale: float) -> int:
+    return max((held.at(scale) for held in moments), default=0)
+
+
+def live_of(flat: fx.GraphModule, parts: Sequence[fx.GraphModule], rows: int, ranks: int = 1) -> Live:
     """Of a graph of fake values, with sizes that are numbers, and its `partitioned` graphs. What has no more elements
-    than a rank has `rows` does not grow with the sequence, and is not counted."""
+    than a rank has `rows` does not grow with the sequence, nor do parameters, what is made of them alone, and their
+    gradients."""
     forward, backward = (*parts, None)[:2]
     assert forward is not None
     given = [node.meta["val"] for node in flat.graph.find_nodes(op="placeholder")]
     learned = sum(size_of(x) for x in given if isinstance(x, torch.Tensor) and x.requires_grad)
-    first, first_at = peak(forward.graph, {}, small(forward.graph, rows))
+    fixed = small(forward.graph, rows) | of_weights(forward.graph, given)
+    first, first_at = moments(forward.graph, {}, fixed, ranks)
     if backward is None:
-        return Live(learned, 0, 0, first, 0, first_at, 0)
+        return Live(learned, highest(first), highest(first_at), ())
     kept = own(forward.graph)
+    names = {node.name: node for node in forward.graph.nodes}
     saved = [node for node in backward.graph.find_nodes(op="placeholder") if kept.get(node.name)]
     held = {storage: size for node in saved for storage, size in sizes(node).items()}
-    last, last_at = peak(backward.graph, held, of_parameters(backward.graph) | small(backward.graph, rows))
-    total = {storage: size for node in saved for storage, size in kept[node.name].items()}
-    gradients = sum(sum(found.values()) for found in own(backward.graph).values())
-    return Live(learned, gradients, sum(total.values()), first, last, first_at, last_at)
+    still = {storage for node in saved if fixed & set(sizes(names[node.name])) for storage in sizes(node)}
+    still |= of_parameters(backward.graph) | small(backward.graph, rows)
+    last, last_at = moments(backward.graph, held, still, ranks)
+    return Live(learned, highest([*first, *last]), highest(first_at), highest(last_at))
+
+
+def highest(found: Sequence[Held]) -> tuple[Held, ...]:
+    """Those of which none is less than another in both."""
+    kept: list[Held] = []
+    for held in sorted(found, key=lambda held: (-held.growing, -held.fixed)):
+        if not kept or held.fixed > kept[-1].fixed:
+            kept.append(held)
+    return tuple(kept)
 
 
 def small(graph: fx.Graph, rows: int) -> set[int]:
     """Storages of at most `rows` numbers of 8 bytes."""
     return {storage for node in graph.nodes for storage, size in sizes(node).items() if size <= 8 * rows}
+
+
+def of_weights(forward: fx.Graph, given: Sequence[Any]) -> set[int]:
+    """Storages of what is made of parameters alone, such as their copies in another dtype."""
+    inputs = forward.find_nodes(op="placeholder")
+    known = {node for node, x in zip(inputs, given, strict=False) if isinstance(x, torch.Tensor) and x.requires_grad}
+    for node in forward.nodes:
+        if node.op == "call_function" and node.all_input_nodes and known.issuperset(node.all_input_nodes):
+            known.add(node)
+    return {storage for node in known for storage in sizes(node)}
 
 
 def of_parameters(backward: fx.Graph) -> set[int]:
@@ -96,16 +132,24 @@ def partitioned(flat: fx.GraphModule) -> list[fx.GraphModule]:
     return graphs
 
 
-def peak(graph: fx.Graph, saved: dict[int, int], beside: Collection[int] = ()) -> tuple[int, int]:
-    """The most bytes live at once, at any node and at attentions. `saved`: by storage, live when the graph begins and
-    freed when it was last read; other inputs, and storages `beside`, are not counted."""
+def moments(
+    graph: fx.Graph, saved: dict[int, int], fixed: Collection[int], ranks: int
+) -> tuple[list[Held], list[Held]]:
+    """What is live at each node, and at attentions. `saved`: by storage, live when the graph begins and freed when it
+    was last read; other inputs are not counted. `fixed`: storages that do not grow."""
     nodes = list(graph.nodes)
     last: dict[int, int] = {}
     for place, node in enumerate(nodes):
         last.update((storage, place) for x in (node, *node.all_input_nodes) for storage in sizes(x))
-    outer = set(beside) | {storage for node in graph.find_nodes(op="placeholder") for storage in sizes(node)}
+    outer = {storage for node in graph.find_nodes(op="placeholder") for storage in sizes(node)}
     alive = dict(saved)
-    most = attention = 0
+    found, attentions = list[Held](), list[Held]()
+
+    def now(without: Collection[int] = (), beside: int = 0) -> Held:
+        held = {storage: size for storage, size in alive.items() if storage not in without}
+        still = sum(size for storage, size in held.items() if storage in fixed)
+        return Held(sum(held.values()) - still + beside, still)
+
     for place, node in enumerate(nodes):
         if pointwise(node) and not fused(node):  # written over a result of its size that nobody reads any more
             own, size = next(iter(sizes(node).items()))
@@ -113,14 +157,14 @@ def peak(graph: fx.Graph, saved: dict[int, int], beside: Collection[int] = ()) -
             alive.pop(next(over, own), None)
         if node.op == "call_function" and not fused(node):
             alive.update((storage, size) for storage, size in sizes(node).items() if storage not in outer)
-        most = max(most, sum(alive.values()))
-        if op_name(node).startswith("ring_attention"):
-            attention = max(attention, sum(size for storage, size in alive.items() if storage not in sizes(node)))
+        found.append(now((), held_meanwhile(node, ranks)))
+        if op_name(node).startswith(("ring_attention", "dilated_attention")):
+            attentions.append(now(sizes(node)))
         for value in (node, *node.all_input_nodes):
             for storage in sizes(value):
                 if last[storage] == place:
                     alive.pop(storage, None)
-    return most, attention
+    return found, attentions
 
 
 def fused(node: fx.Node) -> bool:

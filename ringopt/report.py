@@ -223,3 +223,12 @@ def readable(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def counted(number: float) -> str:
+    """With three digits: 3.86 G, 126 P."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}".rstrip()
+        number /= 1000
+    return f"{number:,.0f} E" if number >= 99.5 else f"{number:.3g} E"

@@ -12,18 +12,18 @@ import torch
 import torch.fx as fx
 
 from ringopt.attention.choose import Case
+from ringopt.attention.dilated_predict import DilatedCase
 from ringopt.attention.predict import Heads
 from ringopt.backend import transform
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.explain import hollow, value_of_output
 from ringopt.graph.nodes import op_name, requires_grad, value_of
-from ringopt.liveness import Live, live_of, of_parameters, partitioned, sizes, tensors_of
+from ringopt.liveness import Live, live_of, of_parameters, partitioned, sizes
 from ringopt.measure import Figures, matrix_flops
 from ringopt.options import Options
-from ringopt.sent import sent_by
+from ringopt.sent import Sending, sendings
 
 TRACED = (2, 4)  # ranks
-Sent = tuple[int, int]  # bytes that grow with the length, and others
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PlannedSite:
     """One attention, or several alike: a case at the traced length, and how often it occurs."""
 
     module: str
-    case: Case
+    case: Case | DilatedCase
     times: int
 
 
@@ -42,8 +42,8 @@ class Traced:
     length        of the longest sequence
     shared_flops  forward, of products outside the attentions: of the whole sequence, where each rank does its rows
     own_flops     the same, where every rank does all
-    moved         bytes that each rank sends beside the attentions; by traced ranks
-    live          memory; by traced ranks
+    moved         what each rank sends beside the attentions; by traced ranks, then by rank
+    live          memory, of each graph; by traced ranks
     """
 
     length: int
@@ -52,13 +52,13 @@ class Traced:
     training: bool
     shared_flops: int
     own_flops: int
-    moved: Mapping[int, Sequence[Sent]]
-    live: Mapping[int, Live]
+    moved: Mapping[int, Sequence[Sequence[Sending]]]
+    live: Mapping[int, Sequence[Live]]
 
 
 def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, hardware: str) -> Traced:
-    live: dict[int, Live] = {}
-    moved: dict[int, Sequence[Sent]] = {}
+    live: dict[int, Sequence[Live]] = {}
+    moved: dict[int, Sequence[Sequence[Sending]]] = {}
     refused: list[str] = []
     nodes: list[tuple[fx.GraphModule, fx.Node]] = []
     length = 0
@@ -67,16 +67,17 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         if not graphs:
             return Traced(0, (), tuple(refused), False, 0, 0, {}, {})
         nodes = [(graph, node) for graph in graphs for node in graph.graph.nodes]
-        length = max((site.case.q_length for site in sites_of(nodes)), default=0)
+        length = max((max(site.case.q_length, site.case.kv_length) for site in sites_of(nodes)), default=0)
         parts = [partitioned(graph) for graph in graphs]
-        lives = [live_of(graph, part, length // ranks) for graph, part in zip(graphs, parts, strict=True)]
-        live[ranks] = Live(*(sum(values) for values in zip(*(vars(each).values() for each in lives), strict=True)))
-        sent = [[sent_beside(part, ranks, rank, length) for part in parts] for rank in range(ranks)]
-        moved[ranks] = [(sum(growing for growing, _ in each), sum(fixed for _, fixed in each)) for each in sent]
+        rows = -(-length // ranks)
+        live[ranks] = [live_of(graph, part, rows, ranks) for graph, part in zip(graphs, parts, strict=True)]
+        moved[ranks] = [
+            [one for part in parts for one in sent_beside(part, ranks, rank, rows)] for rank in range(ranks)
+        ]
     ranks = TRACED[-1]
     shared = own = 0
     for graph, node in nodes:
-        if op_name(node) in ("ring_attention", "attention"):
+        if op_name(node) in ("ring_attention", "dilated_attention", "attention"):
             continue
         flops = matrix_flops(node, Figures(graph.graph, PretendedMesh(0, ranks)))
         if any(x.meta.get("placement") is not None for x in (node, *node.all_input_nodes)):
@@ -111,32 +112,36 @@ def flat_graphs(
 
 def sites_of(nodes: Sequence[tuple[fx.GraphModule, fx.Node]]) -> list[PlannedSite]:
     """Alike ones are one site."""
-    found: dict[Case, PlannedSite] = {}
+    found: dict[Case | DilatedCase, PlannedSite] = {}
     for graph, node in nodes:
-        if op_name(node) != "ring_attention":
-            continue
-        q, k, v = (value_of(operand) for operand in node.args[:3])
-        q_length, kv_length, pattern, mask = node.args[6:10]
-        kernel = node.args[16]
-        heads, training = Heads.of(q, k, v, kernel), torch.is_grad_enabled() and requires_grad(graph.graph)[node]
-        case = Case(pattern, int(q_length), int(kv_length), heads, training, mask)
-        seen = found.get(case)
-        found[case] = replace(seen, times=seen.times + 1) if seen else PlannedSite(node.name, case, 1)
+        case = case_of(graph, node)
+        if case is not None:
+            seen = found.get(case)
+            found[case] = replace(seen, times=seen.times + 1) if seen else PlannedSite(node.name, case, 1)
     return list(found.values())
 
 
-def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, length: int) -> Sent:
-    """By `rank` in the partitioned graphs of a program, its attentions aside; what does not grow with the sequence are
-    gradients of parameters and losses."""
-    growing = fixed = 0
+def case_of(graph: fx.GraphModule, node: fx.Node) -> Case | DilatedCase | None:
+    name = op_name(node)
+    if name not in ("ring_attention", "dilated_attention"):
+        return None
+    q, k, v = (value_of(operand) for operand in node.args[:3])
+    training = torch.is_grad_enabled() and requires_grad(graph.graph)[node]
+    if name == "dilated_attention":
+        length, pattern, _dropout, _scale, _layout, strategy, kernel = node.args[6:13]
+        return DilatedCase(pattern, int(length), Heads.of(q, k, v, kernel), training, strategy)
+    q_length, kv_length, pattern, mask = node.args[6:10]
+    (q_layout, kv_layout), kernel = node.args[13:15], node.args[16]
+    whole = "queries" if q_layout == "replicated" else "keys" if kv_layout == "replicated" else ""
+    return Case(pattern, int(q_length), int(kv_length), Heads.of(q, k, v, kernel), training, mask, whole)
+
+
+def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, rows: int) -> list[Sending]:
+    """By `rank` in the partitioned graphs of a program, its attentions aside; gradients of parameters do not grow."""
+    found: list[Sending] = []
     for graph in parts:
         leaving = of_parameters(graph.graph) if graph is not parts[0] else set()
         for node in graph.graph.nodes:
-            size = sent_by(node, ranks, rank)
-            few = size and (op_name(node) == "reduce_bucket" or numbers_of(node) < length or leaving & set(sizes(node)))
-            growing, fixed = growing + (0 if few else size), fixed + (size if few else 0)
-    return growing, fixed
-
-
-def numbers_of(node: fx.Node) -> int:
-    return sum(x.numel() for x in tensors_of(node))
+            sent = sendings(node, ranks, rank, rows)
+            found += [replace(one, grows=False) if leaving & set(sizes(node)) else one for one in sent]
+    return found

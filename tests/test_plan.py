@@ -17,7 +17,8 @@ from ringopt.attention.bytes import bytes_between, bytes_sent
 from ringopt.attention.predict import pairs_of
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError
-from ringopt.plan import Plan, at_length
+from ringopt.plan import Plan
+from ringopt.predicted import at_length
 from ringopt.tools.cli import main
 from ringopt.tools.command import WIDTH
 from ringopt.tools.plan_pictures import svg_of
@@ -91,7 +92,7 @@ def test_bytes_and_pairs_are_those_of_a_real_run(found: Plan, ranks: Any, p: int
     ran = ranks(p, sent_on_a_rank, strategy)
     assert point.sites[0].bytes == max(exchanged for _, exchanged in ran)
     assert point.bytes == max(total for total, _ in ran)
-    case = at_length(found.traced.sites[0].case, ROWS, ROWS)
+    case = at_length(found.traced.sites[0].case, ROWS, ROWS, p)
     exchange = case.plan(p, "zigzag", strategy)
     assert point.sites[0].pairs == max(pairs_of(exchange, rank) for rank in range(p))
     both = [sum(bytes_sent(exchange, case.heads, rank, way) for way in (False, True)) for rank in range(p)]
@@ -110,7 +111,7 @@ def test_several_nodes() -> None:
     assert (found.node, found.network) == (8, "infiniband-hdr") and "infiniband-hdr between nodes of 8" in str(found)
     for point, round_all in zip(found.points, ring.points, strict=True):
         (site,), (other,) = point.sites, round_all.sites
-        case = at_length(found.traced.sites[0].case, 2**16, ROWS)
+        case = at_length(found.traced.sites[0].case, 2**16, ROWS, point.world_size)
         exchange = case.plan(point.world_size, "zigzag", "hybrid(8)")
         for told, count in ((site.bytes, bytes_sent), (site.between, lambda *of: bytes_between(*of[:3], 8, of[3]))):
             ways = [[count(exchange, case.heads, rank, way) for rank in range(exchange.ranks)] for way in (False, True)]

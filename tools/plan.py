@@ -44,7 +44,10 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import ringopt
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ringopt.plan import Asked, predicted
 
     check_file("--plot", arguments.plot)
     check_file("--html", arguments.html)
@@ -52,18 +55,16 @@ def run(arguments: argparse.Namespace) -> int:
         from ringopt.tools.plan_pictures import check_matplotlib
 
         check_matplotlib()
+    asked = Asked.of(arguments.world_size, arguments.hardware, arguments.link, arguments.lengths, arguments.options)
     example = load_example(arguments.target)
+    told = Console(stderr=True)
     try:
-        found = ringopt.plan(
-            example.model,
-            *example.args,
-            world_size=arguments.world_size,
-            lengths=arguments.lengths,
-            hardware=arguments.hardware,
-            link=arguments.link,
-            options=arguments.options,
-            **example.kwargs,
-        )
+        with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
+            task = progress.add_task("trace", total=None)
+            found = predicted(
+                example.model, example.args, example.kwargs, asked,
+                lambda done, of: progress.update(task, description="predict", completed=done, total=of),
+            )  # fmt: skip
     except RingError:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ from markupsafe import Markup
 from ringopt.attention.choose import duration
 from ringopt.pages.page import filled
 from ringopt.plan import Plan
-from ringopt.report import readable
+from ringopt.report import counted, readable
 
 
 def plan_page(plan: Plan, title: str, picture: str) -> str:
@@ -15,5 +15,5 @@ def plan_page(plan: Plan, title: str, picture: str) -> str:
     what = "a training step" if plan.training else "a forward"
     return filled(
         "plan", title=f"ringopt plan: {title}", plan=plan, picture=Markup(picture), readable=readable,
-        duration=duration, summary=f"{what} per rank, {plan.hardware} over {plan.links}, predicted",
+        duration=duration, counted=counted, summary=f"{what} per rank, {plan.hardware} over {plan.links}, predicted",
     )  # fmt: skip

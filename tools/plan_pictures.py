@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringopt.attention.choose import Case
 from ringopt.attention.plans import hybrid, trading
-from ringopt.attention.predict import simulate
+from ringopt.attention.predict import Span, simulate
 from ringopt.cost.hardware import GIB, device_of
-from ringopt.cost.rates import rates_of
-from ringopt.plan import Plan, Point, at_length
+from ringopt.cost.rates import Rates, rates_of
+from ringopt.plan import Plan, Point
+from ringopt.predicted import SitePoint, at_length
 from ringopt.tools.command import CommandError
 
 if TYPE_CHECKING:
@@ -68,7 +72,7 @@ def draw_memory(plan: Plan, axes: Axes) -> None:
         axes.plot([p.length for p in points], [p.memory / GIB for p in points], marker="o", label=f"{ranks:,} ranks")
     device = device_of(plan.hardware).memory / GIB
     axes.axhline(device, color="black", linestyle="--", label=f"{plan.hardware}: {device:,.0f} GiB")
-    axes.set(yscale="log", ylabel="GiB per rank", title="memory")
+    axes.set(yscale="log", ylabel="GiB per rank", xlabel="tokens", title="memory of a rank")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xscale("log", base=2)
     lengths = sorted({point.length for point in plan.points})
@@ -87,36 +91,64 @@ def draw_time(plan: Plan, figure: SubFigure) -> None:
         rest = [100 - share for share in exposed]
         axes.bar(names, rest, color=COLOURS["compute"], label="compute")
         axes.bar(names, exposed, bottom=rest, color=COLOURS["exchange"], label="exchange that nothing hides")
-        axes.tick_params(axis="x", rotation=60)
+        axes.tick_params(axis="x", rotation=90, labelsize=8)
         axes.set(title=f"{ranks:,} ranks", ylim=(0, 100))
     panels[0].set_ylabel("% of the time")
     panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def draw_timeline(plan: Plan, axes: Axes) -> None:
-    """The forward of the first attention, on as many ranks as can be seen, at a point where keys travel if there is
-    one: what is hidden can then be seen."""
-    point = min(plan.points, key=lambda point: point.sites[0].strategy not in ("ring", "ring2"))
-    site, strategy = plan.traced.sites[0], point.sites[0].strategy
-    ranks = min(DRAWN, max(2, point.world_size))
-    rates = rates_of(plan.hardware, site.case.heads.dtype, None if plan.network else plan.link)
-    if trading(strategy) > 1:  # two nodes can be seen too, of fewer ranks
+    """The forward of one attention on as many ranks as can be seen, each with as many rows as at the point that is
+    drawn: one at which messages and blocks take about as long, so that what is hidden can be seen."""
+    rates = rates_of(plan.hardware, plan.traced.sites[0].case.heads.dtype, None if plan.network else plan.link)
+    drawn = [
+        (point, number)
+        for point in plan.points
+        for number, site in enumerate(plan.traced.sites)
+        if point.world_size > 1 and isinstance(site.case, Case) and not site.case.whole
+    ]
+    if not drawn:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no attention here is exchanged in steps that can be drawn", ha="center", va="center")
+        return
+    point, number = min(drawn, key=lambda at: (not travels(*at), abs(log_share(at[0].sites[at[1]], rates))))
+    site, ranks = point.sites[number], min(DRAWN, point.world_size)
+    length = max(point.length * ranks // point.world_size, 2 * ranks)
+    case = at_length(plan.traced.sites[number].case, length, plan.traced.length, ranks)
+    assert isinstance(case, Case)
+    strategy = site.strategy
+    if trading(strategy) > 1 and ranks > 2:  # two nodes can be seen too, of fewer ranks
         strategy, rates = hybrid(ranks // 2), replace(rates, node=ranks // 2)
-    case = at_length(site.case, max(point.length, 2 * ranks), plan.traced.length)
-    spans = simulate(case.plan(ranks, point.layout, strategy), case.heads, rates, False).spans
-    end, drawn = max(span.stop for span in spans), set[str]()
+    spans = simulate(case.plan(ranks, site.layout, strategy), case.heads, rates, False).spans
+    draw_spans(axes, spans, ranks)
+    which = f"{ranks} ranks" + (f" as of {point.world_size:,}" if ranks < point.world_size else "")
+    said = f"{case.pattern}, {case.q_length:,} tokens, {which}, {strategy}, {site.layout}"
+    axes.set_title(f"the forward of one attention: {said}", fontsize=10)
+
+
+def travels(point: Point, number: int) -> bool:
+    """Keys go from rank to rank, a block after the other."""
+    return point.sites[number].strategy in ("ring", "ring2", "halo")
+
+
+def log_share(site: SitePoint, rates: Rates) -> float:
+    """0 where messages take as long as blocks."""
+    return log(max(site.bytes / rates.link.rate, 1e-12) / max(site.flops / rates.default.rate, 1e-12))
+
+
+def draw_spans(axes: Axes, spans: Sequence[Span], ranks: int) -> None:
+    end, told = max(span.stop for span in spans), set[str]()
     size, unit = (1e3, "ms") if end > 2e-3 else (1e6, "us")
     for span in spans:
-        where = span.rank + (0.18 if span.kind == "exchange" else -0.18)
-        style: dict[str, Any] = {"color": COLOURS[span.kind], "edgecolor": "white", "height": 0.34}
-        label = None if span.kind in drawn else span.kind
+        where = span.rank + (0.2 if span.kind == "exchange" else -0.2)
+        style: dict[str, Any] = {"color": COLOURS[span.kind], "edgecolor": "white", "height": 0.38}
+        label = None if span.kind in told else span.kind
         axes.barh(where, (span.stop - span.start) * size, left=span.start * size, label=label, **style)
         if span.stop - span.start > end / 12:  # else there is no room for it
             middle = (span.start + span.stop) / 2 * size
-            axes.text(middle, where, span.label, ha="center", va="center", fontsize=6, color="white")
-        drawn.add(span.kind)
+            axes.text(middle, where, span.label, ha="center", va="center", fontsize=7, color="white")
+        told.add(span.kind)
     axes.set(yticks=range(ranks), xlabel=unit, ylabel="rank", xlim=(0, None))
-    axes.set_title(f"one attention ({case.pattern}, {case.q_length:,} tokens, {ranks} ranks, {strategy}), forward")
     axes.invert_yaxis()
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 

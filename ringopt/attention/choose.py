@@ -7,12 +7,13 @@ what sends less, then to what is named first in LEAN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ringopt.attention.exchange import Exchange, exchange_of
-from ringopt.attention.layouts import layouts_of
+from ringopt.attention.layouts import LAYOUTS, layouts_of, text_of
 from ringopt.attention.memory import most_memory
 from ringopt.attention.plans import NAMES, Plan, hybrid, plan_of
 from ringopt.attention.predict import Heads, pairs_of, simulate
@@ -172,6 +173,44 @@ def choose_layout(
     best = min(close, key=lambda layout: sum(busiest(case, ranks, layout) for case in cases))
     told = " and ".join(f"{duration(total)} {layout}" for layout, total in totals.items())
     return best, f"layout {best}: all sites take {told}, predicted" if len(totals) > 1 else ""
+
+
+Sited = tuple[Case, Hashable, Hashable]  # an attention, and the names of its axes of queries and of keys
+
+
+def choose_layouts(
+    one: str, sites: Sequence[Sited], enough: Mapping[Hashable, bool], ranks: int, strategy: str, rates: Rates
+) -> tuple[dict[Hashable, str], str]:
+    """The layout of each axis, and the reason where not all have layout `one`. Beginning with that, each takes another
+    where all `sites` together are predicted to be faster for it, or as fast, better balanced or with less to send.
+    `enough`: the axes, and whether they have rows enough for zigzag."""
+    chosen = dict.fromkeys(enough, one)
+    rows = {axis: n for case, *axes in sites for axis, n in zip(axes, (case.q_length, case.kv_length), strict=True)}
+    why = ""
+
+    def cost(chosen: Mapping[Hashable, str]) -> tuple[float, tuple[int, int]]:
+        """Seconds, and what is less where they are close: pairs of the busiest ranks, then bytes."""
+        told = [(case, text_of(chosen[queries], chosen[keys])) for case, queries, keys in sites]
+        try:
+            found = [estimated(case, ranks, layout, strategy, rates) for case, layout in told]
+        except OptionError:
+            return math.inf, (0, 0)  # the strategy that is asked for is none in these
+        pairs = sum(busiest(case, ranks, layout) for case, layout in told)
+        return sum(each.seconds for each in found), (pairs, sum(each.bytes for each in found))
+
+    for axis in enough:
+        for layout in LAYOUTS:
+            if layout == "zigzag" and not enough[axis]:
+                continue
+            other = chosen | {axis: layout}
+            (before, more), (after, less) = cost(chosen), cost(other)
+            if after < before * (1 - CLOSE) or (after <= before * (1 + CLOSE) and less < more):
+                chosen = other
+                why = (
+                    f"layout {layout} of the {rows[axis]} rows: all sites take {duration(after)} with it and "
+                    f"{duration(before)} without, predicted"
+                )
+    return chosen, why
 
 
 def busiest(case: Case, ranks: int, layout: str) -> int:

@@ -47,17 +47,19 @@ def gather(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str
     mesh = mesh_of(group)
     plan = layout_of(layout, length, mesh.size)
     counts = [sum(map(len, plan.ranges(rank))) for rank in range(mesh.size)]
-    local = factored(x, dim, outer, inner).movedim(dim + 1, 0)
-    message = local.new_empty((max(counts), *local.shape[1:]))
-    message[: counts[mesh.rank]] = local
-    message[counts[mesh.rank] :] = 0
-    whole = local.new_empty((length, *local.shape[1:]))
-    for rank, shard in enumerate(mesh.all_gather(message)):
+    message = factored(x, dim, outer, inner).movedim(dim + 1, 0)
+    if min(counts) < max(counts):
+        padding = message.new_zeros((max(counts) - counts[mesh.rank], *message.shape[1:]))
+        message = torch.cat([message, padding])
+    whole = x.new_empty(with_dim(x, dim, outer * length * inner))
+    rows = factored(whole, dim, outer, inner)  # a view
+    for rank, shard in enumerate(mesh.all_gather(message.contiguous())):
         place = 0
         for piece in plan.ranges(rank):
-            whole[piece.start : piece.stop] = shard[place : place + len(piece)]
+            part = shard[place : place + len(piece)].movedim(0, dim + 1)
+            rows.narrow(dim + 1, piece.start, len(piece)).copy_(part)
             place += len(piece)
-    return whole.movedim(0, dim + 1).reshape(with_dim(x, dim, outer * length * inner)).contiguous()
+    return whole
 
 
 @gather.register_fake
