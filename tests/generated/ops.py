@@ -77,7 +77,9 @@ def reduced(d: Draw, call: str) -> str:
 def of_rows(d: Draw, call: str) -> str:
     """Of [B, C, rest]: of [1, C, H, W], torch's own backward is wrong where the gradient is channels last (CPU). In one
     piece: of a transposed value, torch's fake kernel and its real one differ about the strides of what they return."""
-    return call.format("t.contiguous()") if len(d.shape) < 4 else f"{call.format('t.flatten(2)')}.view({list(d.shape)})"
+    if len(d.shape) < 4:
+        return call.format("t.contiguous()")
+    return f"{call.format('t.flatten(2).contiguous()')}.view({list(d.shape)})"
 
 
 def over(call: str) -> Piece:
