@@ -70,6 +70,9 @@ def test_what_is_unknown_says_how_to_know(
     assert capsys.readouterr().out.endswith(hint)
     assert main(["diff", "fixed.pt2", "fixed_out.pt2", "--stat", "--world-size", "2"]) == 1
     assert "unknown" not in capsys.readouterr().out
+    assert main(["diff", "fixed.pt2", "fixed_out.pt2", "--world-size", "9"]) == 2
+    said = "ringopt: error: this program has a zigzag sequence of 8 rows, and 9 ranks need 18; use fewer\n"
+    assert capsys.readouterr().err == said
     assert main(["diff", "open.pt2", "open_out.pt2", "--stat", "--world-size", "2"]) == 1
     assert capsys.readouterr().out.endswith("open (s0), so its bytes and FLOPs are not numbers\n")
 

@@ -36,6 +36,7 @@ from ringopt.kernels.base import accumulator
 from ringopt.lockstep import SILENT
 from ringopt.ops.respread import plan_respread
 from ringopt.ops.rows import Wanted, fetch_of
+from ringopt.ops.rows_here import check_enough
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
@@ -62,7 +63,8 @@ class Meaning:
 
 
 class Reader:
-    """Reads one graph. `ranks` holds where the graph does not tell how many there are."""
+    """Reads one graph. `ranks` holds where the graph does not tell how many there are. Raises PlanError where they are
+    too many for it."""
 
     def __init__(self, graph: fx.Graph, ranks: int | None = None):
         self.ranks, self.rank = ranks, 0
@@ -81,6 +83,8 @@ class Reader:
         for node in graph.nodes:
             arguments = arguments_of(node) if qualified(node) == "ringopt::rows_here" else {}
             if self.ranks is not None and isinstance(arguments.get("length"), int):
+                if self.ranks > 1:
+                    check_enough(arguments["length"], arguments["layout"], self.ranks)
                 held = layout_of(arguments["layout"], arguments["length"], self.ranks).ranges(self.rank)
                 yield value_of(node).node.expr, count(held)
 

@@ -25,7 +25,8 @@ def diff(before: Program | str | Path, after: Program | str | Path, *, world_siz
 
     Each is an ExportedProgram, an fx.GraphModule or the path of a .pt2 file; ringopt need not have made either.
     `world_size` is the number of ranks to count bytes and FLOPs of rank 0 for, where a graph does not tell its own.
-    Values of parameters, buffers and constants are compared too. Raises ProgramError.
+    Values of parameters, buffers and constants are compared too. Raises ProgramError, and PlanError where the rows of a
+    program are too few for `world_size` ranks.
     """
     if world_size is not None and world_size < 1:
         raise ProgramError(f"world_size={world_size}: expected at least 1 rank")

@@ -39,11 +39,7 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
     if names and (when == "always" or (when == "first" and (mesh.rank, program) not in compared)):
         compare(mesh, digest(program.encode()), names.split(","), inputs)
         compared.add((mesh.rank, program))
-    least = LAYOUTS[layout].chunks_per_rank * mesh.size
-    if length < least:
-        raise PlanError(
-            f"this program has a {layout} sequence of {length} rows, and {mesh.size} ranks need {least}; use fewer"
-        )
+    check_enough(length, layout, mesh.size)
     return count(layout_of(layout, length, mesh.size).ranges(mesh.rank))
 
 
@@ -53,3 +49,12 @@ def _(length: int, layout: str, group: str, inputs: list[Tensor], names: str, pr
     size = torch.library.get_ctx()._shape_env.create_unbacked_symint()
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size(size, min=1)
     return size  # type: ignore[no-any-return]
+
+
+def check_enough(length: int, layout: str, ranks: int) -> None:
+    """Raises PlanError where some of the ranks would have too few rows."""
+    least = LAYOUTS[layout].chunks_per_rank * ranks
+    if length < least:
+        raise PlanError(
+            f"this program has a {layout} sequence of {length} rows, and {ranks} ranks need {least}; use fewer"
+        )
