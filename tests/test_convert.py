@@ -104,7 +104,8 @@ def test_one_file_is_exact_on_any_number_of_ranks(
 def compiled_distances(file: Path, wanted: dict[int, list[Tensor]]) -> list[float]:
     module = ringopt.load(file).module()
     compiled = torch.compile(module, backend="inductor")
-    found = {n: run(lambda x: compiled(x), module, {"x": rows(n).double()}) for n in wanted}  # an exported x has no name
+    # An input of an exported program has no name.
+    found = {n: run(lambda x: compiled(x), module, {"x": rows(n).double()}) for n in wanted}
     return [difference(found[n], wanted[n]) for n in wanted]
 
 
