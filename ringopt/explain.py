@@ -16,7 +16,7 @@ from ringopt.backend import Compiled, transform
 from ringopt.convert import captured_once, check, lost_in_export, lowered
 from ringopt.cost.hardware import Device, device_of, link_of
 from ringopt.distributed.mesh import Mesh, PretendedMesh
-from ringopt.errors import ProgramError, RingError
+from ringopt.errors import ProgramError, RingError, first_line
 from ringopt.given import counts_of
 from ringopt.options import Options
 from ringopt.report import Report, readable
@@ -33,7 +33,8 @@ def explain(
     """The report of `torch.compile(model, backend="ring")(*args, **kwargs)` on `world_size` ranks, seen from rank 0.
 
     No process group is needed and no graph is executed: each graph Dynamo captures is transformed, and answered with
-    zeros that take no memory. Python between graphs does run. Build the model on the meta device to explain one that
+    zeros that take no memory. Python between graphs does run; where it cannot go on with zeros, a note says so, and the
+    report is of the graphs up to there. Build the model on the meta device to explain one that
     does not fit this machine.
 
     An ExportedProgram is explained as `ringopt.convert` would take it; it has its inputs already. With `hardware`, a
@@ -84,12 +85,25 @@ def of_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options:
         if isinstance(failed.inner_exception, RingError):
             raise failed.inner_exception from None
         raise
+    except Exception as error:
+        if not found:
+            raise
+        found.append(Report(mesh.size, notes=(cut_short(len(found), error),)))
     if not found:
         nothing = (
             "Dynamo captured no graph of this model, so nothing would be sharded; TORCH_LOGS=graph_breaks says why"
         )
         return Report(mesh.size, notes=(nothing,))
     return Report.merged(found, mesh.size)
+
+
+def cut_short(graphs: int, error: Exception) -> str:
+    """Python that reads what a graph gives (a number of tokens, a list of sizes) may not stand zeros."""
+    said = f"{type(error).__name__}: {first_line(error)}"
+    return (
+        f"what follows graph {graphs} is not explained: the program between the graphs was given zeros for what they "
+        f"give, and ended with {said}; `ringopt.reports()` after a real call has all of it"
+    )
 
 
 def value_of_output(node: Any) -> Any:

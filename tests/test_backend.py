@@ -248,6 +248,16 @@ def test_explain_runs_nothing_at_full_size():
     assert ringopt.explain(model, world_size=8, **inputs).sharded_fraction == 1.0
 
 
+def test_explain_tells_where_python_cannot_go_on_with_zeros():
+    class Counts(Attention):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.unflatten(-1, (int((y > 99).sum().item()) + int((y.abs() > 0).any().item()), -1))
+
+    report = ringopt.explain(Counts(), data(16), world_size=2)
+    assert len(report.sites) == 1 and "the program between the graphs was given zeros" in report.notes[-1]
+
+
 def test_one_process_keeps_dynamic_sizes():
     """One compilation for all lengths from the second on, as with any backend."""
     torch._dynamo.reset()

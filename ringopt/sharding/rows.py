@@ -19,7 +19,8 @@ from math import prod
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import named, op_name, shape_of, value_of
+from ringopt.graph.axes import rule_of
+from ringopt.graph.nodes import named, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
 from ringopt.graph.sizes import at_hand, place_of, slice_of
@@ -202,7 +203,7 @@ def index(sharder: Sharder, node: fx.Node) -> bool:
         return False
     found = looked_up(sharder, node, indices[place.dim])
     if found is None:
-        return False
+        return from_whole(sharder, node, indices[place.dim], -1)
     others = [None if i is None else sharder.replicated(i) for i in indices]
     others[place.dim] = found[1]
     sharder.set(node, sharder.call(node.target, (found[0], others), node, None), None)
@@ -212,19 +213,44 @@ def index(sharder: Sharder, node: fx.Node) -> bool:
 def index_select(sharder: Sharder, node: fx.Node) -> bool:
     """index_select, and gather along the sequence."""
     x, dim, rows = node.args[:3]
-    found = looked_up(sharder, node, rows) if sequence_at(sharder, x, [dim]) is not None else None
-    if found is None:
+    if sequence_at(sharder, x, [dim]) is None:
         return False
+    found = looked_up(sharder, node, rows)
+    if found is None:
+        return from_whole(sharder, node, rows, dim if op_name(node) == "gather" else 0)
     sharder.set(node, sharder.call(node.target, (found[0], dim, found[1]), node, None), None)
     return True
 
 
 def take_along_dim(sharder: Sharder, node: fx.Node) -> bool:
     x, rows, dim = node.args[0], node.args[1], named(node, "dim")
-    found = looked_up(sharder, node, rows) if dim is not None and sequence_at(sharder, x, [dim]) is not None else None
-    if found is None:
+    if dim is None or sequence_at(sharder, x, [dim]) is None:
         return False
+    found = looked_up(sharder, node, rows)
+    if found is None:
+        return from_whole(sharder, node, rows, dim)
     sharder.set(node, sharder.call(node.target, (*found, dim), node, None), None)
+    return True
+
+
+def from_whole(sharder: Sharder, node: fx.Node, rows: fx.Node, dim: int) -> bool:
+    """As many rows as there are, in an order known only when it runs (tokens shuffled, or kept at random): they come
+    from the gathered sequence, but each rank takes only its own of them. `dim`: of `rows`, along which they count."""
+    rule, operands, sizes = rule_of(node), list(tensor_args(node)), shape_of(rows)
+    place = sharder.placements[node.args[0]]
+    if rule is None or place is None or place.outer * place.inner > 1 or len(rule.operands) != len(operands):
+        return False
+    dim = dim % len(sizes) if sizes else 0
+    if sharder.placements[rows] is not None or not sizes or not enough_rows(sharder, sizes[dim]):
+        return False
+    out = rule.push(operands.index(rows, 1), Sharded(dim, 1, sizes[dim], 1))
+    wanted = rule.pull(out) if out is not None else None
+    if out is None or wanted is None or wanted[0] is not None or not sharder.consistent(rule, wanted, out):
+        return False
+    sharder.reader = node
+    if node.args[0] in sharder.sources:  # to gather its rows is less than to compute all that made it
+        sharder.converted.pop((node.args[0], "whole"), None)
+    sharder.set(node, sharder.emit(node, rule, wanted, out), out)
     return True
 
 

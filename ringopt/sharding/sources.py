@@ -55,6 +55,10 @@ def sources(
         climbed = climb(sharder, node, place)
         if climbed is not None:
             pending += climbed
+            for x, at in picked(sharder, node):
+                if x in worked:
+                    found[x] = at
+                    pending.append((x, at))
             continue
         for operand, at in above(sharder, node, place, handled):
             if op_name(node) in WORK or operand in worked:
@@ -70,6 +74,17 @@ def climb(sharder: Sharder, node: fx.Node, place: Sharded) -> list[Demand] | Non
     if rule is None or wanted is None or not sharder.consistent(rule, wanted, place):
         return None
     return [(operand, at) for operand, at in zip(operands, wanted, strict=True) if at is not None]
+
+
+def picked(sharder: Sharder, node: fx.Node) -> Iterator[Demand]:
+    """The sequence that rows are picked from by numbers, whose own demand is for the numbers. Tables that are looked up
+    in (of rotations, say) carry no gradient, and every rank has them."""
+    if op_name(node) in ("gather", "index", "index_select", "take_along_dim") and sharder.carries[node.args[0]]:
+        x, rule = node.args[0], rule_of(node)
+        along = set(rule.operands[0].values()) if rule is not None else set()
+        dims = [dim for dim in range(len(shape_of(x))) if dim not in along]
+        if len(dims) == 1 and enough_rows(sharder, shape_of(x)[dims[0]]):
+            yield x, Sharded(dims[0], 1, shape_of(x)[dims[0]], 1)
 
 
 def above(sharder: Sharder, node: fx.Node, place: Sharded, handled: frozenset[str]) -> Iterator[Demand]:

@@ -62,12 +62,28 @@ LENGTHS: dict[str, Piece] = {
         f"x = F.avg_pool1d(x.mT, {d.one(2, 3)}, {d.one(1, 2)}, {d.one(0, 1)}, {d.one(False, True)}).mT"
     ),
     "max pooling": lambda d: f"x = F.max_pool1d(x.mT, {d.one(2, 3)}, {d.one(1, 2)}, {d.one(0, 1)}).mT",
+    "largest of a picture": lambda d: (
+        f"x = F.max_pool2d(x[:, None], (3, 1), {d.one(1, (2, 1))}, (1, 0), ceil_mode={d.one(False, True)})[:, 0]"
+    ),
+    "average of a picture": lambda d: f"x = F.avg_pool2d(x[:, None], 3, 1, 1, False, {d.one(False, True)})[:, 0]",
+    "a grid convolved": lambda d: (
+        f"x = F.conv2d(x[:, :{d.shape[1] // 2 * 2}].mT.unflatten(2, (-1, 2)), p({WIDTH}, {WIDTH}, 3, 3), padding=1)"
+        ".flatten(2).mT"
+    ),
+    "windows unfolded": lambda d: (
+        f"x = F.unfold(x.mT[..., None], (3, 1), padding=(1, 0)).view({d.shape[0]}, {WIDTH}, 3, -1).mean(2).mT"
+    ),
+    "adaptive pooling": lambda d: f"x = F.adaptive_avg_pool1d(x.mT, {max(1, d.shape[1] // d.one(1, 2, 3))}).mT",
+    "twice as tall": lambda d: "x = F.interpolate(x[:, None], scale_factor=(2.0, 1.0))[:, 0]",
     "interpolated": lambda d: f"x = F.interpolate(x.mT, scale_factor=2, mode={d.one('nearest', 'linear')!r}).mT",
     "repeated": lambda d: "x = x.repeat(1, 2, 1)",
     "interleaved": lambda d: "x = x.repeat_interleave(2, 1)",
     "unfolded": lambda d: f"x = x.unfold(1, {d.one(2, 3)}, {d.one(1, 2)}).mean(-1)",
     "split": lambda d: f"x = x.split(({(a := 1 + d.below(d.shape[1] - 1))}, {d.shape[1] - a}), 1)[{d.below(2)}]",
     "chunk": lambda d: f"x = x.chunk(2, 1)[{d.below(2)}]",
+    "kept by number": lambda d: (
+        f"x = x.gather(1, x.sum(-1).argsort(1)[:, :{d.shape[1] // d.one(1, 2)}, None].expand(-1, -1, {WIDTH}))"
+    ),
     "picked": lambda d: f"x = x[:, {d.index(1)}]",
     "every second by mask": lambda d: f"x = x[:, torch.arange({d.shape[1]}) % 2 == 0]",
     "top rows": lambda d: f"x = x.topk({max(1, d.shape[1] // 2)}, 1).values",
@@ -160,6 +176,9 @@ LOSSES: dict[str, Piece] = {
     ),
     "chances, classes second": lambda d: "F.cross_entropy(logits.mT, hot.mT)",
     "likelihood": lambda d: "F.nll_loss(logits.log_softmax(-1).mT, wanted)",
+    "kept by number": lambda d: (
+        f"x = x.gather(1, x.sum(-1).argsort(1)[:, :{d.shape[1] // d.one(1, 2)}, None].expand(-1, -1, {WIDTH}))"
+    ),
     "picked": lambda d: (
         "-(logits.log_softmax(-1).gather(-1, wanted.clamp(0)[..., None])[..., 0] * (wanted >= 0)).sum() "
         "/ (wanted >= 0).sum()"

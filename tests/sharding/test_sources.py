@@ -119,6 +119,30 @@ def test_a_source_that_is_read_whole_is_computed_whole():
     assert not verdict.wrong and not whole(verdict.report)
 
 
+PICKED = {
+    "gather": lambda x, kept: x.gather(1, kept[..., None].expand(-1, -1, D)),
+    "index": lambda x, kept: x[:, kept[0]],
+    "index_select": lambda x, kept: x.index_select(1, kept[1]),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_tokens_kept_by_number(name):
+    """Which ranks they come from is known only when it runs: they are gathered, and each rank takes its own of them."""
+
+    class Kept(Before):
+        def forward(self, x, kept):
+            return self.model.attention(self.step(self.model.linear(x).relu(), kept))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, N, D, dtype=torch.float64, requires_grad=True)
+    kept = torch.stack([torch.randperm(N)[:9] for _ in range(2)])
+    verdict = validate(3, Kept(PICKED[name]).double(), x, kept)
+    assert not verdict.wrong, verdict.wrong
+    assert verdict.report.sharded_fraction == 1.0
+    assert [gather.op for gather in whole(verdict.report)] == [name]
+
+
 def test_an_input_is_not_cut_to_be_sliced():
     """Every rank has it: nothing is sent."""
 
