@@ -15,7 +15,7 @@ from ringopt.cost.formulas import formulas_of
 from ringopt.cost.hardware import Link
 from ringopt.cost.rates import Rates, Speed
 from ringopt.errors import OptionError
-from ringopt.plan import named, named_strategy, numbers
+from ringopt.predicted import named, named_strategy, numbers
 
 HEADS = Heads(2, 8, 4, 64, 64, 2, 4, "bfloat16", "flash")
 RATES = Rates("a machine", Link("wire", 5e10, 2e-5), Speed(5e12, 1e-5), touch=1e30)
