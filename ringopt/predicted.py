@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringopt.attention.bytes import bytes_between, bytes_sent
+from ringopt.attention.bytes import bytes_between
 from ringopt.attention.choose import MOST_RANKS, Case, choose, choose_layout, choose_layouts
 from ringopt.attention.dilated_predict import DilatedCase, dilated_layout_of, dilated_way
 from ringopt.attention.layouts import LAYOUTS, text_of
@@ -133,10 +133,7 @@ def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: s
     directions = (False, True)[: 1 + case.training]
     ways = [simulate(exchange, case.heads, rates, backward) for backward in directions]
     flops = [max(way.flops) for way in ways]
-    sent = [
-        site.times * sum(bytes_sent(exchange, case.heads, rank, backward) for backward in directions)
-        for rank in range(ranks)
-    ]
+    sent = [site.times * sum(each) for each in zip(*(way.bytes for way in ways), strict=True)]
     away = [
         site.times * sum(bytes_between(exchange, case.heads, rank, rates.node, backward) for backward in directions)
         for rank in range(ranks if rates.tiers(ranks) else 0)

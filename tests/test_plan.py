@@ -194,6 +194,14 @@ def test_the_command_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert data["hardware"] == "h100" and data["points"][0]["sites"][0]["exact"]
 
 
+def test_a_picture_that_cannot_be_written_is_refused_before_any_work(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plan.xyz", "plan"):
+        assert main(["plan", "no_such_module:tiny", "--plot", name]) == 2
+        assert f"--plot {name}: the name of a picture ends in one of ." in capsys.readouterr().err
+
+
 def test_pictures_and_the_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "planned_models:tiny", "--world-size", "2", "8", "--lengths", "4096", "65536"]
     assert main([*asked, "--plot", "plan.png", "--html", "plan.html"]) == 0

@@ -52,9 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_file("--plot", arguments.plot)
     check_file("--html", arguments.html)
     if arguments.plot or arguments.html:
-        from ringopt.tools.plan_pictures import check_matplotlib
+        from ringopt.tools.plan_pictures import check_matplotlib, check_picture
 
         check_matplotlib()
+        if arguments.plot:
+            check_picture(arguments.plot)
     asked = Asked.of(arguments.world_size, arguments.hardware, arguments.link, arguments.lengths, arguments.options)
     example = load_example(arguments.target)
     told = Console(stderr=True)

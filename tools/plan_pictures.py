@@ -33,6 +33,15 @@ def check_matplotlib() -> None:
         raise CommandError("pictures need matplotlib: pip install 'ringopt[plot]'") from None
 
 
+def check_picture(target: Path) -> None:
+    """Before any work: raises CommandError for an ending that matplotlib cannot write."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if target.suffix.lower().removeprefix(".") not in known:
+        raise CommandError(f"--plot {target}: the name of a picture ends in one of .{', .'.join(sorted(known))}")
+
+
 def draw(plan: Plan, target: Path) -> None:
     """Raises CommandError where the file cannot be written."""
     try:
@@ -119,7 +128,7 @@ def draw_timeline(plan: Plan, axes: Axes) -> None:
     strategy = site.strategy
     if trading(strategy) > 1 and ranks > 2:  # two nodes can be seen too, of fewer ranks
         strategy, rates = hybrid(ranks // 2), replace(rates, node=ranks // 2)
-    spans = simulate(case.plan(ranks, site.layout, strategy), case.heads, rates, False).spans
+    spans = simulate(case.plan(ranks, site.layout, strategy), case.heads, rates, False, drawn=True).spans
     draw_spans(axes, spans, ranks)
     which = f"{ranks} ranks" + (f" as of {point.world_size:,}" if ranks < point.world_size else "")
     said = f"{case.pattern}, {case.q_length:,} tokens, {which}, {strategy}, {site.layout}"

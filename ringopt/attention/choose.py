@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ringopt.attention.exchange import Exchange, exchange_of
@@ -71,13 +71,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one strategy: seconds until the last rank is done, bytes of the rank that sends most, and the most bytes that
-    a rank holds at once beside its own q, k, v; in training of both directions."""
+    """Of one strategy: seconds until the last rank is done, and bytes of the rank that sends most; in training of both
+    directions."""
 
     strategy: str
     seconds: float
     bytes: int
-    held: int
+    plan: Plan = field(repr=False)
+    case: Case = field(repr=False)
+
+    @property
+    def held(self) -> int:
+        """The most bytes that a rank holds at once beside its own q, k, v. Counted when asked: few are."""
+        memory = most_memory(self.plan, self.case.heads)
+        return memory.training if self.case.training else memory.forward
 
     def __str__(self) -> str:
         return f"{self.strategy} {duration(self.seconds)}"
@@ -85,28 +92,43 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """`reason`: one sentence with the numbers. `estimates`: of all that were compared, the chosen one first."""
+    """`estimates`: of all that were compared, the chosen one first; `bound`: the bytes that one may hold."""
 
     strategy: str
-    reason: str
-    estimates: tuple[Estimate, ...] = ()
+    estimates: tuple[Estimate, ...]
+    bound: int
+    source: str
+
+    @property
+    def reason(self) -> str:
+        """One sentence with the numbers."""
+        best, *others = self.estimates
+        told = "; ".join(
+            f"{one}, {readable(one.bytes)} sent"
+            + (f", but holds {readable(one.held)}" if one.held > self.bound else "")
+            for one in others
+        )
+        beside = f" (others: {told})" if told else ""
+        return f"strategy {best}, {readable(best.bytes)} sent, predicted{beside}; {self.source}"
 
     @property
     def seconds(self) -> float:
-        return self.estimates[0].seconds if self.estimates else 0.0
+        return self.estimates[0].seconds
 
 
-@lru_cache(maxsize=4096)
 def estimate(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> Estimate:
     """Raises OptionError where the strategy cannot do it, on as many ranks as were asked for."""
     case.plan(ranks, layout, strategy)
-    case, ranks = case.on_fewer(ranks)
+    return unrolled_estimate(*case.on_fewer(ranks), layout, strategy, rates)
+
+
+@lru_cache(maxsize=4096)
+def unrolled_estimate(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> Estimate:
+    """On ranks so few that all are unrolled: the same for many a length and number of ranks that are asked for."""
     plan = case.plan(ranks, layout, strategy)
     ways = [simulate(plan, case.heads, rates, backward) for backward in (False, True)[: 1 + case.training]]
     sent = max(map(sum, zip(*(way.bytes for way in ways), strict=True)))
-    memory = most_memory(plan, case.heads)
-    held = memory.training if case.training else memory.forward
-    return Estimate(strategy, sum(way.seconds for way in ways), sent, held)
+    return Estimate(strategy, sum(way.seconds for way in ways), sent, plan, case)
 
 
 @lru_cache(maxsize=4096)
@@ -124,12 +146,13 @@ def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
             continue  # it says itself that it cannot do this pattern in this layout
     ring = next(one for one in found if one.strategy == "ring")
     bound = allowed(case, ranks, rates, ring)
-    within = [one for one in found if one.held <= bound]
-    fastest = min(one.seconds for one in within)
-    close = [one for one in within if one.seconds <= fastest * (1 + CLOSE)]
-    best = min(close, key=lambda one: (one.strategy in QUERIES_MOVE, one.bytes, order(one.strategy)))
+    by_time = sorted(found, key=lambda one: one.seconds)
+    fastest = next(one.seconds for one in by_time if one.held <= bound)
+    close = [one for one in found if one.seconds <= fastest * (1 + CLOSE)]
+    close.sort(key=lambda one: (one.strategy in QUERIES_MOVE, one.bytes, order(one.strategy)))
+    best = next(one for one in close if one.held <= bound)
     others = [one for one in found if one is not best]
-    return Choice(best.strategy, reason(best, others, bound, rates), (best, *others))
+    return Choice(best.strategy, (best, *others), bound, rates.source)
 
 
 def allowed(case: Case, ranks: int, rates: Rates, ring: Estimate) -> int:
@@ -140,15 +163,6 @@ def allowed(case: Case, ranks: int, rates: Rates, ring: Estimate) -> int:
 
 def order(strategy: str) -> tuple[int, str]:
     return (LEAN.index(strategy) if strategy in LEAN else len(LEAN), strategy)
-
-
-def reason(best: Estimate, others: Sequence[Estimate], bound: int, rates: Rates) -> str:
-    told = "; ".join(
-        f"{one}, {readable(one.bytes)} sent" + (f", but holds {readable(one.held)}" if one.held > bound else "")
-        for one in others
-    )
-    beside = f" (others: {told})" if told else ""
-    return f"strategy {best}, {readable(best.bytes)} sent, predicted{beside}; {rates.source}"
 
 
 def choose_layout(

@@ -33,6 +33,8 @@ from ringopt.errors import OptionError, PlanError
 class Cargo(Enum):
     """What a message carries for its rows."""
 
+    __hash__ = object.__hash__  # there is one of each; that of Enum is written in Python, and asked for each message
+
     OUT = "out"  # keys and values (or queries), away from home
     BACK = "back"  # their gradients, summed on the way home (of queries: in the forward their results, merged)
 
@@ -190,6 +192,10 @@ class Exchange:
         return {}  # forward and backward have the same
 
     @cached_property
+    def _routes(self) -> dict[int, tuple[Route, ...]]:
+        return {}  # the same
+
+    @cached_property
     def _q_pieces(self) -> tuple[Rows, ...]:
         return _pieces(self.pattern, self.q_layout)
 
@@ -221,6 +227,11 @@ class Exchange:
         never listed."""
         if not self.strategy.direct:
             return self.routes
+        if rank not in self._routes:
+            self._routes[rank] = self._direct_routes(rank)
+        return self._routes[rank]
+
+    def _direct_routes(self, rank: int) -> tuple[Route, ...]:
         layout = self.q_layout if self.queries_move else self.kv_layout
         owners = set().union(*map(layout.owners, self.needs(rank))) - {rank}
         coming = (route for owner in sorted(owners) for route in self._routes_from(owner, rank))

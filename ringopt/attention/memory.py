@@ -8,7 +8,7 @@ evaluated depends on its term, is bounded (tiles.MASK_ELEMENTS) and is not known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -142,35 +142,11 @@ def over_steps(
     tile: Callable[[Block], Held],
 ) -> None:
     """The loop of posted.py: rows on their way, those held, and sums that are owed to other ranks or, `home` bytes,
-    stay here; each is begun when something is first added to it. In a forward of keys all sums stay."""
-    row, own, steps = rows_of(plan, heads, backward), plan.home(rank), plan.steps(rank, backward)
-    owed = [message for step in steps for message in step.sends if message.cargo is Cargo.BACK]
-    begun: set[Message | None] = set()
-    mask = 0
+    stay here."""
+    row, steps = rows_of(plan, heads, backward), plan.steps(rank, backward)
+    sums = Owed(ledger, plan, rank, steps, backward, home, row[Cargo.BACK])
+    mask = homeward = 0
     came: dict[range, Rows] = {}  # with the pieces of the message that each piece came in
-
-    def begin(message: Message | None) -> None:
-        if message not in begun:
-            begun.add(message)
-            ledger.take(home if message is None else count(message.rows) * row[Cargo.BACK])
-
-    def add(rows: range) -> None:
-        if not (backward or plan.queries_move) or any(within(rows, piece) for piece in own):
-            begin(None)
-        elif (to := next((m for m in owed if any(within(rows, piece) for piece in m.rows)), None)) is not None:
-            begin(to)
-
-    def home_messages(step: Step) -> int:
-        """Those of sums are posted: bytes of what comes and of what leaves."""
-        coming = sum(count(m.rows) for m in step.receives if m.cargo is Cargo.BACK) * row[Cargo.BACK]
-        ledger.take(coming)
-        leaving = [message for message in step.sends if message.cargo is Cargo.BACK]
-        for message in leaving:
-            begin(message)
-            owed.remove(message)
-        return coming + sum(count(message.rows) for message in leaving) * row[Cargo.BACK]
-
-    homeward = 0
     for step, after in zip_longest(steps, steps[1:]):
         ledger.take(sum(count(m.rows) for m in step.receives if m.cargo is Cargo.OUT) * row[Cargo.OUT])
         leaving = [message.rows for message in step.sends if message.cargo is Cargo.OUT]
@@ -183,19 +159,54 @@ def over_steps(
                 if held.kept:
                     ledger.free(mask)
                 ledger.briefly(held.working)
-                add(plan.moved(piece))
+                sums.add(plan.moved(piece))
                 ledger.briefly(held.adding)
                 if held.kept:
                     mask = held.kept
                     ledger.take(mask)
         for message in step.receives:
             for rows in message.rows if message.cargo is Cargo.BACK else ():
-                add(rows)
+                sums.add(rows)
         ledger.free(homeward)
-        homeward = home_messages(after) if after is not None else 0
+        homeward = sums.send_home(after) if after is not None else 0
         ledger.free(packed)
         came.update({rows: m.rows for m in step.receives if m.cargo is Cargo.OUT for rows in m.rows})
         ledger.free(count(step.drops) * row[Cargo.OUT])
+
+
+class Owed:
+    """The sums of `over_steps`, `row` bytes a row. Each is begun when something is first added to it. In a forward of
+    keys all stay here."""
+
+    def __init__(
+        self, ledger: Ledger, plan: Exchange, rank: int, steps: Sequence[Step], backward: bool, home: int, row: int
+    ) -> None:
+        self.ledger, self.row, self.home = ledger, row, home
+        self.own = plan.home(rank) if backward or plan.queries_move else None  # None: of every row
+        self.owed = [message for step in steps for message in step.sends if message.cargo is Cargo.BACK]
+        self.begun: set[Message | None] = set()
+
+    def begin(self, message: Message | None) -> None:
+        """Of a message, or of what stays here."""
+        if message not in self.begun:
+            self.begun.add(message)
+            self.ledger.take(self.home if message is None else count(message.rows) * self.row)
+
+    def add(self, rows: range) -> None:
+        if self.own is None or any(within(rows, piece) for piece in self.own):
+            self.begin(None)
+        elif (to := next((m for m in self.owed if any(within(rows, piece) for piece in m.rows)), None)) is not None:
+            self.begin(to)
+
+    def send_home(self, step: Step) -> int:
+        """Its messages of sums are posted: bytes of what comes and of what leaves."""
+        coming = sum(count(m.rows) for m in step.receives if m.cargo is Cargo.BACK) * self.row
+        self.ledger.take(coming)
+        leaving = [message for message in step.sends if message.cargo is Cargo.BACK]
+        for message in leaving:
+            self.begin(message)
+            self.owed.remove(message)
+        return coming + sum(count(message.rows) for message in leaving) * self.row
 
 
 def passes_on(rows: Rows, came: Mapping[range, Rows]) -> bool:

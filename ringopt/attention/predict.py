@@ -73,7 +73,7 @@ class Span:
 @dataclass(frozen=True)
 class Way:
     """Forward or backward, of all ranks: entry r is that of rank r. `seconds`: until the last rank is done; `exposed`:
-    the part of them in which that rank waits for messages."""
+    the part of them in which that rank waits for messages; `spans`: where they were asked for."""
 
     seconds: float
     exposed: float
@@ -98,10 +98,11 @@ def balance(exchange: Exchange) -> float:
     return max(pairs) * len(pairs) / max(sum(pairs), 1)
 
 
-def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
-    """The plan of all ranks on a clock that starts at 0 on each."""
+@lru_cache(maxsize=1024)
+def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool, drawn: bool = False) -> Way:
+    """The plan of all ranks on a clock that starts at 0 on each; `drawn`: with its spans."""
     if isinstance(plan, HeadExchange):
-        return trade(plan, heads, rates, backward)
+        return trade(plan, heads, rates, backward, drawn)
     plans = [plan.steps(rank, backward) for rank in range(plan.ranks)]
     call = rates.call("queries" if plan.queries_move else "keys", backward)
     clocks, work = [call] * len(plans), [call] * len(plans)
@@ -118,7 +119,8 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
             late = max([starts[m.source] - starts[rank] for m in step.receives], default=0.0)
             clocks[rank] += rates.step_seconds(compute, exchange + max(late, 0.0) if messages else 0.0)
             work[rank] += compute + rates.step
-            spans += spans_of(rank, index, starts[rank], compute, exchange, step)
+            if drawn:
+                spans += spans_of(rank, index, starts[rank], compute, exchange, step)
     everyone = range(plan.ranks)
     last = max(everyone, key=clocks.__getitem__)
     return Way(
@@ -131,7 +133,7 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool) -> Way:
     )
 
 
-def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way:
+def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool, drawn: bool) -> Way:
     """All heads of the node's rows there, the rank's share of them by the plan between nodes, all results back; one
     after the other. A rank has one message for each other of its node, two where the log-sum-exp has another dtype than
     the rest."""
@@ -141,15 +143,16 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way
     exchange = max(trade_seconds(plan, heads, rates, rank, messages, backward) for rank in everyone)
     shares = [[heads.share(part) for part in plan.parts(place)] for place in range(plan.node)]
     circle = rates.every(plan.node)
-    ways = [[simulate(plan.whole, share, circle, backward) for share in own] for own in shares]
+    ways = [[simulate(plan.whole, share, circle, backward, drawn) for share in own] for own in shares]
     call = rates.call("keys", backward)  # which is part of that of heads
     took = [sum(way.seconds - call for way in own) for own in ways]
     slowest = max(range(plan.node), key=took.__getitem__)
+    own_ways = [[(way, rank // plan.node) for way in ways[rank % plan.node]] for rank in everyone]
     half, spans = exchange / 2, list[Span]()
-    for rank in everyone:
-        node, start = rank // plan.node, half
+    for rank, own in enumerate(own_ways if drawn else ()):
+        start = half
         spans.append(Span(rank, 0, "exchange", 0.0, half, "rows for heads"))
-        for way in ways[rank % plan.node]:
+        for way, node in own:
             mine = (span for span in way.spans if span.rank == node)
             spans += [replace(x, rank=rank, step=x.step + 1, start=start + x.start, stop=start + x.stop) for x in mine]
             start += way.seconds - call
@@ -157,7 +160,6 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool) -> Way
         spans.append(
             Span(rank, last + 1, "exchange", half + took[slowest], exchange + took[slowest], "results for rows")
         )
-    own_ways = [[(way, rank // plan.node) for way in ways[rank % plan.node]] for rank in everyone]
     return Way(
         rates.call("heads", backward) + exchange + took[slowest] + 2 * rates.step,
         exchange + sum(way.exposed for way in ways[slowest]),

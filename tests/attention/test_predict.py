@@ -60,7 +60,7 @@ def test_a_ring_on_the_clock() -> None:
 def test_a_rank_waits_for_one_that_computes_longer() -> None:
     """Causal over contiguous shards: rank 0 has a triangle, rank 1 a triangle and a square."""
     plan = exchange_of("causal", 8, 8, 2, "contiguous", "contiguous", "ring")
-    spans = simulate(plan, ONE, ROUND, False).spans
+    spans = simulate(plan, ONE, ROUND, False, drawn=True).spans
     assert [(s.kind, s.start, s.stop) for s in spans if s.rank == 1 and s.kind == "compute"] == [
         ("compute", 0.0, 40.0),
         ("compute", 40.0, 104.0),
