@@ -112,16 +112,17 @@ def is_float32(value: Any) -> bool:
 
 def table(outcomes: Iterable[Outcome], errors: dict[str, str]) -> Table:
     shown = Table(title="zoo", title_justify="left")
-    for title in ("entry", "eligible", "rewritten", "refused", "left alone", "numbers"):
+    for title in ("entry", "eligible", "rewritten", "refused", "left alone", "on shards", "numbers"):
         shown.add_column(title, overflow="fold", justify="left" if title in ("entry", "numbers") else "right")
     for found in outcomes:
         numbers = {None: "not compared", "": "exact"}.get(found.wrong, found.wrong)
         counts = (found.eligible, found.rewritten, len(found.refusals), len(found.report.left_alone))
-        shown.add_row(found.name, *map(str, counts), escape(numbers))
+        share = f"{found.report.sharded_fraction:.1%}" if found.rewritten else ""
+        shown.add_row(found.name, *map(str, counts), share, escape(numbers))
         for reason in sorted(set(found.refusals) | {found.report.refusal or ""} - {""}):
-            shown.add_row("", "", "", "", "", f"[yellow]{escape(reason)}[/yellow]")
+            shown.add_row("", "", "", "", "", "", f"[yellow]{escape(reason)}[/yellow]")
     for name, error in errors.items():
-        shown.add_row(name, "", "", "", "", f"[red]{escape(error)}[/red]")
+        shown.add_row(name, "", "", "", "", "", f"[red]{escape(error)}[/red]")
     return shown
 
 
