@@ -31,6 +31,14 @@ def no_compile_workers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_terminal() -> Iterator[None]:
+    """How wide tables are in a log does not depend on who runs the tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("COLUMNS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What was measured on this machine would change which strategies are chosen."""
     with pytest.MonkeyPatch.context() as patched:

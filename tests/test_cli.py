@@ -224,7 +224,7 @@ def test_a_program_has_its_inputs() -> None:
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
-        ("no_colon", "'no_colon' is not of the form module:factory, such as my_models.llama:tiny"),
+        ("no_colon", "'no_colon' is not of the form module:factory, and no file that ends in .pt2"),
         ("not_there:tiny", "cannot import 'not_there': ModuleNotFoundError: No module named 'not_there'"),
         ("json:tiny", "json:tiny: tiny does not exist in "),
         (HERE + "HERE", f"{HERE}HERE: HERE is not callable in "),

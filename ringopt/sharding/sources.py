@@ -16,6 +16,7 @@ from functools import partial
 from math import prod
 
 import torch.fx as fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import is_aten, op_name, shape_of, tensor_args
@@ -78,12 +79,14 @@ def climb(sharder: Sharder, node: fx.Node, place: Sharded) -> list[Demand] | Non
 
 def picked(sharder: Sharder, node: fx.Node) -> Iterator[Demand]:
     """The sequence that rows are picked from by numbers, whose own demand is for the numbers. Tables that are looked up
-    in (of rotations, say) carry no gradient, and every rank has them."""
+    in (of rotations, say) carry no gradient, and every rank has them; what has fewer elements than are picked (means of
+    segments) every rank had better have."""
     if op_name(node) in ("gather", "index", "index_select", "take_along_dim") and sharder.carries[node.args[0]]:
         x, rule = node.args[0], rule_of(node)
         along = set(rule.operands[0].values()) if rule is not None else set()
         dims = [dim for dim in range(len(shape_of(x))) if dim not in along]
-        if len(dims) == 1 and enough_rows(sharder, shape_of(x)[dims[0]]):
+        fewer = statically_known_true(prod(shape_of(x)) < prod(shape_of(node)))
+        if len(dims) == 1 and not fewer and enough_rows(sharder, shape_of(x)[dims[0]]):
             yield x, Sharded(dims[0], 1, shape_of(x)[dims[0]], 1)
 
 
@@ -114,6 +117,7 @@ def merged(sharder: Sharder, node: fx.Node, rule: ViewRule, place: Sharded) -> I
             continue
         at = Sharded(dim, outer, size // outer, 1)
         made = rule.push(0, at)
-        if made is not None and made.dim == place.dim and enough_rows(sharder, at.length):
+        alike = sharder.layout(size // outer) == sharder.layout(place.length)  # or rows cannot go from one to the other
+        if made is not None and made.dim == place.dim and alike and enough_rows(sharder, at.length):
             yield node.args[0], at
             return

@@ -219,7 +219,7 @@ X = torch.ones(1, 2, 8, 4)
         ),
         ({"window": 2, "dilation_rates": (1, 2, 3)}, r"or of one for each of 2 query heads"),
         ({"window": 2, "dilation_rates": 2}, r"dilation_rates=2\) beside a window: a tuple"),
-        ({"sinks": 4}, r"attention\(sinks=4\): how many first keys are seen beside a window; window=None"),
+        ({"sinks": 4}, r"attention\(sinks=4\): how many first keys are seen beside a window, or a tensor of one logit"),
         ({"window": 2, "sinks": -1}, r"attention\(sinks=-1\): how many first keys"),
         (
             {"window": 2, "segment_lengths": (4,), "dilation_rates": (1,)},

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  ringopt bench soak --steps 200
   ringopt bench soak --steps 10000 --ranks 3 --seconds 1200 --json soak.json
   ringopt bench soak --compiled --steps 500
 """
