@@ -24,6 +24,7 @@ from ringopt.graph.mask import Mask
 from ringopt.report import readable
 
 CLOSE = 0.03
+FAR_LESS = 2
 
 # From what holds least to what holds most.
 LEAN = ("local", "halo", "ring", "gather", "ring2")
@@ -149,7 +150,8 @@ def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
     by_time = sorted(found, key=lambda one: one.seconds)
     fastest = next(one.seconds for one in by_time if one.held <= bound)
     close = [one for one in found if one.seconds <= fastest * (1 + CLOSE)]
-    close.sort(key=lambda one: (one.strategy in QUERIES_MOVE, one.bytes, order(one.strategy)))
+    # Queries go where they are far less: their results come back after the last product, beside nothing.
+    close.sort(key=lambda one: (one.bytes * (FAR_LESS if one.strategy in QUERIES_MOVE else 1), order(one.strategy)))
     best = next(one for one in close if one.held <= bound)
     others = [one for one in found if one is not best]
     return Choice(best.strategy, (best, *others), bound, rates.source)

@@ -20,7 +20,7 @@ from ringopt.attention.heads import HeadExchange
 from ringopt.attention.plans import Plan
 from ringopt.attention.predict import Heads, rows_of
 from ringopt.attention.rows import Rows, count, within
-from ringopt.attention.strips import pieces
+from ringopt.attention.strips import pieces, placeless
 from ringopt.attention.tile_memory import Held, Sums, backward_tile, first_tile, forward_tile
 from ringopt.attention.turns import exchanges_of
 
@@ -152,14 +152,20 @@ def over_steps(
         leaving = [message.rows for message in step.sends if message.cargo is Cargo.OUT]
         packed = sum(count(rows) for rows in leaving if not passes_on(rows, came)) * row[Cargo.OUT]
         ledger.take(packed)
+        last, run = None, 0
         for block in step.blocks:
+            like = placeless(plan.pattern, block)
+            last, run = like, run + 1 if like == last else 1
+            if run > 2:  # this one holds what the second did
+                sums.add(plan.moved(block))
+                continue
             for piece in pieces(plan.pattern, block, heads.kernel):
                 held = tile(piece)
                 ledger.briefly(held.making)
                 if held.kept:
                     ledger.free(mask)
                 ledger.briefly(held.working)
-                sums.add(plan.moved(piece))
+                sums.add(plan.moved(block))
                 ledger.briefly(held.adding)
                 if held.kept:
                     mask = held.kept

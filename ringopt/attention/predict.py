@@ -16,10 +16,10 @@ from torch import Tensor
 from ringopt.attention.bytes import Sizes, back_bytes, bytes_sent, row_bytes, there_bytes, trade_bytes
 from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange, Part
-from ringopt.attention.patterns import Kind
+from ringopt.attention.patterns import Kind, Pattern
 from ringopt.attention.plans import Plan
 from ringopt.attention.rows import count
-from ringopt.attention.strips import pieces
+from ringopt.attention.strips import pieces, placeless
 from ringopt.cost.rates import Rates
 
 SHAPES = {Kind.FULL: "full", Kind.CAUSAL: "causal", Kind.PARTIAL: "masked"}
@@ -215,15 +215,20 @@ def rows_of(exchange: Exchange, heads: Heads, backward: bool) -> dict[Cargo, int
 
 def block_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, backward: bool) -> float:
     """Of one block, in the pieces in which it is computed."""
-    found = pieces(exchange.pattern, block, heads.kernel)
-    return sum(tile_seconds(exchange, piece, heads, rates, backward) for piece in found)
+    return seconds_of(exchange.pattern, placeless(exchange.pattern, block), heads, rates, backward)
 
 
-def tile_seconds(exchange: Exchange, tile: Block, heads: Heads, rates: Rates, backward: bool) -> float:
+@lru_cache(maxsize=4096)
+def seconds_of(pattern: Pattern, block: Block, heads: Heads, rates: Rates, backward: bool) -> float:
+    found = pieces(pattern, block, heads.kernel)
+    return sum(tile_seconds(pattern, piece, heads, rates, backward) for piece in found)
+
+
+def tile_seconds(pattern: Pattern, tile: Block, heads: Heads, rates: Rates, backward: bool) -> float:
     """Its products, and what it gives added to the sums. A tile with a mask computes all its pairs."""
     queries, keys = len(tile.queries), len(tile.keys)
     causal = tile.kind is Kind.CAUSAL
-    pairs = exchange.pattern.pairs(tile.queries, tile.keys) if causal else queries * keys
+    pairs = pattern.pairs(tile.queries, tile.keys) if causal else queries * keys
     speed = rates.tile(heads.kernel, heads.dtype, backward, SHAPES[tile.kind])
     merged = 3 * (queries * heads.query() + (2 * keys * heads.row(Cargo.BACK) if backward else 0))
     rows = queries * heads.batch * heads.q_heads

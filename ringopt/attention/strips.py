@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ringopt.attention.exchange import Block
-from ringopt.attention.patterns import Kind, Pattern
+from ringopt.attention.patterns import Band, Kind, Pattern
 
 # Elements of one mask: 16 MiB in float32. A tile with a mask is cut over its queries to stay below, so that memory does
 # not grow with the square of the rows of a rank.
@@ -22,6 +22,17 @@ WORTH = 1 / 8
 def least_of(kernel: str) -> int:
     """The fewest queries of a strip for a kernel by name."""
     return LEAST if kernel in ("flash_cpu", "math") else LEAST_ON_GPU
+
+
+def placeless(pattern: Pattern, block: Block) -> Block:
+    """The block moved to the first rows, where nothing but its place depends on that: a band only knows distances, so
+    that of the many blocks of a window most are one."""
+    queries, keys = block.queries, block.keys
+    if not isinstance(pattern, Band) or not queries.step == keys.step == 1:
+        return block
+    first = min(queries.start, keys.start)
+    queries, keys = (range(rows.start - first, rows.stop - first) for rows in (queries, keys))
+    return Block(queries, keys, block.kind)
 
 
 @lru_cache(maxsize=4096)
