@@ -12,6 +12,7 @@ import io
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import ringopt
 from ringopt.errors import RingError
@@ -22,8 +23,15 @@ from ringopt.tools.command import CommandError
 FAILED = 2
 
 
+class Parser(argparse.ArgumentParser):
+    """A wrong use is one line, like every other error of this program. (Subcommands get parsers of this class too.)"""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(FAILED, f"ringopt: error: {message}; see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="ringopt", description="Look at what torch.compile(model, backend='ring') does.")
+    top = Parser(prog="ringopt", description="Look at what torch.compile(model, backend='ring') does.")
     top.add_argument("--version", action="version", version=f"ringopt {ringopt.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     explain.add(commands)
