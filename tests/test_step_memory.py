@@ -13,27 +13,28 @@ from ringopt.options import Options
 from ringopt.tools.benchmarks.training_ranks import VOCABULARY, Llama
 from tests.translation import captured
 
-LENGTH, LAYERS, WIDTH = 1024, 3, 128
+WIDTH = 128
 
 
 def step(flat, rows):
     return live_of(flat, partitioned(flat), rows).step
 
 
-def held(checkpointed):
+def held(length, layers, checkpointed):
     """Bytes at the peak, of one process as torch does it and of a rank of 2 and of 4."""
-    gm, inputs = captured(Llama(LAYERS, WIDTH, checkpointed), torch.randint(VOCABULARY, (1, LENGTH)))
-    found = [step(capture(gm, inputs), LENGTH)]
+    gm, inputs = captured(Llama(layers, WIDTH, checkpointed), torch.randint(VOCABULARY, (1, length)))
+    found = [step(capture(gm, inputs), length)]
     for p in (2, 4):
         flat, report, _random = transform(gm, inputs, Options(), mesh_of(f"pretend:0/{p}"))
         assert report.sharded_fraction == 1.0
-        found.append(step(flat, LENGTH // p))
+        found.append(step(flat, length // p))
     return found
 
 
-def test_memory_falls_as_1_over_p():
-    alone, two, four = held(False)
+@pytest.mark.parametrize(("length", "layers"), [(1024, 3), pytest.param(8192, 8, marks=pytest.mark.zoo)])
+def test_memory_falls_as_1_over_p(length, layers):
+    alone, two, four = held(length, layers, False)
     assert two == pytest.approx(alone / 2, rel=0.15) and four == pytest.approx(alone / 4, rel=0.15)
-    again, two_again, four_again = held(True)
+    again, two_again, four_again = held(length, layers, True)
     # What an exchange brought is kept, so a checkpoint gains a little less than without ranks.
     assert two / two_again > 0.8 * alone / again > 1 and four / four_again > 0.8 * alone / again
