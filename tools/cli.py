@@ -31,7 +31,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="ringopt", description="Look at what torch.compile(model, backend='ring') does.")
+    top: argparse.ArgumentParser = Parser(
+        prog="ringopt", description="Look at what torch.compile(model, backend='ring') does."
+    )
     top.add_argument("--version", action="version", version=f"ringopt {ringopt.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     explain.add(commands)
