@@ -5,7 +5,7 @@ ran = step_of(build, rank=0, p=4, training=True)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,52 +15,14 @@ from torch import Tensor, nn
 
 from ringopt.backend import inner, transform
 from ringopt.boundary import examples
-from ringopt.distributed.mesh import Mesh, PretendedMesh, Transfer, register
+from ringopt.distributed.mesh import PretendedMesh, register
 from ringopt.distributed.traffic import record_traffic
 from ringopt.options import Options
 from ringopt.report import Site
+from ringopt.tools.benchmarks.memory_ranks import Alone
 from ringopt.tools.benchmarks.tensor_bytes import peak_bytes
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
-
-
-class Alone(Mesh):
-    def __init__(self, rank: int, size: int):
-        super().__init__()
-        self._rank, self._size = rank, size
-
-    @property
-    def name(self) -> str:
-        return f"alone:{self._rank}/{self._size}"
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def _post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
-    ) -> list[Transfer]:
-        for _, buffer in receives:
-            buffer.zero_()
-        return []
-
-    def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
-        return list(x.repeat(self.size, *(1 for _ in x.shape)).view(self.size, *x.shape).unbind())
-
-    def _all_reduce(self, x: Tensor, label: str) -> Tensor:
-        return x.clone()
-
-    def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
-        return Transfer(label, Done())
-
-
-class Done:
-    def wait(self) -> None:
-        pass
 
 
 class Seat(PretendedMesh):
@@ -68,7 +30,7 @@ class Seat(PretendedMesh):
 
     @property
     def name(self) -> str:
-        return f"alone:{self.rank}/{self.size}"
+        return Alone(PretendedMesh(self.rank, self.size)).name
 
 
 @dataclass(frozen=True)
@@ -82,7 +44,7 @@ class Ran:
 
 def step_of(build: Build, rank: int, p: int, training: bool, **options: Any) -> Ran:
     """A training step (of the loss, or the square of the first output) or a forward, as compiled for `rank`."""
-    register(Alone(rank, p))
+    register(Alone(PretendedMesh(rank, p)))
     chosen, sites = Options.of(options), list[Site]()
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:

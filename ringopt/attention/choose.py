@@ -23,7 +23,10 @@ from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 from ringopt.report import readable
 
+# Times within this part of each other are equal, as far as a prediction can tell.
 CLOSE = 0.03
+
+# Among equal ones queries travel in place of keys where that is so many times less.
 FAR_LESS = 2
 
 # From what holds least to what holds most.

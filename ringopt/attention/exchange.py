@@ -26,7 +26,7 @@ from itertools import chain
 from ringopt.attention.layouts import Layout, Replicated, layout_of
 from ringopt.attention.patterns import Kind, Pattern, pattern_of
 from ringopt.attention.routes import MERGE, QUERIES_MOVE, Local, Route, Strategy, strategy_of
-from ringopt.attention.rows import Rows, count, join, meet, text, without
+from ringopt.attention.rows import Rows, count, cut, join, meet, text, without
 from ringopt.errors import OptionError, PlanError
 
 
@@ -307,11 +307,6 @@ def exchange_of(
 def _pieces(pattern: Pattern, layout: Layout) -> tuple[Rows, ...]:
     ranges = map(layout.ranges, range(layout.ranks))
     return tuple(tuple(piece for rows in own for piece in pattern.keep(rows)) for own in ranges)
-
-
-def cut(rows: range, number: int, parts: int) -> range:
-    """The part `number` of so many."""
-    return rows[len(rows) * number // parts : len(rows) * (number + 1) // parts]
 
 
 @lru_cache(maxsize=1024)

@@ -25,6 +25,11 @@ def inside(rows: range, hull: range) -> range:
     return rows[first : max(first, last)]
 
 
+def cut(rows: range, number: int, parts: int) -> range:
+    """The part `number` of so many."""
+    return rows[len(rows) * number // parts : len(rows) * (number + 1) // parts]
+
+
 def within(rows: range, piece: range) -> bool:
     """Whether `piece`, of step 1, holds all of `rows`, of any step."""
     return piece.start <= rows.start and (rows[-1] < piece.stop if rows else rows.stop <= piece.stop)

@@ -18,7 +18,7 @@ from ringopt.attention.execute import Operands, Saved, rounded_parts
 from ringopt.attention.run import backward_until_home
 from ringopt.attention.turns import Keys
 from ringopt.distributed.tickets import issue, redeem
-from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, Config, begun, prepare
+from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, Config, begun, empty_beside, prepare
 
 
 @torch.library.custom_op(
@@ -64,9 +64,8 @@ def _(
     seed: Tensor | None,
     *config: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    read = [*(sources[i] for i in Config(*config).learned), *([] if sinks is None else [sinks])]
     ticket = k.new_empty((), dtype=torch.int64, device="cpu")
-    return q.new_empty(q.shape), ticket, [x.new_empty(x.shape) for x in read]
+    return q.new_empty(q.shape), ticket, empty_beside(sources, sinks, Config(*config))
 
 
 @torch.library.custom_op("ringopt::ring_backward_finish", mutates_args=())

@@ -170,8 +170,14 @@ def _(
     seed: Tensor | None,
     *config: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    read = [*(sources[i] for i in Config(*config).learned), *([] if sinks is None else [sinks])]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), [x.new_empty(x.shape) for x in read]
+    beside = empty_beside(sources, sinks, Config(*config))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), beside
+
+
+def empty_beside(sources: list[Tensor], sinks: Tensor | None, config: Config) -> list[Tensor]:
+    """For the gradients of the learned sources, then of the sinks."""
+    read = [*(sources[i] for i in config.learned), *([] if sinks is None else [sinks])]
+    return [x.new_empty(x.shape) for x in read]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -23,6 +23,9 @@ Graph = tuple[fx.GraphModule, list[Any]]
 # Names of what is no softmax attention over tokens: nothing in them may be rewritten.
 NEGATIVES = ("neg_", "xcit", "edgenext", "davit", "lambda_net", "fnet", "poolformer", "mamba")
 
+# Of the work that is done token by token, the share that each rank does for its own tokens alone: at least this.
+SHARE = 0.95
+
 # What draws random numbers at run time, in eval mode too: there is no one right number to compare with.
 RANDOM = {
     "hf/vit_mae@eager": "the patches to keep are drawn at run time",
@@ -56,6 +59,10 @@ class Outcome:
     def known(self) -> int:
         """Sites that are rewritten, or refused with a reason: their own, or that of the whole graph they are in."""
         return self.eligible if self.report.refusal else min(self.eligible, len(self.report.sites))
+
+    @property
+    def is_spread(self) -> bool:
+        return self.report.sharded_fraction >= SHARE
 
     @property
     def is_negative(self) -> bool:
@@ -128,12 +135,16 @@ def table(outcomes: Iterable[Outcome], errors: dict[str, str]) -> Table:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sites over all entries; more than the truth has in one entry do not make up for less in another."""
+    """Sites over all entries; more than the truth has in one entry do not make up for less in another. Of the entries:
+    how many have the numbers of one process, how many have sites that are rewritten, and SHARE of their work spread."""
 
     eligible: int
     rewritten: int
     known: int
     false_rewrites: int
+    exact: int
+    sharded: int
+    spread: int
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome]) -> Totals:
@@ -143,9 +154,15 @@ class Totals:
             sum(min(one.eligible, one.rewritten) for one in found),
             sum(one.known for one in found),
             sum(one.rewritten for one in found if one.is_negative),
+            sum(one.wrong == "" for one in found),
+            sum(one.rewritten > 0 for one in found),
+            sum(one.rewritten > 0 and one.is_spread for one in found),
         )
 
     def __str__(self) -> str:
-        known, rewritten = (count / max(self.eligible, 1) for count in (self.known, self.rewritten))
-        counts = f"{known:.1%} rewritten or refused with a reason, {rewritten:.1%} rewritten"
-        return f"{self.eligible} eligible sites: {counts}; {self.false_rewrites} rewrites of what is no attention"
+        known, whole = f"{self.known / max(self.eligible, 1):.1%}", f"{self.rewritten} of {self.eligible}"
+        return (
+            f"{whole} eligible sites rewritten, {known} that or refused with a reason; {self.false_rewrites} rewrites "
+            f"of what is no attention; {self.exact} entries exact; in {self.spread} of {self.sharded} with sites "
+            f"rewritten at least {SHARE:.0%} of the work on shards"
+        )
