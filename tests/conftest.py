@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 import torch._inductor.config
 
 from tests.harness.pool import POOL
+
+# pytest listens to every logger that does not propagate, and torch writes out each graph, at each stage, as soon as
+# anybody listens to its trace: that was a third of the time of all tests.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)
