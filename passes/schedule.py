@@ -6,9 +6,10 @@
 queries, a branch beside it. "backward": something stands between this attention and the next, whose gradients are
 computed while this one's keys and values travel again. "home": what stood before the attention and needed neither has
 gradients, which are computed while the last sums of dK and dV come home. Where nothing does, or less than it costs to
-start apart (a step, by the rates that all ranks agreed on), the exchange starts with the attention, whose own first
-step hides it, and ends with its backward. The graphs themselves are ordered when autograd has made them
-(ringopt/early.py).
+start apart (a step, by the rates that all ranks agreed on), or where more would be under way than may be (a part of the
+device's memory), the exchange starts with the attention, whose own first step hides it, and ends with its backward. The
+graphs themselves are ordered when autograd has made them (ringopt/early.py); what that needs of the rates is noted in
+the graph's meta.
 
 Before: a lowered graph. After: each attention says in which directions it starts early, and its site in the report
 says behind what, or why not.
@@ -18,24 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
-import torch
 import torch.fx as fx
 
 from ringopt.attention.choose import duration
-from ringopt.attention.heads import HeadExchange
-from ringopt.attention.plans import plan_of
+from ringopt.attention.exchange import Exchange
+from ringopt.collect import BUDGET, Budget
 from ringopt.cost.rates import Rates
 from ringopt.distributed.mesh import ANY
-from ringopt.early import EXCHANGES, gap_before, is_product
-from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import module_path, named, op_name, shape_of, value_of
-from ringopt.graph.sizes import at_hand
-from ringopt.ops.ring import Config
+from ringopt.early import EXCHANGES, gap_before
+from ringopt.graph.nodes import module_path, named, op_name
+from ringopt.moves import flops_of, is_product
 from ringopt.passes.choose_strategy import rates_for
 from ringopt.pipeline import Context, Pass
+from ringopt.report import readable
+from ringopt.under_way import allowed, first_bytes, home_bytes, plan_at
 
 TOLD = 3  # names in a sentence
 
@@ -50,12 +48,14 @@ class Schedule(Pass):
                 continue
             why, rates = why_not(node, context), rates_for(context, node)
             ranks = context.mesh.size
+            gm.meta[BUDGET] = Budget(ranks, allowed(rates), rates.default.rate, rates.step)
+            first, last = (0, 0) if why else (first_bytes(node, ranks), home_bytes(node, ranks))
             # The gradients of a product are two more of its size.
-            ahead = Meanwhile.of(gap_before(node).products, 1, ranks, rates)
-            behind = Meanwhile.of(products_after(node, context), 2, ranks, rates)
-            aside = Meanwhile.of(gap_before(node).products, 2, ranks, rates)
+            ahead = Meanwhile.of(gap_before(node).products, 1, ranks, rates, first)
+            behind = Meanwhile.of(products_after(node, context), 2, ranks, rates, first)
+            aside = Meanwhile.of(gap_before(node).products, 2, ranks, rates, last)
             work = {"forward": ahead, "backward": behind, "home": aside}
-            ways = [way for way in work if work[way].pays and not why]
+            ways = [way for way in work if work[way].pays and work[way].fits and not why]
             if ways:
                 node.kwargs = {**node.kwargs, "early": " ".join(ways)}
             info = by_name.get(node.name.removesuffix("_ring_attention"))
@@ -69,19 +69,10 @@ def why_not(node: fx.Node, context: Context) -> str:
         return "a program for any number of ranks runs in the order in which it is written"
     if context.options.inner_backend == "eager":
         return "inner_backend='eager' has no graphs behind autograd to be ordered"
-    config = Config(*(named(node, name) for name in Config._fields))
-    q_length, kv_length = length_of(config.q_length), length_of(config.kv_length)
-    heads = (shape_of(node.args[0])[1], shape_of(node.args[1])[1])
-    where = (config.pattern, q_length, kv_length, context.mesh.size, config.q_layout, config.kv_layout)
-    plan = plan_of(*where, config.strategy, heads, Mask.parse(config.mask))
-    if isinstance(plan, HeadExchange) or plan.queries_move:
-        return f"strategy {config.strategy} sends queries too"
+    plan = plan_at(node, context.mesh.size)
+    if not isinstance(plan, Exchange) or plan.queries_move:
+        return f"strategy {named(node, 'strategy')} sends queries too"
     return "" if plan.length else "it sends nothing"
-
-
-def length_of(size: Any) -> int:
-    """Of a length that may be open, that at hand."""
-    return at_hand(value_of(size) if isinstance(size, fx.Node) else size)
 
 
 def products_after(node: fx.Node, context: Context) -> Iterator[fx.Node]:
@@ -98,22 +89,35 @@ def products_after(node: fx.Node, context: Context) -> Iterator[fx.Node]:
 
 @dataclass(frozen=True)
 class Meanwhile:
-    """What is computed while the first messages travel: its products, the seconds that they take, and those that it
-    costs to start apart."""
+    """What is computed while messages travel: its products, the seconds that they take, and those that it costs to
+    start apart; the bytes that are under way meanwhile, and how many may be."""
 
     products: Sequence[fx.Node]
     seconds: float
     cost: float
+    held: int
+    bound: int
 
     @classmethod
-    def of(cls, products: Iterable[fx.Node], times: int, ranks: int, rates: Rates) -> Meanwhile:
+    def of(cls, products: Iterable[fx.Node], times: int, ranks: int, rates: Rates, held: int) -> Meanwhile:
         found = list(products)
         flops = times * sum(flops_of(node, ranks) for node in found)
-        return cls(found, flops / rates.default.rate, rates.step)
+        return cls(found, flops / rates.default.rate, rates.step, held, allowed(rates))
 
     @property
     def pays(self) -> bool:
         return bool(self.products) and self.seconds >= self.cost
+
+    @property
+    def fits(self) -> bool:
+        return self.held <= self.bound
+
+    @property
+    def brief(self) -> str:
+        """Why nothing is moved behind it, where there is something."""
+        if self.pays:
+            return f"{readable(self.held)} would be under way behind {self}, and at most {readable(self.bound)} may be"
+        return f"{self} is less than the {duration(self.cost)} that it costs to start apart"
 
     def __str__(self) -> str:
         names = dict.fromkeys((module_path(node) or op_name(node)).rsplit(".", 1)[-1] for node in self.products)
@@ -121,28 +125,14 @@ class Meanwhile:
         return f"{', '.join(list(names)[:TOLD])}{more} ({duration(self.seconds)})"
 
 
-def flops_of(node: fx.Node, ranks: int) -> int:
-    """2 a multiplication of a product, on each of `ranks` with as many rows: the same number on all of them, whatever
-    rows each has. Of a convolution or a fused attention, at least so many."""
-    whole = node.meta.get("whole")
-    out = whole if isinstance(whole, torch.Tensor) else value_of(node)
-    out = out[0] if isinstance(out, (tuple, list)) else out
-    operand = value_of(node.args[1 if op_name(node).startswith(("add", "badd")) else 0])
-    total = 2 * prod(map(at_hand, out.shape)) * at_hand(operand.shape[-1])
-    return total // (ranks if node.meta.get("placement") is not None else 1)
-
-
 def told(ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:
     if why:
         return f"its exchange starts with it: {why}"
-    first, then = f"behind {ahead}", f"behind the gradients of {behind}"
-    if not ahead.pays:
-        first = "with it, for " + (brief(ahead) if ahead.products else "nothing stands between that needs no K and V")
-    if not behind.pays:
-        then = "with it, for " + (brief(behind) if behind.products else "it is the last")
-    home = f", and ends behind those of {aside}" if aside.pays else ""
+    first, then, home = f"behind {ahead}", f"behind the gradients of {behind}", ""
+    if not (ahead.pays and ahead.fits):
+        first = "with it, for " + (ahead.brief if ahead.products else "nothing stands between that needs no K and V")
+    if not (behind.pays and behind.fits):
+        then = "with it, for " + (behind.brief if behind.products else "it is the last")
+    if aside.pays:
+        home = f", and ends behind those of {aside}" if aside.fits else f", and ends with it, for {aside.brief}"
     return f"its exchange starts {first}; in the backward {then}{home}"
-
-
-def brief(work: Meanwhile) -> str:
-    return f"{work} is less than the {duration(work.cost)} that it costs to start apart"

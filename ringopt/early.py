@@ -13,8 +13,8 @@ held without.
 
 Whether an attention is started early is said in its arguments (passes/schedule.py decides, by facts that all ranks
 share). In the backward it may also end late: the last sums of dK and dV come home while what needs neither is computed
-(`finish_late`), the gradient of that projection first of all. The sums of parameters' gradients start early too
-(`sum_early`).
+(`finish_late`), the gradient of that projection first of all. Gathers and sums over the ranks start early too
+(ringopt/collect.py).
 
 Where an exchange starts is decided here, by operators that send and by nothing else, for a partitioner may recompute
 other things on one rank than on another: all ranks post their messages in one order.
@@ -30,20 +30,18 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import HigherOrderOperator
 from torch.utils._ordered_set import OrderedSet
 
-from ringopt.graph.nodes import is_random, named, op_name, origin, shape_of, value_of
-from ringopt.lockstep import Lockstep, sends, talks
-from ringopt.ops import gradients, homeward  # noqa: F401  (registers the operators)
+from ringopt.collect import BUDGET, Budget, collect_early
+from ringopt.graph.nodes import named, op_name, origin, shape_of, value_of
+from ringopt.lockstep import Lockstep, talks
+from ringopt.moves import dependents_among, is_fixed, is_product, is_start, sources_among
+from ringopt.ops import homeward  # noqa: F401  (registers the operators)
 from ringopt.ops.ring import Config
+from ringopt.under_way import first_bytes
 
 WAYS = {"ring_attention": "forward", "ring_attention_backward": "backward", "ring_backward_begin": "backward"}
-STARTS = ("ring_start", "reduce_start", "ring_backward_begin")
 EXCHANGES = (*WAYS, "ring_backward_finish", "dilated_attention", "dilated_attention_backward")
-# What takes long enough to hide messages behind; convolutions and fused attention have many names.
-PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "attention")
-PARTS_OF_PRODUCTS = ("conv", "scaled_dot_product")
 
 
 @dataclass(frozen=True)
@@ -77,33 +75,13 @@ def gap_before(body: fx.Node) -> Gap:
     return Gap([node for node in movable if node in needed], [node for node in movable if node not in needed])
 
 
-def sources_among(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """Of `nodes`, in order, those that `wanted` are made of."""
-    found = set(wanted)
-    for node in reversed(nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
-    return found.intersection(nodes)
-
-
-def is_fixed(node: fx.Node) -> bool:
-    """Whether the node may not change places with others of its kind."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return sends(node) or is_random(node) or node.target._schema.is_mutable
-    return isinstance(node.target, HigherOrderOperator) or node.op == "call_module"
-
-
-def is_product(node: fx.Node) -> bool:
-    name = op_name(node)
-    return name in PRODUCTS or any(part in name for part in PARTS_OF_PRODUCTS)
-
-
 # ---- the graphs ------------------------------------------------------------------------------------------------------
-def order(graph: fx.Graph) -> None:
+def order(graph: fx.Graph, budget: Budget) -> None:
     """In place: messages begin as early and are waited for as late as they can be."""
     finish_late(graph)
     start_early(graph)
-    sum_early(graph)
+    bodies = [finish_of(node) for node in graph.nodes if op_name(node) == "ring_start"]
+    collect_early(graph, budget, {body: first_bytes(body, budget.ranks) for body in bodies})
 
 
 def start_early(graph: fx.Graph) -> None:
@@ -150,15 +128,6 @@ def finish_late(graph: fx.Graph) -> None:
             part_home(body, parts, late[0])
 
 
-def dependents_among(nodes: Sequence[fx.Node], first: Sequence[fx.Node]) -> list[fx.Node]:
-    """Of `nodes`, in order, `first` and those that are made of them."""
-    found: dict[fx.Node, None] = {}
-    for node in nodes:
-        if node in first or any(source in found for source in node.all_input_nodes):
-            found[node] = None
-    return list(found)
-
-
 def part_home(body: fx.Node, parts: dict[Any, fx.Node], place: fx.Node) -> None:
     """`body` in two, of which the second stands before `place`. `parts`: its results, by number."""
     graph, (dq, dk, dv, dsources) = body.graph, value_of(body)
@@ -187,60 +156,16 @@ def part_home(body: fx.Node, parts: dict[Any, fx.Node], place: fx.Node) -> None:
             graph.erase_node(node)
 
 
-def sum_early(graph: fx.Graph) -> None:
-    """In place: the sums of parameters' gradients start as soon as the last gradient of a bucket is there, and are
-    waited for in the end. The autograd engine runs what was recorded first last, which is every bucket.
-
-    A bucket starts between the same two messages on all ranks: after the last one that its gradients are made of, and
-    after an exchange that starts there too. What else they are made of is computed before the next one."""
-    buckets = graph.find_nodes(op="call_function", target=torch.ops.ringopt.reduce_bucket.default)
-    messages = [node for node in graph.nodes if sends(node) and node not in buckets and op_name(node) != "ring_start"]
-    for number, bucket in enumerate(buckets):
-        nodes = list(graph.nodes)
-        place = {node: i for i, node in enumerate(nodes)}
-        made_of = sources_among(nodes, bucket.all_input_nodes)
-        first = max((i for i, message in enumerate(messages) if message in made_of), default=-1)
-        begin = place[messages[first]] if first >= 0 else 0
-        end = place[messages[first + 1]] if first + 1 < len(messages) else place[bucket]
-        late = [node for node in nodes[end:] if node in made_of]
-        sizes = [size for grad in bucket.args[0] for size in value_of(grad).shape]
-        if any(is_fixed(node) for node in late) or not all(isinstance(size, int) for size in sizes):
-            continue
-        for node in late:
-            nodes[end].prepend(node)
-        before = [node for node in nodes[begin:end] if node in made_of or is_start(node)]
-        halve(bucket, (late or before)[-1], number)
-
-
-def halve(bucket: fx.Node, after: fx.Node, number: int) -> None:
-    """The first half goes behind `after`, the second before what first reads the sums."""
-    graph, (grads, group) = bucket.graph, bucket.args
-    values = [value_of(grad) for grad in grads]
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    behind = next(node for node in list(place)[place[after] + 1 :] if node.op != "placeholder")
-    with graph.inserting_before(behind):
-        ticket = graph.call_function(torch.ops.ringopt.reduce_start.default, (grads, number, group))
-    ticket.meta = {**origin(bucket), "val": values[0].new_empty((), dtype=torch.int64, device="cpu")}
-    sizes, dims = [size for value in values for size in value.shape], [value.dim() for value in values]
-    arguments = (ticket, sizes, dims, values[0].dtype, values[0].device, group)
-    parts = list(bucket.users)
-    reader = min((reader for part in parts for reader in part.users), key=place.__getitem__)
-    with graph.inserting_before(reader):
-        sums = graph.call_function(torch.ops.ringopt.reduce_finish.default, arguments)
-    sums.meta = {**origin(bucket), "val": value_of(bucket)}
-    for part in parts:
-        reader.prepend(part)
-    bucket.replace_all_uses_with(sums)
-    graph.erase_node(bucket)
-
-
 # ---- the compilers ---------------------------------------------------------------------------------------------------
 class InOrder(Lockstep):
     """Starts early, and holds Inductor to it: what is computed meanwhile waits for the start, and the attention waits
     for what is computed meanwhile."""
 
+    def __init__(self, budget: Budget):
+        self.budget = budget
+
     def __call__(self, graph: fx.Graph) -> None:
-        order(graph)
+        order(graph, self.budget)
         super().__call__(graph)
 
     def ties(self, graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
@@ -248,20 +173,17 @@ class InOrder(Lockstep):
         for ticket in filter(is_start, graph.nodes):
             finish = finish_of(ticket)
             meanwhile = products_between(ticket, finish)
-            if op_name(ticket) == "reduce_start":
-                meanwhile = meanwhile[:1]  # sums go on for long, and all that follows follows the first
-            for node in meanwhile:
+            # Gathers and sums go on for long: what follows follows the first.
+            long = op_name(ticket) in ("reduce_start", "gather_start")
+            for node in meanwhile[:1] if long else meanwhile:
                 found.setdefault(node, OrderedSet()).add(ticket)
+            for node in meanwhile[-1:] if long else meanwhile:
                 found.setdefault(finish, OrderedSet()).add(node)
         places = {node: place for place, node in enumerate(graph.nodes)}
         return dict(sorted(found.items(), key=lambda tie: places[tie[0]]))
 
     def uuid(self) -> str:
-        return f"{super().uuid()}, early 2"
-
-
-def is_start(node: fx.Node) -> bool:
-    return op_name(node) in STARTS
+        return f"{super().uuid()}, early 3, {self.budget}"
 
 
 def finish_of(start: fx.Node) -> fx.Node:
@@ -283,15 +205,23 @@ def inductor_settings(gm: fx.GraphModule) -> dict[str, Any]:
     process. What Inductor reorders to save memory it reorders by sizes, and these differ by rank."""
     if not any(map(talks, gm.graph.nodes)):
         return {}
-    return {"post_grad_custom_post_pass": InOrder(), "reorder_for_peak_memory": False}
+    return {"post_grad_custom_post_pass": InOrder(budget_of(gm)), "reorder_for_peak_memory": False}
+
+
+def budget_of(gm: fx.GraphModule) -> Budget:
+    """That which passes/schedule.py noted."""
+    found: Budget = gm.meta.get(BUDGET, Budget())
+    return found
 
 
 def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """torch's backend of that name, with graphs in which exchanges start early."""
     from torch._dynamo.backends import debugging
 
+    budget = budget_of(gm)
+
     def ordered(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        order(graph.graph)
+        order(graph.graph, budget)
         return debugging.boxed_nop(graph, list(inputs))
 
     return debugging.aot_eager(gm, list(example_inputs), fw_compiler=ordered, bw_compiler=ordered)

@@ -64,7 +64,7 @@ class ThreadMesh(Mesh):
         self._slots: list[Any] = [None] * size
         self._sends: dict[tuple[int, int], deque[End]] = {}
         self._receives: dict[tuple[int, int], deque[End]] = {}
-        self._reduces: dict[int, dict[int, Tensor]] = {}
+        self._started: dict[int, dict[int, tuple[str, Tensor]]] = {}
 
     @property
     def name(self) -> str:
@@ -119,16 +119,19 @@ class ThreadMesh(Mesh):
                 raise ThreadsError(f"rank {end.rank} waits for rank {end.peer} in {end}, which never comes")
 
     def parts_of(self, number: int) -> list[Tensor]:
-        """What all ranks brought to an all_reduce that was started, in rank order."""
+        """What all ranks brought to a collective that was started, in rank order."""
         waited = 0.0
-        while len(self._reduces[number]) < self.size:
+        while len(self._started[number]) < self.size:
             time.sleep(0.005)
             waited += 0.005
             if self._failed.is_set():
                 raise Stopped
             if waited > TIMEOUT:
-                raise ThreadsError(f"rank {self.rank} waits in all_reduce {number}, which not all ranks start")
-        return [self._reduces[number][rank] for rank in range(self.size)]
+                raise ThreadsError(f"rank {self.rank} waits in collective {number}, which not all ranks start")
+        brought = [self._started[number][rank] for rank in range(self.size)]
+        if len({(kind, part.shape, part.dtype) for kind, part in brought}) > 1:
+            raise ThreadsError(f"the ranks started different collectives: {brought}")
+        return [part for _kind, part in brought]
 
     # ---- collectives -------------------------------------------------------------------------------------------------
     def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
@@ -138,13 +141,22 @@ class ThreadMesh(Mesh):
         return torch.stack(self._together("all_reduce", x)).sum(0, dtype=x.dtype)
 
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
-        """The n-th on this rank meets the n-th on all others, whatever else is done meanwhile."""
-        number = self._local.reduces = getattr(self._local, "reduces", 0) + 1
-        mine = x.detach().clone()
+        number = self._start("all_reduce", x)
         poison(x)
-        with self._lock:
-            self._reduces.setdefault(number, {})[self.rank] = mine
         return Transfer(f"all_reduce {number}", Reduce(self, number, x))
+
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
+        number, parts = self._start("all_gather", x), [torch.empty_like(x) for _ in range(self.size)]
+        for part in parts:
+            poison(part)
+        return parts, Transfer(f"all_gather {number}", Gather(self, number, x, x.clone(), parts))
+
+    def _start(self, kind: str, x: Tensor) -> int:
+        """The n-th on this rank meets the n-th on all others, whatever else is done meanwhile."""
+        number = self._local.started = getattr(self._local, "started", 0) + 1
+        with self._lock:
+            self._started.setdefault(number, {})[self.rank] = kind, x.detach().clone()
+        return number
 
     def _together(self, kind: str, x: Tensor) -> list[Tensor]:
         """What every rank brought to this collective, in rank order."""
@@ -224,10 +236,24 @@ class Reduce:
 
     def wait(self) -> None:
         parts = self.mesh.parts_of(self.number)
-        tickets = {(part.shape, part.dtype) for part in parts}
-        if len(tickets) > 1:
-            raise ThreadsError(f"the ranks started different all_reduces: {tickets}")
         self.buffer.copy_(torch.stack(parts).sum(0, dtype=self.buffer.dtype))
+
+
+@dataclass
+class Gather:
+    """`given` is what was in `buffer` when it was started."""
+
+    mesh: ThreadMesh
+    number: int
+    buffer: Tensor
+    given: Tensor
+    parts: list[Tensor]
+
+    def wait(self) -> None:
+        if not same_bytes(self.buffer, self.given):
+            raise ThreadsError(f"rank {self.mesh.rank} changed what it gives to all_gather {self.number}")
+        for part, brought in zip(self.parts, self.mesh.parts_of(self.number), strict=True):
+            part.copy_(brought)
 
 
 def poison(buffer: Tensor) -> None:

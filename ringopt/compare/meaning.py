@@ -48,7 +48,8 @@ PRODUCTS = {
     "aten::baddbmm": 1, "aten::conv1d": 1, "aten::conv2d": 1, "aten::conv3d": 1,
 }  # fmt: skip
 PLANNED = 1 << 24  # a fetch of more rows times ranks is not unrolled to be counted
-ENDS = ("ringopt::ring_start", "ringopt::ring_backward_finish")  # of an exchange, apart from its operator
+# Of an exchange, apart from the operator with which its bytes are counted.
+ENDS = ("ringopt::ring_start", "ringopt::ring_backward_finish", "ringopt::gather_finish", "ringopt::reduce_finish")
 BLOCKS = 24  # a mask is drawn in as many blocks a side at most
 
 
@@ -124,7 +125,7 @@ class Reader:
     def bytes_sent(self, node: fx.Node, arguments: Mapping[str, Any]) -> int | None:
         name = qualified(node)
         if name in SILENT or name in ENDS or "group" not in arguments:
-            return 0  # counted with their attention
+            return 0
         if name == "ringopt::ring_attention":
             return self.attention_bytes(arguments)
         if name == "ringopt::dilated_attention":

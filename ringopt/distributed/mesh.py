@@ -167,6 +167,19 @@ class Mesh(ABC):
             pending.under_way([self._start_all_reduce(x, label)])
         return pending
 
+    def start_all_gather(self, x: Tensor, label: str = "") -> tuple[list[Tensor], Pending]:
+        """As `all_gather`, and not waited for: the tensors, in rank order, hold what the ranks gave when `wait` has
+        returned. `x` must not be written before. All ranks start their collectives in the same order."""
+        if self.size == 1 or not x.numel():
+            return [x.clone() for _ in range(self.size)], Pending(self, [], label)
+        moved = x.nbytes * (self.size - 1)
+        log_event("posted", label, self.rank, moved, moved, self.size - 1)
+        parts, transfer = self._start_all_gather(x, label)
+        pending = Pending(self, [x, *parts], label)
+        self.in_flight.add(pending)
+        pending.under_way([transfer])
+        return parts, pending
+
     @abstractmethod
     def _post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
@@ -180,6 +193,9 @@ class Mesh(ABC):
 
     @abstractmethod
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer: ...
+
+    @abstractmethod
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]: ...
 
 
 class SubMesh(Mesh):
@@ -244,6 +260,9 @@ class SubMesh(Mesh):
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         raise self._through()
 
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
+        raise self._through()
+
 
 class PretendedMesh(Mesh):
     """Knows its rank and size and nothing else: for plans, reports and graphs made without processes. `hardware` (a
@@ -283,6 +302,9 @@ class PretendedMesh(Mesh):
         raise self._refuse()
 
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
+        raise self._refuse()
+
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
         raise self._refuse()
 
 

@@ -77,13 +77,18 @@ class ProcessMesh(Mesh):
     def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
         if not x.numel():
             return [torch.empty_like(x) for _ in self.ranks]
+        parts, transfer = self._start_all_gather(x, label)
+        self._guarded(label, transfer.what, transfer.work.wait)
+        return parts
+
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
         # As bytes: gloo gathers no bool and no complex numbers.
         mine = x.contiguous().view(-1).view(torch.uint8)
         whole = mine.new_empty(self.size * mine.numel())
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
         what = f"all_gather of {x.nbytes} bytes with global ranks {self.ranks}"
-        self._guarded(label, what, lambda: gather(whole, mine, group=self.group))
-        return [part.view(x.dtype).view(x.shape) for part in whole.split(mine.numel())]
+        work = self._guarded(label, what, lambda: gather(whole, mine, group=self.group, async_op=True))
+        return [part.view(x.dtype).view(x.shape) for part in whole.split(mine.numel())], Transfer(what, work)
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)

@@ -15,13 +15,14 @@ and the same text on another rank or another number of ranks must not find this 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringopt.attention.layouts import layout_of
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.mesh import Mesh, mesh_of
 
 LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
 
@@ -45,15 +46,29 @@ def _(x: Tensor, dim: int, outer: int, length: int, inner: int, local: int, layo
 def gather(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str) -> Tensor:
     """The whole of `x`, of which every rank holds its rows. Shards travel padded to the longest: equal messages."""
     mesh = mesh_of(group)
+    place = (dim, outer, length, inner, layout)
+    return whole_of(x, mesh.all_gather(padded(x, *place, mesh)), *place, mesh)
+
+
+def padded(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, mesh: Mesh) -> Tensor:
+    """The message of this rank: its rows, [rows of the longest shard, ...], contiguous."""
     plan = layout_of(layout, length, mesh.size)
     counts = [sum(map(len, plan.ranges(rank))) for rank in range(mesh.size)]
     message = factored(x, dim, outer, inner).movedim(dim + 1, 0)
     if min(counts) < max(counts):
         padding = message.new_zeros((max(counts) - counts[mesh.rank], *message.shape[1:]))
         message = torch.cat([message, padding])
+    return message.contiguous()
+
+
+def whole_of(
+    x: Tensor, shards: Sequence[Tensor], dim: int, outer: int, length: int, inner: int, layout: str, mesh: Mesh
+) -> Tensor:
+    """The whole, in sequence order, of which `x` is this rank's part and `shards` are the messages of all ranks."""
+    plan = layout_of(layout, length, mesh.size)
     whole = x.new_empty(with_dim(x, dim, outer * length * inner))
     rows = factored(whole, dim, outer, inner)  # a view
-    for rank, shard in enumerate(mesh.all_gather(message.contiguous())):
+    for rank, shard in enumerate(shards):
         place = 0
         for piece in plan.ranges(rank):
             part = shard[place : place + len(piece)].movedim(0, dim + 1)

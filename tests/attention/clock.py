@@ -128,6 +128,9 @@ class VirtualMesh(Mesh):
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         raise NotImplementedError("a virtual clock knows messages, and no collectives")
 
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
+        raise NotImplementedError("a virtual clock knows messages, and no collectives")
+
 
 @dataclass(frozen=True)
 class Carried:

@@ -38,6 +38,9 @@ class Alone(Mute):
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         return Transfer(label, Done())
 
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
+        return self._all_gather(x, label), Transfer(label, Done())
+
 
 class Done:
     """Of a message that nobody sends."""

@@ -65,6 +65,9 @@ class Delayed(Wrapped):
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         return self._late(lambda: self.mesh._start_all_reduce(x, label))
 
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
+        return self._late(lambda: self.mesh._start_all_gather(x, label))
+
 
 @dataclass(frozen=True)
 class Drawn:

@@ -39,3 +39,6 @@ class Wrapped(Mesh):
 
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         return self.mesh._start_all_reduce(x, label)
+
+    def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
+        return self.mesh._start_all_gather(x, label)

@@ -1,0 +1,65 @@
+"""What of a graph may change places, and what takes long enough to hide messages behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.fx as fx
+from torch._ops import HigherOrderOperator
+
+from ringopt.graph.nodes import is_random, op_name, value_of
+from ringopt.graph.sizes import at_hand
+from ringopt.lockstep import sends
+
+STARTS = ("ring_start", "dilated_start", "reduce_start", "gather_start", "ring_backward_begin")
+# Convolutions and fused attention have many names.
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "attention")
+PARTS_OF_PRODUCTS = ("conv", "scaled_dot_product")
+
+
+def sources_among(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
+    """Of `nodes`, in order, those that `wanted` are made of."""
+    found = set(wanted)
+    for node in reversed(nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return found.intersection(nodes)
+
+
+def dependents_among(nodes: Sequence[fx.Node], first: Sequence[fx.Node]) -> list[fx.Node]:
+    """Of `nodes`, in order, `first` and those that are made of them."""
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        if node in first or any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def is_fixed(node: fx.Node) -> bool:
+    """Whether the node may not change places with others of its kind."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return sends(node) or is_random(node) or node.target._schema.is_mutable
+    return isinstance(node.target, HigherOrderOperator) or node.op == "call_module"
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether what it posts is waited for by another operator."""
+    return op_name(node) in STARTS
+
+
+def is_product(node: fx.Node) -> bool:
+    name = op_name(node)
+    return name in PRODUCTS or any(part in name for part in PARTS_OF_PRODUCTS)
+
+
+def flops_of(node: fx.Node, ranks: int = 1) -> int:
+    """2 a multiplication of a product. Where the passes noted its whole value: on each of `ranks` with as many rows,
+    the same number on all of them, whatever rows each has. Of a convolution or a fused attention, at least so many."""
+    whole = node.meta.get("whole")
+    out = whole if isinstance(whole, torch.Tensor) else value_of(node)
+    out = out[0] if isinstance(out, (tuple, list)) else out
+    operand = value_of(node.args[1 if op_name(node).startswith(("add", "badd")) else 0])
+    total = 2 * prod(map(at_hand, out.shape)) * at_hand(operand.shape[-1])
+    return total // (ranks if node.meta.get("placement") is not None else 1)

@@ -1,0 +1,54 @@
+"""`gather` in two, so that the shards travel behind other work.
+
+    ticket = gather_start(x, ..., number, group)    posts this rank's rows
+    whole = gather_finish(ticket, x, ..., group)    waits, and puts the rows of all ranks in order
+
+The sum over the ranks has its halves in gradients.py. ringopt/collect.py puts both into graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.tickets import issue, redeem, settle
+from ringopt.ops.convert import padded, whole_of, with_dim
+
+
+@torch.library.custom_op("ringopt::gather_start", mutates_args=())
+def gather_start(
+    x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, number: int, group: str
+) -> Tensor:
+    """A ticket for the shards of `gather`, which are under way. No two of a graph have one `number`, so that no
+    compiler takes them for one."""
+    mesh, place = mesh_of(group), (dim, outer, length, inner, layout)
+    settle(mesh)
+    parts, pending = mesh.start_all_gather(padded(x, *place, mesh), f"gather {number}")
+    return issue(mesh, about(x, *place), (parts, pending), [pending])
+
+
+@gather_start.register_fake
+def _(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, number: int, group: str) -> Tensor:
+    return x.new_empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("ringopt::gather_finish", mutates_args=())
+def gather_finish(
+    ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str
+) -> Tensor:
+    """The whole. That `x` is an argument keeps it from being written while it travels. Raises RingCommError,
+    RingMismatchError."""
+    place = (dim, outer, length, inner, layout)
+    parts, pending = redeem(ticket, about(x, *place))
+    pending.wait()
+    return whole_of(x, parts, *place, mesh_of(group))
+
+
+@gather_finish.register_fake
+def _(ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str) -> Tensor:
+    return x.new_empty(with_dim(x, dim, outer * length * inner))
+
+
+def about(x: Tensor, *place: object) -> tuple[object, ...]:
+    return "gather", tuple(x.shape), x.dtype, *place

@@ -1,0 +1,124 @@
+"""Gathers and sums over the ranks that start as soon as their operand is there: when, that they are right, and how much
+may be under way."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import ringopt
+from ringopt import under_way
+from tests.models import difference as error_of
+from tests.models import run
+from tests.test_early import KV_HEADS, WIDTH, Block, Model, by_start, data, on_ranks, ordered, shown
+from tests.translation import difference
+
+
+class Outputs(nn.Module):
+    """Returns what it has before each block, and rows of its last one beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = Block(), Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        a = self.first(x)
+        b = self.second(a)
+        y = self.head(b)
+        return y.square().mean(), y, a * 2
+
+
+class Beside(nn.Module):
+    """A perceptron beside its attention, as in GPT-J."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.up, self.down = Block(), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.block.attend(x) + self.down(F.gelu(self.up(x))) + x).square().mean()
+
+
+def test_what_is_returned_is_gathered_behind_the_layers_that_follow() -> None:
+    found, _ = on_ranks(2, Outputs().double(), data(), ordered, strategy="ring")
+    for (values, ran), expected in found:
+        assert not difference(expected, values)
+        names = shown(ran)
+        started, ended = names.index("gather"), names.index("gathered")
+        assert names[:started].count("ring") == 1 and names[:ended].count("ring") == 2, names
+        assert len({names.count(name) for name in ("gather", "gathered")}) == 1
+
+
+def test_gathers_around_attention_alone() -> None:
+    """Each rank computes the rest whole: what attention gives travels behind the branch beside it, and the gradients
+    of K and V behind each other's products."""
+    found, _ = on_ranks(3, Beside().double(), data(), ordered, strategy="ring", shard="attention")
+    for (values, ran), expected in found:
+        assert not difference(expected, values)
+        names = shown(ran)
+        assert names[names.index("ring") :][:4] == ["ring", "gather", "mm", "gathered"], names
+        behind = names[names.index("ring backward" if "ring backward" in names else "whole ring backward") :]
+        assert behind.count("gather") >= 2, names
+
+
+def trained(inner_backend: str) -> tuple[float, list[str]]:
+    torch._dynamo.reset()
+    model, inputs = Outputs(), {"x": data(7, torch.float32)}
+    options = {"inner_backend": inner_backend, "strategy": "ring"}
+    compiled = torch.compile(model, backend="ring", options=options)
+    run(compiled, model, inputs)
+    with torch.profiler.profile() as profile:
+        found = run(compiled, model, inputs)
+    told = ("ringopt::", "aten::addmm", "aten::mm")
+    ran = sorted((event for event in profile.events() if event.name.startswith(told)), key=by_start)
+    return error_of(found, run(model, model, inputs)), shown([event.name.split("::")[1] for event in ran])
+
+
+def test_inductor_keeps_the_order(ranks: Any) -> None:
+    for error, names in ranks(2, trained, "inductor"):
+        assert error < 1e-4
+        started, ended = names.index("gather"), names.index("gathered")
+        assert names[:started].count("ring") == 1 and names[:ended].count("ring") == 2, names
+
+
+# ---- what may be in flight -------------------------------------------------------------------------------------------
+def test_the_bound_holds_back_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two values of 2 x 11 rows of 16 float64, beside 6 rows of keys and values, 2 heads of 4 each."""
+    whole, keys = 2 * 11 * WIDTH * 8, 2 * 6 * KV_HEADS * 8 * 8
+    for bound, early in ((whole + keys - 1, 0), (whole + keys, 1), (1 << 20, 2)):
+        monkeypatch.setattr(under_way, "UNKNOWN", bound)
+        found, _ = on_ranks(2, Twice().double(), data(), ordered, strategy="ring")
+        for (values, ran), expected in found:
+            assert not difference(expected, values)
+            names = shown(ran)
+            assert names.count("gather") == early, names
+
+
+class Twice(nn.Module):
+    """Returns two values of its first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        a = self.first(x)
+        return self.second(a).square().mean(), a * 2, a * 3
+
+
+def test_the_note_of_a_site_says_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_way, "UNKNOWN", 1000)
+    report = ringopt.explain(Model(), data(12, torch.float32), world_size=2, options={"strategy": "ring"})
+    assert re.sub(r"[0-9.]+ [mu]?s", "T", report.sites[0].notes[-1]) == (
+        "its exchange starts behind q (T); in the backward behind the gradients of o, up, down and 1 more (T), and "
+        "ends with it, for 1.1 KiB would be under way behind q (T), and at most 1000 B may be"
+    )
