@@ -86,5 +86,4 @@ def spared(node: fx.Node, plan: DilatedPlan, context: Context) -> str:
     return (
         f"all ranks together send {readable(sent)} a forward, where a ring of {pattern} attention would send "
         f"{readable(ring.volume * shape_of(node.args[1])[1] * row)}"
-        + ("; the exchange starts with it, for each of its patterns sends rows of its own" if sent else "")
     )

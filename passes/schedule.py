@@ -33,8 +33,9 @@ from ringopt.moves import flops_of, is_product
 from ringopt.passes.choose_strategy import rates_for
 from ringopt.pipeline import Context, Pass
 from ringopt.report import readable
-from ringopt.under_way import allowed, first_bytes, home_bytes, plan_at
+from ringopt.under_way import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
 
+SITES = ("ring_attention", "dilated_attention")
 TOLD = 3  # names in a sentence
 
 
@@ -44,21 +45,21 @@ class Schedule(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         by_name = {node.name: info for node, info in context.sites.items()}
         for node in list(gm.graph.nodes):
-            if op_name(node) != "ring_attention":
+            if op_name(node) not in SITES:
                 continue
             why, rates = why_not(node, context), rates_for(context, node)
             ranks = context.mesh.size
             gm.meta[BUDGET] = Budget(ranks, allowed(rates), rates.default.rate, rates.step)
-            first, last = (0, 0) if why else (first_bytes(node, ranks), home_bytes(node, ranks))
+            first = first_bytes(node, ranks) if not why else 0
             # The gradients of a product are two more of its size.
             ahead = Meanwhile.of(gap_before(node).products, 1, ranks, rates, first)
             behind = Meanwhile.of(products_after(node, context), 2, ranks, rates, first)
-            aside = Meanwhile.of(gap_before(node).products, 2, ranks, rates, last)
+            aside = Meanwhile.of(products_aside(node), 2, ranks, rates, home_bytes(node, ranks) if not why else 0)
             work = {"forward": ahead, "backward": behind, "home": aside}
             ways = [way for way in work if work[way].pays and work[way].fits and not why]
             if ways:
                 node.kwargs = {**node.kwargs, "early": " ".join(ways)}
-            info = by_name.get(node.name.removesuffix("_ring_attention"))
+            info = by_name.get(node.name.removesuffix(f"_{op_name(node)}"))
             if info is not None:
                 info.notes.append(told(ahead, behind, aside, why))
 
@@ -69,10 +70,19 @@ def why_not(node: fx.Node, context: Context) -> str:
         return "a program for any number of ranks runs in the order in which it is written"
     if context.options.inner_backend == "eager":
         return "inner_backend='eager' has no graphs behind autograd to be ordered"
+    if op_name(node) == "dilated_attention":
+        sends = dilated_plan_at(node, context.mesh.size).strategies != "local"
+        return "" if sends else "it sends nothing"
     plan = plan_at(node, context.mesh.size)
     if not isinstance(plan, Exchange) or plan.queries_move:
         return f"strategy {named(node, 'strategy')} sends queries too"
     return "" if plan.length else "it sends nothing"
+
+
+def products_aside(node: fx.Node) -> list[fx.Node]:
+    """Of what stands before it, those whose gradients need no dK and dV; of a dilated attention these come home with
+    it."""
+    return gap_before(node).products if op_name(node) == "ring_attention" else []
 
 
 def products_after(node: fx.Node, context: Context) -> Iterator[fx.Node]:

@@ -30,7 +30,7 @@ import torch.fx as fx
 from ringopt.graph.nodes import op_name, origin, value_of
 from ringopt.graph.sizes import at_hand
 from ringopt.lockstep import sends
-from ringopt.moves import dependents_among, flops_of, is_fixed, is_product, is_start, sources_among
+from ringopt.moves import KEYS_FIRST, dependents_among, flops_of, is_fixed, is_product, is_start, sources_among
 from ringopt.ops import gathering, gradients  # noqa: F401  (registers the operators)
 
 BUDGET = "budget"  # in the meta of a graph
@@ -82,7 +82,7 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, int], bound
     nodes = list(node.graph.nodes)
     place = {other: i for i, other in enumerate(nodes)}
     made_of = sources_among(nodes[: place[node]], node.all_input_nodes)
-    posts = [other for other in nodes[: place[node]] if sends(other) and op_name(other) != "ring_start"]
+    posts = [other for other in nodes[: place[node]] if sends(other) and op_name(other) not in KEYS_FIRST]
     crossed: list[fx.Node] = []
     size = bytes_of(node)
     while posts and posts[-1] not in made_of and held.get(posts[-1], 0) + size <= bound:

@@ -35,13 +35,16 @@ from torch.utils._ordered_set import OrderedSet
 from ringopt.collect import BUDGET, Budget, collect_early
 from ringopt.graph.nodes import named, op_name, origin, shape_of, value_of
 from ringopt.lockstep import Lockstep, talks
-from ringopt.moves import dependents_among, is_fixed, is_product, is_start, sources_among
+from ringopt.moves import KEYS_FIRST, dependents_among, is_fixed, is_product, is_start, sources_among
 from ringopt.ops import homeward  # noqa: F401  (registers the operators)
+from ringopt.ops.dilated import Config as DilatedConfig
 from ringopt.ops.ring import Config
 from ringopt.under_way import first_bytes
 
-WAYS = {"ring_attention": "forward", "ring_attention_backward": "backward", "ring_backward_begin": "backward"}
-EXCHANGES = (*WAYS, "ring_backward_finish", "dilated_attention", "dilated_attention_backward")
+RING = {"ring_attention": "forward", "ring_attention_backward": "backward", "ring_backward_begin": "backward"}
+DILATED = {"dilated_attention": "forward", "dilated_attention_backward": "backward"}
+WAYS = {**RING, **DILATED}
+EXCHANGES = (*WAYS, "ring_backward_finish")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def gap_before(body: fx.Node) -> Gap:
             between.clear()
         elif node.op not in ("placeholder", "output"):
             between.append(node)
-    taken = [named(body, name) for name in ("k", "v", "q_length", "kv_length")]  # by `ring_start`
+    lengths = ("length",) if op_name(body) in DILATED else ("q_length", "kv_length")
+    taken = [named(body, name) for name in ("k", "v", *lengths)]  # by `ring_start`, `dilated_start`
     needed = sources_among(between, [x for x in taken if isinstance(x, fx.Node)])
     last = max((place for place, node in enumerate(between) if node in needed and is_fixed(node)), default=-1)
     movable = between[last + 1 :]
@@ -80,7 +84,7 @@ def order(graph: fx.Graph, budget: Budget) -> None:
     """In place: messages begin as early and are waited for as late as they can be."""
     finish_late(graph)
     start_early(graph)
-    bodies = [finish_of(node) for node in graph.nodes if op_name(node) == "ring_start"]
+    bodies = [finish_of(node) for node in graph.nodes if op_name(node) in KEYS_FIRST]
     collect_early(graph, budget, {body: first_bytes(body, budget.ranks) for body in bodies})
 
 
@@ -96,13 +100,15 @@ def start(body: fx.Node, gap: Gap, number: int) -> None:
     first = gap.free[0] if gap.free else body
     for node in gap.needed:
         first.prepend(node)
-    config = Config(*(named(body, name) for name in Config._fields))
+    dilated, operators = op_name(body) in DILATED, torch.ops.ringopt
+    fields = DilatedConfig._fields if dilated else Config._fields
+    config = [named(body, name) for name in fields[: fields.index("early")]]
     backward = WAYS[op_name(body)] == "backward"
     k, v = named(body, "k"), named(body, "v")
     heads = shape_of(named(body, "q"))[1]
-    arguments = (k, v, heads, backward, number, *config[: Config._fields.index("early")])
+    begin = operators.dilated_start.default if dilated else operators.ring_start.default
     with body.graph.inserting_before(first):
-        ticket = body.graph.call_function(torch.ops.ringopt.ring_start.default, arguments)
+        ticket = body.graph.call_function(begin, (k, v, heads, backward, number, *config))
     ticket.meta = {**origin(body), "val": value_of(k).new_empty((), dtype=torch.int64, device="cpu")}
     body.args = (*body.args, ticket)
     if "eager_input_vals" in body.meta:  # where Inductor reads how the operands lie in memory

@@ -13,7 +13,8 @@ from ringopt.graph.nodes import is_random, op_name, value_of
 from ringopt.graph.sizes import at_hand
 from ringopt.lockstep import sends
 
-STARTS = ("ring_start", "dilated_start", "reduce_start", "gather_start", "ring_backward_begin")
+KEYS_FIRST = ("ring_start", "dilated_start")
+STARTS = (*KEYS_FIRST, "reduce_start", "gather_start", "ring_backward_begin")
 # Convolutions and fused attention have many names.
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "attention")
 PARTS_OF_PRODUCTS = ("conv", "scaled_dot_product")

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch.fx as fx
 
+from ringopt.attention.dilated_plan import DilatedPlan, dilated_plan_of
 from ringopt.attention.exchange import Cargo, Exchange, Message
 from ringopt.attention.plans import Plan, plan_of
 from ringopt.attention.rows import count
 from ringopt.cost.rates import Rates
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import named, shape_of, value_of
+from ringopt.graph.nodes import named, op_name, shape_of, value_of
 from ringopt.graph.sizes import at_hand
 from ringopt.kernels.base import accumulator
 from ringopt.ops.ring import Config
@@ -42,14 +43,29 @@ def length_of(size: Any) -> int:
     return at_hand(value_of(size) if isinstance(size, fx.Node) else size)
 
 
+def dilated_plan_at(body: fx.Node, ranks: int) -> DilatedPlan:
+    """The plan of a dilated_attention or its backward, at the length at hand."""
+    heads = (shape_of(named(body, "q"))[1], shape_of(named(body, "k"))[1])
+    how = (named(body, "layout"), named(body, "strategy"))
+    return dilated_plan_of(named(body, "pattern"), length_of(named(body, "length")), *heads, ranks, *how)
+
+
 def first_bytes(body: fx.Node, ranks: int) -> int:
     """Of K and V that come first, on the rank that is sent most."""
+    number = value_of(named(body, "k")).element_size()
+    if op_name(body).startswith("dilated"):
+        parts = dilated_plan_at(body, ranks).terms
+        rows = sum(len(part.term.kv_heads) * first_rows(part.exchange) for part in parts if part.exchange is not None)
+        return rows * row_of(body, number) // shape_of(named(body, "k"))[1]
     rows = first_rows(exchange_at(body, ranks))
-    return rows * row_of(body, value_of(named(body, "k")).element_size())
+    return rows * row_of(body, number)
 
 
 def home_bytes(body: fx.Node, ranks: int) -> int:
-    """Of the sums of dK and dV that come and go last, in the dtype of the accumulator."""
+    """Of the sums of dK and dV that come and go last, in the dtype of the accumulator. Those of a dilated attention are
+    waited for in its backward."""
+    if op_name(body).startswith("dilated"):
+        return 0
     rows = last_rows(exchange_at(body, ranks))
     return rows * row_of(body, accumulator(value_of(named(body, "k")).dtype).itemsize)
 

@@ -106,6 +106,7 @@ def shown(ran: list[str]) -> list[str]:
     short |= {"ring_attention_backward": "whole ring backward", "reduce_start": "reduce", "reduce_finish": "reduced"}
     short |= {"reduce_bucket": "whole reduce", "gather": "whole gather"}
     short |= {"gather_start": "gather", "gather_finish": "gathered"}
+    short |= {"dilated_start": "start", "dilated_attention": "ring", "dilated_attention_backward": "ring backward"}
     names = [short[name] for name in ran if name in short]
     return [name for place, name in enumerate(names) if name != "mm" or names[place - 1 : place] != ["mm"]]
 

@@ -27,18 +27,18 @@ from ringopt.attention.dilated_heads import (
     collected,
     in_segments,
     of_heads,
-    packed,
     places,
     spread,
     unbatched,
     views,
 )
-from ringopt.attention.dilated_plan import DilatedPlan, Piece, Stretch, TermPlan
+from ringopt.attention.dilated_keys import Begun, Keys, post_all
+from ringopt.attention.dilated_plan import DilatedPlan, Stretch, TermPlan
 from ringopt.attention.dilation import Kept
 from ringopt.attention.dropout import Dropout
-from ringopt.attention.exchange import Block, Cargo, Message, Step
+from ringopt.attention.exchange import Block, Cargo, Message
 from ringopt.attention.merge import Merged, add_logits_, merge_
-from ringopt.attention.packing import Gradients, Held, KVShape, Local, Packed
+from ringopt.attention.packing import Gradients, KVShape, Packed
 from ringopt.attention.patterns import Kind
 from ringopt.attention.segments import Segments
 from ringopt.distributed.mesh import Mesh
@@ -89,7 +89,9 @@ class Saved:
     lse: Tensor
 
 
-def attend_dilated(attention: DilatedAttention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
+def attend_dilated(
+    attention: DilatedAttention, mesh: Mesh, given: Operands, begun: Begun | None = None
+) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S_local, Dv] in q's dtype and lse [B, Hq, S_local], both contiguous. A place that no term keeps, and
     a row that sees padding only, is 0 with lse -inf. Raises RingCommError."""
     q, wide = given.q, accumulator(given.q.dtype)
@@ -101,7 +103,7 @@ def attend_dilated(attention: DilatedAttention, mesh: Mesh, given: Operands) -> 
         for whole in wholes(attention, mesh.rank, given):
             whole.merge_into(out, lse)
 
-    in_lockstep(mesh, cuts, "forward", alone)
+    in_lockstep(mesh, cuts, "forward", alone, begun)
     for cut in cuts:
         cut.merge_into(out, lse)
     if given.sinks is not None:
@@ -110,7 +112,7 @@ def attend_dilated(attention: DilatedAttention, mesh: Mesh, given: Operands) -> 
 
 
 def attend_dilated_backward(
-    attention: DilatedAttention, mesh: Mesh, dout: Tensor, saved: Saved
+    attention: DilatedAttention, mesh: Mesh, dout: Tensor, saved: Saved, begun: Begun | None = None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """dq, dk, dv of the rank's rows, complete, and this rank's part of the gradient of the sinks, if there are some. K
     and V travel again, and sums of dK and dV travel home in the accumulator's dtype. Raises RingCommError."""
@@ -120,38 +122,39 @@ def attend_dilated_backward(
     outs: list[Tensor | None] = [None] * len(parts)
     if attention.plan.dilation.torchscale_mixing:
         again = [Cut(attention, part, mesh.rank, given) for part in parts]
-        in_lockstep(mesh, again, "forward again", lambda: None)
-        outs = [cut.result()[0] for cut in again]
+        in_lockstep(mesh, again, "forward again", lambda: None, begun)
+        outs, begun = [cut.result()[0] for cut in again], None
     cuts = [CutBackward(attention, part, mesh.rank, dout, saved, out) for part, out in zip(parts, outs, strict=True)]
 
     def alone() -> None:
         for whole in wholes(attention, mesh.rank, given):
             whole.add_gradients(dout, saved, totals)
 
-    in_lockstep(mesh, cuts, "backward", alone)
+    in_lockstep(mesh, cuts, "backward", alone, begun)
     for cut in cuts:
         cut.add_gradients(totals)
     dq, dk, dv = (total.to(x.dtype) for total, x in zip(totals, operands, strict=True))
     return dq, dk, dv, [] if given.sinks is None else [gradient_of_sinks(dout, saved, given.sinks)]
 
 
-def in_lockstep(mesh: Mesh, cuts: Sequence[Cut], label: str, alone: Callable[[], None]) -> None:
+def in_lockstep(
+    mesh: Mesh, cuts: Sequence[Cut], label: str, alone: Callable[[], None], begun: Begun | None = None
+) -> None:
     """The exchanges of all terms, a step of each at a time, so that what a step sends is under way at once. `alone` is
-    computed under the first."""
+    computed under the first, which may have `begun`."""
     for number in range(max([1, *(len(cut.steps) for cut in cuts)])):
-        sends, receives = [], []
-        for cut in cuts:
-            outgoing, incoming = cut.post(number)
-            sends += outgoing
-            receives += incoming
-        pending = mesh.exchange(sends, receives, f"{label} {number}")
-        del sends, receives
+        if number == 0 and begun is not None:
+            posted = begun
+            for cut, arriving in zip(cuts, begun.arriving, strict=True):
+                cut.arriving = arriving
+        else:
+            posted = post_all(mesh, cuts, number, label)
         if number == 0:
             alone()
         for cut in cuts:
             cut.compute(number)
         log_event("computed", f"{label} {number}", mesh.rank)
-        pending.wait()
+        posted.pending.wait()
         for cut in cuts:
             cut.end(number)
 
@@ -221,43 +224,21 @@ class Whole:
         return batched(self._segments(of_heads(x, heads)))
 
 
-class Cut:
-    """The segments of one term that lie across edges of the shards: their rows here, and what has come of others."""
+class Cut(Keys):
+    """The segments of one term that lie across edges of the shards, attended."""
 
     def __init__(self, attention: DilatedAttention, part: TermPlan, rank: int, given: Operands):
-        assert part.exchange is not None
-        self.attention, self.term, self.exchange, self.rank = attention, part.term, part.exchange, rank
-        self.part, self.given = part, given
-        self.pieces: tuple[Piece, ...] = part.pieces(rank)
-        self.steps: tuple[Step, ...] = self.exchange.forward(rank)
-        self.local = Local(self.exchange.q_layout.ranges(rank))
+        super().__init__(part, rank, given.k, given.v)
+        self.attention, self.given = attention, given
         self.q = self._packed(given.q, self.term.heads)
-        self.k, self.v = (self._packed(x, self.term.kv_heads) for x in (given.k, given.v))
-        shape = KVShape.of(self.k, self.v)
-        self.held = Held(shape, self.exchange.kv_pieces(rank), self.local, self.k, self.v)
         self.merged = Merged(self.q, self.v.shape[3])
-        self.arriving: list[tuple[Message, Packed]] = []
         self.seen = None if given.seen is None else seen_of(given.seen, part)
-
-    def post(self, number: int) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
-        """What is sent and received in a step."""
-        step = self._step(number)
-        self.arriving = [(message, self._shape(message).empty(message.rows)) for message in step.receives]
-        sends = [(message.target, self._outgoing(message)) for message in step.sends]
-        return sends, [(message.source, new.flat) for message, new in self.arriving]
 
     def compute(self, number: int) -> None:
         for block in self._step(number).blocks:
             rows, keys, values, mask, causal = self._tile(block)
             how = (mask, causal, self.attention.scale)
             self.merged.add(rows, *self._kernel(block).forward(self.q[:, :, rows], keys, values, *how))
-
-    def end(self, number: int) -> None:
-        """When the messages of a step are there."""
-        for message, buffer in self.arriving:
-            self._keep(message, buffer)
-        self.arriving = []
-        self.held.drop(self._step(number).drops)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The partial softmax of this term: [B, heads, rows of the pieces, Dv] and [B, heads, rows of the pieces]."""
@@ -278,21 +259,6 @@ class Cut:
         pattern = self.exchange.pattern
         assert isinstance(pattern, Segments)
         return pattern.segment(rows.start)
-
-    def _packed(self, x: Tensor, heads: Sequence[int]) -> Tensor:
-        return packed(of_heads(x, heads), self.pieces)
-
-    def _step(self, number: int) -> Step:
-        return self.steps[number] if number < len(self.steps) else Step()
-
-    def _shape(self, message: Message) -> KVShape:
-        return self.held.shape
-
-    def _outgoing(self, message: Message) -> Tensor:
-        return self.held.take(message)
-
-    def _keep(self, message: Message, buffer: Packed) -> None:
-        self.held.put(buffer)
 
     def _kernel(self, block: Block) -> Kernel:
         if self.attention.dropout_p == 0:

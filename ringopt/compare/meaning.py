@@ -49,7 +49,10 @@ PRODUCTS = {
 }  # fmt: skip
 PLANNED = 1 << 24  # a fetch of more rows times ranks is not unrolled to be counted
 # Of an exchange, apart from the operator with which its bytes are counted.
-ENDS = ("ringopt::ring_start", "ringopt::ring_backward_finish", "ringopt::gather_finish", "ringopt::reduce_finish")
+ENDS = (
+    "ringopt::ring_start", "ringopt::dilated_start", "ringopt::ring_backward_finish", "ringopt::gather_finish",
+    "ringopt::reduce_finish",
+)  # fmt: skip
 BLOCKS = 24  # a mask is drawn in as many blocks a side at most
 
 

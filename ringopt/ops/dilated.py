@@ -5,7 +5,7 @@ over the ranks of a mesh.
                       sinks? [1|B, Hq], seed? [], ...) -> out, lse
 
 Opaque, and for the same reasons, as `ringopt::ring_attention` (ops/ring.py). What is computed alone and what is
-exchanged: attention/dilated_plan.py.
+exchanged: attention/dilated_plan.py. `dilated_start` posts the first messages of either, as `ring_start` does.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from ringopt.attention.dilated_execute import (
     attend_dilated,
     attend_dilated_backward,
 )
-from ringopt.attention.dilated_plan import dilated_plan_of, prove_dilated
+from ringopt.attention.dilated_keys import Begun, begin_dilated
+from ringopt.attention.dilated_plan import DilatedPlan, dilated_plan_of, prove_dilated
 from ringopt.attention.dilation import dilation_of
 from ringopt.attention.execute import Operands as Shards
 from ringopt.attention.layouts import layout_of
 from ringopt.distributed.handshake import agree
 from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
-from ringopt.ops.ring import agree_on_seed, misfit_of, misfit_of_extras
+from ringopt.ops.ring import EARLY, agree_on_seed, misfit_of, misfit_of_extras, misfit_of_rows
 
 CONFIG = (
     "SymInt length, str pattern, float dropout_p, float scale, str layout, str strategy, str kernel, str group, "
@@ -51,6 +53,8 @@ class Config(NamedTuple):
     kernel     what computes a tile ("auto": the fastest that can)
     group      name of the mesh
     version    that of ops/ring.py
+    early      which exchanges start before the operator, "forward" and "backward", apart by a space
+    ticket     what `dilated_start` gave for it
     """
 
     length: int
@@ -62,12 +66,14 @@ class Config(NamedTuple):
     kernel: str
     group: str
     version: str
+    early: str = ""
+    ticket: Tensor | None = None
 
 
 @torch.library.custom_op(
     "ringopt::dilated_attention",
     mutates_args=(),
-    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
 )
 def dilated_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S_local, Dv] in q's dtype; lse [B, Hq, S_local] in natural log, not differentiable. `seen`: bool,
@@ -80,7 +86,7 @@ def dilated_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tens
     if given.seed is not None:
         agree_on_seed(mesh, given.seed)
     with torch.autocast(q.device.type, enabled=False):
-        return attend_dilated(attention, mesh, given)
+        return attend_dilated(attention, mesh, given, begun(k, v, False, config))
 
 
 @dilated_attention.register_fake
@@ -93,7 +99,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     "ringopt::dilated_attention_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsinks)"
     ),
 )
@@ -105,7 +111,7 @@ def dilated_attention_backward(
     given = operands_of(q, k, v, *beside)
     attention, mesh = prepare("dilated_attention_backward", given, beside[0], config)
     with torch.autocast(q.device.type, enabled=False):
-        return attend_dilated_backward(attention, mesh, dout, Saved(given, out, lse))
+        return attend_dilated_backward(attention, mesh, dout, Saved(given, out, lse), begun(k, v, True, config))
 
 
 @dilated_attention_backward.register_fake
@@ -117,7 +123,8 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, seen, sinks, seed, *ctx.config = inputs
+    q, k, v, seen, sinks, seed, *config = inputs
+    ctx.config = config[: -1 if Config(*config).early else -2]  # defaults are no arguments, so they have no gradient
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, seen, sinks, seed)
 
@@ -128,6 +135,44 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
 
 
 dilated_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ---- before either ---------------------------------------------------------------------------------------------------
+@torch.library.custom_op(
+    "ringopt::dilated_start",
+    mutates_args=(),
+    schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}) -> Tensor",
+)
+def dilated_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:
+    """A ticket for the first messages of `dilated_attention`, or of its backward, of these K and V; see `ring_start`.
+    Raises as `dilated_attention` does."""
+    chosen = Config(*config)
+    mesh = mesh_of(chosen.group)
+    misfit = misfit_of_rows({"k": k, "v": v}, layout_of(chosen.layout, chosen.length, mesh.size), mesh.rank)
+    agree(mesh, (("op", f"dilated_start {backward}"), *key_of_kv(misfit, q_heads, k, v, chosen, mesh.size)))
+    if misfit:
+        raise RingMismatchError(f"dilated_start: {misfit}")
+    settle(mesh)
+    posted = begin_dilated(proved_plan(chosen, q_heads, k.shape[1], mesh), mesh, k, v, backward)
+    return issue(mesh, about(k, v, backward, chosen), posted, [posted.pending])
+
+
+@dilated_start.register_fake
+def _(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:
+    return k.new_empty((), dtype=torch.int64, device="cpu")
+
+
+def begun(k: Tensor, v: Tensor, backward: bool, config: Config) -> Begun | None:
+    """What `dilated_start` posted for these K and V."""
+    return redeem(config.ticket, about(k, v, backward, config)) if config.ticket is not None else None
+
+
+def about(k: Tensor, v: Tensor, backward: bool, config: Config) -> tuple[Any, ...]:
+    plain = config._replace(early="", ticket=None)
+    return ("dilated", backward, tuple(k.shape), tuple(v.shape), k.dtype, *map(str, plain))
+
+
+# ---- what both do before their first message -------------------------------------------------------------------------
 
 
 def operands_of(
@@ -150,11 +195,16 @@ def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tu
     agree(mesh, key_of(op, misfit, given, config, mesh.size))
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
-    sizes = (config.length, q.shape[1], k.shape[1], mesh.size)
-    plan = dilated_plan_of(config.pattern, *sizes, config.layout, config.strategy)
-    prove_dilated(plan, mesh.rank)
+    plan = proved_plan(config, q.shape[1], k.shape[1], mesh)
     kernel, _reason = choose(config.kernel, q.dtype, q.device, k.shape[3], v.shape[3])
     return DilatedAttention(plan, kernel, config.scale, config.dropout_p), mesh
+
+
+def proved_plan(config: Config, heads: int, kv_heads: int, mesh: Mesh) -> DilatedPlan:
+    sizes = (config.length, heads, kv_heads, mesh.size)
+    plan = dilated_plan_of(config.pattern, *sizes, config.layout, config.strategy)
+    prove_dilated(plan, mesh.rank)
+    return plan
 
 
 def misfit_of_mixing(given: Operands, config: Config) -> str:
@@ -176,21 +226,30 @@ def key_of(
     op: str, misfit: str, given: Operands, config: Config, size: int
 ) -> tuple[tuple[str, int | float | str | bool], ...]:
     """All that shapes messages, or that would give wrong numbers where ranks differ in it."""
-    q, k, v = given.q, given.k, given.v
-    named = config._asdict()
-    del named["group"]
     return (
         ("op", op),
-        ("shards", misfit or "as laid out"),
-        ("ranks", size),
-        ("batch", q.shape[0]),
-        ("heads", q.shape[1]),
-        ("kv_heads", k.shape[1]),
-        ("key_dim", k.shape[3]),
-        ("value_dim", v.shape[3]),
-        ("dtype", str(q.dtype)),
+        *key_of_kv(misfit, given.q.shape[1], given.k, given.v, config, size),
         ("seen", "none" if given.seen is None else "given"),
         ("sinks", "none" if given.sinks is None else str(list(given.sinks.shape))),
         ("seed", "none" if given.seed is None else "given"),
+    )
+
+
+def key_of_kv(
+    misfit: str, heads: int, k: Tensor, v: Tensor, config: Config, size: int
+) -> tuple[tuple[str, int | float | str | bool], ...]:
+    """Of that, what shapes the messages."""
+    named = config._asdict()
+    for local in ("group", "early", "ticket"):
+        del named[local]
+    return (
+        ("shards", misfit or "as laid out"),
+        ("ranks", size),
+        ("batch", k.shape[0]),
+        ("heads", heads),
+        ("kv_heads", k.shape[1]),
+        ("key_dim", k.shape[3]),
+        ("value_dim", v.shape[3]),
+        ("dtype", str(k.dtype)),
         *named.items(),
     )
