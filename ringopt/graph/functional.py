@@ -77,6 +77,7 @@ class Functional:
 
     def latest(self, node: fx.Node) -> fx.Node:
         """The value of `node` after all writes so far."""
+        node = self.written(node)
         if node not in self.made:
             return node
         value, count = self.made[node]
@@ -106,8 +107,6 @@ class Functional:
         self.now[root] = self.now.get(root, 0) + 1
         self.made[root] = (value, self.now[root])
         self.made[target] = (value if target is root else new, self.now[root])
-        self.parents[node] = target
-        self.made[node] = (new, self.now[root])
         node.meta["written"] = target
 
     def written(self, node: fx.Node) -> fx.Node:

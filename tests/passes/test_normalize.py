@@ -64,6 +64,15 @@ def write_other_dtype(m, x):
     return y.float()
 
 
+def write_whole_then_part(m, x):
+    y = m.linear(x).clone()
+    y.copy_(y.flip(0))
+    y[:, 0] = 1
+    y.add_(y)
+    y.transpose(0, 1)[2] += 3
+    return y
+
+
 def change_a_buffer(m, x):
     m.count += 1
     return m.linear(x) + m.count
@@ -98,8 +107,9 @@ def autocast_attention(m, x):
 
 
 FUNCTIONS = [
-    write_row, write_through_a_view, write_after_use, write_twice, write_chain, write_other_dtype, change_a_buffer,
-    no_grad_region, grad_in_no_grad, autocast_region, autocast_attention,
+    write_row, write_through_a_view, write_after_use, write_twice, write_chain, write_other_dtype,
+    write_whole_then_part, change_a_buffer, no_grad_region, grad_in_no_grad, autocast_region,
+    autocast_attention,
 ]  # fmt: skip
 
 
