@@ -51,7 +51,7 @@ def _value(
         if not term.index:
             return source
         # The operator, not `source[...]`: that would turn an index without dims into a Python number.
-        element: Tensor = torch.ops.aten.index.Tensor(source, [values[index].long() for index in term.index])
+        element: Tensor = torch.ops.aten.index.Tensor(source, alike([values[index].long() for index in term.index]))
         return element
     if isinstance(term, Score):
         return place["score"]
@@ -61,6 +61,13 @@ def _value(
     args = [values[arg] if isinstance(arg, Term) else arg for arg in term.args]
     result: Tensor = getattr(torch.ops.aten, term.op)(*args, **dict(term.kwargs))
     return result.to(term.dtype)
+
+
+def alike(indices: list[Tensor]) -> list[Tensor]:
+    """With equally many dims. Fake tensors would give an element the shape of the last index, where one of them has
+    none (torch 2.13: meta_index_Tensor does not broadcast numbers on the CPU)."""
+    dims = max(index.dim() for index in indices)
+    return [index.view([1] * (dims - index.dim()) + list(index.shape)) for index in indices]
 
 
 SIGNS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringopt.graph.term_bounds import bounds
 from ringopt.graph.term_folding import apply, cast, compare, negate, substitute, where
@@ -231,3 +232,11 @@ def test_affine_is_read_at_the_ends_of_the_span():
     term = affine({"q": 2, "k": -3}, 1)
     assert isinstance(term, Affine)
     assert bounds(term, full_spans(q=range(2, 4), k=range(5, 7)), []) == (2 * 2 - 3 * 6 + 1, 2 * 3 - 3 * 5 + 1)
+
+
+def test_a_fake_element_has_the_shape_of_a_real_one():
+    """An index without dims stands behind one that has some."""
+    term, places = load(0, [axis("h"), number(0, INT)], FLOAT), {"h": torch.arange(3).view(1, 3, 1, 1)}
+    with FakeTensorMode() as mode:
+        fake = evaluate(term, {"h": mode.from_tensor(places["h"])}, [mode.from_tensor(torch.ones(3, 1))])
+    assert fake.shape == evaluate(term, places, [torch.ones(3, 1)]).shape == (1, 3, 1, 1)
