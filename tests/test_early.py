@@ -21,7 +21,7 @@ from ringopt.backend import inner, transform
 from ringopt.boundary import examples
 from ringopt.distributed import tickets
 from ringopt.distributed.tickets import issue, redeem, settle
-from ringopt.early import gap_before, inductor_settings
+from ringopt.early import aot_eager, gap_before, inductor_settings
 from ringopt.errors import RingMismatchError
 from ringopt.graph.nodes import op_name
 from ringopt.options import Options
@@ -317,3 +317,12 @@ def test_settings_stay_with_the_graphs_of_ringopt() -> None:
     assert inductor_settings(torch.fx.symbolic_trace(lambda x: x + 1)) == {}
     assert torch._inductor.config.reorder_for_peak_memory is before
     assert torch._inductor.config.post_grad_custom_post_pass is None
+
+
+def test_views_where_fake_strides_are_not_the_real_ones() -> None:
+    """The gradient of elu lies in memory as the gradient behind it does; its fake kernel follows the operand."""
+    x = torch.randn(2, 24, requires_grad=True)
+    elu = lambda x: F.elu(x.view(2, 3, 8).transpose(1, 2)).contiguous()  # noqa: E731
+    y = torch.compile(elu, backend=aot_eager)(x)
+    (found,), (expected,) = (torch.autograd.grad(out, x, torch.ones(2, 8, 3)) for out in (y, elu(x)))
+    torch.testing.assert_close(found, expected)
