@@ -21,16 +21,14 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from math import prod
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from ringopt.graph.nodes import op_name, origin, value_of
-from ringopt.graph.sizes import at_hand
 from ringopt.lockstep import sends
-from ringopt.moves import KEYS_FIRST, dependents_among, flops_of, is_fixed, is_product, is_start, sources_among
+from ringopt.moves import KEYS_FIRST, dependents_among, flops_of, is_fixed, is_product, is_start, numbers, sources_among
 from ringopt.ops import gathering, gradients  # noqa: F401  (registers the operators)
 
 BUDGET = "budget"  # in the meta of a graph
@@ -64,7 +62,7 @@ class Budget:
         return any(op_name(node) in ATTENTIONS for node in found) or (bool(seconds) and sum(seconds) >= self.step)
 
 
-def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, int]) -> None:
+def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, float]) -> None:
     """In place. `held`: bytes that are under way already when a message is posted."""
     collectives = [node for node in graph.nodes if op_name(node) in COLLECTIVES]
     placed: set[fx.Node] = set()
@@ -76,7 +74,7 @@ def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, int]) -> 
 
 
 # ---- where it starts -------------------------------------------------------------------------------------------------
-def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, int], bound: int) -> None:
+def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bound: int) -> None:
     """Behind the last message that it is made of, and those `placed` there before it. What else it is made of is
     computed before the next one."""
     nodes = list(node.graph.nodes)
@@ -106,12 +104,12 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, int], bound
         held[other] = held.get(other, 0) + size
 
 
-def bytes_of(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> float:
     """That are held longer where it starts early: of the whole value, the same on all ranks."""
     if op_name(node) == "reduce_bucket":
         return 0
     value = value_of(node)
-    return int(prod(map(at_hand, value.shape)) * value.element_size())
+    return numbers(value.shape) * int(value.element_size())
 
 
 # ---- what it is hidden behind ----------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -55,12 +56,19 @@ def is_product(node: fx.Node) -> bool:
     return name in PRODUCTS or any(part in name for part in PARTS_OF_PRODUCTS)
 
 
-def flops_of(node: fx.Node, ranks: int = 1) -> int:
+def flops_of(node: fx.Node, ranks: int = 1) -> float:
     """2 a multiplication of a product. Where the passes noted its whole value: on each of `ranks` with as many rows,
-    the same number on all of them, whatever rows each has. Of a convolution or a fused attention, at least so many."""
+    the same number on all of them, whatever rows each has. Of a convolution or a fused attention, at least so many; of
+    rows whose number is known only when the program runs, infinitely many."""
     whole = node.meta.get("whole")
     out = whole if isinstance(whole, torch.Tensor) else value_of(node)
     out = out[0] if isinstance(out, (tuple, list)) else out
     operand = value_of(node.args[1 if op_name(node).startswith(("add", "badd")) else 0])
-    total = 2 * prod(map(at_hand, out.shape)) * at_hand(operand.shape[-1])
-    return total // (ranks if node.meta.get("placement") is not None else 1)
+    total = 2 * numbers((*out.shape, operand.shape[-1]))
+    return total / (ranks if node.meta.get("placement") is not None else 1)
+
+
+def numbers(sizes: Sequence[Any]) -> float:
+    """Their product at the length at hand; infinite where one is known only when the program runs."""
+    unknown = any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
+    return inf if unknown else prod(map(at_hand, sizes))

@@ -16,8 +16,8 @@ import ringopt
 from ringopt import under_way
 from tests.models import difference as error_of
 from tests.models import run
-from tests.test_early import KV_HEADS, WIDTH, Block, Model, by_start, data, on_ranks, ordered, shown
-from tests.translation import difference
+from tests.test_early import KV_HEADS, WIDTH, Block, Delayed, Model, by_start, data, on_ranks, ordered, shown
+from tests.translation import difference, values_and_gradients
 
 
 class Outputs(nn.Module):
@@ -69,12 +69,23 @@ def test_gathers_around_attention_alone() -> None:
         assert behind.count("gather") >= 2, names
 
 
-def trained(inner_backend: str) -> tuple[float, list[str]]:
+def test_random_delays() -> None:
+    def runner(compiled: Any, inputs: Any) -> list[Any]:
+        with Delayed():
+            return [values_and_gradients(compiled, inputs) for _ in range(5)]
+
+    for model, options in ((Outputs(), {}), (Beside(), {"shard": "attention"})):
+        found, _ = on_ranks(3, model.double(), data(13), runner, strategy="ring", **options)
+        for runs, expected in found:
+            assert not any(difference(expected, values) for values in runs)
+
+
+def trained(inner_backend: str, dynamic: bool | None) -> tuple[float, list[str]]:
     torch._dynamo.reset()
     model, inputs = Outputs(), {"x": data(7, torch.float32)}
     options = {"inner_backend": inner_backend, "strategy": "ring"}
-    compiled = torch.compile(model, backend="ring", options=options)
-    run(compiled, model, inputs)
+    compiled = torch.compile(model, backend="ring", options=options, dynamic=dynamic)
+    run(compiled, model, {"x": data(12, torch.float32)} if dynamic else inputs)
     with torch.profiler.profile() as profile:
         found = run(compiled, model, inputs)
     told = ("ringopt::", "aten::addmm", "aten::mm")
@@ -82,8 +93,10 @@ def trained(inner_backend: str) -> tuple[float, list[str]]:
     return error_of(found, run(model, model, inputs)), shown([event.name.split("::")[1] for event in ran])
 
 
-def test_inductor_keeps_the_order(ranks: Any) -> None:
-    for error, names in ranks(2, trained, "inductor"):
+@pytest.mark.parametrize(("inner_backend", "dynamic"), [("aot_eager", True), ("inductor", None)])
+def test_on_ranks(ranks: Any, inner_backend: str, dynamic: bool | None) -> None:
+    """Inductor keeps the order; also with lengths that are open."""
+    for error, names in ranks(2, trained, inner_backend, dynamic):
         assert error < 1e-4
         started, ended = names.index("gather"), names.index("gathered")
         assert names[:started].count("ring") == 1 and names[:ended].count("ring") == 2, names
