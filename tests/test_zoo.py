@@ -83,9 +83,7 @@ SWEPT = 37  # tokens; 2 ranks
 # the work stays on shards.
 FEWER = {
     "hf/informer": "the queries that matter are picked by their scores",
-    "hf/swinv2": "windows are shifted, and the mask asks which window it is",
-    "timm/swinv2": "windows are shifted, and the mask asks which window it is",
-    "timm/swinv2_cr": "windows are shifted, and the mask asks which window it is",
+    "timm/swinv2_cr": "a network of 384 makes the bias of each layer, from all pairs of places in a window",
 }
 
 

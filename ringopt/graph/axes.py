@@ -19,7 +19,6 @@ from ringopt.graph.rules import Rule, RuleOf, aligned, pointwise, same
 from ringopt.graph.rules_mixing import LAYERS, MIXING, REDUCTIONS
 from ringopt.graph.rules_products import LOOK_UPS, PRODUCTS
 from ringopt.graph.rules_views import VIEWS
-from ringopt.graph.terms import axes_of
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -65,7 +64,7 @@ def attention(node: fx.Node) -> Rule | None:
     """Batch and heads are independent, but for the random numbers and for a mask that asks which of them it is; the
     sequence is the exchange's business, not this table's."""
     q, k, _v, given, sources, sinks, seed, _pattern, mask = node.args[:9]
-    asked = axes_of(Mask.parse(mask).terms)
+    asked = Mask.parse(mask).asks
     if given is not None or seed is not None or "b" in asked:
         return None
     dims = {0: 0, 1: 1} if shape_of(q)[1] == shape_of(k)[1] and "h" not in asked else {0: 0}

@@ -78,6 +78,13 @@ class Mask:
     def terms(self) -> tuple[Term | None, ...]:
         return self.visible, self.bias, self.score
 
+    @property
+    def asks(self) -> frozenset[str]:
+        """The axes that it depends on otherwise than through the score itself."""
+        return frozenset().union(
+            *(term.axes for term in walk(*self.terms) if not isinstance(term, Score) and not children(term))
+        )
+
     def is_as_large_as_scores(self, b: int, h: int) -> bool:
         """Whether every pair of query and key has another number in each of `b` batch rows and `h` heads."""
         sizes = {"b": b, "h": h}
@@ -210,13 +217,17 @@ def places(
     local: range | None = None,
 ) -> dict[str, Tensor]:
     """Coordinates of a block of [B, H, queries, keys], shaped to broadcast. `local`: the rows of r, if not `q_rows`."""
-    heads = h if isinstance(h, range) else range(h)
-    given = {"b": range(b), "h": heads, "q": q_rows, "k": kv_rows, "r": q_rows if local is None else local}
-    found = {}
-    for (name, rows), dim in zip(given.items(), (0, 1, 2, 3, 2), strict=True):
+
+    def numbers(rows: int | range | Tensor) -> Tensor:
         if isinstance(rows, range):
-            rows = torch.arange(rows.start, rows.stop, rows.step, device=device)
-        found[name] = rows.to(device=device, dtype=torch.int64).view([-1 if other == dim else 1 for other in range(4)])
+            return torch.arange(rows.start, rows.stop, rows.step, device=device)
+        # A count may be open (rows of the batch that a rank has), which no range can be.
+        return rows if isinstance(rows, Tensor) else torch.arange(rows, device=device)
+
+    found, given = {}, {"b": b, "h": h, "q": q_rows, "k": kv_rows, "r": q_rows if local is None else local}
+    for (name, rows), dim in zip(given.items(), (0, 1, 2, 3, 2), strict=True):
+        sizes = [-1 if other == dim else 1 for other in range(4)]
+        found[name] = numbers(rows).to(device=device, dtype=torch.int64).view(sizes)
     return found
 
 

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from ringopt.graph.nodes import is_aten, op_name, tensor_args
 from ringopt.graph.sharder import Sharder
+from ringopt.sharding.batches import attended
 from ringopt.sharding.draws import DRAWS
 from ringopt.sharding.extremes import EXTREMES
 from ringopt.sharding.joins import JOINS
@@ -32,7 +33,7 @@ HANDLERS: dict[str, Handler] = {
 def across(sharder: Sharder, node: fx.Node) -> bool:
     """Places `node`, whose rows come from several ranks; False where nothing here knows how."""
     handler = HANDLERS.get(op_name(node)) if is_aten(node) else None
-    if partial_sums(sharder, node) or reshaped(sharder, node):
+    if partial_sums(sharder, node) or reshaped(sharder, node) or attended(sharder, node):
         return True
     if handler is None:
         return False

@@ -62,7 +62,7 @@ def first(sharder: Sharder, node: fx.Node, largest: bool) -> tuple[fx.Node, fx.N
     step = Steps(sharder, node)
     both = step(aten.max.dim if largest else aten.min.dim, sharder.values[x], dim, True)
     mine, at = (step.item(both, i) for i in (0, 1))
-    numbers = step.row_numbers(place.length, value_of(x).device)
+    numbers = step.numbers(place, value_of(x).device)
     values, rows = step.parts(mine), step.parts(step(aten.index.Tensor, numbers, [at]))
     detached = step(aten.detach.default, values)
     best = step(aten.amax.default if largest else aten.amin.default, detached, [0], True)

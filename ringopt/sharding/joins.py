@@ -33,7 +33,7 @@ class Joined(Steps):
     def __init__(self, sharder: Sharder, node: fx.Node, dim: int):
         super().__init__(sharder, node)
         self.out = Sharded(dim, 1, shape_of(node)[dim], 1)
-        self.rows = self.row_numbers(self.out.length, value_of(node).device)
+        self.rows = self.numbers(self.out, value_of(node).device)
         sizes = [-1 if other == dim else 1 for other in range(len(shape_of(node)))]
         self.column = self(aten.reshape.default, self.rows, sizes)
 

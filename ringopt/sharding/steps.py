@@ -83,11 +83,11 @@ class Steps:
         rows = sharder.rows(place.length, layout)
         return self(torch.ops.ringopt.scatter.default, whole, *sharder.factors(place), rows, layout, sharder.group)
 
-    def row_numbers(self, length: int, device: torch.device) -> fx.Node:
-        """Which rows of a sequence this rank holds."""
-        sharder, whole = self.sharder, self(aten.arange.default, length, device=device)
-        args = (whole, 0, 1, length, 1, sharder.rows(length), sharder.layout(length), sharder.group)
-        return self(torch.ops.ringopt.scatter.default, *args)
+    def numbers(self, place: Sharded, device: torch.device) -> fx.Node:
+        """Which places of a dim that is sharded as `place` this rank holds."""
+        sharder, whole = self.sharder, self(aten.arange.default, place.size, device=device)
+        args = (whole, *sharder.factors(place.at(0)), sharder.rows(place.length), sharder.layout(place.length))
+        return self(torch.ops.ringopt.scatter.default, *args, sharder.group)
 
     # ---- the result --------------------------------------------------------------------------------------------------
     def done(self, value: fx.Node, placement: Sharded | None = None, of: fx.Node | None = None) -> bool:

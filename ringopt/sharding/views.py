@@ -6,10 +6,11 @@ y = view(x, [B, 4, 6, D])   ->   x_windows = respread(x_rows, 1, (1, 24, 1), (1,
 
 from __future__ import annotations
 
+from math import prod
+
 import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
-from ringopt.graph.nodes import shape_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.rules import ViewRule
 from ringopt.graph.sharder import Sharder
@@ -24,9 +25,11 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
     if not isinstance(rule, ViewRule) or place is None or any(map(is_open, (*rule.old, *rule.new))) or sharder.asks:
         return False
     found: list[tuple[Sharded, Sharded]] = []
-    for dim, size in enumerate(shape_of(node)):
-        out = Sharded(dim, 1, size, 1)
-        wanted = rule.pull(out) if enough_rows(sharder, size) else None
+    before = prod(rule.old[: place.dim]) * place.outer  # of batch rows, which may be folded into the same dim
+    for dim, size in enumerate(rule.new):
+        outer = max(1, before // max(1, prod(rule.new[:dim])))
+        out = Sharded(dim, outer, size // outer, 1)
+        wanted = rule.pull(out) if size % outer == 0 and enough_rows(sharder, out.length) else None
         if wanted is not None and wanted[0] is not None and wanted[0].dim == place.dim:
             found.append((out, wanted[0]))
     if not found:

@@ -1,0 +1,76 @@
+"""Attention that is spread over rows of the batch, or over heads: windows of a sequence that are folded into them.
+
+    y = attention(q, k, v, mask(b, q, k))   ->   numbers = scatter(arange(windows))    # those of this rank's windows
+                                                 y_rows  = attention(q_rows, k_rows, v_rows, mask(numbers[b], q, k))
+
+Each attends by itself, so none needs another's rows. A mask that asks which one it is (shifted windows: Liu et al.,
+Swin Transformer, section 3.2) is read at the number that it has in the whole. A tensor that has a dim of them, and is
+read there at this number and nowhere else, is spread with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.fx as fx
+
+from ringopt.graph.mask import Mask
+from ringopt.graph.nodes import shape_of, value_of
+from ringopt.graph.placement import Sharded
+from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import same
+from ringopt.graph.term_folding import substitute
+from ringopt.graph.terms import Term, axis, load, loads
+from ringopt.sharding.steps import Steps
+
+
+def attended(sharder: Sharder, node: fx.Node) -> bool:
+    """Where a mask asks for the row of the batch, or for the head. (What asks for neither has a rule: graph/axes.py.)
+    Dropped weights are numbered over the whole batch: those stay whole."""
+    if node.target is not torch.ops.ringopt.attention.default:
+        return False
+    q, k, v, given, sources, sinks, seed, pattern, text, *how = node.args
+    found = (sharder.placements[x] for x in (q, k, v))
+    place = next((at for at in found if at is not None and at.dim < 2), None)
+    if (
+        place is None
+        or given is not None
+        or seed is not None
+        or not same(shape_of(q)[place.dim], shape_of(k)[place.dim])
+    ):
+        return False
+    step, mask, name = Steps(sharder, node), Mask.parse(text), "bh"[place.dim]
+    along = spread(mask, name, [shape_of(source) for source in sources], place.size)
+    local = [sharder.sharded(x, place) for x in (q, k, v)]
+    read = [sharder.operand(x, place.at(along[i]) if i in along else None) for i, x in enumerate(sources)]
+    numbered = renumbered(mask, name, along, len(sources))
+    if len(sources) in numbered.sources:
+        read.append(step.numbers(place, value_of(q).device))
+    logits = None if sinks is None else of_heads(sharder, sinks, place)
+    args = (*local, None, read, logits, None, pattern, numbered.text, *how)
+    sharder.set(node, sharder.call(node.target, args, node, place), place)
+    return True
+
+
+def spread(mask: Mask, name: str, shapes: Sequence[Sequence[int]], size: int) -> dict[int, int]:
+    """Source -> the dim, of `size`, in which every load reads it at the axis `name`, and in no other dim."""
+    found: dict[int, set[int | None]] = {}
+    for each in loads(*mask.terms):
+        dims = [dim for dim, index in enumerate(each.index) if name in index.axes]
+        own = len(dims) == 1 and each.index[dims[0]] is axis(name) and same(shapes[each.source][dims[0]], size)
+        found.setdefault(each.source, set()).add(dims[0] if own else None)
+    return {source: dim for source, (dim, *others) in found.items() if dim is not None and not others}
+
+
+def renumbered(mask: Mask, name: str, along: dict[int, int], numbers: int) -> Mask:
+    """The mask at `numbers[axis]` in the place of the axis, but for sources that are spread with it."""
+    places = {name: load(numbers, [axis(name)], torch.int64)}
+    kept: dict[Term, Term] = {each: each for each in loads(*mask.terms) if each.source in along}
+    visible, bias, score = (term and substitute(term, places, leaves=kept) for term in mask.terms)
+    return Mask(visible, bias, score, mask.nan)
+
+
+def of_heads(sharder: Sharder, sinks: fx.Node, place: Sharded) -> fx.Node:
+    """[1|B, Hq], a logit of each head."""
+    return sharder.operand(sinks, place if same(shape_of(sinks)[place.dim], place.size) else None)
