@@ -24,7 +24,10 @@ def gather_start(
     compiler takes them for one."""
     mesh, place = mesh_of(group), (dim, outer, length, inner, layout)
     settle(mesh)
-    parts, pending = mesh.start_all_gather(padded(x, *place, mesh), f"gather {number}")
+    message = padded(x, *place, mesh)
+    if message.data_ptr() == x.data_ptr():
+        message = message.clone()  # a compiler may give the memory of `x` to another value while this one travels
+    parts, pending = mesh.start_all_gather(message, f"gather {number}")
     return issue(mesh, about(x, *place), (parts, pending), [pending])
 
 
@@ -37,8 +40,7 @@ def _(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, num
 def gather_finish(
     ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str
 ) -> Tensor:
-    """The whole. That `x` is an argument keeps it from being written while it travels. Raises RingCommError,
-    RingMismatchError."""
+    """The whole, of which `x` tells sizes and dtype. Raises RingCommError, RingMismatchError."""
     place = (dim, outer, length, inner, layout)
     parts, pending = redeem(ticket, about(x, *place))
     pending.wait()
