@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch._inductor.config
 
-from tests.harness.pool import POOL
+from ringopt.tools.benchmarks import link_lab
+from tests.harness.pool import POOL, fork_server
 
 # pytest listens to every logger that does not propagate, and torch writes out each graph, at each stage, as soon as
 # anybody listens to its trace: that was a third of the time of all tests.
@@ -48,6 +49,14 @@ def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What was measured on this machine would change which strategies are chosen."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_benchmarks() -> Iterator[None]:
+    """The ranks of benchmarks come from the fork server too: torch is not imported anew for each."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(link_lab, "context", fork_server)
         yield
 
 

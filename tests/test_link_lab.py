@@ -22,6 +22,7 @@ from ringopt.tools.benchmarks.on_a_link import Case, rows_of
 from ringopt.tools.cli import main
 from tests.threads import ThreadMesh, run_on_threads
 
+STARTED_OUTSIDE = link_lab.context  # the tests fork their ranks, see tests/conftest.py
 UNAVAILABLE = why_unavailable()
 LAB = pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
 TIMEOUT = 5.0  # also for a busy machine to start its ranks
@@ -112,7 +113,9 @@ def fails(rank: int, ranks: int) -> None:
         raise ValueError("of rank 1")
 
 
-def test_the_error_of_a_rank_is_told() -> None:
+def test_the_error_of_a_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processes that are started as outside the tests."""
+    monkeypatch.setattr(link_lab, "context", STARTED_OUTSIDE)
     with pytest.raises(LabError, match=r"^rank 1: ValueError: of rank 1$"):
         as_ranks(2, fails)
 

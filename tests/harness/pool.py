@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +137,7 @@ class RankPool:
             self.kill()
         if len(self._ranks) >= p:
             return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        with one_thread():
-            forkserver.ensure_running()
+        context = fork_server()
         for number in range(len(self._ranks), p):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name, f"stacks-{number}-{self._meetings}")
@@ -178,6 +175,15 @@ class RankPool:
             failures |= {rank.number: reply for rank, reply in late if isinstance(reply, Failure)}
             raise first(failures, len(ranks), function)
         return [results[rank.number] for rank in ranks]
+
+
+def fork_server() -> ForkServerContext:
+    """Processes that have all of PRELOAD from the start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with one_thread():
+        forkserver.ensure_running()
+    return context
 
 
 def describe(function: Callable[..., Any]) -> str:

@@ -163,14 +163,19 @@ def start(
     places: Sequence[tuple[str | None, dict[str, str]]], function: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[list[Any], Any]:
     """A process for each (namespace, environment), and the queue in which they answer."""
-    context = multiprocessing.get_context("spawn")
-    answers, processes = context.Queue(), []
+    way = context()
+    answers, processes = way.Queue(), []
     for rank, (namespace, variables) in enumerate(places):
         given = (namespace, variables, answers, function, rank, len(places), args)
-        process = context.Process(target=as_rank, args=given, daemon=True)
+        process = way.Process(target=as_rank, args=given, daemon=True)
         process.start()
         processes.append(process)
     return processes, answers
+
+
+def context() -> Any:
+    """How processes are started: each from nothing, as on a machine of its own."""
+    return multiprocessing.get_context("spawn")
 
 
 def outcomes_of(processes: Sequence[Any], answers: Any, timeout: float) -> list[Outcome]:
