@@ -29,7 +29,7 @@ from ringopt.graph.nodes import requires_grad, shape_of
 from ringopt.graph.peel import peel
 from ringopt.graph.reading import Reading, reading_of
 from ringopt.graph.refusal import Refusal
-from ringopt.graph.row_tables import element, own_rows
+from ringopt.graph.row_tables import OwnRows, element
 from ringopt.graph.sizes import at_hand, formula
 from ringopt.graph.term_readers import evaluate
 from ringopt.graph.terms import Term
@@ -79,7 +79,7 @@ class Reader:
         learned: Callable[[fx.Node], bool] = self.carries.__getitem__
         try:
             term = element(cone, given, cone.index(shape_of(given), "bhqk"))
-            term = own_rows(term, cone.stops)
+            term = OwnRows(self.carries).of(term, cone.stops, cone)
         except Unreadable as problem:
             return problem.refusal
         peeled = peel(term, cone, learned)

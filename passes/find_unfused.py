@@ -65,7 +65,7 @@ class FindUnfused(Pass):
 def find_all(graph: fx.Graph, softmaxes: Sequence[fx.Node], context: Context) -> None:
     products = {node: product for node in graph.nodes if (product := product_of(node)) is not None}
     carries = requires_grad(graph)
-    prover = Prover(Constants(graph, context.values, context.relied_on), carries.__getitem__)
+    prover = Prover(Constants(graph, context.values, context.relied_on), carries)
     done: dict[fx.Node, fx.Node] = {}
     reasons: dict[fx.Node, NotAttention] = {}
     tried: dict[fx.Node, Candidate] = {}

@@ -10,10 +10,13 @@ Dynamo compiled the code after this graph for the original strides.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 from ringopt.graph.custom_gradient import custom_gradients
@@ -34,7 +37,7 @@ class Lower(Pass):
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         modes = [value.fake_mode for value in inputs if isinstance(value, torch._subclasses.FakeTensor)]
         answers = Answers()
-        with modes[0], torch.no_grad():
+        with modes[0], torch.no_grad(), open_sizes(modes[0]):
             LocalValues(gm, answers).run(*inputs)
             for node in custom_gradients(gm.graph):
                 outputs, _inputs, saved = node.args
@@ -43,6 +46,11 @@ class Lower(Pass):
             check_sizes(graph)
         restore_strides(gm.graph)
         into_nodes(gm.graph)
+
+
+def open_sizes(mode: FakeTensorMode) -> AbstractContextManager[None]:
+    """With open sizes, what AOTAutograd will run the graph under: some kernels (negative padding) know only numbers."""
+    return enable_python_dispatcher() if mode.shape_env is not None else nullcontext()
 
 
 class LocalValues(fx.Interpreter):

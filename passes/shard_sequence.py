@@ -130,6 +130,9 @@ def demands(context: Context) -> Iterator[tuple[fx.Node, Sharded]]:
         if info.refusal is None:
             sides = zip(node.args[:3], ("queries", "keys", "keys"), strict=True)
             yield from ((x, Sharded(2, 1, shape_of(x)[2], 1)) for x, side in sides if info.whole != side)
+        if info.refusal is None and info.whole != "queries":
+            rows = Mask.parse(node.args[8]).row_dims
+            yield from ((node.args[4][i], Sharded(dim, 1, shape_of(node.args[0])[2], 1)) for i, dim in rows.items())
 
 
 def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:

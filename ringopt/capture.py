@@ -135,7 +135,7 @@ def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
 
 
 def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    book = Book()
+    book = Book(inputs=frozenset(x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)))
     try:
         flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
         for node in flat.graph.find_nodes(op="call_function", target=torch.ops.ringopt.custom_gradient.default):

@@ -79,10 +79,11 @@ def summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
 
 @dataclass
 class Book:
-    """What is noted of one graph while it is flattened."""
+    """What is noted of one graph while it is flattened. `inputs`: their memory."""
 
     regions: Regions = field(default_factory=Regions)
     customs: list[Custom] = field(default_factory=list)
+    inputs: frozenset[int] = frozenset()
 
 
 class Flatten(fx.Interpreter):
@@ -115,7 +116,7 @@ class Flatten(fx.Interpreter):
     def run_inline(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`args` are those of the context, then the region's graph, then the graph's."""
         if name == CUSTOM:
-            return self.run_custom(kwargs["non_differentiable_idx"], *args)
+            return self.run_custom(kwargs["non_differentiable_idx"], kwargs.get("dirty_idx", ()), *args)
         at = next(k for k, value in enumerate(args) if isinstance(value, fx.GraphModule))
         gm, operands, region = args[at], args[at + 1 :], self.region
         if name == CHECKPOINT:
@@ -132,22 +133,55 @@ class Flatten(fx.Interpreter):
             return inner.run(*operands)
 
     def run_custom(
-        self, constant: Sequence[int], forward: fx.GraphModule, backward: fx.GraphModule, *operands: Any
+        self,
+        constant: Sequence[int],
+        dirty: Sequence[int],
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        *operands: Any,
     ) -> Any:
-        """`constant`: which outputs the Function marks as not differentiable."""
+        """`constant`: which outputs the Function marks as not differentiable; `dirty`: which are operands that it
+        writes to. It writes to copies; the operands are written with what has its gradient."""
+        given = [x for x in operands if isinstance(x, Tensor)]
+        written = written_by(forward, dirty, operands)
+        self.refuse_shared(list(written.values()), given)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in operands]
+        detached = [x.clone() if place in written else x for place, x in enumerate(detached)]
+        versions = [x._version for x in given]
         outputs, saved = Flatten(forward, self.book, self.region).run(*detached)
+        if versions != [x._version for x in given]:
+            raise GraphRefused(Refusal("a custom autograd.Function writes to its input without saying so (mark_dirty)"))
         outputs = list(outputs)
         of_numbers = [k for k, y in enumerate(outputs) if y.is_floating_point() or y.is_complex()]
         differentiable = [k for k in of_numbers if k not in constant]
-        tensors = [x for x in operands if isinstance(x, Tensor)], [x for x in saved if isinstance(x, Tensor)]
+        tensors = given, [x for x in saved if isinstance(x, Tensor)]
         self.book.customs.append(Custom(backward, outputs, differentiable, saved, operands))
         called = torch.ops.ringopt.custom_gradient(
             [outputs[k] for k in differentiable], *tensors, len(self.book.customs) - 1
         )
         for k, y in zip(differentiable, called, strict=True):
             outputs[k] = y
+        for k, x in zip(dirty, written.values(), strict=True):
+            outputs[k] = x.copy_(outputs[k])
         return tuple(outputs)
+
+    def refuse_shared(self, written: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
+        """Raises GraphRefused where who else has the memory that a Function writes to would not see it written."""
+        memory = [x.untyped_storage()._cdata for x in operands]
+        for x in written:
+            if x.untyped_storage()._cdata in self.book.inputs:
+                said = "a custom autograd.Function writes to an input of the graph (mark_dirty)"
+                raise GraphRefused(Refusal(said))
+            if memory.count(x.untyped_storage()._cdata) > 1:
+                said = "a custom autograd.Function writes to an input that shares memory with another one (mark_dirty)"
+                raise GraphRefused(Refusal(said))
+
+
+def written_by(forward: fx.GraphModule, dirty: Sequence[int], operands: Sequence[Any]) -> dict[int, Tensor]:
+    """Of the forward of a Function, the operands that are its outputs `dirty`, by place."""
+    places = forward.graph.find_nodes(op="placeholder")
+    outputs = forward.graph.output_node().args[0][0]
+    return {(at := places.index(outputs[k])): operands[at] for k in dirty}
 
 
 def is_inline(target: Any) -> bool:
@@ -178,8 +212,6 @@ def has_custom(gm: fx.GraphModule) -> bool:
 
 
 def refuse_custom(node: fx.Node) -> None:
-    if node.kwargs.get("dirty_idx"):
-        raise GraphRefused(Refusal("a custom autograd.Function writes to its input (mark_dirty)", node))
     if "saved_for_backward_idx" not in node.kwargs:
         why = "a custom autograd.Function is captured by this version of torch in a form that is not known here"
         raise GraphRefused(Refusal(why, node))

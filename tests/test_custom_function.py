@@ -156,6 +156,61 @@ class Broadcast(Function):
         return grad, grad * 2
 
 
+class Doubled(Function):
+    """Writes to its input, and has another gradient than that says."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class Weighed(Function):
+    """Writes to one of its inputs, and saves what it wrote."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        ctx.save_for_backward(x)
+        return x, x * weight
+
+    @staticmethod
+    def backward(ctx, grad, of_product):
+        (x,) = ctx.saved_tensors
+        return 3 * grad + of_product * x, (of_product * x).sum((0, 1))
+
+
+class Silent(Function):
+    """Writes to its input and does not say so: autograd takes it for what it was."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class Both(Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        return x, x + y
+
+    @staticmethod
+    def backward(ctx, grad, of_sum):
+        return grad + of_sum, of_sum
+
+
 class Model(nn.Module):
     """Attention with `step(self, value)` before it and after it."""
 
@@ -176,6 +231,33 @@ class Model(nn.Module):
         return self.out(y).square().mean()
 
 
+def written(model, x):
+    """All names of the memory stand for what was written, and for its gradient: a view made before too."""
+    y = x / 3
+    before = y[..., 1:]
+    z = Doubled.apply(y)
+    z.add_(x)
+    return y * z + F.pad(before, (1, 0))
+
+
+def rows_written(model, x):
+    y = x * 3
+    Doubled.apply(y[:, 2:7])
+    return y
+
+
+def columns_written(model, x):
+    y = x * 3
+    Doubled.apply(y[..., :4])
+    return y
+
+
+def weighed(model, x):
+    y = x * 3
+    a, b = Weighed.apply(y, model.gain)
+    return a * b + y
+
+
 def split(model, x):
     y, top, place = Split.apply(x)
     return y * top + place
@@ -191,6 +273,11 @@ TOKEN_WISE = {
     "changed in place": lambda model, x: Clipped.apply(x).mul_(3).add_(x),
     "no gradient of the input": lambda model, x: Norm.apply(x.detach(), model.gain) + x,
     "inside a checkpoint": lambda model, x: checkpoint(Norm.apply, x, model.gain, use_reentrant=False),
+    "written": written,
+    "rows written": rows_written,
+    "columns written": columns_written,
+    "weighed": weighed,
+    "written in a checkpoint": lambda model, x: checkpoint(written, model, x, use_reentrant=False),
     "norm of norm": lambda model, x: Norm.apply(Norm.apply(x, model.gain), model.gain),
 }
 OTHERS = {
@@ -243,7 +330,10 @@ def test_what_mixes_rows_is_exact(name):
         assert not validate(p, Model(OTHERS[name]).double(), data()).wrong
 
 
-@pytest.mark.parametrize("name", [name for name in (*TOKEN_WISE, *OTHERS) if name != "changed in place"])
+IN_PLACE = ("changed in place", "written", "rows written", "columns written", "weighed", "written in a checkpoint")
+
+
+@pytest.mark.parametrize("name", [name for name in (*TOKEN_WISE, *OTHERS) if name not in IN_PLACE])
 def test_the_captured_graph_is_the_program(name):
     gm, given = captured(Model({**TOKEN_WISE, **OTHERS}[name]).double(), data())
     assert_same(capture(gm, given), gm, given)
@@ -287,10 +377,11 @@ def on_rank(names, inner_backend, dtype):
     "names, inner_backend, dtype, bound",
     [
         (("norm", "split", "clipped twice", "changed in place", "inside a checkpoint"), "aot_eager", None, 1e-4),
+        (("written",), "aot_eager", None, 1e-4),
         (("projected",), "inductor", None, 1e-5),
         (("norm", "projected", "mixed", "changed in place"), "aot_eager", torch.bfloat16, 0.05),
     ],
-    ids=["aot_eager", "inductor", "autocast"],
+    ids=["aot_eager", "written", "inductor", "autocast"],
 )  # fmt: skip
 def test_on_ranks(ranks, names, inner_backend, dtype, bound):
     for results in ranks(2, on_rank, names, inner_backend, dtype, timeout=240):
@@ -298,21 +389,22 @@ def test_on_ranks(ranks, names, inner_backend, dtype, bound):
             assert error < bound and refusal is None and sharded == 1.0, results
 
 
-class Doubled(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        x.mul_(2)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
+def shared(x, other):
+    y = x * 3
+    return sum(Both.apply(y, y[..., :]))
 
 
-def test_a_function_that_writes_to_its_input_is_refused():
-    gm, given = captured(lambda x: Doubled.apply(x * 3) + 1, data())
-    with pytest.raises(GraphRefused, match=r"a custom autograd\.Function writes to its input \(mark_dirty\)"):
+WRITES = {
+    "to an input of the graph": lambda x, other: Both.apply(other, x)[1],
+    "to its input without saying so": lambda x, other: Silent.apply(x * 3) + 1,
+    "to an input that shares memory with another one": shared,
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_writes_that_others_would_not_see_are_refused(what):
+    gm, given = captured(WRITES[what], data(), data().detach())
+    with pytest.raises(GraphRefused, match=rf"a custom autograd\.Function writes {what} \(mark_dirty\)"):
         capture(gm, given)
 
 

@@ -22,7 +22,7 @@ from ringopt.graph.cone_views import VIEWS, Index
 from ringopt.graph.constants import LARGEST, Constants
 from ringopt.graph.nodes import is_aten, op_name, shape_of, value_of
 from ringopt.graph.refusal import Refusal
-from ringopt.graph.sizes import longest
+from ringopt.graph.sizes import is_open, longest
 from ringopt.graph.term_bounds import Interval, bounds
 from ringopt.graph.term_folding import apply, compare, logic, where
 from ringopt.graph.term_readers import evaluate
@@ -61,13 +61,18 @@ class Cone:
         self.sizes = sizes
         self.rows, self.keys = rows, keys
         self.stops = stops
-        self.longest = {name: longest(size) for name, size in sizes.items()}
-        self.spans = {name: range(size) for name, size in self.longest.items()}
-        if "q" in sizes:
-            self.spans["r"] = self.spans["q"]  # the query's row, of those that a rank holds
+        self.measure()
         self.known: dict[fx.Node, Tensor] = {}  # loaded values that no input reaches
         self.found: dict[tuple[fx.Node, Index], Term] = {}
         self.depth = 0
+
+    def measure(self) -> None:
+        """How long the axes are at most."""
+        self.open = [size for size in self.sizes.values() if is_open(size)]
+        self.longest = {name: longest(size) for name, size in self.sizes.items()}
+        self.spans = {name: range(size) for name, size in self.longest.items()}
+        if "q" in self.sizes:
+            self.spans["r"] = self.spans["q"]  # the query's row, of those that a rank holds
 
     def element(self, node: fx.Node, names: str = "bhqk") -> Term:
         """The element of `node`, whose dims are broadcast from the right to the axes `names`. Raises Unreadable."""
@@ -171,6 +176,8 @@ class Cone:
 
     # ---- what is known while compiling -------------------------------------------------------------------------------
     def bounds(self, term: Term) -> Interval:
+        if not all(map(is_open, self.open)):
+            self.measure()  # reading has needed the number of a size, and that has fixed it
         return bounds(term, self.spans, self.known)
 
     def is_known(self, term: Term) -> bool:

@@ -127,13 +127,21 @@ def apart(cone: Cone, flat: Term, sizes: Sequence[int]) -> list[Term]:
 
 
 def divide(cone: Cone, term: Term, length: int) -> tuple[Term, Term]:
-    """Quotient and remainder of a coordinate. (a * length + b) // length is a + b // length, whatever b is."""
-    for nearest in (False, True):
-        high, low = parts(term, length, nearest)
-        least, most = cone.bounds(low)
-        if least >= 0 and most < length:
-            return high, low
-    high, low = parts(term, length, False)
+    """Quotient and remainder of a coordinate. (a * length + b) // length is a + b // length, whatever b is: b is taken
+    such that it is less than `length`, or else that its quotient is one of two."""
+    for rows in (1, 2):
+        for nearest in (False, True):
+            high, low = parts(term, length, nearest)
+            least, most = cone.bounds(low)
+            if rows == 1 and least >= 0 and most < length:
+                return high, low
+            if rows == 2 and most // length - least // length == 1:
+                return quotient_and_rest(cone, high, low, length)
+    return quotient_and_rest(cone, *parts(term, length, False), length)
+
+
+def quotient_and_rest(cone: Cone, high: Term, low: Term, length: int) -> tuple[Term, Term]:
+    """Of high * length + low."""
     quotient = cone.fold(apply("floor_divide", [low, length], torch.int64))
     return plus(high, quotient), cone.fold(apply("remainder", [low, length], torch.int64))
 
@@ -180,6 +188,20 @@ def joined(term: Term) -> Term:
                 others = [each for each in terms if each is not whole and each is not rest]
                 return joined(reduce(plus, others, literal(coordinate, torch.int64)))
     return term
+
+
+def as_strided(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+    """Of a source that lies in memory as it is counted."""
+    source, _sizes, strides = node.args[:3]
+    value = value_of(source)
+    if not value.is_contiguous() or value.storage_offset() or not value.dim():
+        return None
+    flat: Term = affine({}, argument(node, 3, "storage_offset") or 0)
+    for place, stride in zip(index, strides, strict=True):
+        flat = plus(flat, times(place, stride))
+    least, most = cone.bounds(flat)
+    inside = least >= 0 and most < value.numel()  # beyond it is memory of which nothing is known
+    return (source, tuple(apart(cone, flat, shape_of(source)))) if inside else None
 
 
 def repeat(cone: Cone, node: fx.Node, index: Index) -> Place | None:
@@ -254,6 +276,7 @@ VIEWS: dict[str, View] = {
     "unsqueeze": unsqueeze,
     "select": select,
     "slice": slice_,
+    "as_strided": as_strided,
     "repeat": repeat,
     "repeat_interleave": repeat_interleave,
     "flip": flip,

@@ -21,7 +21,7 @@ import torch.fx as fx
 from ringopt.graph.cone import Cone
 from ringopt.graph.sizes import is_open
 from ringopt.graph.term_bounds import Interval, bounds
-from ringopt.graph.term_folding import apply, literal, logic, negate, substitute
+from ringopt.graph.term_folding import apply, literal, logic, negate, substitute, where
 from ringopt.graph.terms import Affine, Apply, Load, Term, affine, axis, conjuncts, constant, number
 
 # Below this a finite fill hides: two scores that differ by 1e9 in float32 come from no model that still computes.
@@ -68,8 +68,8 @@ def rest_of(term: Term, found: Peeled, lowest: float) -> Term | None:
         return term if value != 0 else None
     if not isinstance(term, Apply) or term.kwargs:
         return term
-    if term.op == "where":
-        return rest_of_where(term, found, lowest)
+    if (chosen := term if term.op == "where" else scaled_choice(term)) is not None:
+        return rest_of_where(chosen, found, lowest)
     if term.op in ("add", "sub") and len(term.args) == 2:
         left, right = (literal(arg, term.dtype) for arg in term.args)
         left_rest = rest_of(left, found, lowest)
@@ -78,6 +78,19 @@ def rest_of(term: Term, found: Peeled, lowest: float) -> Term | None:
             return right_rest if left_rest is None else left_rest
         return apply("add", [left_rest, right_rest], term.dtype)
     return term
+
+
+def scaled_choice(term: Apply) -> Apply | None:
+    """where(c, x, y) * 2 is where(c, x * 2, y * 2)."""
+    if term.op not in ("mul", "div"):
+        return None
+    choice, factor = term.args if term.op == "div" or constant(term.args[0]) is None else term.args[::-1]
+    if constant(factor) is None or not isinstance(choice, Apply) or choice.op != "where":
+        return None
+    condition, *sides = (arg for arg in choice.args if isinstance(arg, Term))
+    yes, no = (apply(term.op, [literal(side, term.dtype), factor], term.dtype) for side in sides)
+    made = where(condition, yes, no, term.dtype)
+    return made if isinstance(made, Apply) and made.op == "where" else None
 
 
 def rest_of_where(term: Apply, found: Peeled, lowest: float) -> Term | None:

@@ -7,7 +7,7 @@ ringopt/graph/scores.py); anything else is refused with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -17,7 +17,7 @@ from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.nodes import argument, op_name, shape_of, value_of
 from ringopt.graph.provenance import Origin, is_learned, origins
-from ringopt.graph.row_tables import element, own_rows
+from ringopt.graph.row_tables import OwnRows, element
 from ringopt.graph.scores import NotAttention, Scores, peel_scores
 from ringopt.graph.spelled import Candidate, Roles
 from ringopt.graph.term_folding import apply, literal, negate, substitute
@@ -47,8 +47,8 @@ class Found:
 class Prover:
     """Of the candidates of one graph. Raises NotAttention."""
 
-    def __init__(self, constants: Constants, learned: Callable[[fx.Node], bool]):
-        self.constants, self.learned = constants, learned
+    def __init__(self, constants: Constants, carries: dict[fx.Node, bool]):
+        self.constants, self.learned, self.own_rows = constants, carries.__getitem__, OwnRows(carries)
 
     def prove(self, candidate: Candidate) -> Found:
         check_axes(candidate)
@@ -114,7 +114,7 @@ class Reading:
     """Terms are read over the axes of the candidate, then rewritten over b, h, q, k."""
 
     def __init__(self, prover: Prover, candidate: Candidate, roles: Roles):
-        self.candidate, self.roles, self.learned = candidate, roles, prover.learned
+        self.prover, self.candidate, self.roles, self.learned = prover, candidate, roles, prover.learned
         axes, product = candidate.axes, candidate.scores
         self.names = self.cone_names()
         sizes = {self.names[name]: axes.sizes[name] for group in roles.canonical.values() for name in group}
@@ -226,7 +226,7 @@ class Reading:
 
     def own_rows(self, term: Term) -> Term:
         try:
-            return own_rows(term, self.tables)
+            return self.prover.own_rows.of(term, self.tables, self.cone)
         except Unreadable as problem:
             raise NotAttention(problem.refusal.sentence) from problem
 
