@@ -3,8 +3,8 @@
 Each step draws a pattern, lengths, heads, layout and strategy, the same on all ranks, runs on real processes (gloo),
 and is held against float64 on one. Every rank sleeps for a time of its own before each message and collective. Once 300
 cases are drawn, most steps take one of them again, as in training, and every tenth is new. With --compiled each step
-is one of training, of one of a few small models that were drawn and compiled (aot_eager): exchanges that start early
-and end late, and sums of gradients in buckets, are delayed as well.
+is one of training, of one of a few small models that were drawn and compiled (aot_eager): exchanges and gathers that
+start early and end late, and sums of gradients in buckets, are delayed as well.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from ringopt.tools.benchmarks.numbers import distance
 
 MODELS = 8
 STRATEGIES = ("ring", "gather", "ring2")
+SHARDS = ("model", "attention")
 DIM = 4
 BUCKET = 4000  # bytes, so that there are several
 
@@ -34,13 +35,14 @@ class Drawn:
     causal: bool
     layout: str
     strategy: str
+    shard: str
     seed: int
 
     @classmethod
     def of(cls, draw: random.Random, ranks: int) -> Drawn:
         kv_heads = draw.choice((1, 2, 3))
         heads = kv_heads * draw.choice((1, 2)), kv_heads
-        how = (draw.random() < 0.7, draw.choice(("contiguous", "zigzag")), draw.choice(STRATEGIES))
+        how = (draw.random() < 0.7, draw.choice(("contiguous", "zigzag")), draw.choice(STRATEGIES), draw.choice(SHARDS))
         return cls(draw.randint(2 * ranks, 40), heads, draw.choice((1, 2, 3)), *how, draw.getrandbits(31))
 
 
@@ -63,21 +65,25 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, drawn: Drawn, width: int):
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(drawn, width) for _ in range(drawn.blocks)))
+        self.first = Block(drawn, width)
+        self.others = nn.Sequential(*(Block(drawn, width) for _ in range(drawn.blocks - 1)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and what the first block gives."""
+        first = self.first(x)
+        return self.others(first).square().mean(), first * 2
 
 
 class Training:
-    """One model, compiled for a mesh, with what a step gives on one process: the loss and all gradients."""
+    """One model, compiled for a mesh, with what a step gives on one process: outputs and all gradients."""
 
     def __init__(self, drawn: Drawn, mesh: Mesh):
         self.drawn = drawn
         torch.manual_seed(drawn.seed)
         self.model = Model(drawn, 16).double()
         self.x = torch.randn(2, drawn.length, 16, dtype=torch.float64, requires_grad=True)
-        options = Options(strategy=drawn.strategy, layout=drawn.layout, inner_backend="aot_eager")  # type: ignore[arg-type]
+        how: Any = {"strategy": drawn.strategy, "layout": drawn.layout, "shard": drawn.shard}
+        options = Options(inner_backend="aot_eager", **how)
         self._runs: list[Any] = []
 
         def backend(gm: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
@@ -85,14 +91,17 @@ class Training:
                 flat, report, _random = transform(gm, inputs, options, mesh)
             assert flat is not None, report
             run = inner(flat, examples(inputs, flat.meta["given"]), options, None)
-            self._runs.append(lambda: run(*inputs)[0])
+            self._runs.append(lambda: run(*inputs))
             return gm.forward
 
         torch._dynamo.reset()
         self._expected = self._step(torch.compile(self.model, backend=backend, fullgraph=True, dynamic=False)(self.x))
 
-    def _step(self, loss: Tensor) -> list[Tensor]:
-        return [loss.detach(), *torch.autograd.grad(loss, [self.x, *self.model.parameters()])]
+    def _step(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        total = sum(output.square().sum() for output in outputs)
+        assert isinstance(total, Tensor)
+        found = torch.autograd.grad(total, [self.x, *self.model.parameters()])
+        return [*(output.detach() for output in outputs), *found]
 
     def error(self, mesh: Mesh) -> float:
         """Of one step. `mesh` is that of which the graph knows the name."""
