@@ -12,14 +12,14 @@ STEPS, LENGTH = 50, 21
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def step_of(how, model, compiled, inputs, scaler):
+def step_of(how, model, inputs, scaler):
     """Gradients of one step, and its loss."""
     if how == "accumulated":
-        parts = [compiled(**inputs).loss, compiled(**{key: x.flip(0) for key, x in inputs.items()}).loss]
+        parts = [model(**inputs).loss, model(**{key: x.flip(0) for key, x in inputs.items()}).loss]
         loss = sum(parts) / len(parts)
     else:
         with torch.autocast("cpu", dtype=AUTOCAST.get(how), enabled=how in AUTOCAST):
-            loss = compiled(**inputs).loss
+            loss = model(**inputs).loss
     scaler.scale(loss).backward()
     return loss.detach()
 
@@ -30,15 +30,15 @@ def curve(how, backend):
     model, inputs = build("llama", LENGTH)
     if how == "checkpointed":
         model.model.gradient_checkpointing_enable()
-    options = {"inner_backend": "aot_eager"}
-    compiled = torch.compile(model, backend=backend, options=options) if backend else model
+    if backend:  # in place, as the Trainer of transformers needs it
+        model.compile(backend=backend, options={"inner_backend": "aot_eager"})
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, fused=how in ("plain", "float16"))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=how == "float16")
     draw, losses = torch.Generator().manual_seed(3), []
     for _ in range(STEPS):
         first = torch.randint(0, VOCAB, (len(inputs["input_ids"]), 1), generator=draw)
         ids = (first + torch.arange(LENGTH)) % VOCAB  # what can be learnt
-        losses.append(float(step_of(how, model, compiled, {"input_ids": ids, "labels": ids}, scaler)))
+        losses.append(float(step_of(how, model, {"input_ids": ids, "labels": ids}, scaler)))
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)

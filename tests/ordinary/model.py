@@ -24,24 +24,22 @@ BATCH, ROWS, WIDTH, HEADS, WORDS = 2, 12, 8, 2, 11
 
 @dataclass(frozen=True)
 class Case:
-    """`parts` make the modules, parameters and buffers that `run` uses; `gathered` are the ops that need rows whole;
-    `refused` is why an attention of it is not sharded."""
+    """`parts` make the modules, parameters and buffers that `run` uses; `gathered` are the ops that need rows whole."""
 
     run: Callable[..., Any]
     parts: dict[str, Callable[[], Any]]
     rows: int = ROWS
     gathered: Collection[str] = ()
-    refused: str | None = None
 
 
 CASES: dict[str, Case] = {}
 
 
 def case(
-    rows: int = ROWS, gathered: Collection[str] = (), refused: str | None = None, **parts: Callable[[], Any]
+    rows: int = ROWS, gathered: Collection[str] = (), **parts: Callable[[], Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[run.__name__.replace("_", " ")] = Case(run, parts, rows, gathered, refused)
+        CASES[run.__name__.replace("_", " ")] = Case(run, parts, rows, gathered)
         return run
 
     return register

@@ -27,7 +27,6 @@ def test_right_and_sharded(name, p):
     graphs = captured_graphs(Model(case).double(), inputs(case.rows), {}, fullgraph=False)
     found = [validate_graph(p, *graph, TOLERANCE) for graph in graphs]
     assert [verdict.wrong for verdict in found if verdict.wrong] == []
-    refused = {site.refusal for verdict in found for site in verdict.report.sites} - {None}
-    assert refused == ({case.refused} if case.refused else set())
+    assert {site.refusal for verdict in found for site in verdict.report.sites} <= {None}
     gathered = {gather.op for verdict in found for gather in verdict.report.gathers} - {"output"}
     assert gathered <= set(case.gathered)
