@@ -77,8 +77,9 @@ class Held:
 
 
 def forward_tile(pattern: Pattern, block: Block, heads: Heads, rows: int) -> Held:
-    """Of a piece of a block (strips.py), of which `rows` queries are computed at a time."""
-    part = Sums(heads, min(len(block.queries), rows), len(block.keys))
+    """Of a piece of a block (strips.py), computed in equal parts of `rows` queries at least (tiles.py)."""
+    queries = len(block.queries)
+    part = Sums(heads, -(-queries // max(1, queries // rows)), len(block.keys))
     making, mask = masks(pattern, block, heads)
     given = mask + part.out + part.lse
     merging = 2 * part.lse + part.lse // heads.wide + part.wide_out * part.narrow
