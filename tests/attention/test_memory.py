@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,8 +12,9 @@ from ringopt.attention.memory import most_memory
 from ringopt.attention.predict import Heads
 from ringopt.distributed.mesh import PretendedMesh, register
 from ringopt.tools.benchmarks import memory_ranks
-from ringopt.tools.benchmarks.memory import STRATEGIES, row_of
-from ringopt.tools.benchmarks.memory_ranks import Alone, rows_of
+from ringopt.tools.benchmarks.memory import STRATEGIES, largest
+from ringopt.tools.benchmarks.memory_ranks import Alone, planned, row_of
+from ringopt.tools.benchmarks.result import Row
 
 WIDE = Heads(1, 4, 4, 16, 16, 4, 4, "float32", "flash_cpu")
 GROUPED = Heads(2, 4, 2, 16, 16, 4, 4, "float32", "flash_cpu")
@@ -20,15 +22,18 @@ HALF = Heads(1, 4, 4, 64, 64, 2, 4, "bfloat16", "flash_cpu")
 PATTERNS = (("full", "contiguous"), ("causal", "zigzag"), ("window(40)", "contiguous"))
 
 
+def alone(rank: int, p: int, length: int, heads: Heads, patterns: Sequence[tuple[str, str]] = PATTERNS) -> list[Row]:
+    """What one rank holds. They run one at a time: for what one holds, the others need not be there."""
+    mesh = Alone(PretendedMesh(rank, p))
+    register(mesh)
+    return [row_of(mesh, each) for each in planned(p, length, heads, patterns)]
+
+
 @pytest.mark.parametrize(("p", "heads"), [(2, WIDE), (3, WIDE), (4, GROUPED), (2, HALF)])
 def test_predictions_are_within_15_percent(p: int, heads: Heads) -> None:
-    """Of the rank that holds most. They run one at a time: for what one holds, the others need not be there."""
-    found = []
-    for rank in range(p):
-        mesh = Alone(PretendedMesh(rank, p))
-        register(mesh)
-        found.append(list(rows_of(mesh, 257, heads, PATTERNS)))
-    rows = [row_of(list(ranks)) for ranks in zip(*found, strict=True)]
+    """Of the rank that holds most."""
+    found = [alone(rank, p, 257, heads) for rank in range(p)]
+    rows = [largest(list(ranks)) for ranks in zip(*found, strict=True)]
     assert {row["strategy"] for row in rows} == set(STRATEGIES)
     for row, way in itertools.product(rows, ("forward", "training")):
         assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["pattern"], row["strategy"], way)
@@ -37,12 +42,8 @@ def test_predictions_are_within_15_percent(p: int, heads: Heads) -> None:
 def test_over_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_ranks, "STRATEGIES", ("hybrid(2)",))
     for p, heads in ((4, WIDE), (6, GROUPED), (4, HALF)):
-        found = []
-        for rank in range(p):
-            mesh = Alone(PretendedMesh(rank, p))
-            register(mesh)
-            found.append(list(rows_of(mesh, 257, heads, PATTERNS)))
-        for row in (row_of(list(ranks)) for ranks in zip(*found, strict=True)):
+        found = [alone(rank, p, 257, heads) for rank in range(p)]
+        for row in (largest(list(ranks)) for ranks in zip(*found, strict=True)):
             for way in ("forward", "training"):
                 assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["pattern"], p, way)
 
@@ -50,9 +51,7 @@ def test_over_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_exchanges_take_turns_in_what_they_hold_too() -> None:
     """4 heads of 2 MiB a shard are four exchanges, each with a quarter of the tiles beside the sums of all."""
     heads = Heads(1, 4, 4, 64, 64, 4, 4, "float32", "flash_cpu")
-    mesh = Alone(PretendedMesh(1, 2))
-    register(mesh)
-    for row in rows_of(mesh, 2048, heads, [("full", "contiguous")]):
+    for row in alone(1, 2, 2048, heads, [("full", "contiguous")]):
         for way in ("forward", "training"):
             assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["strategy"], way)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.result import Column, Result, Row
-from ringopt.tools.command import whole
+from ringopt.tools.command import CommandError, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+    from multiprocessing.queues import Queue
 
     from rich.progress import Progress
 
@@ -35,26 +39,53 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--length", metavar="N", type=whole, default=4096, help="of the sequence (4096)")
+    parser.add_argument("--length", metavar="N", type=whole, default=2048, help="of the sequence (2048)")
     parser.add_argument("--ranks", metavar="P", nargs="+", type=whole, default=[2, 4, 8], help="processes (2 4 8)")
     parser.set_defaults(measure=measure)
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     from ringopt.tools.benchmarks.link_lab import as_ranks
-    from ringopt.tools.benchmarks.memory_ranks import DIM, HEADS, on_a_rank
+    from ringopt.tools.benchmarks.memory_ranks import HEADS, on_a_rank, planned
 
+    if min(arguments.ranks) < 2:
+        raise CommandError(
+            f"--ranks {min(arguments.ranks)}: one process has nobody to exchange with; expected 2 or more"
+        )
+    attentions = [len(list(planned(p, arguments.length, HEADS, list(PATTERNS.items())))) for p in arguments.ranks]
     rows: list[Row] = []
-    for ranks in progress.track(arguments.ranks, description="ranks"):
-        found = as_ranks(ranks, on_a_rank, arguments.length, timeout=1200.0)
-        rows += [row_of(list(each)) for each in zip(*found, strict=True)]
+    with following(progress, sum(attentions)) as done:
+        for ranks in arguments.ranks:
+            found = as_ranks(ranks, on_a_rank, arguments.length, done, timeout=1200.0)
+            rows += [largest(list(each)) for each in zip(*found, strict=True)]
     rows.sort(key=lambda row: (row["pattern"], row["strategy"], row["ranks"]))
     sums = totals(rows)
-    title = f"Most memory of a rank, {arguments.length} rows, {HEADS} heads of {DIM}, float32; MiB"
+    title = f"Most memory of a rank, {arguments.length} rows, {HEADS.q_heads} heads of {HEADS.key_dim}, float32; MiB"
     return Result(title, COLUMNS, rows, sums, sentences(sums), NOTES)
 
 
-def row_of(found: list[Row]) -> Row:
+@contextmanager
+def following(progress: Progress, total: int) -> Iterator[Queue[str]]:
+    """A queue in which processes tell what they have done, shown as it comes."""
+    from ringopt.tools.benchmarks.link_lab import context
+
+    done: Queue[str] = context().Queue()
+    task = progress.add_task("starting", total=total)
+
+    def follow() -> None:
+        for said in iter(done.get, ""):
+            progress.update(task, advance=1, description=said)
+
+    follower = Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield done
+    finally:
+        done.put("")
+        follower.join()
+
+
+def largest(found: list[Row]) -> Row:
     """Of the rank that holds most, and of the one that is predicted to."""
     row: Row = {key: found[0][key] for key in ("pattern", "strategy", "ranks")}
     for way in WAYS:
@@ -64,18 +95,21 @@ def row_of(found: list[Row]) -> Row:
 
 
 def totals(rows: list[Row]) -> Row:
-    found: Row = {"rows": len(rows), "off": max(abs(row[f"{way} off"]) for row in rows for way in WAYS)}
+    """`off`: the farthest prediction. `slope`: of the ring's forward, bytes times ranks, the farthest from those of the
+    fewest ranks; None of one number of ranks."""
     ring = {row["ranks"]: row["forward"] for row in rows if (row["pattern"], row["strategy"]) == ("full", "ring")}
     few = min(ring)
-    slopes = {ranks: size * ranks / (ring[few] * few) for ranks, size in ring.items()}
-    return found | {"slope": max(slopes.values(), key=lambda slope: abs(slope - 1))}
+    slopes = [size * ranks / (ring[few] * few) for ranks, size in ring.items() if ranks != few]
+    return {
+        "rows": len(rows),
+        "off": max(abs(row[f"{way} off"]) for row in rows for way in WAYS),
+        "slope": max(slopes, key=lambda slope: abs(slope - 1), default=None),
+    }
 
 
 def sentences(sums: Row) -> tuple[str, ...]:
-    return (
-        f"of all predictions the farthest is {sums['off']:.0%} off; bytes of the ring's forward times ranks differ by "
-        f"{abs(sums['slope'] - 1):.0%} over the ranks",
-    )
+    falls = f"ring falls as 1/p within {abs(sums['slope'] - 1):.0%}; " if sums["slope"] is not None else ""
+    return (f"{falls}predictions within {sums['off']:.0%} of measured",)
 
 
 def size(key: str) -> Column:
@@ -92,6 +126,7 @@ COLUMNS = (
     Column("", lambda row: row["strategy"], right=False),
     Column("ranks", lambda row: str(row["ranks"])),
     *(column for way in WAYS for column in (size(way), size(f"{way} predicted"), off(way))),
+    Column("f\nx ranks", lambda row: f"{row['forward'] * row['ranks'] / MIB:.1f}"),
 )
 NOTES = (
     "f: forward, f+b: and backward; of tensors, beside the rank's own q, k, v and the gradient that comes in.",

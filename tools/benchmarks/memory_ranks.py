@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from ringopt.tools.benchmarks.on_a_link import Mute, begin
 from ringopt.tools.benchmarks.result import Row
 from ringopt.tools.benchmarks.tensor_bytes import peak_bytes
 
-HEADS, DIM = 8, 64
+HEADS = Heads(1, 8, 8, 64, 64, 4, 4, "float32", "flash_cpu")
 
 
 class Alone(Mute):
@@ -49,45 +52,62 @@ class Done:
         pass
 
 
-def on_a_rank(rank: int, ranks: int, length: int) -> list[Row]:
-    mesh, heads = begin(), Heads(1, HEADS, HEADS, DIM, DIM, 4, 4, "float32", "flash_cpu")
-    return list(rows_of(mesh, length, heads, list(PATTERNS.items())))
+@dataclass(frozen=True)
+class Planned:
+    """An attention, and a strategy that can do it."""
+
+    case: Case
+    strategy: str
+    plan: Plan
+
+    @property
+    def label(self) -> str:
+        return f"{FEW} queries" if self.case.whole else self.case.pattern.partition("(0,")[0]
 
 
-def rows_of(mesh: Mesh, length: int, heads: Heads, patterns: Sequence[tuple[str, str]]) -> Iterator[Row]:
-    """Of every strategy that can do the pattern in the layout, on this rank; of documents, one a rank, that need no
-    exchange; and of queries that all ranks have."""
-    edges = [layout_of("contiguous", length, mesh.size).edge(rank) for rank in range(mesh.size + 1)]
+def on_a_rank(rank: int, ranks: int, length: int, done: Queue[str]) -> list[Row]:
+    """`done` is told of each row, by one rank."""
+    mesh, rows = begin(), list[Row]()
+    for each in planned(ranks, length, HEADS, list(PATTERNS.items())):
+        rows.append(row_of(mesh, each))
+        if rank == 0:
+            done.put(f"{ranks} ranks, {each.label}, {each.strategy}")
+    return rows
+
+
+def planned(ranks: int, length: int, heads: Heads, patterns: Sequence[tuple[str, str]]) -> Iterator[Planned]:
+    """Every strategy that can do the pattern in the layout; of documents, one a rank, that need no exchange; and of
+    queries that all ranks have."""
+    edges = [layout_of("contiguous", length, ranks).edge(rank) for rank in range(ranks + 1)]
     alone = (f"documents({','.join(map(str, edges))})", "contiguous")
     cases = [(Case(pattern, length, length, heads, True), layout) for pattern, layout in (*patterns, alone)]
     for case, layout in (*cases, (Case("full", FEW, length, heads, True, whole="queries"), "contiguous")):
         for strategy in STRATEGIES if not case.whole else (MERGE,):
-            try:
-                plan = case.plan(mesh.size, layout, strategy)
-            except OptionError:
-                continue  # it is none for this pattern
-            predicted = memory_of(plan, heads, mesh.rank)
-            forward, training = (held(mesh, case, plan, strategy, way) for way in (False, True))
-            yield {
-                "pattern": label(case), "strategy": strategy, "ranks": mesh.size,
-                "forward": forward, "training": training,
-                "forward predicted": predicted.forward, "training predicted": predicted.training,
-            }  # fmt: skip
+            with suppress(OptionError):  # it is none for this pattern
+                yield Planned(case, strategy, case.plan(ranks, layout, strategy))
 
 
-def label(case: Case) -> str:
-    return f"{FEW} queries" if case.whole else case.pattern.partition("(0,")[0]
+def row_of(mesh: Mesh, each: Planned) -> Row:
+    """On this rank."""
+    predicted = memory_of(each.plan, each.case.heads, mesh.rank)
+    forward, training = (held(mesh, each, way) for way in (False, True))
+    return {
+        "pattern": each.label, "strategy": each.strategy, "ranks": mesh.size,
+        "forward": forward, "training": training,
+        "forward predicted": predicted.forward, "training predicted": predicted.training,
+    }  # fmt: skip
 
 
-def held(mesh: Mesh, case: Case, plan: Plan, strategy: str, training: bool) -> int:
+def held(mesh: Mesh, each: Planned, training: bool) -> int:
     """The most bytes of the operator, and in training of its backward, beside their operands."""
-    heads, dtype = case.heads, getattr(torch, case.heads.dtype)
+    case, plan, heads = each.case, each.plan, each.case.heads
+    dtype = getattr(torch, heads.dtype)
     queries, keys = (count(layout.ranges(mesh.rank)) for layout in (plan.q_layout, plan.kv_layout))
     sizes = ((queries, heads.q_heads), (keys, heads.kv_heads), (keys, heads.kv_heads), (queries, heads.q_heads))
     # As projections leave them, heads beside one another in each row.
     rows = (torch.randn(heads.batch, *size, heads.key_dim, dtype=dtype) for size in sizes)
     q, k, v, dout = (x.transpose(1, 2) for x in rows)
-    place: tuple[Any, ...] = (plan.q_layout.name, plan.kv_layout.name, strategy, "auto", mesh.name, VERSION)
+    place: tuple[Any, ...] = (plan.q_layout.name, plan.kv_layout.name, each.strategy, "auto", mesh.name, VERSION)
     how = (case.pattern, "", [], 0.0, heads.key_dim**-0.5, *place)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,6 +122,4 @@ def held(mesh: Mesh, case: Case, plan: Plan, strategy: str, training: bool) -> i
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(attend(*leaves), leaves, dout)
 
-    run: Callable[[], object] = both if training else forward
-    run()  # handshakes are done, and plans made
-    return peak_bytes(run)
+    return peak_bytes(both if training else forward)
