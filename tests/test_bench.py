@@ -339,7 +339,7 @@ def test_rows_of_dilated(tmp_path: Path) -> None:
 
 @pytest.mark.zoo  # six processes compile with Inductor
 def test_rows_of_training(tmp_path: Path) -> None:
-    words = ["training", "--length", "64", "--layers", "1", "--heads", "1", "--ranks", "2"]
+    words = ["training", "--length", "64", "--layers", "1", "--heads", "1", "--ranks", "2", "--checkpoints"]
     found = tables(*words, str(tmp_path / "training.json"))
     assert [(row["checkpointed"], row["ranks"]) for row in found["rows"]] == [
         (False, 1), (False, 2), (True, 1), (True, 2)

@@ -99,6 +99,20 @@ def test_models_of_transformers_stay_sharded(name, pattern):
     assert [(report.sharded_fraction > 0.99, report.sites[0].pattern) for report in second] == [(True, pattern)]
 
 
+class Padded(nn.Module):
+    """Rows moved by a padding below 0, of a value that is gathered."""
+
+    def forward(self, x):
+        y = F.scaled_dot_product_attention(*(x[:, None],) * 3)[:, 0]
+        return F.pad(y.sort(1).values, (0, 0, -1, 1)).square().mean()
+
+
+def test_kernels_that_want_numbers_take_open_sizes():
+    calls = [(torch.randn(2, n, 8, dtype=torch.float64),) for n in (12, 14, 15)]
+    first, second = run_over(Padded(), calls, 2).reports
+    assert [gather.op for gather in second.gathers] == [gather.op for gather in first.gathers] == ["sort"]
+
+
 def greedy(cache: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Tokens by the model as it is and compiled, and how the attention of each graph was spread."""
     import ringopt

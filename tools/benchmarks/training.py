@@ -1,4 +1,4 @@
-"""A training step of a Llama-shaped model: peak memory of a rank by how many there are, with checkpoints or without."""
+"""A training step of a Llama-shaped model: peak memory of a rank by how many there are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
-  ringopt bench training --length 2048 --ranks 2
+  ringopt bench training --length 2048 --ranks 2 --checkpoints
   ringopt bench training --json training.json
 """
 
@@ -26,7 +26,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser = tables.add_parser(
         "training",
         parents=[common],
-        help="peak memory of a training step by the number of ranks, with and without checkpoints",
+        help="peak memory of a training step by the number of ranks, with and without checkpoints of layers",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,6 +35,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--layers", metavar="N", type=whole, default=8, help="of the model (8)")
     parser.add_argument("--heads", metavar="N", type=whole, default=2, help="of 64, two to a KV head (2)")
     parser.add_argument("--ranks", metavar="P", nargs="+", type=whole, default=[2, 4], help="beside one process (2 4)")
+    parser.add_argument("--checkpoints", action="store_true", help="then the same with every layer a checkpoint")
     parser.set_defaults(measure=measure)
 
 
@@ -44,7 +45,8 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     from ringopt.tools.benchmarks.training_ranks import HEAD, on_a_rank
 
     model = (arguments.length, arguments.layers, arguments.heads * HEAD)
-    cases = [(checkpointed, ranks) for checkpointed in (False, True) for ranks in (1, *arguments.ranks)]
+    kinds = (False, True) if arguments.checkpoints else (False,)
+    cases = [(checkpointed, ranks) for checkpointed in kinds for ranks in (1, *arguments.ranks)]
     rows: list[Row] = []
     alone: dict[bool, Row] = {}
     for checkpointed, ranks in progress.track(cases, description="steps"):
@@ -74,14 +76,13 @@ def totals(rows: list[Row]) -> Row:
 
 
 def sentences(rows: list[Row]) -> tuple[str, ...]:
-    half = len(rows) // 2
-    pairs = zip(rows[:half], rows[half:], strict=True)
-    gains = [f"{kept['bytes'] / again['bytes']:.1f} on {kept['ranks']}" for kept, again in pairs]
-    most = max(abs(row["share"] - 1) for row in rows[:half])
-    return (
-        f"without checkpoints, the peak of a rank is that of one process divided by their number, within {most:.0%}",
-        f"checkpoints divide the peak by {', '.join(gains)} ranks",
-    )
+    kept, again = ([row for row in rows if row["checkpointed"] is kind] for kind in (False, True))
+    most = max(abs(row["share"] - 1) for row in kept)
+    said = f"without checkpoints, the peak of a rank is that of one process divided by their number, within {most:.0%}"
+    if not again:
+        return (said,)
+    gains = [f"{one['bytes'] / other['bytes']:.1f} on {one['ranks']}" for one, other in zip(kept, again, strict=True)]
+    return said, f"checkpoints divide the peak by {', '.join(gains)} ranks"
 
 
 COLUMNS = (
