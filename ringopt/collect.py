@@ -64,7 +64,8 @@ class Budget:
 
 def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, float]) -> None:
     """In place. `held`: bytes that are under way already when a message is posted."""
-    collectives = [node for node in graph.nodes if op_name(node) in COLLECTIVES]
+    # Ours: torch has a gather too.
+    collectives = [node for node in graph.nodes if sends(node) and op_name(node) in COLLECTIVES]
     placed: set[fx.Node] = set()
     for node in collectives:
         advance(node, placed, held, budget.in_flight)

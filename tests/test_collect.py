@@ -47,6 +47,27 @@ class Beside(nn.Module):
         return (self.block.attend(x) + self.down(F.gelu(self.up(x))) + x).square().mean()
 
 
+class Routed(nn.Module):
+    """The weight of the chosen expert is picked before a block and used behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.router = Block(), Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        weights = self.router(y).softmax(-1)
+        best = weights.gather(-1, weights.argmax(-1, keepdim=True))
+        return (self.second(y) * best).square().mean()
+
+
+def test_a_gather_of_torch_is_no_message() -> None:
+    found, _ = on_ranks(2, Routed().double(), data(), values_and_gradients, strategy="ring")
+    for values, expected in found:
+        assert not difference(expected, values)
+
+
 def test_what_is_returned_is_gathered_behind_the_layers_that_follow() -> None:
     found, _ = on_ranks(2, Outputs().double(), data(), ordered, strategy="ring")
     for (values, ran), expected in found:
