@@ -48,6 +48,7 @@ from ringopt.graph.nodes import (
 from ringopt.graph.placement import Sharded
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import plain
 from ringopt.lazy import Spread
 from ringopt.ops.ring import VERSION
 from ringopt.pipeline import Context, GraphRefused, Pass
@@ -68,7 +69,7 @@ class ShardSequence(Pass):
         def rows_here(length: int, layout: str) -> int:
             if mesh.name == ANY:
                 raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
-            return sum(map(len, layout_of(layout, length, mesh.size).ranges(mesh.rank)))
+            return sum(map(len, layout_of(layout, plain(length), mesh.size).ranges(mesh.rank)))
 
         def least(length: int) -> int:
             return LAYOUTS[layout(length)].chunks_per_rank * mesh.size

@@ -163,6 +163,7 @@ def test_rows_of_a_longer_table_are_cut_out_of_it(first):
         assert only_site(validate(p, Cut(first, 16), data(19))).refusal is None
 
 
-def test_lengths_in_turn_are_exact():
-    found = run_over(Relative("by one"), [(data(n),) for n in (11, 14, 17)], 2)
+@pytest.mark.parametrize("causal", (True, False))
+def test_lengths_in_turn_are_exact(causal):
+    found = run_over(Relative("by one", causal), [(data(n),) for n in (11, 14, 17)], 2)
     assert [report.sites[0].refusal for report in found.reports] == [None] * len(found.reports)
