@@ -43,8 +43,6 @@ def prove(exchange: Exchange, rank: int) -> tuple[Peak, Peak]:
     """
     backward = check_rank(exchange, rank, exchange.backward(rank), backward=True)
     check_peers(rank, exchange.backward(rank), exchange.backward)
-    if not exchange.queries_move:  # the same messages, with other blocks beside them
-        check_rank(exchange, rank, exchange.backward(rank, home_first=True), backward=True)
     if exchange.queries_move:
         return backward, backward  # the same steps, with another cargo
     forward = check_rank(exchange, rank, exchange.forward(rank), backward=False)

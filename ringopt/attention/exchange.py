@@ -260,13 +260,14 @@ class Exchange:
         """The steps of `rank`; none where it neither computes nor passes anything on."""
         return _there_and_back(self, rank) if self.queries_move else _there(self, rank)
 
-    def backward(self, rank: int, home_first: bool = False) -> tuple[Step, ...]:
+    def backward(self, rank: int) -> tuple[Step, ...]:
         """The steps of `rank`. Keys travel again, in the order that lets gradients end at home: dK and dV then make as
         many hops as keys made, where a ring that begins with the nearest rows carries them once more round.
 
-        The home blocks hide the last gradients on their way home; with `home_first` the first rows on their way out.
+        The home blocks are in the last step, under the last gradients on their way home; they wait for nothing, so that
+        the executor may compute some of them under the first rows on their way out.
         """
-        return _there_and_back(self, rank, home_first)
+        return _there_and_back(self, rank)
 
     def steps(self, rank: int, backward: bool) -> tuple[Step, ...]:
         """`backward(rank)` or `forward(rank)`."""
@@ -332,11 +333,11 @@ def _there(exchange: Exchange, rank: int) -> tuple[Step, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _there_and_back(exchange: Exchange, rank: int, home_first: bool = False) -> tuple[Step, ...]:
+def _there_and_back(exchange: Exchange, rank: int) -> tuple[Step, ...]:
     """Hop h computes in step last - h. The far stop has its rows straight from home, each other stop from the one
     beyond it; gradients go the same way on to home, but rows need come no nearer home than their first user."""
     draft, ranks, last = Draft(rank), exchange.ranks, exchange.length + 1
-    draft.compute(0 if home_first else last, exchange.home_blocks(rank))
+    draft.compute(last, exchange.home_blocks(rank))
     for route in exchange.routes_at(rank):
         hop = route.hop_of(rank, ranks)
         if hop is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringopt.attention.dropout import Dropout
-from ringopt.attention.exchange import Block, Cargo, Exchange, Step
+from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
 from ringopt.attention.heads import HeadExchange
 from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
@@ -157,42 +157,50 @@ def post_first(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward:
     return post(mesh, step, Cargo.OUT, held, f"{'backward' if backward else 'forward'} 0{group}")
 
 
-def attend_keys(
-    attention: Attention,
-    mesh: Mesh,
-    given: Operands,
-    tiles: Tiles,
-    merged: Merged,
-    group: str = "",
-    first: Posted | None = None,
-) -> Generator[None, None, None]:
-    """K and V travel, and what `given` attends to is gathered in `merged`. Stops when the first messages are under way,
-    and wherever it would wait. `first`: what was posted of the first step."""
-    exchange, rank, (q, k, v) = attention.exchange, mesh.rank, (given.q, given.k, given.v)
-    held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
-    strip = max(STRIP, -(-q.shape[2] // 8))
+class Attending:
+    """Outputs of blocks, gathered in `merged`."""
 
-    def compute(block: Block) -> None:
-        for tile in tiles.scores.tiles(block):
+    def __init__(self, attention: Attention, rank: int, given: Operands, merged: Merged):
+        exchange, self.merged, self.given = attention.exchange, merged, given
+        local = Local(exchange.kv_layout.ranges(rank))
+        self.held = Held(KVShape.of(given.k, given.v), exchange.kv_pieces(rank), local, given.k, given.v)
+        self.tiles, self.scale = Tiles(attention, rank, given, given.sources), attention.scale
+
+    def compute(self, block: Block) -> None:
+        q = self.given.q
+        for tile in self.tiles.scores.tiles(block):
             # What a tile gives is held beside the sums it is merged into, but for the first, which becomes the sums.
-            whole = merged.empty and len(tile.queries) == q.shape[2]
-            for part in tile.strips(q.shape[2] if whole else strip):
-                rows, (keys, values) = tiles.local.slice(part.queries), held.pair(part.keys)
-                operands = (q[:, :, rows], keys, values, part.mask, part.causal, attention.scale)
-                merged.add(rows, *tiles.kernel(part).forward(*operands))
+            whole = self.merged.empty and len(tile.queries) == q.shape[2]
+            for part in tile.strips(q.shape[2] if whole else max(STRIP, -(-q.shape[2] // 8))):
+                rows, (keys, values) = self.tiles.local.slice(part.queries), self.held.pair(part.keys)
+                operands = (q[:, :, rows], keys, values, part.mask, part.causal, self.scale)
+                self.merged.add(rows, *self.tiles.kernel(part).forward(*operands))
 
-    for number, step in enumerate(exchange.forward(rank)):
-        label = f"forward {number}{group}"
-        rows = first if number == 0 and first is not None else post(mesh, step, Cargo.OUT, held, label)
-        if number == 0:
+
+def attend_home(attention: Attention, mesh: Mesh, given: Operands, merged: Merged) -> None:
+    """What `given` attends to of the rank's own keys, gathered in `merged`."""
+    blocks = Attending(attention, mesh.rank, given, merged)
+    for block in attention.exchange.home_blocks(mesh.rank):
+        blocks.compute(block)
+    log_event("computed", "forward 0", mesh.teller)
+
+
+def attend_keys(
+    attention: Attention, mesh: Mesh, given: Operands, merged: Merged, first: Posted, group: str = ""
+) -> Generator[None, None, None]:
+    """K and V travel, and what `given` attends to of other ranks' is gathered in `merged`. Stops wherever it would
+    wait. `first`: the messages of the first step, behind which `attend_home` is done."""
+    blocks, rows = Attending(attention, mesh.rank, given, merged), first
+    for number, step in enumerate(attention.exchange.forward(mesh.rank)):
+        if number > 0:
+            label = f"forward {number}{group}"
+            rows = post(mesh, step, Cargo.OUT, blocks.held, label)
+            for block in step.blocks:
+                blocks.compute(block)
+            log_event("computed", label, mesh.teller)
             yield
-        for block in step.blocks:
-            compute(block)
-        log_event("computed", label, mesh.teller)
-        yield
-        for packed in rows.wait():
-            held.put(packed)
-        held.drop(step.drops)
+        deliver(rows, blocks.held.put)
+        blocks.held.drop(step.drops)
 
 
 @dataclass(frozen=True)
@@ -204,6 +212,25 @@ class Saved:
     lse: Tensor
 
 
+def backward_home(
+    attention: Attention,
+    mesh: Mesh,
+    dout: Tensor,
+    saved: Saved,
+    dq: Tensor,
+    parts: Sequence[Tensor],
+    home: Callable[[], Pair],
+    label: str,
+) -> KeysMove:
+    """Of the rank's own keys. `dq`, `parts` (of learned sources), and what `home` gives when it is first needed, are
+    zeros to which gradients are added."""
+    blocks = KeysMove(attention, mesh.rank, dout, saved, (), dq, parts, home)
+    for block in attention.exchange.home_blocks(mesh.rank):
+        blocks.compute(block)
+    log_event("computed", label, mesh.teller)
+    return blocks
+
+
 def backward_keys(
     attention: Attention,
     mesh: Mesh,
@@ -212,22 +239,17 @@ def backward_keys(
     dq: Tensor,
     parts: Sequence[Tensor],
     home: Callable[[], Pair],
+    first: Posted,
     group: str = "",
-    first: Posted | None = None,
-    home_first: bool = False,
-) -> Generator[None, None, tuple[KeysMove, Coming]]:
-    """K and V travel again, and sums of dK and dV travel home. Stops as `attend_keys` does, and ends when all is
-    computed. `dq`, `parts` (of learned sources), and what `home` gives when it is first needed, are zeros to which
-    gradients are added. `first`: what was posted of the first step; `home_first`: see Exchange.backward."""
-    exchange, rank, (k, v) = attention.exchange, mesh.rank, (saved.given.k, saved.given.v)
-    own, local = exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank))
-    held = Held(KVShape.of(k, v), own, local, k, v)
-    wide = KVShape.of(k, v, accumulator(k.dtype))
-    steps = exchange.backward(rank, home_first)
-    gradients = Gradients(wide, own, local, k.shape[2], leaving(steps), home)
-    blocks = KeysMove(attention, rank, dout, saved, held, gradients, dq, parts)
-    last = yield from there_and_back(mesh, steps, held, gradients, blocks.compute, "backward", group, first)
-    return blocks, Coming(gradients, last)
+) -> Generator[None, None, Coming]:
+    """K and V travel again, and sums of dK and dV travel home. Stops wherever it would wait, and ends when all is
+    computed but `backward_home`, for which both the `first` messages and the last that it leaves behind can wait."""
+    steps = attention.exchange.backward(mesh.rank)
+    away = (*steps[:-1], *(replace(step, blocks=()) for step in steps[-1:]))  # the last has those of home
+    blocks = KeysMove(attention, mesh.rank, dout, saved, leaving(steps), dq, parts, home)
+    way = (blocks.held, blocks.gradients, blocks.compute, "backward", group, first)
+    last = yield from there_and_back(mesh, away, *way)
+    return Coming(blocks.gradients, last)
 
 
 @dataclass(frozen=True)
@@ -358,7 +380,7 @@ class BlockBackward(ABC):
 
 
 class KeysMove(BlockBackward):
-    """dQ here, dK and dV in `gradients`."""
+    """dQ here, dK and dV in `gradients`: of messages that are `leaving`, and at home."""
 
     def __init__(
         self,
@@ -366,13 +388,17 @@ class KeysMove(BlockBackward):
         rank: int,
         dout: Tensor,
         saved: Saved,
-        held: Held,
-        gradients: Gradients,
+        leaving: Sequence[Message],
         dq: Tensor,
         parts: Sequence[Tensor],
+        home: Callable[[], Pair],
     ):
         super().__init__(attention, rank, dout, saved, parts)
-        self.held, self.gradients, self.dq = held, gradients, dq
+        k, v, self.dq = saved.given.k, saved.given.v, dq
+        own, local = attention.exchange.kv_pieces(rank), Local(attention.exchange.kv_layout.ranges(rank))
+        self.held = Held(KVShape.of(k, v), own, local, k, v)
+        wide = KVShape.of(k, v, accumulator(k.dtype))
+        self.gradients = Gradients(wide, own, local, k.shape[2], leaving, home)
 
     def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         rows, saved = self.tiles.local.slice(tile.queries), self.saved

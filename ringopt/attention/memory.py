@@ -79,26 +79,25 @@ class Ledger:
 
 # ---- keys travel -----------------------------------------------------------------------------------------------------
 def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int, dense: bool = False) -> Memory:
-    """`turns` times `parts` exchanges, each of some heads and some rows; one at a time computes. `dense`: queries come
-    in the order of their dims, and not as a projection leaves them."""
-    sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
+    """`turns` times `parts` exchanges, each of some heads and some rows; one at a time computes, and in the forward the
+    rank's own keys are attended to by all heads at once. `dense`: queries come in the order of their dims, and not as a
+    projection leaves them."""
+    sums, own = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank))), plan.kv_pieces(rank)
     one = replace(heads, q_heads=heads.q_heads // turns, kv_heads=-(-heads.kv_heads // turns))
     there, back = Ledger(), Ledger()
     block = next((block for step in plan.forward(rank) for block in step.blocks), None)
     first = pieces(plan.pattern, block, heads.kernel)[0] if block is not None else None
-    whole = turns == 1 and first is not None and len(first.queries) == sums.queries
+    whole = first is not None and len(first.queries) == sums.queries
     strip = max(STRIP, -(-sums.queries // 8))
 
     def tile(piece: Block) -> Held:
-        return (
-            first_tile(plan.pattern, piece, one)
-            if whole and piece == first
-            else forward_tile(plan.pattern, piece, one, strip)
-        )
+        if whole and piece == first:
+            return first_tile(plan.pattern, piece, heads)
+        at_home = any(within(piece.keys, rows) for rows in own)
+        return forward_tile(plan.pattern, piece, heads if at_home else one, strip)
 
     over_steps(there, plan, rank, heads, False, sums.wide_out + sums.lse, tile)
-    # A kernel gives its output in the order of the queries, the operator in that of its dims; of several exchanges it
-    # was copied before.
+    # A kernel gives its output in the order of the queries, the operator in that of its dims.
     there.briefly(sums.out * (sums.narrow + (whole and not dense)))
     back.take(sums.wide_dq)
     home = sums.wide_dkv if turns * parts == 1 else 0

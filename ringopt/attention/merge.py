@@ -27,15 +27,13 @@ def add_logits_(out: Tensor, lse: Tensor, logits: Tensor) -> None:
 
 
 class Merged:
-    """out and lse of `rows` queries, gathered tile by tile in accumulator(q.dtype). `room`: where, if not in tensors of
-    its own."""
+    """out and lse of the queries `q`, gathered tile by tile in accumulator(q.dtype). `sums`: what is there already."""
 
-    def __init__(self, q: Tensor, value_dim: int, room: tuple[Tensor, Tensor] | None = None):
-        self._q, self._value_dim, self._room = q, value_dim, room
-        self._sums: tuple[Tensor, Tensor] | None = None
+    def __init__(self, q: Tensor, value_dim: int, sums: tuple[Tensor, Tensor] | None = None):
+        self._q, self._value_dim, self._sums = q, value_dim, sums
 
     def of(self, heads: slice) -> Merged:
-        """Some heads of it, to be gathered by themselves; the others have to be as well."""
+        """Some heads of it, of the same memory."""
         out, lse = self._started()
         return Merged(self._q[:, heads], self._value_dim, (out[:, heads], lse[:, heads]))
 
@@ -47,10 +45,7 @@ class Merged:
         """The softmax of local query rows over some more keys."""
         if self.empty and rows == slice(0, self._q.shape[2]):
             # The first tile, of all rows, is the sum so far. Its tensors become it, so that none are held beside them.
-            if self._room is None:
-                self._sums = out.to(accumulator(self._q.dtype)), lse.contiguous()
-            else:
-                self._sums = self._room[0].copy_(out), self._room[1].copy_(lse)
+            self._sums = out.to(accumulator(self._q.dtype)), lse.contiguous()
             return
         whole_out, whole_lse = self._started()
         merge_(whole_out[:, :, rows], whole_lse[:, :, rows], out, lse)
@@ -68,9 +63,6 @@ class Merged:
     def _started(self) -> tuple[Tensor, Tensor]:
         if self._sums is None:
             dtype, sizes = accumulator(self._q.dtype), self._q.shape[:3]
-            out, lse = self._room or (
-                self._q.new_empty(*sizes, self._value_dim, dtype=dtype),
-                self._q.new_empty(sizes, dtype=dtype),
-            )
-            self._sums = out.zero_(), lse.fill_(HIDDEN)
+            out = self._q.new_zeros(*sizes, self._value_dim, dtype=dtype)
+            self._sums = out, self._q.new_full(sizes, HIDDEN, dtype=dtype)
         return self._sums

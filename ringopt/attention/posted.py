@@ -44,9 +44,9 @@ def there_and_back(
     group: str = "",
     first: Posted | None = None,
 ) -> Generator[None, None, list[Posted]]:
-    """Runs steps in which rows travel out (`held`) and sums of them back home. Stops when the first messages are under
-    way, and wherever it would wait; ends when all is computed, with the last sums still on their way here: for the
-    caller to give to `deliver`.
+    """Runs steps in which rows travel out (`held`) and sums of them back home. Stops when it has posted the first
+    messages (unless they were, as `first`), and wherever it would wait; ends when all is computed, with the last sums
+    still on their way here: for the caller to give to `deliver`.
 
     Sums leave as soon as nothing is added to them any more, before the rank turns to other exchanges; they are waited
     for a whole step later, or with all computed in the end.
@@ -54,12 +54,16 @@ def there_and_back(
     coming: Posted | None = None  # sums that the step's own are added to
     for number, step in enumerate(steps):
         label = f"{way} {number}{group}"
-        rows = first if number == 0 and first is not None else post(mesh, step, Cargo.OUT, held, label)
-        if number == 0:
-            yield
+        if number == 0 and first is not None:
+            rows = first
+        else:
+            rows = post(mesh, step, Cargo.OUT, held, label)
+            if number == 0:
+                yield
         for block in step.blocks:
             compute(block)
-        log_event("computed", label, mesh.teller)
+        if step.blocks:
+            log_event("computed", label, mesh.teller)
         if number + 1 == len(steps):
             return [posted for posted in (coming, rows) if posted is not None]
         if coming is not None:

@@ -9,10 +9,9 @@ second half of it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import TypeVar
 
 import torch
@@ -24,11 +23,12 @@ from ringopt.attention.execute import (
     Attention,
     Coming,
     Found,
-    KeysMove,
     Operands,
     Saved,
     Tiles,
+    attend_home,
     attend_keys,
+    backward_home,
     backward_keys,
     post_first,
     spread_nan,
@@ -39,7 +39,7 @@ from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Pair
 from ringopt.attention.posted import Posted
 from ringopt.distributed.mesh import Mesh, Pending
-from ringopt.kernels.base import HIDDEN, accumulator
+from ringopt.kernels.base import HIDDEN
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
@@ -74,8 +74,14 @@ def by_turns(runs: Sequence[Turns[T]]) -> list[T]:
 
 def begin_shares(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool) -> list[Posted]:
     """What each exchange of `attend_shares` or `backward_shares` posts first, in the order in which they do."""
+    return post_shares(attention, mesh, shares_of(attention, k, v, mesh.rank), k, v, backward)
+
+
+def post_shares(
+    attention: Attention, mesh: Mesh, shares: Sequence[Share], k: Tensor, v: Tensor, backward: bool
+) -> list[Posted]:
     found = []
-    for share in shares_of(attention, k, v, mesh.rank):
+    for share in shares:
         site, own = replace(attention, exchange=share.exchange), (of(k, share.heads), of(v, share.heads))
         found.append(post_first(site, mesh, *own, backward, share.name))
     return found
@@ -86,17 +92,16 @@ def attend_shares(
 ) -> tuple[Tensor, Tensor]:
     """K and V travel, in as many exchanges as pay; see run.attend."""
     shares = shares_of(attention, given.k, given.v, mesh.rank)
-    merged, sums = Merged(given.q, given.v.shape[3]), dict[range, Merged]()
-    for heads in (one.heads for one in shares):
-        if heads not in sums:
-            sums[heads] = merged.of(queries_of(given, heads)) if len(heads) < given.k.shape[1] else merged
+    firsts = begun or post_shares(attention, mesh, shares, given.k, given.v, backward=False)
+    merged = Merged(given.q, given.v.shape[3])
+    attend_home(attention, mesh, given, merged)
 
-    def one(share: Share, first: Posted | None) -> Turns[None]:
+    def one(share: Share, first: Posted) -> Turns[None]:
         site, part = of_share(attention, given, share)
-        tiles = Tiles(site, mesh.rank, part, part.sources)
-        return attend_keys(site, mesh, part, tiles, sums[share.heads], share.name, first)
+        sums = merged.of(queries_of(given, share.heads)) if len(share.heads) < given.k.shape[1] else merged
+        return attend_keys(site, mesh, part, sums, first, share.name)
 
-    by_turns([one(share, first) for share, first in zip_longest(shares, begun)])
+    by_turns([one(share, first) for share, first in zip(shares, firsts, strict=True)])
     return Tiles(attention, mesh.rank, given, given.sources).completed(merged, given.sinks)
 
 
@@ -105,24 +110,28 @@ def backward_shares(
 ) -> Homeward:
     """K and V travel again, and sums of dK and dV home, but for the last of them; see run.attend_backward."""
     given, shares = saved.given, shares_of(attention, saved.given.k, saved.given.v, mesh.rank)
+    firsts = begun or post_shares(attention, mesh, shares, given.k, given.v, backward=True)
     dq, homes = wide_zeros(given.q), Homes(given.k, given.v)
     parts = [wide_zeros(given.sources[i]) for i in attention.learned]
 
-    def one(share: Share, first: Posted | None) -> Turns[tuple[KeysMove, Coming]]:
+    def operands(share: Share) -> tuple[Attention, Mesh, Tensor, Saved, Tensor, Sequence[Tensor], Callable[[], Pair]]:
         (site, part), own = of_share(attention, given, share), queries_of(given, share.heads)
         left = Saved(part, saved.out[:, own], saved.lse[:, own])
-        # The home blocks of half of the exchanges hide the first hop of K and V, the others the last hop of dK and dV.
-        how = (share.name, first, 2 * share.number < len(shares) and len(shares) > 1)
-        return backward_keys(site, mesh, dout[:, own], left, dq[:, own], parts, lambda: homes.of(share.heads), *how)
+        return site, mesh, dout[:, own], left, dq[:, own], parts, lambda: homes.of(share.heads)
 
-    done = by_turns([one(share, first) for share, first in zip_longest(shares, begun)])
+    # Half of the home blocks hide the first hop of K and V, the others the last hop of dK and dV.
+    early, late = halves(attention, shares)
+    done = [backward_home(*operands(share), "backward 0") for share in early]
+    runs = zip(shares, firsts, strict=True)
+    coming = by_turns([backward_keys(*operands(share), first, share.name) for share, first in runs])
+    done += [backward_home(*operands(share), "backward home") for share in late]
+
     hidden = saved.lse == HIDDEN if attention.nan_rows else None
     if hidden is not None:
         spread_nan(dq, parts, hidden)
-    once = {share.heads: blocks for share, (blocks, _) in zip(shares, done, strict=True)}.values()
-    dsinks = [part for blocks in once if (part := blocks.dsinks()) is not None]
-    keys = Keys(mesh, homes, [coming for _, coming in done], hidden)
-    return Homeward(dq, parts, torch.cat(dsinks, 1) if dsinks else None, keys)
+    once = {share.heads: blocks for share, blocks in zip([*early, *late], done, strict=True)}
+    dsinks = [part for blocks in once.values() if (part := blocks.dsinks()) is not None]
+    return Homeward(dq, parts, torch.cat(dsinks, 1) if dsinks else None, Keys(mesh, homes, coming, hidden))
 
 
 @dataclass(frozen=True)
@@ -163,25 +172,18 @@ class Keys:
 
 
 class Homes:
-    """dK and dV of all heads, made when they are first needed."""
+    """dK and dV of all heads, zeros that are made when they are first needed."""
 
     def __init__(self, k: Tensor, v: Tensor):
         self._k, self._v = k, v
-        self._begun: dict[range, Pair] = {}
 
     @cached_property
     def pair(self) -> Pair:
-        """To be read when `of` has been called for all heads."""
-        dk, dv = (torch.empty(x.shape, dtype=accumulator(x.dtype), device=x.device) for x in (self._k, self._v))
-        return dk, dv
+        return wide_zeros(self._k), wide_zeros(self._v)
 
     def of(self, heads: range) -> Pair:
-        """Of some heads, zeros at first: written no sooner than asked for, and until then a machine may give no
-        memory."""
-        if heads not in self._begun:
-            dk, dv = self.pair
-            self._begun[heads] = of(dk, heads).zero_(), of(dv, heads).zero_()
-        return self._begun[heads]
+        dk, dv = self.pair
+        return of(dk, heads), of(dv, heads)
 
 
 def shares_of(attention: Attention, k: Tensor, v: Tensor, rank: int) -> list[Share]:
@@ -192,12 +194,25 @@ def shares_of(attention: Attention, k: Tensor, v: Tensor, rank: int) -> list[Sha
     alike = 1 if attention.mask.text else heads
     apart, parts = exchanges_of(alike, exchange.leaving, size) if exchange.length else (1, 1)
     shares: list[Share] = []
+    prove(exchange, rank)
     for i in range(apart):
         for part in exchange.parts(parts):
             prove(part, rank)
             name = f" of {len(shares)}" if apart * parts > 1 else ""
             shares.append(Share(range(heads * i // apart, heads * (i + 1) // apart), part, len(shares), name))
     return shares
+
+
+def halves(attention: Attention, shares: Sequence[Share]) -> tuple[list[Share], list[Share]]:
+    """The rank's own keys in two: by heads, as many at once as the exchanges have, or by rows. Of a single exchange,
+    nothing and all."""
+    exchange, ranges = attention.exchange, list(dict.fromkeys(share.heads for share in shares))
+    if len(shares) == 1:
+        return [], [Share(ranges[0], exchange, 0)]
+    pieces = [Share(heads, exchange, 0) for heads in ranges]
+    if len(pieces) == 1:
+        pieces = [Share(ranges[0], part, 0) for part in exchange.parts(2)]
+    return pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]
 
 
 def exchanges_of(kv_heads: int, rows: int, size: int) -> tuple[int, int]:

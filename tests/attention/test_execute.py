@@ -291,8 +291,9 @@ def test_messages_travel_under_the_blocks_of_their_step(strategy: str) -> None:
             expected += [("waited", f"forward {index}")] * moves
         steps = (*site.exchange.backward(rank), Step())
         for index, step in enumerate(steps[:-1]):
-            out = carries(step, Cargo.OUT)
-            expected += [("posted", f"backward {index}")] * out + [("computed", f"backward {index}")]
+            out, last = carries(step, Cargo.OUT), index + 2 == len(steps)
+            expected += [("posted", f"backward {index}")] * out
+            expected += [("computed", "backward home" if last else f"backward {index}")] * bool(step.blocks)
             expected += [("waited", f"backward {index}, home")] * carries(step, Cargo.BACK)
             expected += [("posted", f"backward {index + 1}, home")] * carries(steps[index + 1], Cargo.BACK)
             expected += [("waited", f"backward {index}")] * out
@@ -360,7 +361,7 @@ def test_gradients_without_a_way_home_are_refused(monkeypatch: pytest.MonkeyPatc
     case = problem(16)
     steps = Exchange.backward
 
-    def lossy(self: Exchange, rank: int, home_first: bool = False) -> tuple[Step, ...]:
+    def lossy(self: Exchange, rank: int) -> tuple[Step, ...]:
         def kept(messages: Any) -> Any:
             return tuple(m for m in messages if m.cargo is Cargo.OUT)
 
