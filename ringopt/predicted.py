@@ -15,10 +15,10 @@ from ringopt.attention.memory import most_memory
 from ringopt.attention.patterns import WINDOW
 from ringopt.attention.plans import trading
 from ringopt.attention.predict import simulate
-from ringopt.attention.strips import least_of
+from ringopt.attention.strips import least_of, strip_of
 from ringopt.attention.turns import exchanges_of
 from ringopt.cost import volume
-from ringopt.cost.formulas import F, F_b, L, T, U, V, W, Z, formulas_of, o, o_b, s
+from ringopt.cost.formulas import F, F_b, L, Q, T, U, V, W, Z, formulas_of, o, o_b, s
 from ringopt.cost.rates import Rates
 from ringopt.errors import OptionError
 from ringopt.traced import PlannedSite
@@ -196,4 +196,5 @@ def numbers(case: Case, width: int, ranks: int, rates: Rates, node: int = 1) -> 
         W: far.rate, L: far.latency, V: rates.link.rate, U: rates.link.latency, s: rates.step,
         volume.g: rates.node if rates.tiers(ranks) else ranks,
         T: exchanges_of(share.kv_heads, leaving, leaving * share.row())[0], Z: least_of(heads.kernel),
+        Q: min(1.0, strip_of(rows) / max(rows, 1)),
     }  # fmt: skip

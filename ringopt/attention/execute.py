@@ -22,6 +22,7 @@ from ringopt.attention.heads import HeadExchange
 from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
 from ringopt.attention.posted import Posted, deliver, leaving, post, there_and_back
+from ringopt.attention.strips import strip_of
 from ringopt.attention.tiles import Scores, Tile
 from ringopt.distributed.mesh import Mesh
 from ringopt.distributed.traffic import log_event
@@ -29,11 +30,6 @@ from ringopt.graph.mask import Mask
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator
 from ringopt.kernels.math import Math, Modifier
 from ringopt.kernels.recording import recording
-
-# Queries of a forward tile, or an eighth of the local ones if that is more: few enough for its output to be small
-# beside the sums, enough for the kernel to work at its best (PyTorch's for the CPU takes 256 at once from 768 on, and
-# fewer below).
-STRIP = 768
 
 
 @dataclass(frozen=True)
@@ -169,9 +165,9 @@ class Attending:
     def compute(self, block: Block) -> None:
         q = self.given.q
         for tile in self.tiles.scores.tiles(block):
-            # What a tile gives is held beside the sums it is merged into, but for the first, which becomes the sums.
-            whole = self.merged.empty and len(tile.queries) == q.shape[2]
-            for part in tile.strips(q.shape[2] if whole else max(STRIP, -(-q.shape[2] // 8))):
+            # What a tile gives is held beside the sums it is merged into, but for a first one that becomes the sums.
+            whole = self.merged.empty and len(tile.queries) == q.shape[2] and q.dtype == accumulator(q.dtype)
+            for part in tile.strips(q.shape[2] if whole else strip_of(q.shape[2])):
                 rows, (keys, values) = self.tiles.local.slice(part.queries), self.held.pair(part.keys)
                 operands = (q[:, :, rows], keys, values, part.mask, part.causal, self.scale)
                 self.merged.add(rows, *self.tiles.kernel(part).forward(*operands))

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ringopt.attention.exchange import Block
 from ringopt.attention.execute import (
-    STRIP,
     Attention,
     BlockBackward,
     Found,
@@ -30,6 +29,7 @@ from ringopt.attention.execute import (
 from ringopt.attention.merge import Merged, merge_
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
 from ringopt.attention.posted import Posted, deliver, leaving, there_and_back
+from ringopt.attention.strips import strip_of
 from ringopt.attention.tiles import Tile
 from ringopt.attention.turns import Turns, by_turns
 from ringopt.distributed.mesh import Mesh
@@ -65,7 +65,7 @@ def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[T
 
     def compute(block: Block) -> None:
         for tile in tiles.scores.tiles(block):
-            for part in tile.strips(max(STRIP, -(-q.shape[2] // 8))):
+            for part in tile.strips(strip_of(q.shape[2])):
                 results.add(part.queries, *attended(part))
 
     finish(there_and_back(mesh, steps, held, results, compute, "forward"), results)

@@ -15,12 +15,11 @@ from itertools import zip_longest
 
 from ringopt.attention.bytes import back_bytes, there_bytes
 from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
-from ringopt.attention.execute import STRIP
 from ringopt.attention.heads import HeadExchange
 from ringopt.attention.plans import Plan
 from ringopt.attention.predict import Heads, rows_of
 from ringopt.attention.rows import Rows, count, within
-from ringopt.attention.strips import pieces, placeless
+from ringopt.attention.strips import pieces, placeless, strip_of
 from ringopt.attention.tile_memory import Held, Sums, backward_tile, first_tile, forward_tile
 from ringopt.attention.turns import exchanges_of
 
@@ -87,14 +86,15 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int, den
     there, back = Ledger(), Ledger()
     block = next((block for step in plan.forward(rank) for block in step.blocks), None)
     first = pieces(plan.pattern, block, heads.kernel)[0] if block is not None else None
-    whole = first is not None and len(first.queries) == sums.queries
-    strip = max(STRIP, -(-sums.queries // 8))
+    whole = first is not None and len(first.queries) == sums.queries and not sums.narrow
+    strip, begun = strip_of(sums.queries), set[range]()
 
     def tile(piece: Block) -> Held:
         if whole and piece == first:
             return first_tile(plan.pattern, piece, heads)
-        at_home = any(within(piece.keys, rows) for rows in own)
-        return forward_tile(plan.pattern, piece, heads if at_home else one, strip)
+        at_home, fresh = any(within(piece.keys, rows) for rows in own), piece.queries not in begun
+        begun.add(piece.queries)
+        return forward_tile(plan.pattern, piece, heads if at_home else one, strip, fresh)
 
     over_steps(there, plan, rank, heads, False, sums.wide_out + sums.lse, tile)
     # A kernel gives its output in the order of the queries, the operator in that of its dims.
@@ -114,7 +114,7 @@ def turns_of(plan: Exchange, heads: Heads) -> tuple[int, int]:
 # ---- queries travel --------------------------------------------------------------------------------------------------
 def of_queries(plan: Exchange, heads: Heads, rank: int) -> Memory:
     sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
-    strip, results = max(STRIP, -(-sums.queries // 8)), sums.wide_out + sums.lse
+    strip, results = strip_of(sums.queries), sums.wide_out + sums.lse
     there, back = Ledger(), Ledger()
     over_steps(there, plan, rank, heads, False, results, lambda piece: forward_tile(plan.pattern, piece, heads, strip))
     # Where all ranks have the queries, each has the parts of all to merge.

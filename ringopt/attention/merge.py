@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringopt.attention.rows import Rows, overlap, within, without
 from ringopt.kernels.base import HIDDEN, accumulator
+
+Pair = tuple[Tensor, Tensor]
 
 
 def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
@@ -29,12 +32,13 @@ def add_logits_(out: Tensor, lse: Tensor, logits: Tensor) -> None:
 class Merged:
     """out and lse of the queries `q`, gathered tile by tile in accumulator(q.dtype). `sums`: what is there already."""
 
-    def __init__(self, q: Tensor, value_dim: int, sums: tuple[Tensor, Tensor] | None = None):
+    def __init__(self, q: Tensor, value_dim: int, sums: Pair | None = None):
         self._q, self._value_dim, self._sums = q, value_dim, sums
+        self._blank: Rows = ()  # rows of the sums to which nothing was added, nor anything written
 
     def of(self, heads: slice) -> Merged:
         """Some heads of it, of the same memory."""
-        out, lse = self._started()
+        out, lse = self._written(range(self._q.shape[2]))
         return Merged(self._q[:, heads], self._value_dim, (out[:, heads], lse[:, heads]))
 
     @property
@@ -43,26 +47,42 @@ class Merged:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """The softmax of local query rows over some more keys."""
-        if self.empty and rows == slice(0, self._q.shape[2]):
+        own = range(self._q.shape[2])[rows]
+        if self.empty and own == range(self._q.shape[2]) and out.dtype == accumulator(self._q.dtype):
             # The first tile, of all rows, is the sum so far. Its tensors become it, so that none are held beside them.
-            self._sums = out.to(accumulator(self._q.dtype)), lse.contiguous()
+            self._sums = out, lse.contiguous()
             return
-        whole_out, whole_lse = self._started()
+        sums = self._started()
+        if any(within(own, blank) for blank in self._blank) and own.step == 1:
+            sums[0][:, :, rows], sums[1][:, :, rows] = out, lse
+            self._blank = tuple(piece for blank in self._blank for piece in without(blank, [own]))
+            return
+        whole_out, whole_lse = self._written(own)
         merge_(whole_out[:, :, rows], whole_lse[:, :, rows], out, lse)
 
     def add_logits(self, rows: slice, logits: Tensor) -> None:
         """One more logit [1|B, Hq, rows] of local query rows, that leads to no value."""
-        out, lse = self._started()
+        out, lse = self._written(range(self._q.shape[2])[rows])
         add_logits_(out[:, :, rows], lse[:, :, rows], logits)
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> Pair:
         """out in q's dtype and lse, both contiguous."""
-        out, lse = self._started()
+        out, lse = self._written(range(self._q.shape[2]))
         return out.to(self._q.dtype).contiguous(), lse
 
-    def _started(self) -> tuple[Tensor, Tensor]:
+    def _started(self) -> Pair:
         if self._sums is None:
             dtype, sizes = accumulator(self._q.dtype), self._q.shape[:3]
-            out = self._q.new_zeros(*sizes, self._value_dim, dtype=dtype)
-            self._sums = out, self._q.new_full(sizes, HIDDEN, dtype=dtype)
+            out = self._q.new_empty(*sizes, self._value_dim, dtype=dtype)
+            self._sums, self._blank = (out, self._q.new_empty(sizes, dtype=dtype)), (range(self._q.shape[2]),)
         return self._sums
+
+    def _written(self, rows: range) -> Pair:
+        """The sums, of which none of `rows` is blank."""
+        out, lse = self._started()
+        for blank in self._blank:
+            if overlap(blank, rows):
+                own = slice(blank.start, blank.stop)
+                out[:, :, own], lse[:, :, own] = 0.0, HIDDEN
+        self._blank = tuple(blank for blank in self._blank if not overlap(blank, rows))
+        return out, lse

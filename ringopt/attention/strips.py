@@ -14,6 +14,11 @@ MASK_ELEMENTS = 1 << 22
 # The fewest queries of a strip, unless a mask would be too large: fewer leave a kernel idle.
 LEAST, LEAST_ON_GPU = 64, 512
 
+# Queries of a forward tile, or an eighth of those of a rank if that is more: few enough for its output to be small
+# beside the sums, enough for a kernel to work at its best. PyTorch's for the CPU takes AT_ONCE from 768 on, and fewer
+# below; of a number that these do not divide the rest costs as much as they do.
+STRIP, AT_ONCE = 1024, 256
+
 # Shorter strips are taken as long as they save this part of the pairs: what is hidden in them is computed for nothing,
 # and each strip costs a call of the kernel and a merge.
 WORTH = 1 / 8
@@ -22,6 +27,16 @@ WORTH = 1 / 8
 def least_of(kernel: str) -> int:
     """The fewest queries of a strip for a kernel by name."""
     return LEAST if kernel in ("flash_cpu", "math") else LEAST_ON_GPU
+
+
+def strip_of(queries: int) -> int:
+    """Queries of a forward tile, of so many that a rank has."""
+    return -(-max(STRIP, queries // 8) // AT_ONCE) * AT_ONCE
+
+
+def strip_ends(queries: int, strip: int) -> list[int]:
+    """Where the strips of a tile end, from 0 on: the last has up to three quarters more than `strip`, or less."""
+    return [*range(0, max(1, queries - strip * 3 // 4), strip), queries]
 
 
 def placeless(pattern: Pattern, block: Block) -> Block:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ringopt.attention.exchange import Block, Cargo
 from ringopt.attention.patterns import Band, Kind, Pattern
 from ringopt.attention.predict import Heads
 from ringopt.attention.strided import Strided
+from ringopt.attention.strips import strip_ends
 from ringopt.attention.structures import Beside
 from ringopt.kernels.math import SCORES
 
@@ -76,23 +78,24 @@ class Held:
     kept: int
 
 
-def forward_tile(pattern: Pattern, block: Block, heads: Heads, rows: int) -> Held:
-    """Of a piece of a block (strips.py), computed in equal parts of `rows` queries at least (tiles.py)."""
-    queries = len(block.queries)
-    part = Sums(heads, -(-queries // max(1, queries // rows)), len(block.keys))
+def forward_tile(pattern: Pattern, block: Block, heads: Heads, rows: int, fresh: bool = False) -> Held:
+    """Of a piece of a block (strips.py), of which `rows` queries or so are computed at a time. `fresh`: of which there
+    are no sums yet, so that its results are copied and not merged."""
+    largest = max(end - first for first, end in pairwise(strip_ends(len(block.queries), rows)))
+    part = Sums(heads, largest, len(block.keys))
     making, mask = masks(pattern, block, heads)
     given = mask + part.out + part.lse
-    merging = 2 * part.lse + part.lse // heads.wide + part.wide_out * part.narrow
+    merging = 0 if fresh else 2 * part.lse + part.lse // heads.wide + part.wide_out * part.narrow
     return Held(making, given + scratch(part), given + merging, mask)
 
 
 def first_tile(pattern: Pattern, block: Block, heads: Heads) -> Held:
-    """Of one that is computed at once, and whose results become the sums: that of fewer bits is copied, and the
-    log-sum-exp, whose dims a kernel has in another order."""
+    """Of one that is computed at once, and whose results become the sums; of the log-sum-exp a copy, for a kernel has
+    its dims in another order."""
     part = Sums(heads, len(block.queries), len(block.keys))
     making, mask = masks(pattern, block, heads)
     working = mask + part.out + part.lse + scratch(part)
-    return Held(making, working, mask + part.lse + part.out * part.narrow, mask)
+    return Held(making, working, mask + part.lse, mask)
 
 
 def backward_tile(pattern: Pattern, block: Block, heads: Heads) -> Held:

@@ -23,7 +23,7 @@ from ringopt.attention.packing import Local
 from ringopt.attention.patterns import Band, Kind, Pattern
 from ringopt.attention.seen import seen
 from ringopt.attention.strided import Strided
-from ringopt.attention.strips import LEAST, LEAST_ON_GPU, MASK_ELEMENTS, queries_at_once, strips
+from ringopt.attention.strips import LEAST, LEAST_ON_GPU, MASK_ELEMENTS, queries_at_once, strip_ends, strips
 from ringopt.graph.mask import FAR, Mask
 from ringopt.graph.term_bounds import bounds
 from ringopt.graph.terms import axes_of
@@ -43,13 +43,11 @@ class Tile:
     modified: bool = False
 
     def strips(self, rows: int) -> Iterator[Tile]:
-        """The same in equal pieces of at least `rows` queries, and fewer than twice as many; a triangle becomes small
-        triangles and what is before them."""
-        number = len(self.queries) // rows
-        if number <= 1:
+        """The same in pieces of `rows` queries or so; a triangle becomes small triangles and what is before them."""
+        ends = strip_ends(len(self.queries), rows)
+        if len(ends) == 2:
             yield self
             return
-        ends = [len(self.queries) * piece // number for piece in range(number + 1)]
         for first, end in pairwise(ends):
             own, before = slice(first, end), slice(0, first)
             queries = self.queries[own]

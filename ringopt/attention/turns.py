@@ -46,7 +46,7 @@ Turns = Generator[None, None, T]
 
 MOST = 8  # exchanges
 PIECE = 1 << 19  # bytes of the largest message of each: smaller ones cost more to handle than they hide
-ROWS = 512  # keys of each, where several share heads: what more of them cost is one more merge of all results
+ROWS = 2048  # keys of each, where several share heads: what more of them cost is one more merge of all results
 
 
 @dataclass(frozen=True)

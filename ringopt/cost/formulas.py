@@ -7,7 +7,8 @@ divides evenly (volume.py), and tests hold the rest against unrolled plans. Symb
     W, L   bytes/s of the link, seconds a message                                s          seconds a step
     V, U   the same within a node of g ranks, where W and L are those between nodes
     T      exchanges that take turns, by heads (attention/turns.py)
-    Z      the fewest queries of a strip of a window (attention/strips.py)
+    Q      the part of a rank's queries that a strip of a forward tile has (attention/strips.py)
+    Z      the fewest queries of a strip of a window
 
 A step takes the longer of computing and exchanging. The ring has a step for each hop, and so has its backward, where
 keys must come once before anything can be computed with them; a gather has one step for all that travels; ulysses
@@ -42,7 +43,7 @@ from ringopt.cost.volume import (
 )
 from ringopt.errors import OptionError
 
-F, o, F_b, o_b, W, L, V, U, s = sympy.symbols("F o F_b o_b W L V U s", nonnegative=True)
+F, o, F_b, o_b, W, L, V, U, s, Q = sympy.symbols("F o F_b o_b W L V U s Q", nonnegative=True)
 T, Z = sympy.symbols("T Z", integer=True, positive=True)
 
 ONE, ZERO = Integer(1), Integer(0)
@@ -58,15 +59,16 @@ HOME = SHARD * ROW_BACK
 # Sums of the rank's own rows: there from the start where several exchanges take turns, for some begin with them.
 EARLY = Piecewise((HOME, T > 1), (0, True))
 NARROW = Piecewise((1, itemsize < gradient_itemsize), (0, True))
-# What a tile of an eighth of the queries gives, and one of the whole backward with what its kernel copies.
-TILE = (RESULTS + 2 * SHARD * batch * q_heads * gradient_itemsize) / 8 / T
+# What a strip of the queries gives, and a tile of the whole backward with what its kernel copies.
+TILE = (RESULTS + 2 * SHARD * batch * q_heads * gradient_itemsize) * Q
+WIDE = NARROW * SUMS * Q  # the results of a strip as they are merged
 TILE_BACK = (DQ * itemsize + OUT) / T
 MASK = 11  # bytes an element while the mask of a window is made
 
 
 SYMBOLS = (
     *(n, p, w, g, r, batch, q_heads, kv_heads, k_dim, v_dim, itemsize, gradient_itemsize),
-    *(F, o, F_b, o_b, W, L, V, U, s, T, Z),
+    *(F, o, F_b, o_b, W, L, V, U, s, Q, T, Z),
 )  # fmt: skip
 
 
@@ -120,7 +122,8 @@ def compiled(formulas: Formulas) -> Callable[..., list[float]]:
 class Work:
     """Pairs of query and key on the busiest rank: with its own keys (`home`) and, in each of `hops` steps, with `rows`
     that came (`away`). Windows are computed in `strips`, each with `waste` times the pairs that are seen and a mask of
-    `masked` elements. A gather has `gathered` rows on their way, coming and going."""
+    `masked` elements. A gather has `gathered` rows on their way, coming and going. `merged`: 1 where queries meet own
+    keys in several tiles, so that results are merged by all heads at once."""
 
     home: Expr
     away: Expr
@@ -130,6 +133,7 @@ class Work:
     waste: Expr = ONE
     masked: Expr = ZERO
     gathered: Expr = 2 * (n - SHARD)
+    merged: Expr = ZERO
 
 
 @lru_cache(maxsize=256)
@@ -171,7 +175,9 @@ def work_of(pattern: str, layout: str) -> Work:
         return Work(SHARD * (SHARD + 1) / 2, SHARD**2, p - 1, SHARD, gathered=n - SHARD)
     if pattern == "causal":
         chunk = SHARD / 2
-        return Work(chunk**2 + chunk * (chunk + 1), 2 * chunk**2, p - 1, SHARD, gathered=3 * (n - SHARD) / 2)
+        return Work(
+            chunk**2 + chunk * (chunk + 1), 2 * chunk**2, p - 1, SHARD, gathered=3 * (n - SHARD) / 2, merged=ONE
+        )
     if layout != "contiguous":
         raise OptionError(f"no closed form is known for {pattern} on {layout}")
     sides = 1 if pattern == "window" else 2
@@ -249,7 +255,7 @@ def gather(work: Work) -> dict[str, Expr]:
 
 def forward_memory(travels: Expr, work: Work) -> Expr:
     """`travels`: bytes of rows on their way."""
-    return SUMS + travels + Max(TILE, MASK * work.masked)
+    return SUMS + travels + Max(TILE + work.merged * WIDE, MASK * work.masked)
 
 
 def backward_memory(travels: Expr, work: Work) -> Expr:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.attention import execute, tiles, turns
+from ringopt.attention import strips, tiles, turns
 from ringopt.attention.bytes import Sizes, bytes_sent
 from ringopt.attention.exchange import Cargo, Exchange, Step, exchange_of
 from ringopt.attention.execute import Attention, Operands, Saved
@@ -217,7 +217,8 @@ def test_strips_are_the_tile() -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_numbers_in_strips(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "STRIP", 1)
+    monkeypatch.setattr(strips, "STRIP", 1)
+    monkeypatch.setattr(strips, "AT_ONCE", 1)
     case, there = problem(67), torch.arange(2 * 67).view(2, 67) % 5 > 0
     for mask, seen, sources in (
         (None, visible(pattern, 67, 67), []),
@@ -351,6 +352,7 @@ def test_rows_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     two = exchange_of("full", 16, 16, 2, "contiguous", "contiguous", "ring")
     stray = tuple(Step(blocks=step.blocks) for step in two.forward(0))
     monkeypatch.setattr(Exchange, "forward", lambda self, rank: stray)
+    monkeypatch.setattr(turns, "prove", lambda exchange, rank: None)
     half = Attention(two, site.mask, site.kernel, site.scale)
     with pytest.raises(PlanError, match=r"rows range\(8, 16\) are not here; here are \(range\(0, 8\),\)"):
         run_on_threads(1, lambda mesh: attend(half, mesh, Operands(*(x[:, :, :8] for x in (case.q, case.k, case.v)))))
@@ -368,5 +370,6 @@ def test_gradients_without_a_way_home_are_refused(monkeypatch: pytest.MonkeyPatc
         return tuple(Step(kept(s.sends), kept(s.receives), s.blocks, s.drops) for s in steps(self, rank))
 
     monkeypatch.setattr(Exchange, "backward", lossy)
+    monkeypatch.setattr(turns, "prove", lambda exchange, rank: None)
     with pytest.raises(PlanError, match="have no way home: the rank sends on nothing"):
         run(case, attention(case, 2, "full", "contiguous", "ring"), "contiguous")

@@ -64,10 +64,10 @@ def test_how_many() -> None:
     assert shares(4, 512) == [(range(4), (0, 1))]
     assert shares(4, 1024) == [(range(0, 2), (0, 1)), (range(2, 4), (0, 1))]
     assert [heads for heads, _ in shares(6, 2048)] == [range(6 * i // 6, i + 1) for i in range(6)]
-    assert shares(1, 8192) == [(range(1), (part, 4)) for part in range(4)]
+    assert shares(1, 16384) == [(range(1), (part, 4)) for part in range(4)]
     assert shares(4, 8192)[:3] == [(range(0, 1), (0, 2)), (range(0, 1), (1, 2)), (range(1, 2), (0, 2))]
     mask = Mask(visible=load(0, [axis("k")], torch.bool))
-    assert shares(4, 2048, mask) == [(range(4), (0, 2)), (range(4), (1, 2))], "masks would be made for each head"
+    assert shares(4, 8192, mask) == [(range(4), (0, 2)), (range(4), (1, 2))], "masks would be made for each head"
     assert len(shares(4, 8192, pattern="window(256)")) == 1, "255 rows travel"
 
 
