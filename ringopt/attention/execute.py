@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringopt.attention.dropout import Dropout
-from ringopt.attention.exchange import Block, Cargo, Exchange, Message, Step
+from ringopt.attention.exchange import Block, Cargo, Exchange, Step
 from ringopt.attention.heads import HeadExchange
 from ringopt.attention.merge import Merged
 from ringopt.attention.packing import Gradients, Held, KVShape, Local, Pair
@@ -145,8 +145,8 @@ class Tiles:
 
 
 def post_first(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool, group: str = "") -> Posted:
-    """The messages of the first step of `attend_keys` or `backward_keys`, which take nothing but K and V: to be posted
-    before there are queries, or a gradient."""
+    """The messages of the first step of `Attending` or `KeysMove`, which take nothing but K and V: to be posted before
+    there are queries, or a gradient."""
     exchange, rank = attention.exchange, mesh.rank
     held = Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
     step = next(iter(exchange.steps(rank, backward)), Step())
@@ -154,13 +154,14 @@ def post_first(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward:
 
 
 class Attending:
-    """Outputs of blocks, gathered in `merged`."""
+    """Outputs of blocks on a rank, gathered in `merged`."""
 
-    def __init__(self, attention: Attention, rank: int, given: Operands, merged: Merged):
-        exchange, self.merged, self.given = attention.exchange, merged, given
-        local = Local(exchange.kv_layout.ranges(rank))
-        self.held = Held(KVShape.of(given.k, given.v), exchange.kv_pieces(rank), local, given.k, given.v)
-        self.tiles, self.scale = Tiles(attention, rank, given, given.sources), attention.scale
+    def __init__(self, attention: Attention, mesh: Mesh, given: Operands, merged: Merged):
+        self.exchange, self.scale, self.mesh = attention.exchange, attention.scale, mesh
+        self.given, self.merged = given, merged
+        own, local = self.exchange.kv_pieces(mesh.rank), Local(self.exchange.kv_layout.ranges(mesh.rank))
+        self.held = Held(KVShape.of(given.k, given.v), own, local, given.k, given.v)
+        self.tiles = Tiles(attention, mesh.rank, given, given.sources)
 
     def compute(self, block: Block) -> None:
         q = self.given.q
@@ -172,31 +173,26 @@ class Attending:
                 operands = (q[:, :, rows], keys, values, part.mask, part.causal, self.scale)
                 self.merged.add(rows, *self.tiles.kernel(part).forward(*operands))
 
+    def at_home(self) -> None:
+        """The blocks of the rank's own keys."""
+        for block in self.exchange.home_blocks(self.mesh.rank):
+            self.compute(block)
+        log_event("computed", "forward 0", self.mesh.teller)
 
-def attend_home(attention: Attention, mesh: Mesh, given: Operands, merged: Merged) -> None:
-    """What `given` attends to of the rank's own keys, gathered in `merged`."""
-    blocks = Attending(attention, mesh.rank, given, merged)
-    for block in attention.exchange.home_blocks(mesh.rank):
-        blocks.compute(block)
-    log_event("computed", "forward 0", mesh.teller)
-
-
-def attend_keys(
-    attention: Attention, mesh: Mesh, given: Operands, merged: Merged, first: Posted, group: str = ""
-) -> Generator[None, None, None]:
-    """K and V travel, and what `given` attends to of other ranks' is gathered in `merged`. Stops wherever it would
-    wait. `first`: the messages of the first step, behind which `attend_home` is done."""
-    blocks, rows = Attending(attention, mesh.rank, given, merged), first
-    for number, step in enumerate(attention.exchange.forward(mesh.rank)):
-        if number > 0:
-            label = f"forward {number}{group}"
-            rows = post(mesh, step, Cargo.OUT, blocks.held, label)
-            for block in step.blocks:
-                blocks.compute(block)
-            log_event("computed", label, mesh.teller)
-            yield
-        deliver(rows, blocks.held.put)
-        blocks.held.drop(step.drops)
+    def away(self, first: Posted, group: str = "") -> Generator[None, None, None]:
+        """K and V travel, and the blocks of other ranks' are computed. Stops wherever it would wait. `first`: the
+        messages of the first step, behind which `at_home` is done."""
+        rows = first
+        for number, step in enumerate(self.exchange.forward(self.mesh.rank)):
+            if number > 0:
+                label = f"forward {number}{group}"
+                rows = post(self.mesh, step, Cargo.OUT, self.held, label)
+                for block in step.blocks:
+                    self.compute(block)
+                log_event("computed", label, self.mesh.teller)
+                yield
+            deliver(rows, self.held.put)
+            self.held.drop(step.drops)
 
 
 @dataclass(frozen=True)
@@ -206,46 +202,6 @@ class Saved:
     given: Operands
     out: Tensor
     lse: Tensor
-
-
-def backward_home(
-    attention: Attention,
-    mesh: Mesh,
-    dout: Tensor,
-    saved: Saved,
-    dq: Tensor,
-    parts: Sequence[Tensor],
-    home: Callable[[], Pair],
-    label: str,
-) -> KeysMove:
-    """Of the rank's own keys. `dq`, `parts` (of learned sources), and what `home` gives when it is first needed, are
-    zeros to which gradients are added."""
-    blocks = KeysMove(attention, mesh.rank, dout, saved, (), dq, parts, home)
-    for block in attention.exchange.home_blocks(mesh.rank):
-        blocks.compute(block)
-    log_event("computed", label, mesh.teller)
-    return blocks
-
-
-def backward_keys(
-    attention: Attention,
-    mesh: Mesh,
-    dout: Tensor,
-    saved: Saved,
-    dq: Tensor,
-    parts: Sequence[Tensor],
-    home: Callable[[], Pair],
-    first: Posted,
-    group: str = "",
-) -> Generator[None, None, Coming]:
-    """K and V travel again, and sums of dK and dV travel home. Stops wherever it would wait, and ends when all is
-    computed but `backward_home`, for which both the `first` messages and the last that it leaves behind can wait."""
-    steps = attention.exchange.backward(mesh.rank)
-    away = (*steps[:-1], *(replace(step, blocks=()) for step in steps[-1:]))  # the last has those of home
-    blocks = KeysMove(attention, mesh.rank, dout, saved, leaving(steps), dq, parts, home)
-    way = (blocks.held, blocks.gradients, blocks.compute, "backward", group, first)
-    last = yield from there_and_back(mesh, away, *way)
-    return Coming(blocks.gradients, last)
 
 
 @dataclass(frozen=True)
@@ -376,25 +332,39 @@ class BlockBackward(ABC):
 
 
 class KeysMove(BlockBackward):
-    """dQ here, dK and dV in `gradients`: of messages that are `leaving`, and at home."""
+    """dQ here, dK and dV in `gradients`: of messages that leave, and at home. `dq`, `parts` (of learned sources), and
+    what `home` gives when it is first needed, are zeros to which gradients are added."""
 
     def __init__(
         self,
         attention: Attention,
-        rank: int,
+        mesh: Mesh,
         dout: Tensor,
         saved: Saved,
-        leaving: Sequence[Message],
         dq: Tensor,
         parts: Sequence[Tensor],
         home: Callable[[], Pair],
     ):
-        super().__init__(attention, rank, dout, saved, parts)
-        k, v, self.dq = saved.given.k, saved.given.v, dq
-        own, local = attention.exchange.kv_pieces(rank), Local(attention.exchange.kv_layout.ranges(rank))
+        super().__init__(attention, mesh.rank, dout, saved, parts)
+        exchange, k, v = attention.exchange, saved.given.k, saved.given.v
+        self.mesh, self.dq, self.steps = mesh, dq, exchange.backward(mesh.rank)
+        own, local = exchange.kv_pieces(mesh.rank), Local(exchange.kv_layout.ranges(mesh.rank))
         self.held = Held(KVShape.of(k, v), own, local, k, v)
         wide = KVShape.of(k, v, accumulator(k.dtype))
-        self.gradients = Gradients(wide, own, local, k.shape[2], leaving, home)
+        self.gradients = Gradients(wide, own, local, k.shape[2], leaving(self.steps), home)
+
+    def at_home(self, label: str) -> None:
+        """The blocks of the rank's own keys."""
+        for block in self.attention.exchange.home_blocks(self.mesh.rank):
+            self.compute(block)
+        log_event("computed", label, self.mesh.teller)
+
+    def away(self, first: Posted, group: str = "") -> Generator[None, None, Coming]:
+        """K and V travel again, and sums of dK and dV travel home. Stops wherever it would wait, and ends when all is
+        computed but `at_home`, for which both the `first` messages and the last that it leaves behind can wait."""
+        away = (*self.steps[:-1], *(replace(step, blocks=()) for step in self.steps[-1:]))  # the last has those at home
+        way = (self.held, self.gradients, self.compute, "backward", group, first)
+        return Coming(self.gradients, (yield from there_and_back(self.mesh, away, *way)))
 
     def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         rows, saved = self.tiles.local.slice(tile.queries), self.saved

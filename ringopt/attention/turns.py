@@ -9,7 +9,7 @@ second half of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -20,16 +20,13 @@ from torch import Tensor
 from ringopt.attention.check import prove
 from ringopt.attention.exchange import Exchange
 from ringopt.attention.execute import (
+    Attending,
     Attention,
     Coming,
     Found,
+    KeysMove,
     Operands,
     Saved,
-    Tiles,
-    attend_home,
-    attend_keys,
-    backward_home,
-    backward_keys,
     post_first,
     spread_nan,
     spread_nan_to_keys,
@@ -55,7 +52,6 @@ class Share:
 
     heads: range
     exchange: Exchange
-    number: int
     name: str = ""  # in labels
 
 
@@ -94,15 +90,17 @@ def attend_shares(
     shares = shares_of(attention, given.k, given.v, mesh.rank)
     firsts = begun or post_shares(attention, mesh, shares, given.k, given.v, backward=False)
     merged = Merged(given.q, given.v.shape[3])
-    attend_home(attention, mesh, given, merged)
+    home = Attending(attention, mesh, given, merged)
+    home.at_home()
 
     def one(share: Share, first: Posted) -> Turns[None]:
+        if len(shares) == 1:
+            return home.away(first)
         site, part = of_share(attention, given, share)
-        sums = merged.of(queries_of(given, share.heads)) if len(share.heads) < given.k.shape[1] else merged
-        return attend_keys(site, mesh, part, sums, first, share.name)
+        return Attending(site, mesh, part, merged.of(queries_of(given, share.heads))).away(first, share.name)
 
     by_turns([one(share, first) for share, first in zip(shares, firsts, strict=True)])
-    return Tiles(attention, mesh.rank, given, given.sources).completed(merged, given.sinks)
+    return home.tiles.completed(merged, given.sinks)
 
 
 def backward_shares(
@@ -114,23 +112,29 @@ def backward_shares(
     dq, homes = wide_zeros(given.q), Homes(given.k, given.v)
     parts = [wide_zeros(given.sources[i]) for i in attention.learned]
 
-    def operands(share: Share) -> tuple[Attention, Mesh, Tensor, Saved, Tensor, Sequence[Tensor], Callable[[], Pair]]:
-        (site, part), own = of_share(attention, given, share), queries_of(given, share.heads)
-        left = Saved(part, saved.out[:, own], saved.lse[:, own])
-        return site, mesh, dout[:, own], left, dq[:, own], parts, lambda: homes.of(share.heads)
+    made: dict[tuple[range, tuple[int, int]], KeysMove] = {}
+
+    def blocks(share: Share) -> KeysMove:
+        heads, key = share.heads, (share.heads, share.exchange.part)
+        if key not in made:
+            (site, part), own = of_share(attention, given, share), queries_of(given, heads)
+            left = Saved(part, saved.out[:, own], saved.lse[:, own])
+            made[key] = KeysMove(site, mesh, dout[:, own], left, dq[:, own], parts, lambda: homes.of(heads))
+        return made[key]
 
     # Half of the home blocks hide the first hop of K and V, the others the last hop of dK and dV.
     early, late = halves(attention, shares)
-    done = [backward_home(*operands(share), "backward 0") for share in early]
-    runs = zip(shares, firsts, strict=True)
-    coming = by_turns([backward_keys(*operands(share), first, share.name) for share, first in runs])
-    done += [backward_home(*operands(share), "backward home") for share in late]
+    for share in early:
+        blocks(share).at_home("backward 0")
+    coming = by_turns([blocks(share).away(first, share.name) for share, first in zip(shares, firsts, strict=True)])
+    for share in late:
+        blocks(share).at_home("backward home")
 
     hidden = saved.lse == HIDDEN if attention.nan_rows else None
     if hidden is not None:
         spread_nan(dq, parts, hidden)
-    once = {share.heads: blocks for share, blocks in zip([*early, *late], done, strict=True)}
-    dsinks = [part for blocks in once.values() if (part := blocks.dsinks()) is not None]
+    once = {share.heads: blocks(share) for share in shares}
+    dsinks = [part for some in once.values() if (part := some.dsinks()) is not None]
     return Homeward(dq, parts, torch.cat(dsinks, 1) if dsinks else None, Keys(mesh, homes, coming, hidden))
 
 
@@ -199,7 +203,7 @@ def shares_of(attention: Attention, k: Tensor, v: Tensor, rank: int) -> list[Sha
         for part in exchange.parts(parts):
             prove(part, rank)
             name = f" of {len(shares)}" if apart * parts > 1 else ""
-            shares.append(Share(range(heads * i // apart, heads * (i + 1) // apart), part, len(shares), name))
+            shares.append(Share(range(heads * i // apart, heads * (i + 1) // apart), part, name))
     return shares
 
 
@@ -208,10 +212,10 @@ def halves(attention: Attention, shares: Sequence[Share]) -> tuple[list[Share], 
     nothing and all."""
     exchange, ranges = attention.exchange, list(dict.fromkeys(share.heads for share in shares))
     if len(shares) == 1:
-        return [], [Share(ranges[0], exchange, 0)]
-    pieces = [Share(heads, exchange, 0) for heads in ranges]
+        return [], [Share(ranges[0], exchange)]
+    pieces = [Share(heads, exchange) for heads in ranges]
     if len(pieces) == 1:
-        pieces = [Share(ranges[0], part, 0) for part in exchange.parts(2)]
+        pieces = [Share(ranges[0], part) for part in exchange.parts(2)]
     return pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]
 
 
