@@ -352,7 +352,6 @@ def test_rows_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     two = exchange_of("full", 16, 16, 2, "contiguous", "contiguous", "ring")
     stray = tuple(Step(blocks=step.blocks) for step in two.forward(0))
     monkeypatch.setattr(Exchange, "forward", lambda self, rank: stray)
-    monkeypatch.setattr(turns, "prove", lambda exchange, rank: None)
     half = Attention(two, site.mask, site.kernel, site.scale)
     with pytest.raises(PlanError, match=r"rows range\(8, 16\) are not here; here are \(range\(0, 8\),\)"):
         run_on_threads(1, lambda mesh: attend(half, mesh, Operands(*(x[:, :, :8] for x in (case.q, case.k, case.v)))))
@@ -370,6 +369,5 @@ def test_gradients_without_a_way_home_are_refused(monkeypatch: pytest.MonkeyPatc
         return tuple(Step(kept(s.sends), kept(s.receives), s.blocks, s.drops) for s in steps(self, rank))
 
     monkeypatch.setattr(Exchange, "backward", lossy)
-    monkeypatch.setattr(turns, "prove", lambda exchange, rank: None)
     with pytest.raises(PlanError, match="have no way home: the rank sends on nothing"):
         run(case, attention(case, 2, "full", "contiguous", "ring"), "contiguous")
