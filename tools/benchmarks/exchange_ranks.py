@@ -21,12 +21,13 @@ from ringopt.attention.predict import Heads
 from ringopt.attention.seen import seen
 from ringopt.cost.rates import Rates
 from ringopt.distributed.decide import agreed_rates
+from ringopt.distributed.mesh import Mesh, register
 from ringopt.distributed.process import ProcessMesh, process_mesh
 from ringopt.errors import OptionError
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.exchange import OURS
 from ringopt.tools.benchmarks.numbers import distance
-from ringopt.tools.benchmarks.on_a_link import Times, begin, together
+from ringopt.tools.benchmarks.on_a_link import Mute, Times, begin, together
 from ringopt.tools.benchmarks.result import MODES, Row
 
 HEADS, DIM = 2, 64
@@ -54,7 +55,8 @@ class Problem:
     dense reference is small at any length."""
 
     def __init__(self, length: int, mesh: ProcessMesh):
-        self.length, self.mesh = length, mesh
+        self.length, self.mesh, self.silent = length, mesh, Mute(mesh)
+        register(self.silent)
         torch.manual_seed(0)
         self.q, self.k, self.v, self.dout = (torch.randn(1, HEADS, length, DIM) for _ in range(4))
         self.sampled = torch.randperm(length)[:SAMPLED].sort().values
@@ -71,9 +73,10 @@ class Problem:
             entrants["torch ring"] = self.torch_ring(pattern == "causal")
         expected = self.dense(pattern)
         errors = {who: self.error(entrant, expected, training) for who, entrant in entrants.items()}
+        layout, chosen = self.by_auto(case, rates)
+        entrants["blocks"] = Entrant(self.operator(pattern, chosen, layout, self.silent), layout)
         times = self.times({who: self.call(entrant, training) for who, entrant in entrants.items()}, repeats)
         seconds = {who: time.seconds for who, time in times.items()}
-        layout, chosen = self.by_auto(case, rates)
         return {
             "pattern": pattern, "length": self.length, "mode": mode, "chosen": chosen, "layout": layout, "same": same,
             "seconds": seconds | {who: seconds[other] for who, other in same.items()}, "errors": errors,
@@ -103,7 +106,7 @@ class Problem:
             if first != who:
                 same[who] = first
                 continue
-            entrants[who] = Entrant(self.operator(case.pattern, strategy, layout), layout)
+            entrants[who] = Entrant(self.operator(case.pattern, strategy, layout, self.mesh), layout)
         return entrants, same
 
     def by_auto(self, case: Case, rates: Rates) -> tuple[str, str]:
@@ -111,12 +114,12 @@ class Problem:
         layout, _why = choose_layout([case], self.mesh.size, "auto", tuple(LAYOUTS), rates)
         return layout, choose(case, self.mesh.size, layout, rates).strategy
 
-    def operator(self, pattern: str, strategy: str, layout: str) -> Run:
+    def operator(self, pattern: str, strategy: str, layout: str, mesh: Mesh) -> Run:
         """What the compiler inserts."""
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lengths = (self.length, self.length)
-            how: tuple[Any, ...] = ("", [], 0.0, DIM**-0.5, layout, layout, strategy, "auto", self.mesh.name, VERSION)
+            how: tuple[Any, ...] = ("", [], 0.0, DIM**-0.5, layout, layout, strategy, "auto", mesh.name, VERSION)
             out: Tensor = torch.ops.ringopt.ring_attention(q, k, v, [], None, None, *lengths, pattern, *how)[0]
             return out
 
