@@ -117,8 +117,9 @@ def of_queries(plan: Exchange, heads: Heads, rank: int) -> Memory:
     strip, results = strip_of(sums.queries), sums.wide_out + sums.lse
     there, back = Ledger(), Ledger()
     over_steps(there, plan, rank, heads, False, results, lambda piece: forward_tile(plan.pattern, piece, heads, strip))
-    # Where all ranks have the queries, each has the parts of all to merge.
-    there.briefly((1 + plan.ranks) * results if plan.merges else sums.out * sums.narrow)
+    # Where all ranks have the queries, each has the parts of all to merge; gloo gathers them in a buffer of its own.
+    copies = 2 if heads.kernel in ("flash_cpu", "math") else 1
+    there.briefly((1 + copies * plan.ranks) * results if plan.merges else sums.out * sums.narrow)
     back.take(2 * sums.out + sums.lse)  # travels with the queries
     back.take(sums.wide_dkv)
     over_steps(back, plan, rank, heads, True, sums.wide_dq, lambda piece: backward_tile(plan.pattern, piece, heads))
