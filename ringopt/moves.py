@@ -62,7 +62,8 @@ def flops_of(node: fx.Node, ranks: int = 1) -> float:
     rows whose number is known only when the program runs, infinitely many."""
     whole = node.meta.get("whole")
     out = whole if isinstance(whole, torch.Tensor) else value_of(node)
-    out = out[0] if isinstance(out, (tuple, list)) else out
+    if isinstance(out, (tuple, list)):  # the backward of a convolution has None where no gradient is asked for
+        out = next(one for one in out if one is not None)
     operand = value_of(node.args[1 if op_name(node).startswith(("add", "badd")) else 0])
     total = 2 * numbers((*out.shape, operand.shape[-1]))
     return total / (ranks if node.meta.get("placement") is not None else 1)
