@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ringopt
 from ringopt import under_way
+from ringopt.moves import flops_of
 from tests.models import difference as error_of
 from tests.models import run
 from tests.test_early import KV_HEADS, WIDTH, Block, Delayed, Model, by_start, data, on_ranks, ordered, shown
@@ -156,3 +157,13 @@ def test_the_note_of_a_site_says_what_does_not_fit(monkeypatch: pytest.MonkeyPat
         "its exchange starts behind q (T); in the backward behind the gradients of o, up, down and 1 more (T), and "
         "ends with it, for 1.1 KiB would be under way behind q (T), and at most 1000 B may be"
     )
+
+
+def test_products_of_a_convolution_whose_input_wants_no_gradient() -> None:
+    graph = torch.fx.Graph()
+    operands = [torch.ones(1, 2, 6), torch.ones(1, 3, 8), torch.ones(2, 3, 3)]
+    nodes = [graph.placeholder(name) for name in ("grad", "x", "weight")]
+    backward = graph.call_function(torch.ops.aten.convolution_backward.default, tuple(nodes))
+    for node, value in zip((*nodes, backward), (*operands, (None, operands[2], None)), strict=True):
+        node.meta["val"] = value
+    assert flops_of(backward) == 2 * 18 * 6
