@@ -15,12 +15,14 @@ from ringopt.passes.normalize import Normalize
 from ringopt.passes.recompute import Recompute
 from ringopt.passes.schedule import Schedule
 from ringopt.passes.shard_sequence import ShardSequence
+from ringopt.passes.split_weights import SplitWeights
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
 from ringopt.passes.sync_gradients import SyncGradients
 
 UNDERSTAND = (
     Normalize(),  # functional: values may be read anywhere
     FindSoftmax(),  # every softmax is one node
+    SplitWeights(),  # and each has products of its own
     FindAttention(),  # every attention that is called is one canonical node
     FindFlex(),  # so is every call of flex_attention, its mods read
     FindUnfused(),  # and every one that is spelled out, its mask read

@@ -7,7 +7,8 @@
 
 Found by axes (ringopt/graph/spelled.py), proved by reading every score and weight (ringopt/graph/spelled_reading.py).
 The mask is read on the way, so that classify_mask finds nothing left to do. Weights that the program also returns stay
-computed as they were. After: every softmax that is no attention, or could not be proved to be, has its reason.
+computed as they were. After: every softmax that is no attention, or could not be proved to be, has its reason; and so
+have exponentials of scores that are no softmax.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from ringopt.pipeline import Context, Pass, SiteInfo
 
 aten = torch.ops.aten
 
+EXPONENTIALS = ("exp", "exp2")
+
 
 class FindUnfused(Pass):
     name = "find_unfused"
@@ -60,6 +63,7 @@ class FindUnfused(Pass):
         if softmaxes:
             find_all(graph, softmaxes, context)
             in_order(graph, context)
+        tell_exponentials(graph, context)
 
 
 def find_all(graph: fx.Graph, softmaxes: Sequence[fx.Node], context: Context) -> None:
@@ -110,6 +114,19 @@ def tell(softmax: fx.Node, reason: NotAttention | None, candidate: Candidate | N
     sentence = reason.sentence if reason else "what it normalises is no product of two activations"
     where = f" in {module_path(softmax)}" if module_path(softmax) else ""
     context.left_alone.append(Refusal(f"softmax {list(shape_of(softmax))}{where}: {sentence}", softmax))
+
+
+def tell_exponentials(graph: fx.Graph, context: Context) -> None:
+    """Weights that are exponentials of scores, and were made no softmax (find_softmax.py)."""
+    exponentials = [node for node in graph.nodes if op_name(node) in EXPONENTIALS and leads_anywhere(node)]
+    if not exponentials:
+        return
+    products = {node: product for node in graph.nodes if (product := product_of(node)) is not None}
+    weights = dict.fromkeys(one.softmax for one in candidates(products, EXPONENTIALS) if one.summed)
+    for node in filter(exponentials.__contains__, weights):
+        where = f" in {module_path(node)}" if module_path(node) else ""
+        sentence = "its rows are not divided by their plain sum, so they are no softmax"
+        context.left_alone.append(Refusal(f"{op_name(node)} {list(shape_of(node))}{where}: {sentence}", node))
 
 
 def in_order(graph: fx.Graph, context: Context) -> None:

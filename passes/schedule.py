@@ -27,7 +27,7 @@ from ringopt.attention.exchange import Exchange
 from ringopt.collect import BUDGET, Budget
 from ringopt.cost.rates import Rates
 from ringopt.distributed.mesh import ANY
-from ringopt.early import EXCHANGES, gap_before
+from ringopt.early import EXCHANGES, beside_of, gap_before
 from ringopt.graph.nodes import module_path, named, op_name
 from ringopt.moves import flops_of, is_product
 from ringopt.passes.choose_strategy import rates_for
@@ -52,7 +52,7 @@ class Schedule(Pass):
             gm.meta[BUDGET] = Budget(ranks, allowed(rates), rates.default.rate, rates.step)
             first = first_bytes(node, ranks) if not why else 0
             # The gradients of a product are two more of its size.
-            ahead = Meanwhile.of(gap_before(node).products, 1, ranks, rates, first)
+            ahead = Meanwhile.of([*gap_before(node).products, *beside(node)], 1, ranks, rates, first)
             behind = Meanwhile.of(products_after(node, context), 2, ranks, rates, first)
             aside = Meanwhile.of(products_aside(node), 2, ranks, rates, home_bytes(node, ranks) if not why else 0)
             work = {"forward": ahead, "backward": behind, "home": aside}
@@ -77,6 +77,11 @@ def why_not(node: fx.Node, context: Context) -> str:
     if not isinstance(plan, Exchange) or plan.queries_move:
         return f"strategy {named(node, 'strategy')} sends queries too"
     return "" if plan.length else "it sends nothing"
+
+
+def beside(node: fx.Node) -> list[fx.Node]:
+    """The products behind it that do not need it, and can be computed before it."""
+    return [other for other in beside_of(node) if is_product(other)]
 
 
 def products_aside(node: fx.Node) -> list[fx.Node]:

@@ -75,8 +75,8 @@ def gap_before(body: fx.Node) -> Gap:
     taken = [named(body, name) for name in ("k", "v", *lengths)]  # by `ring_start`, `dilated_start`
     needed = sources_among(between, [x for x in taken if isinstance(x, fx.Node)])
     last = max((place for place, node in enumerate(between) if node in needed and is_fixed(node)), default=-1)
-    movable = between[last + 1 :]
-    return Gap([node for node in movable if node in needed], [node for node in movable if node not in needed])
+    rest = between[last + 1 :]
+    return Gap([node for node in rest if node in needed], [node for node in rest if node not in needed])
 
 
 # ---- the graphs ------------------------------------------------------------------------------------------------------
@@ -89,11 +89,28 @@ def order(graph: fx.Graph, budget: Budget) -> None:
 
 
 def start_early(graph: fx.Graph) -> None:
-    """In place, for each attention of which that is asked."""
+    """In place, for each attention of which that is asked. What stands behind one in the forward and does not need it
+    is computed before it as well."""
     bodies = [node for node in graph.nodes if op_name(node) in WAYS]
     for number, body in enumerate(bodies):
-        if WAYS[op_name(body)] in named(body, "early").split():
+        if (way := WAYS[op_name(body)]) in named(body, "early").split():
+            beside = beside_of(body) if way == "forward" else []
+            if any(map(is_product, beside)):
+                for node in beside:
+                    body.prepend(node)
             start(body, gap_before(body), number)
+
+
+def beside_of(body: fx.Node) -> list[fx.Node]:
+    """What stands behind an attention and does not need it, up to the next node that has its place."""
+    nodes = list(body.graph.nodes)
+    after = list(takewhile(movable, nodes[nodes.index(body) + 1 :]))
+    needing = set(dependents_among([body, *after], [body]))
+    return [node for node in after if node not in needing]
+
+
+def movable(node: fx.Node) -> bool:
+    return not is_fixed(node) and node.op != "output"
 
 
 def start(body: fx.Node, gap: Gap, number: int) -> None:
@@ -125,7 +142,7 @@ def finish_late(graph: fx.Graph) -> None:
         if "home" not in named(body, "early").split() or not grads:
             continue
         nodes = list(graph.nodes)
-        after = list(takewhile(lambda node: not is_fixed(node) and node.op != "output", nodes[nodes.index(body) + 1 :]))
+        after = list(takewhile(movable, nodes[nodes.index(body) + 1 :]))
         late = dependents_among(after, grads)
         free = [node for node in after if node not in late]
         if any(map(is_product, free)):
@@ -189,7 +206,7 @@ class InOrder(Lockstep):
         return dict(sorted(found.items(), key=lambda tie: places[tie[0]]))
 
     def uuid(self) -> str:
-        return f"{super().uuid()}, early 3, {self.budget}"
+        return f"{super().uuid()}, early 4, {self.budget}"
 
 
 def finish_of(start: fx.Node) -> fx.Node:

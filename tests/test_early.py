@@ -130,6 +130,22 @@ def test_exchanges_are_posted_before_what_needs_no_keys() -> None:
     )
 
 
+class Parallel(Block):
+    """The branch beside the attention is written behind it, as in GPT-J."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.attend(x) + self.down(F.gelu(self.up(x)))).square().mean()
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_a_branch_that_is_written_behind_the_attention_is_computed_before_it(p: int) -> None:
+    found, report = on_ranks(p, Parallel().double(), data(), ordered, strategy="ring")
+    for (values, ran), expected in found:
+        assert not difference(expected, values)
+        assert ran[ran.index("ring_start") : ran.index("ring_attention")].count("addmm") == 3
+    assert report.sites[0].notes[-1].startswith("its exchange starts behind q, up, down (")
+
+
 def test_sums_of_gradients_are_waited_for_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_gradients, "BUCKET", 4000)
     found, _ = on_ranks(3, Model().double(), data(), ordered, strategy="ring")

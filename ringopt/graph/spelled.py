@@ -10,7 +10,7 @@ which axis is batch, head, query, key or feature. Nothing is proved here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,8 +67,9 @@ class Candidate:
         return self.axes.whole([axis for letter, dim in dims if letter in self.values.contracted for axis in dim])
 
 
-def candidates(products: Mapping[fx.Node, Product]) -> Iterator[Candidate]:
-    """Every product, softmax and second product on one way down, in the order of the graph."""
+def candidates(products: Mapping[fx.Node, Product], between: Sequence[str] = SOFTMAX) -> Iterator[Candidate]:
+    """Every product, softmax (or another of the operators `between`) and second product on one way down, in the order
+    of the graph."""
     for scores in products.values():
         axes = Axes({letter: size for letter, size in scores.sizes().items()})
         dims: dict[fx.Node, Dims] = {}
@@ -78,7 +79,7 @@ def candidates(products: Mapping[fx.Node, Product]) -> Iterator[Candidate]:
         for node, found in follow(scores.node, start, axes):
             dims[node] = found
             above = [below[arg] for arg in tensor_args(node) if arg in below]
-            if op_name(node) in SOFTMAX:
+            if op_name(node) in between:
                 below[node] = node
             elif above:
                 below[node] = above[0]

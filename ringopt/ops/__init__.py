@@ -7,6 +7,7 @@ import ringopt.ops.dilated
 import ringopt.ops.dropout
 import ringopt.ops.extreme
 import ringopt.ops.flex
+import ringopt.ops.gathering
 import ringopt.ops.gradients
 import ringopt.ops.homeward
 import ringopt.ops.prefix

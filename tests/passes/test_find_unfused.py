@@ -278,6 +278,12 @@ LEFT_ALONE = {
         lambda s, q, k, v, m: (w := (q @ k.mT).softmax(-1)) @ v + w.mean(),
         "its weights are used elsewhere too, by mean",
     ),
+    "an epsilon in the sum": (
+        lambda s, q, k, v, m: (
+            (e := ((a := q @ k.mT) - a.amax(-1, keepdim=True)).exp()) / (e.sum(-1, keepdim=True) + 1e-3) @ v
+        ),
+        "exp [2, 3, 13, 13]: its rows are not divided by their plain sum, so they are no softmax",
+    ),
     "classes": (lambda s, q, k, v, m: v * q.softmax(-1), "what it normalises is no product of two activations"),
 }
 

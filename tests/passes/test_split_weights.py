@@ -1,0 +1,111 @@
+"""Weights that are a sum or difference of softmaxes: as many attentions, on one rank and on several, in every
+gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from ringopt.graph.printer import changes, short
+from ringopt.passes import UNDERSTAND
+from ringopt.passes.find_softmax import FindSoftmax
+from ringopt.passes.normalize import Normalize
+from ringopt.passes.split_weights import SplitWeights
+from tests.capturing import after
+from tests.passes.test_find_unfused import BATCH, ROWS, Model, given
+from tests.translation import validate
+
+
+def two(s, q, k, v, m):
+    first, second = ((q @ other.mT).softmax(-1) for other in (k, k * 0.5 + v))
+    return (first - s.temperature[0, 0, 0].exp() * second) @ v
+
+
+def causal(scores):
+    return scores.masked_fill(torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1), -math.inf)
+
+
+def pairs(s, q, k, v, m):
+    """Each head of values has two of queries and keys (Microsoft's multihead_diffattn.py)."""
+    wide = [torch.stack([x, x.roll(1, 1)], 2).flatten(1, 2) for x in (q, k)]
+    weights = causal(wide[0] @ wide[1].mT).softmax(-1).view(BATCH, -1, 2, ROWS, ROWS)
+    return torch.matmul(weights[:, :, 0] - s.temperature * weights[:, :, 1], v)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize(("core", "sites"), [(two, 2), (pairs, 1)])
+def test_numbers(core, sites, p):
+    verdict = validate(p, Model(core), *given())
+    assert verdict.wrong == "" and [site.refusal for site in verdict.report.sites] == [None] * sites
+
+
+def test_the_difference_is_taken_of_the_outputs():
+    model = Model(two)
+    before, _ = after([Normalize(), FindSoftmax()], model, *given())
+    gm, _ = after([Normalize(), FindSoftmax(), SplitWeights()], model, *given())
+    assert_expected_inline(
+        changes(short(before.graph), short(gm.graph)),
+        """\
+  %x = input
+  %qkv_weight = input
+  %qkv_bias = input
+  %temperature = input
+  %out_weight = input
+  %out_bias = input
+  %linear = linear(%x, %qkv_weight, %qkv_bias)
+  %chunk = chunk(%linear, 3, -1)
+  %getitem = getitem(%chunk, 0)
+  %getitem_1 = getitem(%chunk, 1)
+  %getitem_2 = getitem(%chunk, 2)
+  %view = view(%getitem, [2, 13, 3, 8])
+  %transpose = transpose(%view, 1, 2)
+  %view_1 = view(%getitem_1, [2, 13, 3, 8])
+  %transpose_1 = transpose(%view_1, 1, 2)
+  %view_2 = view(%getitem_2, [2, 13, 3, 8])
+  %transpose_2 = transpose(%view_2, 1, 2)
+  %mul = mul(%transpose_1, 0.5)
+  %add = add(%mul, %transpose_2)
+  %m_t = mT(%transpose_1)
+  %matmul = matmul(%transpose, %m_t)
+  %softmax = softmax(%matmul, -1)
+  %m_t_1 = mT(%add)
+  %matmul_1 = matmul(%transpose, %m_t_1)
+  %softmax_1 = softmax(%matmul_1, -1)
+  %select = select(%temperature, 0, 0)
+  %select_1 = select(%select, 0, 0)
+  %select_2 = select(%select_1, 0, 0)
+  %exp = exp(%select_2)
+- %mul_1 = mul(%exp, %softmax_1)
+- %sub = sub(%softmax, %mul_1)
+- %matmul_2 = matmul(%sub, %transpose_2)
++ %matmul_3 = matmul(%softmax, %transpose_2)
++ %matmul_4 = matmul(%softmax_1, %transpose_2)
++ %mul_2 = mul(%exp, %matmul_4)
++ %sub_1 = sub(%matmul_3, %mul_2)
+- %transpose_3 = transpose(%matmul_2, 1, 2)
++ %transpose_3 = transpose(%sub_1, 1, 2)
+  %reshape = reshape(%transpose_3, [2, -1, 24])
+  %linear_1 = linear(%reshape, %out_weight, %out_bias)
+  return [%linear_1]""",
+    )
+
+
+LEFT = {
+    "weights after dropout": lambda s, q, k, v, m: torch.dropout(two_weights(q, k), 0.5, True) @ v,
+    "weights used elsewhere": lambda s, q, k, v, m: (w := two_weights(q, k)) @ v + w.mean(),
+    "no softmax": lambda s, q, k, v, m: ((q @ k.mT).softmax(-1) - (q @ k.mT).sigmoid()) @ v,
+}
+
+
+def two_weights(q, k):
+    return (q @ k.mT).softmax(-1) - (k @ q.mT).softmax(-1)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_linear_in_two_softmaxes_stays(name):
+    _, context = after(UNDERSTAND, Model(LEFT[name]), *given())
+    refusals = [info.refusal for info in context.sites.values()]
+    assert all(refusals) and (refusals or context.left_alone)
