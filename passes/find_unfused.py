@@ -112,21 +112,23 @@ def tell(softmax: fx.Node, reason: NotAttention | None, candidate: Candidate | N
         context.sites[candidate.values.node] = info
         return
     sentence = reason.sentence if reason else "what it normalises is no product of two activations"
-    where = f" in {module_path(softmax)}" if module_path(softmax) else ""
-    context.left_alone.append(Refusal(f"softmax {list(shape_of(softmax))}{where}: {sentence}", softmax))
+    leave("softmax", softmax, sentence, context)
+
+
+def leave(name: str, node: fx.Node, sentence: str, context: Context) -> None:
+    where = f" in {module_path(node)}" if module_path(node) else ""
+    context.left_alone.append(Refusal(f"{name} {list(shape_of(node))}{where}: {sentence}", node))
 
 
 def tell_exponentials(graph: fx.Graph, context: Context) -> None:
     """Weights that are exponentials of scores, and were made no softmax (find_softmax.py)."""
-    exponentials = [node for node in graph.nodes if op_name(node) in EXPONENTIALS and leads_anywhere(node)]
+    exponentials = {node for node in graph.nodes if op_name(node) in EXPONENTIALS and leads_anywhere(node)}
     if not exponentials:
         return
     products = {node: product for node in graph.nodes if (product := product_of(node)) is not None}
     weights = dict.fromkeys(one.softmax for one in candidates(products, EXPONENTIALS) if one.summed)
     for node in filter(exponentials.__contains__, weights):
-        where = f" in {module_path(node)}" if module_path(node) else ""
-        sentence = "its rows are not divided by their plain sum, so they are no softmax"
-        context.left_alone.append(Refusal(f"{op_name(node)} {list(shape_of(node))}{where}: {sentence}", node))
+        leave(op_name(node), node, "its rows are not divided by their plain sum, so they are no softmax", context)
 
 
 def in_order(graph: fx.Graph, context: Context) -> None:

@@ -14,7 +14,7 @@ from ringopt.passes import UNDERSTAND
 from ringopt.passes.find_softmax import FindSoftmax
 from ringopt.passes.normalize import Normalize
 from ringopt.passes.split_weights import SplitWeights
-from tests.capturing import after
+from tests.capturing import after, ops
 from tests.passes.test_find_unfused import BATCH, ROWS, Model, given
 from tests.translation import validate
 
@@ -91,6 +91,25 @@ def test_the_difference_is_taken_of_the_outputs():
   %linear_1 = linear(%reshape, %out_weight, %out_bias)
   return [%linear_1]""",
     )
+
+
+def of_a_vector(s, q, k, v, m):
+    """A factor of each query, and one value of each key."""
+    first, second = ((q[0, 0] @ other[0, 0].mT).softmax(-1) for other in (k, v))
+    return ((first - q[0, 0, :, :1] * second) @ v[0, 0, :, 0])[None, None, :, None].expand_as(q)
+
+
+def of_another_dtype(s, q, k, v, m):
+    first, second = ((q @ other.mT).softmax(-1) for other in (k, v))
+    return (first - s.temperature * second.float()) @ v
+
+
+@pytest.mark.parametrize("core", [of_a_vector, of_another_dtype])
+def test_a_product_that_could_not_be_parted_stays_right(core):
+    model, (x, m) = Model(core), given()
+    gm, _ = after([Normalize(), FindSoftmax(), SplitWeights()], model, x, m)
+    assert validate(2, model, x, m).wrong == ""
+    assert sum(op == "matmul" for op in ops(gm)) == 3, "two of scores, one of values"
 
 
 LEFT = {
