@@ -122,7 +122,9 @@ def test_calibrating_writes_the_profile(
     calls = dict.fromkeys(calibrate_ranks.CALLS, (1e-3, 2e-3))
     kernels = {"tiles": dict.fromkeys(speeds, samples), "touch": 1e10, "calls": calls}
     beside = {"compute": 1.0, "exchange": 1.0, "both": 1.5}
-    found = iter([[kernels] * 2, [{"link": [(1e3, 1e-3), (1e6, 2e-3)], "beside": beside}] * 2])
+    both_ways, one_way = [(1e3, 1e-3), (1e6, 2e-3), (2e6, 3e-3)], [(1e3, 4e-4), (1e6, 1.2e-3), (2e6, 3e-3)]
+    link = {"both_ways": both_ways, "one_way": one_way, "beside": beside}
+    found = iter([[kernels] * 2, [link] * 2])
     with patch("ringopt.tools.benchmarks.link_lab.as_ranks", lambda *_: next(found)):
         assert main(["bench", "--calibrate"]) == 0
     said = capsys.readouterr().out
@@ -130,5 +132,6 @@ def test_calibrating_writes_the_profile(
     assert path.name in said.replace("\n", "") and "link between two processes" in said
     rates = profile.here()
     assert (rates.overlap, rates.touch) == (0.5, 1e10) and set(rates.speeds) == set(speeds)
+    assert rates.link.one_way == pytest.approx(0.6)
     assert json.loads(path.read_text())["format"] == profile.FORMAT
     assert rates.speeds[speeds[0]].rate == pytest.approx(9e9)

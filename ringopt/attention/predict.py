@@ -197,14 +197,14 @@ def spans_of(rank: int, index: int, start: float, compute: float, exchange: floa
 
 
 def traffic(exchange: Exchange, step: Step, heads: Heads, rates: Rates, backward: bool) -> tuple[float, int]:
-    """Seconds and messages of a step: the larger of what is sent and what is received, for a link carries both
-    directions at once; and the longer of what stays in the node and what leaves it, for these are two links."""
+    """Seconds and messages of a step: of what is sent and what is received, as the link carries both directions; and
+    the longer of what stays in the node and what leaves it, for these are two links."""
     row, tiers = rows_of(exchange, heads, backward), ((rates, False), (rates.beyond, True))
     seconds = 0.0
     for of, away in tiers:
         ways = [[m for m in way if rates.crosses(m.source, m.target) is away] for way in (step.sends, step.receives)]
-        size = max(sum(count(m.rows) * row[m.cargo] for m in way) for way in ways)
-        seconds = max(seconds, of.exchange_seconds(size, max(map(len, ways))))
+        there, back = (of.exchange_seconds(sum(count(m.rows) * row[m.cargo] for m in way), len(way)) for way in ways)
+        seconds = max(seconds, of.two_ways(there, back))
     return seconds, max(len(step.sends), len(step.receives))
 
 

@@ -27,11 +27,14 @@ TERA, GIGA, GIB = 10**12, 10**9, 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks: bytes/s and seconds a message."""
+    """One direction between two ranks while as much goes the other way: bytes/s and seconds a message. `one_way`: the
+    part of that time which is left when nothing goes the other way; 1 where a link carries both at once, 0.5 where they
+    share the processors that move them."""
 
     name: str
     rate: float
     latency: float
+    one_way: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def tensor_cores(float32: float, float16: float, bfloat16: float) -> dict[str, f
 LINKS = {
     link.name: link
     for link in (
-        Link("loopback", 1 * GIGA, 100e-6),
+        Link("loopback", 1 * GIGA, 100e-6, one_way=0.5),
         Link("ethernet-10g", 1.25 * GIGA, 50e-6),
         Link("ethernet-100g", 12.5 * GIGA, 30e-6),
         Link("pcie3", 15.75 * GIGA, 10e-6),

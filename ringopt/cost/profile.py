@@ -17,7 +17,7 @@ import torch
 from ringopt.cost.rates import Rates, cautious
 from ringopt.errors import OptionError
 
-FORMAT = 2
+FORMAT = 3
 
 
 def folder() -> Path:

@@ -1,7 +1,7 @@
 """How fast tiles are computed and messages travel: of hardware from the table, or as measured on this machine.
 
     seconds of a tile     = overhead + queries * query + FLOPs / rate   by kernel, dtype, direction, shape
-    seconds of an exchange = latency * messages + bytes / rate
+    seconds of an exchange = latency * messages + bytes / rate                     both ways at once; one way, a part
     seconds of a step     = max(compute, exchange) + (1 - overlap) * min(compute, exchange)
 
 Ranks of one node share a link; where nodes are joined by another, messages within a node and between nodes travel
@@ -85,7 +85,12 @@ class Rates:
         return max(compute, exchange) + (1 - self.overlap) * min(compute, exchange) + self.step
 
     def exchange_seconds(self, size: float, messages: int) -> float:
+        """Of as much each way."""
         return self.link.latency * messages + size / self.link.rate
+
+    def two_ways(self, there: float, back: float) -> float:
+        """Of messages that take so many seconds each way, were there as many the other way."""
+        return self.link.one_way * max(there, back) + (1 - self.link.one_way) * min(there, back)
 
     def tiers(self, ranks: int) -> bool:
         """Whether so many ranks are on several nodes, between which another link goes."""

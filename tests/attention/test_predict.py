@@ -57,6 +57,15 @@ def test_a_ring_on_the_clock() -> None:
     assert (slow.seconds, slow.exposed) == (180.0, 52.0)
 
 
+def test_messages_one_way_may_take_less_than_both_ways() -> None:
+    """Causal: rank 0 sends 16 bytes, rank 1 nothing; of zigzag shards, rank 0 sends 8 bytes and rank 1 sends 16."""
+    shared = dataclasses.replace(ROUND, link=Link("shared", 1.0, 0.0, one_way=0.5))
+    for layout, exchange in (("contiguous", 16 / 2), ("zigzag", (16 + 8) / 2)):
+        plan = exchange_of("causal", 8, 8, 2, layout, layout, "ring")
+        spans = simulate(plan, ONE, shared, False, drawn=True).spans
+        assert {span.stop - span.start for span in spans if span.kind == "exchange"} == {exchange}
+
+
 def test_a_rank_waits_for_one_that_computes_longer() -> None:
     """Causal over contiguous shards: rank 0 has a triangle, rank 1 a triangle and a square."""
     plan = exchange_of("causal", 8, 8, 2, "contiguous", "contiguous", "ring")

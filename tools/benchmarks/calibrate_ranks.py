@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from ringopt.distributed.mesh import Mesh, PretendedMesh, register
 from ringopt.kernels.base import HIDDEN, Kernel
 from ringopt.kernels.choose import choose
 from ringopt.ops.ring import VERSION
-from ringopt.tools.benchmarks.on_a_link import Mute, begin, in_turns
+from ringopt.tools.benchmarks.on_a_link import Mute, begin, in_turns, together
 
 HEADS, DIM = 8, 64
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # queries, and as many keys, of a tile
@@ -152,16 +153,22 @@ def timed(run: Callable[[], object]) -> float:
 
 # ---- the link --------------------------------------------------------------------------------------------------------
 def link_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
-    """Samples of an exchange with the next rank, both ways at once; and compute, an exchange, and both together."""
-    mesh = begin()
+    """Of two ranks: samples of messages both ways at once and one way; and compute, an exchange, and both together. Of
+    messages medians, not the least: what delays them, the waking of whoever moves them, is there in every program."""
+    mesh, peer = begin(), (rank + 1) % ranks
 
-    def exchange(size: int) -> Callable[[], object]:
+    def both_ways(size: int) -> Callable[[], object]:
         out, into = torch.zeros(2, size, dtype=torch.uint8)
-        peer = (rank + 1) % ranks
-        return lambda: mesh.exchange([(peer, out)], [((rank - 1) % ranks, into)], "calibrate").wait()
+        return lambda: mesh.exchange([(peer, out)], [(peer, into)], "calibrate").wait()
 
-    runs = {str(size): exchange(size) for size in MESSAGES}
-    samples = [(float(size), seconds) for size, seconds in zip(MESSAGES, least(runs, 15).values(), strict=True)]
+    def one_way(size: int) -> Callable[[], object]:
+        message = [(peer, torch.zeros(size, dtype=torch.uint8))]
+        sends, receives = (message, []) if rank == 0 else ([], message)
+        return lambda: mesh.exchange(sends, receives, "calibrate").wait()
+
+    ways = {"both_ways": both_ways, "one_way": one_way}
+    times = together({f"{name} {size}": way(size) for size in MESSAGES for name, way in ways.items()}, 15)
+    found = {name: [(float(size), times[f"{name} {size}"].seconds) for size in MESSAGES] for name in ways}
     x, largest = torch.randn(256, 256), MESSAGES[-1]
     out, into = torch.zeros(2, largest, dtype=torch.uint8)
 
@@ -170,28 +177,24 @@ def link_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
             x @ x
 
     def both() -> None:
-        pending = mesh.exchange([((rank + 1) % ranks, out)], [((rank - 1) % ranks, into)], "calibrate")
+        pending = mesh.exchange([(peer, out)], [(peer, into)], "calibrate")
         compute()
         pending.wait()
 
-    repeats = max(1, round(samples[-1][1] / timed(lambda: x @ x)))
-    beside = least({"compute": compute, "exchange": exchange(largest), "both": both}, 7)
-    return {"link": samples, "beside": beside}
-
-
-def least(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    return {name: min(one.seconds for one in found) for name, found in in_turns(runs, repeats).items()}
+    repeats = max(1, round(found["both_ways"][-1][1] / timed(lambda: x @ x)))
+    beside = in_turns({"compute": compute, "exchange": both_ways(largest), "both": both}, 7)
+    return {**found, "beside": {name: min(one.seconds for one in turns) for name, turns in beside.items()}}
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
 def rates_from(kernels: Sequence[dict[str, Any]], link: Sequence[dict[str, Any]]) -> Rates:
     """The slower of the ranks, everywhere."""
-    wire = fitted([rank["link"] for rank in link])
+    wire = fitted([rank["both_ways"] for rank in link])
     queries = [size * HEADS for size in SIZES]
     speeds = {name: fitted([rank["tiles"][name] for rank in kernels], queries) for name in kernels[0]["tiles"]}
     bare = Rates(
         source=f"measured on {platform.node()}",
-        link=Link("measured", wire.rate, wire.overhead),
+        link=Link("measured", wire.rate, wire.overhead, one_way_of(link)),
         default=speeds["flash_cpu float32 forward full"],
         speeds=speeds,
         touch=min(rank["touch"] for rank in kernels),
@@ -254,6 +257,15 @@ def fitted(ranks: Sequence[Samples], queries: Sequence[int] = ()) -> Speed:
         if each > 0 and min(parts, default=0.0) >= 0 and error < least:
             best, least = Speed(1 / each, **dict(zip(names, parts, strict=True))), error
     return best
+
+
+def one_way_of(link: Sequence[dict[str, Any]]) -> float:
+    """The part of the time of messages both ways that the same take one way, from a half to 1: the median of all
+    sizes, each by the slower rank."""
+    ways = ([rank[way] for rank in link] for way in ("one_way", "both_ways"))
+    one, both = ([max(seconds for _, seconds in sizes) for sizes in zip(*ranks, strict=True)] for ranks in ways)
+    part = statistics.median(float(a / b) for a, b in zip(one, both, strict=True))
+    return min(1.0, max(0.5, part))
 
 
 def hidden(compute: float, exchange: float, both: float) -> float:
