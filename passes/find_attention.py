@@ -4,7 +4,7 @@ is spelled out.
     scaled_dot_product_attention(q, k, v, mask, is_causal=..., scale=..., enable_gqa=...)
         ->  ringopt::attention(q, k, v, mask, [], None, seed, "full" | "causal", "", dropout_p, scale)
 
-q, k, v become [B, H, S, D]: operands of other ranks are viewed so. nn.MultiheadAttention (need_weights=False) reaches
+q, k, v become [B, H, S, D]: operands of other ranks are viewed so, those that torch would broadcast are expanded. nn.MultiheadAttention (need_weights=False) reaches
 this pass as scaled_dot_product_attention already, its projection and head split beside it.
 After: same numbers; every attention that is left alone has a refusal.
 """
@@ -12,6 +12,7 @@ After: same numbers; every attention that is left alone has a refusal.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,31 +75,25 @@ def form_of(node: fx.Node) -> str:
 
 def check(node: fx.Node, site: Sdpa) -> Refusal | None:
     query, key, value = (shape_of(operand) for operand in (site.query, site.key, site.value))
-    if len({len(query), len(key), len(value)}) > 1 or len(query) < 2:
-        return Refusal(
-            f"query {list(query)}, key {list(key)}, value {list(value)} have different numbers of dims", node
-        )
-    if query[:-3] != key[:-3] or key[:-1] != value[:-1]:
-        return Refusal(f"query {list(query)}, key {list(key)}, value {list(value)} are broadcast over batch dims", node)
-    heads, kv_heads = (shape[-3] if len(shape) > 2 else 1 for shape in (query, key))
-    if heads != kv_heads and not site.enable_gqa:
-        return Refusal(f"{heads} query heads and {kv_heads} KV heads without enable_gqa", node)
-    if site.attn_mask is not None and len(shape_of(site.attn_mask)) > len(query):
+    rank = len(shape_of(node))
+    if site.enable_gqa and heads_of(key) != heads_of(value):
+        return Refusal(f"key {list(key)} and value {list(value)} have different numbers of heads", node)
+    if site.attn_mask is not None and len(shape_of(site.attn_mask)) > rank:
         return Refusal(f"the mask {list(shape_of(site.attn_mask))} has more dims than the query {list(query)}", node)
-    if site.attn_mask is not None and len(query) > 4:
-        mask = (1,) * (len(query) - len(shape_of(site.attn_mask))) + shape_of(site.attn_mask)
-        if mask[:-3] != query[:-3] and any(size != 1 for size in mask[:-3]):
-            return Refusal(f"the mask {list(mask)} is broadcast over some batch dims of the query {list(query)}", node)
     if site.attn_mask is not None and site.is_causal:
         return Refusal("attn_mask and is_causal are both given", node)
     return None
 
 
+def heads_of(shape: tuple[int, ...]) -> int:
+    return shape[-3] if len(shape) > 2 else 1
+
+
 def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
     out, rank = shape_of(node), len(shape_of(node))
     with graph.inserting_before(node):
-        q, k, v = (four_dims(graph, operand) for operand in (site.query, site.key, site.value))
-        mask = four_dims(graph, site.attn_mask, rank) if site.attn_mask is not None else None
+        q, k, v = (four_dims(graph, operand) for operand in operands(graph, site, out[:-2]))
+        mask = mask_of(graph, site.attn_mask, out[:-2]) if site.attn_mask is not None else None
         scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
         pattern = "causal" if site.is_causal else "full"
         seed = draw_seed(graph, node) if site.dropout_p else None
@@ -125,15 +120,40 @@ def four_sizes(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[:-3]), *((1,) * (3 - len(shape)) + shape[-3:])]
 
 
-def four_dims(graph: fx.Graph, operand: fx.Node, rank: int | None = None) -> fx.Node:
-    """`operand` viewed with four dims. A mask (`rank` is the query's) keeps its places from the right."""
-    shape = shape_of(operand)
-    if rank is None or rank > 4:
-        if rank is not None:
-            shape = (1,) * (rank - len(shape)) + shape
-        sizes = four_sizes(shape)
-    else:
-        sizes = [*((1,) * (4 - len(shape))), *shape]
+def operands(graph: fx.Graph, site: Sdpa, lead: tuple[int, ...]) -> list[fx.Node]:
+    """Query, key and value with the leading dims of the output, to which torch broadcasts them. KV heads that are
+    shared stay fewer than query heads."""
+    given = [site.query, site.key, site.value]
+    shared = site.enable_gqa or all(heads_of(shape_of(operand)) == 1 for operand in given[1:])
+    result = []
+    for place, operand in enumerate(given):
+        own = shared and place > 0
+        heads = (*lead[:-1], heads_of(shape_of(operand))) if own and lead else lead
+        result.append(expanded(graph, operand, [*heads, *shape_of(operand)[-2:]]))
+    return result
+
+
+def mask_of(graph: fx.Graph, mask: fx.Node, lead: tuple[int, ...]) -> fx.Node:
+    """`mask`, which keeps its places from the right, with four dims. Of a batch of several dims it has all or none."""
+    shape = shape_of(mask)
+    if len(lead) <= 2:
+        return viewed(graph, mask, [*((1,) * (4 - len(shape))), *shape])
+    shape = (*((1,) * (len(lead) + 2 - len(shape))), *shape)
+    if any(size != 1 for size in shape[:-3]):
+        shape = (*lead[:-1], *shape[-3:])
+    return viewed(graph, expanded(graph, mask, shape), four_sizes(shape))
+
+
+def expanded(graph: fx.Graph, operand: fx.Node, sizes: Sequence[int]) -> fx.Node:
+    same = list(shape_of(operand)) == list(sizes)
+    return operand if same else emit(graph, aten.expand.default, (operand, list(sizes)), operand)
+
+
+def four_dims(graph: fx.Graph, operand: fx.Node) -> fx.Node:
+    return viewed(graph, operand, four_sizes(shape_of(operand)))
+
+
+def viewed(graph: fx.Graph, operand: fx.Node, sizes: list[int]) -> fx.Node:
     return operand if list(shape_of(operand)) == sizes else view(graph, operand, sizes)
 
 

@@ -201,13 +201,14 @@ def test_ranks_with_other_inputs_are_told(ranks, what, sentence):
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 def test_on_refusal_error_says_the_sites():
-    class Broadcast(Attention):
+    class OneValue(Attention):
         def forward(self, x):
-            return F.scaled_dot_product_attention(x, x[:1], x[:1])
+            x = x.unflatten(-1, (2, -1)).transpose(1, 2)
+            return F.scaled_dot_product_attention(x, x, x[:, :1], enable_gqa=True)
 
-    gm, inputs = captured(Broadcast(), data()[:, None])
+    gm, inputs = captured(OneValue(), data())
     _, report, _ = transform(gm, inputs, Options(), mesh_of("pretend:0/2"))
-    with pytest.raises(ringopt.errors.RefusedError, match="are broadcast over batch dims"):
+    with pytest.raises(ringopt.errors.RefusedError, match="have different numbers of heads"):
         tell(report, Options(on_refusal="error"))
 
 

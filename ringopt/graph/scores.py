@@ -135,15 +135,14 @@ class Walker:
         if left is None or right is None or (self.has(left) and self.has(right)):
             return None
         inner, other = (left, right) if self.has(left) else (right, left)
-        if term.op == "sub":
-            if inner is left:
-                other = apply("neg", [other], term.dtype)
-            else:
-                self.constant = -self.constant
+        if term.op == "sub" and inner is left:
+            other = apply("neg", [other], term.dtype)
         if self.is_shift(other):
             self.shifts.append(other)
         else:
             self.add(other)
+        if term.op == "sub" and inner is right:  # after the other side, which keeps its sign
+            self.constant = -self.constant
         return inner
 
     def is_shift(self, term: Term) -> bool:

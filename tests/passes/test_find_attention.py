@@ -52,6 +52,22 @@ FORMS = {
         (2, 3, 4),
         {},
     ),
+    "five dims, mask of one batch dim": (
+        lambda q, k, v: sdpa(q, k, v, torch.eye(5, dtype=torch.bool).expand(3, 1, 5, 5)),
+        (2, 3, 4),
+        {},
+    ),
+    "keys for all of the batch": (lambda q, k, v: sdpa(q, k[:1], v[:1], is_causal=True), (2, 4), {}),
+    "one KV head, broadcast": (lambda q, k, v: sdpa(q, k, v), (2, 4), {"kv_heads": 1}),
+    "one query head, broadcast": (lambda q, k, v: sdpa(q[:, :1], k, v), (2, 4), {}),
+    "one head of values": (lambda q, k, v: sdpa(q, k, v[:, :1]), (2, 4), {}),
+    "queries without a batch": (lambda q, k, v: sdpa(q[0], k, v), (2, 4), {}),
+    "grouped, keys for all of the batch": (
+        lambda q, k, v: sdpa(q, k[:1], v, enable_gqa=True),
+        (2, 4),
+        {"kv_heads": 2},
+    ),
+    "three dims, keys for all of the batch": (lambda q, k, v: sdpa(q, k[:1], v[:1]), (6,), {}),
 }
 
 
@@ -98,12 +114,7 @@ def test_a_whole_encoder_layer_is_taken_apart():
 @pytest.mark.parametrize(
     "call, lead, sentence",
     [
-        (lambda q, k, v: sdpa(q, k[:1], v[:1]), (2, 4), "are broadcast over batch dims"),
-        (
-            lambda q, k, v: sdpa(q, k, v, torch.ones(2, 1, 1, 5, 5, dtype=torch.bool)),
-            (2, 3, 4),
-            "is broadcast over some batch dims",
-        ),
+        (lambda q, k, v: sdpa(q, k, v[:, :1], enable_gqa=True), (2, 4), "have different numbers of heads"),
     ],
 )
 def test_refusals(call, lead, sentence):

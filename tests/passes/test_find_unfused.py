@@ -132,6 +132,14 @@ SCORES = {
         "score",
     ),
     "a learned bias": (relative_bias, "bias(learned: table)"),
+    "taken from a bias": (
+        lambda s, q, k, v, m: (s.table[away() + ROWS].permute(2, 0, 1) - q @ k.mT).softmax(-1) @ v,
+        "bias(learned: table)",
+    ),
+    "taken from a function of the key, and that from another": (
+        lambda s, q, k, v, m: (q.sum(-1, True) - 2 * (k.square().sum(-1)[:, :, None] - q @ k.mT)).softmax(-1) @ v,
+        "bias(learned: sum_1, sum_2)",
+    ),
     "keys of relative places": (relative_keys, "bias(learned: einsum)"),
     "shifted rows": (shifted_places, "bias(learned: matmul)"),
     "sinks": (sinks, "causal & sinks"),
