@@ -4,8 +4,9 @@ is spelled out.
     scaled_dot_product_attention(q, k, v, mask, is_causal=..., scale=..., enable_gqa=...)
         ->  ringopt::attention(q, k, v, mask, [], None, seed, "full" | "causal", "", dropout_p, scale)
 
-q, k, v become [B, H, S, D]: operands of other ranks are viewed so, those that torch would broadcast are expanded. nn.MultiheadAttention (need_weights=False) reaches
-this pass as scaled_dot_product_attention already, its projection and head split beside it.
+q, k, v become [B, H, S, D]: operands of other ranks are viewed so, those that torch would broadcast are expanded.
+nn.MultiheadAttention (need_weights=False) reaches this pass as scaled_dot_product_attention already, its projection and
+head split beside it.
 After: same numbers; every attention that is left alone has a refusal.
 """
 

@@ -58,6 +58,8 @@ class OwnRows:
     def near(self, table: Load, cone: Cone) -> Term:
         """An element, at r of the table or of a copy of it."""
         found = [(dim, *row) for dim, place in enumerate(table.index) if (row := row_of(place, cone)) is not None]
+        if not found and axis("k") in table.index:
+            return table
         if len(found) != 1:
             name = op_name(table.source) or table.source.name
             raise Unreadable(
