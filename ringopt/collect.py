@@ -8,8 +8,8 @@
 In two steps, over the graphs that AOTAutograd makes. First each gather and sum goes up as far as it may, past messages
 that it is not made of (`advance`). Where, is decided by operators that send, by what is made of what and by whole
 sizes, and by nothing else: a partitioner may recompute other things on one rank than on another, and all ranks must
-post their messages in one order. Then each is parted where something takes long enough to hide it (`part`): that is
-each rank's own business, for the whole and its halves post the same message.
+post their messages in one order. Then each is parted where something takes long enough to hide it, and a bucket of
+gradients to hold less (`part`): that is each rank's own business, for the whole and its halves post the same message.
 
 What is started early is held longer. A gather or a sum goes no further up than where all that is under way fits into
 `Budget.in_flight`. Sums of parameters' gradients take the place of the gradients, so they are not counted.
@@ -116,7 +116,8 @@ def bytes_of(node: fx.Node) -> float:
 # ---- what it is hidden behind ----------------------------------------------------------------------------------------
 def part(node: fx.Node, number: int, budget: Budget) -> None:
     """In two, of which the second stands before the first reader, if there is or can be something between them: what
-    needs neither is computed before its readers are, up to the next node that has its place."""
+    needs neither is computed before its readers are, up to the next node that has its place. A bucket of gradients
+    always: between its halves the gradients are given back, so that it never holds more than two copies."""
     nodes = list(node.graph.nodes)
     place = {other: i for i, other in enumerate(nodes)}
     several = list(node.users) if op_name(node) == "reduce_bucket" else []
@@ -129,10 +130,11 @@ def part(node: fx.Node, number: int, budget: Budget) -> None:
         after = list(takewhile(lambda other: not is_fixed(other) and other.op != "output", nodes[place[reader] :]))
         late = dependents_among([node, *several, *after], [node])
         free = [other for other in after if other not in late]
-        if not budget.pays(free):
+        if budget.pays(free):
+            for other in free:
+                reader.prepend(other)
+        elif not several:
             return
-        for other in free:
-            reader.prepend(other)
     if op_name(node) == "gather":
         halve_gather(node, reader, number)
     else:

@@ -15,6 +15,7 @@ from torch import Tensor
 import ringopt
 from ringopt import under_way
 from ringopt.moves import flops_of
+from tests.alone import step_of
 from tests.models import difference as error_of
 from tests.models import run
 from tests.test_early import KV_HEADS, WIDTH, Block, Delayed, Model, by_start, data, on_ranks, ordered, shown
@@ -122,6 +123,34 @@ def test_on_ranks(ranks: Any, inner_backend: str, dynamic: bool | None) -> None:
         assert error < 1e-4
         started, ended = names.index("gather"), names.index("gathered")
         assert names[:started].count("ring") == 1 and names[:ended].count("ring") == 2, names
+
+
+# ---- what a bucket of gradients holds --------------------------------------------------------------------------------
+class Wide(nn.Module):
+    """Nearly all that it holds are its parameters: a block, of the `first` width, and layers behind it."""
+
+    def __init__(self, first: int, *widths: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lift = nn.Linear(WIDTH, first, bias=False)
+        self.lower = nn.Linear(first, WIDTH, bias=False)
+        self.block = Block()
+        self.after = nn.ModuleList(nn.Linear(WIDTH, width, bias=False) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(self.lower(self.lift(x)))
+        return torch.stack([layer(y).square().mean() for layer in self.after]).sum()
+
+
+@pytest.mark.parametrize("widths", [(9000, 8, 8), (8, 9000, 9000)])
+def test_a_bucket_holds_two_copies_whatever_is_behind_it(widths: tuple[int, ...]) -> None:
+    """Its gradients and their message, then the sums and theirs, beside the parameters; also where it is complete when
+    nothing is left to be computed."""
+    parameters = sum(parameter.nbytes for parameter in Wide(*widths).parameters())
+    build = lambda: (Wide(*widths), {"x": data(2, torch.float32).detach()})  # noqa: E731
+    for rank in range(2):
+        ran = step_of(build, rank, 2, training=True, strategy="ring", inner_backend="aot_eager")
+        assert ran.memory == pytest.approx(3 * parameters, rel=0.01)
 
 
 # ---- what may be in flight -------------------------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from ringopt.ops.convert import LIBRARY
 @torch.library.custom_op("ringopt::reduce_bucket", mutates_args=())
 def reduce_bucket(grads: list[Tensor], group: str) -> list[Tensor]:
     """The sums of `grads`, all of one dtype, over the ranks, in one message."""
-    total = mesh_of(group).all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), "gradients")
-    parts = total.split([grad.numel() for grad in grads])
-    return [part.view(grad.shape).clone() for part, grad in zip(parts, grads, strict=True)]
+    total = mesh_of(group).all_reduce(message_of(grads), "gradients")
+    return parts_of(total, [grad.shape for grad in grads])
 
 
 @reduce_bucket.register_fake
@@ -41,7 +40,7 @@ def reduce_start(grads: list[Tensor], number: int, group: str) -> Tensor:
     `number`, so that no compiler takes them for one."""
     mesh = mesh_of(group)
     settle(mesh)
-    total = torch.cat([grad.reshape(-1) for grad in grads])
+    total = message_of(grads)
     pending = mesh.start_all_reduce(total, f"gradients {number}")
     return issue(mesh, about(total.numel(), total.dtype), (total, pending), [pending])
 
@@ -59,8 +58,7 @@ def reduce_finish(
     shapes = shapes_of(sizes, dims)
     total, pending = redeem(ticket, about(sum(map(prod, shapes)), dtype))
     pending.wait()
-    parts = total.split([prod(shape) for shape in shapes])
-    return [part.view(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
+    return parts_of(total, shapes)
 
 
 @reduce_finish.register_fake
@@ -68,6 +66,25 @@ def _(
     ticket: Tensor, sizes: Sequence[int], dims: Sequence[int], dtype: torch.dtype, device: torch.device, group: str
 ) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes_of(sizes, dims)]
+
+
+def message_of(grads: Sequence[Tensor]) -> Tensor:
+    """Their numbers one after the other. They are copied once, however they lie in memory."""
+    message = grads[0].new_empty(sum(grad.numel() for grad in grads))
+    for part, grad in zip(parts_in(message, [grad.shape for grad in grads]), grads, strict=True):
+        part.copy_(grad)
+    return message
+
+
+def parts_in(total: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views."""
+    return [part.view(shape) for part, shape in zip(total.split(list(map(prod, shapes))), shapes, strict=True)]
+
+
+def parts_of(total: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Tensors of their own, for what an operator returns may not share memory; of one part, `total` itself."""
+    parts = parts_in(total, shapes)
+    return parts if len(parts) == 1 else [part.clone() for part in parts]
 
 
 def shapes_of(sizes: Sequence[int], dims: Sequence[int]) -> list[list[int]]:

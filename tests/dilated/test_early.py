@@ -60,5 +60,5 @@ def test_keys_travel_before_the_queries_are_projected() -> None:
         assert not difference(alone, values)
         assert shown(ran) == [
             "mm", "start", "mm", "ring", "mm", "start", "mm", "ring", "mm",
-            "start", "mm", "ring backward", "start", "mm", "ring backward", "mm", "whole gather", "whole reduce",
+            "start", "mm", "ring backward", "start", "mm", "ring backward", "mm", "whole gather", "reduce", "reduced",
         ]  # fmt: skip
