@@ -166,7 +166,7 @@ def bytes_kept(how):
     return bytes_kept_by(compiled, model, inputs["x"]), error
 
 
-@pytest.mark.parametrize("p", (2, 4))
+@pytest.mark.parametrize("p", (2, pytest.param(4, marks=pytest.mark.zoo)))
 def test_a_block_keeps_its_input_and_its_attention(ranks, p):
     """Per rank and block: the rows that go in, and those that the exchange brought with their log-sum-exp."""
     rows, word = 2 * 64 // p, 4
@@ -181,6 +181,7 @@ def with_dropout(how, inner_backend):
     """Two steps from one seed: outputs and gradients."""
     torch._dynamo.reset()
     model, x, found = Blocks(how, dropout=0.5), data(12, torch.float32), []  # of 6 rows, one kernel for both ranks
+    model.blocks = model.blocks[:1]
     compiled = torch.compile(model, backend="ring", options={"inner_backend": inner_backend})
     torch.manual_seed(5)
     for _ in range(2):

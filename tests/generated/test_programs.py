@@ -5,9 +5,7 @@ A failure prints the smallest program found that fails in the same way; `draw(se
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -68,14 +66,6 @@ def check(first: int, count: int, most: int) -> Counter[str]:
         found[said] += 1
         seed += 1
     return found
-
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """Graphs are many small objects, and a look at all of them every few programs takes a sixth of the time."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 100))
