@@ -4,11 +4,13 @@
     kept: what goes into the region, and y with its log-sum-exp; again in the backward: q, k, v, z
 
 An exchange is not repeated: its results are kept, on every rank alike, so that the ranks talk in one order whatever
-else a partitioner makes of their graphs. So are the seeds of dropout, a number each. (Korthikanti et al. 2022, Reducing
-Activation Recomputation, section 5, chooses what to keep in the same way: what is dear to repeat and small to hold.)
+else a partitioner makes of their graphs; outside of regions too, where a memory budget (activation_memory_budget) would
+have it repeat one exchange on one rank and another on the next (a budget of 0 repeats all, alike). So are the seeds of
+dropout, a number each. (Korthikanti et al. 2022, Reducing Activation Recomputation, section 5, chooses what to keep in
+the same way: what is dear to repeat and small to hold.)
 
 Before: nodes tagged with the numbers of their regions (graph/recompute.py).
-After: nodes tagged as AOTAutograd's partitioner reads it, and with the policy that it is to ask.
+After: nodes tagged as AOTAutograd's partitioner reads it, exchanges everywhere, and with the policy that it is to ask.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ class Recompute(Pass):
         regions: Regions = gm.meta.get("regions") or Regions()
         tagged = [node for node in gm.graph.nodes if node.meta.get("recompute") is not None]
         exchanges = [node for node in tagged if sends(node)]
+        for node in filter(sends, gm.graph.nodes):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in tagged:
             region = regions.made[node.meta["ac_graph_id"]]
             node.meta["ac_graph_id"] = region.outermost
-            if sends(node) or is_seed(node):
+            if is_seed(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            elif region.policy is not None:
+            elif not sends(node) and region.policy is not None:
                 node.meta["policy"] = region.policy
         if tagged and context.mesh.size > 1:
             count = len({node.meta["ac_graph_id"] for node in tagged})

@@ -135,7 +135,8 @@ def start(body: fx.Node, gap: Gap, number: int) -> None:
 
 def finish_late(graph: fx.Graph) -> None:
     """In place, for each backward of which that is asked: what needs no dK and dV, up to the next node that has its
-    place, goes before what does, and they are waited for between the two."""
+    place, goes before what does, and they are waited for between the two. Also where that is little on this rank, for
+    what a partitioner made of it: another rank waits there, and no message may go past the one and not the other."""
     for body in graph.find_nodes(op="call_function", target=torch.ops.ringopt.ring_attention_backward.default):
         parts = {user.args[1]: user for user in body.users}
         grads = [parts[i] for i in (1, 2) if i in parts]
@@ -145,10 +146,9 @@ def finish_late(graph: fx.Graph) -> None:
         after = list(takewhile(movable, nodes[nodes.index(body) + 1 :]))
         late = dependents_among(after, grads)
         free = [node for node in after if node not in late]
-        if any(map(is_product, free)):
-            for node in free:
-                late[0].prepend(node)
-            part_home(body, parts, late[0])
+        for node in free:
+            late[0].prepend(node)
+        part_home(body, parts, late[0])
 
 
 def part_home(body: fx.Node, parts: dict[Any, fx.Node], place: fx.Node) -> None:

@@ -57,16 +57,28 @@ def is_product(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node, ranks: int = 1) -> float:
-    """2 a multiplication of a product. Where the passes noted its whole value: on each of `ranks` with as many rows,
-    the same number on all of them, whatever rows each has. Of a convolution or a fused attention, at least so many; of
-    rows whose number is known only when the program runs, infinitely many."""
-    whole = node.meta.get("whole")
-    out = whole if isinstance(whole, torch.Tensor) else value_of(node)
-    if isinstance(out, (tuple, list)):  # the backward of a convolution has None where no gradient is asked for
-        out = next(one for one in out if one is not None)
-    operand = value_of(node.args[1 if op_name(node).startswith(("add", "badd")) else 0])
-    total = 2 * numbers((*out.shape, operand.shape[-1]))
-    return total / (ranks if node.meta.get("placement") is not None else 1)
+    """2 a multiplication of a product. Of its whole values, where the passes noted how these are spread: on each of
+    `ranks` with as many rows, the same number on all of them, whatever rows each has. Of a fused attention, and of the
+    backward of a convolution, at least so many; of rows whose number is known only when the program runs, infinitely
+    many."""
+    name = op_name(node)
+    operand = node.args[1 if name.startswith(("add", "badd")) else 0]
+    forward = "conv" in name and "backward" not in name
+    summed = sizes_of(node.args[1])[1:] if forward else sizes_of(operand)[-1:]
+    spread = any(x.meta.get("placement") is not None for x in (node, operand))
+    return 2 * numbers((*sizes_of(node), *summed)) / (ranks if spread else 1)
+
+
+def sizes_of(node: fx.Node) -> list[Any]:
+    """Of the whole value, whatever rows this rank has of it."""
+    whole, placement = node.meta.get("whole"), node.meta.get("placement")
+    value = value_of(node) if whole is None else whole
+    if isinstance(value, (tuple, list)):  # the backward of a convolution has None where no gradient is asked for
+        value = next(one for one in value if one is not None)
+    sizes = list(value.shape)
+    if whole is None and placement is not None:
+        sizes[placement.dim] = placement.size
+    return sizes
 
 
 def numbers(sizes: Sequence[Any]) -> float:

@@ -62,7 +62,7 @@ def tags(number: int) -> dict[str, Any]:
 def tags_of(gm: fx.GraphModule) -> str:
     """A digest of the tags of a graph: its text does not tell them."""
     tagged = [
-        (place, node.meta["ac_graph_id"], node.meta["recompute"].name)
+        (place, node.meta.get("ac_graph_id"), node.meta["recompute"].name)
         for place, node in enumerate(gm.graph.nodes)
         if "recompute" in node.meta
     ]

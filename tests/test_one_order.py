@@ -1,0 +1,85 @@
+"""All ranks post their messages in one order, though their graphs differ: they have unequal rows, and a partitioner
+computes other things again on each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._functorch.config as functorch
+import torch.fx as fx
+import torch.nn as nn
+from torch import Tensor
+
+from ringopt.backend import transform
+from ringopt.early import budget_of, order
+from ringopt.graph.nodes import op_name
+from ringopt.liveness import partitioned
+from ringopt.lockstep import sends
+from ringopt.moves import flops_of, is_product
+from ringopt.options import Options
+from tests.test_collect import Beside, Outputs
+from tests.test_early import WIDTH, Block, Model, data, on_ranks
+from tests.translation import Seat, captured, difference, values_and_gradients
+
+# What posts nothing, and halves that post what the whole does.
+WAITS = ("ring_backward_finish", "gather_finish", "reduce_finish")
+WHOLE = {
+    "ring_backward_begin": "ring_attention_backward", "gather_start": "gather", "reduce_start": "reduce_bucket",
+}  # fmt: skip
+
+
+def posted(graph: fx.Graph) -> list[str]:
+    names = [op_name(node) for node in graph.nodes if sends(node)]
+    return [WHOLE.get(name, name) for name in names if name not in WAITS]
+
+
+@pytest.mark.parametrize(("model", "shard"), [(Outputs, "model"), (Beside, "attention")])
+def test_whatever_is_computed_again(model: type[nn.Module], shard: str) -> None:
+    """Within a memory budget, a partitioner chooses by sizes, which differ by rank. No exchange is repeated."""
+    gm, inputs = captured(model().double(), data())
+    found = set()
+    for budget in (1.0, 0.6, 0.3):
+        for rank in (0, 2):
+            flat, _, _ = transform(gm, inputs, Options(strategy="ring", shard=shard), Seat(rank, 3))
+            assert flat is not None
+            with functorch.patch(activation_memory_budget=budget, activation_memory_budget_runtime_estimator="flops"):
+                parts = partitioned(flat)
+            for part in parts:
+                order(part.graph, budget_of(flat))
+            found.add(str([posted(part.graph) for part in parts]))
+    assert len(found) == 1, found
+
+
+def test_numbers_within_a_memory_budget() -> None:
+    with functorch.patch(activation_memory_budget=0.3, activation_memory_budget_runtime_estimator="flops"):
+        found, _ = on_ranks(3, Model(2).double(), data(), values_and_gradients, strategy="ring")
+    for values, expected in found:
+        assert not difference(expected, values)
+
+
+class Mixed(nn.Module):
+    """Beside an attention of shards: a convolution along them, a product that sums over them, and a linear layer that
+    does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = Block(), Block()
+        self.near, self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Linear(11, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        beside = y @ (y.mT @ self.near(y.mT).mT) + self.mix(y.mT).mean()
+        return (self.block.attend(y) + beside).square().mean()
+
+
+@pytest.mark.parametrize(("p", "layout"), [(2, "zigzag"), (4, "contiguous")])
+def test_what_hides_an_exchange_is_counted_alike(p: int, layout: str) -> None:
+    """By it the ranks decide what starts early: 11 rows are 6 of one rank, and 5 of another."""
+    gm, inputs = captured(Mixed(), data(dtype=torch.float32))
+    found = []
+    for rank in range(p):
+        flat, _, _ = transform(gm, inputs, Options(strategy="ring", layout=layout), Seat(rank, p))
+        assert flat is not None
+        found.append({node.name: flops_of(node, p) for node in flat.graph.nodes if is_product(node)})
+    assert all(counted == found[0] for counted in found), found
