@@ -7,6 +7,7 @@
     dropout(x, 0.1, False)                ->   x
     type_as(x, y), x.view_as(y), x.T      ->   to(x, bf16), reshape(x, [2, 3]), permute(x, [1, 0])
     x[hidden] = 0                         ->   masked_fill(x, hidden, 0)
+    rand_like(x)                          ->   rand([2, 3])
 
 After: no mutable op but the final copy_ into inputs the program changes, so a value may be read anywhere. Moving a read
 past a write, or a producer out of its no_grad region, is what makes hoisting lose or leak gradients.
@@ -19,8 +20,9 @@ import torch.fx as fx
 
 from ringopt.graph.autocast import Uncastable, explicit_casts
 from ringopt.graph.custom_gradient import CustomGradient, custom_gradients
-from ringopt.graph.functional import Functional, Unwritable
-from ringopt.graph.nodes import argument, emit, named, op_name, requires_grad, shape_of, value_of
+from ringopt.graph.detached import ExplicitDetach
+from ringopt.graph.functional import Functional, Unwritable, views_by_value
+from ringopt.graph.nodes import argument, emit, named, op_name, origin, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
 
@@ -34,8 +36,9 @@ class Normalize(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         refuse_unknown_calls(gm.graph)
-        explicit_detach(gm.graph)
         try:
+            views_by_value(gm.graph)
+            ExplicitDetach(gm.graph).rewrite()
             explicit_casts(gm)
             Functional(gm.graph).rewrite()
         except (Uncastable, Unwritable) as problem:
@@ -43,6 +46,7 @@ class Normalize(Pass):
         drop_assertions(gm.graph)
         drop_identities(gm.graph)
         name_shapes_and_types(gm.graph)
+        draw_by_shape(gm.graph)
         fill_where_masked(gm.graph)
         for node in custom_gradients(gm.graph):
             # With the autocast region that is around the call around the backward too, as torch.compile has it
@@ -58,30 +62,6 @@ def refuse_unknown_calls(graph: fx.Graph) -> None:
         plain = isinstance(node.target, (torch._ops.OpOverload, CustomGradient)) or op_name(node) in PYTHON_CALLS
         if node.op in ("call_module", "call_method") or (node.op == "call_function" and not plain):
             raise GraphRefused(Refusal(f"{node.target} is no ATen operator: what it does to rows is not known", node))
-
-
-def explicit_detach(graph: fx.Graph) -> None:
-    """Values enter a no_grad region through detach; the switches go."""
-    carries, detached = requires_grad(graph), {}
-    enabled = torch.is_grad_enabled()
-    if not enabled and not any(op_name(node) == "_set_grad_enabled" and node.args[0] for node in graph.nodes):
-        carries = dict.fromkeys(carries, False)  # inference: there is no gradient to stop
-    for node in list(graph.nodes):
-        if op_name(node) == "_set_grad_enabled":
-            enabled = node.args[0]
-            graph.erase_node(node)
-        elif not enabled and node.op == "call_function":
-            for arg in list(node.all_input_nodes):
-                if not carries.get(arg):
-                    continue
-                if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-                    raise GraphRefused(Refusal(f"{node.target} writes under no_grad to a value with a gradient", node))
-                if arg not in detached:
-                    with graph.inserting_after(arg):
-                        detached[arg] = graph.call_function(aten.detach.default, (arg,))
-                    detached[arg].meta = dict(arg.meta)
-                node.replace_input_with(arg, detached[arg])
-            carries[node] = False
 
 
 def drop_assertions(graph: fx.Graph) -> None:
@@ -115,6 +95,33 @@ def name_shapes_and_types(graph: fx.Graph) -> None:
             node.target, node.args = aten.reshape.default, (first, list(shape_of(node)))
         elif node.target is aten.numpy_T.default:
             node.target, node.args = aten.permute.default, (first, list(reversed(range(found.dim()))))
+
+
+DRAWN = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
+WRITTEN_OVER = frozenset({
+    aten.bernoulli.p, aten.cauchy.default, aten.exponential.default, aten.geometric.default, aten.log_normal.default,
+    aten.normal_functional.default, aten.uniform.default,
+})  # fmt: skip
+
+
+def draw_by_shape(graph: fx.Graph) -> None:
+    """Of a value that random numbers are drawn like, or written over, nothing is read but its shape. Where memory has
+    gaps or another order, that is kept."""
+    for node in graph.nodes:
+        if node.target not in (*DRAWN, *WRITTEN_OVER):
+            continue
+        found, size = value_of(node), list(shape_of(node))
+        how = {"dtype": found.dtype, "device": found.device}
+        if found.is_contiguous() and node.target in DRAWN:
+            node.target, node.args, node.kwargs = DRAWN[node.target], (size,), how
+        elif node.target in WRITTEN_OVER:
+            with graph.inserting_before(node):
+                if found.is_contiguous():
+                    memory = graph.call_function(aten.empty.memory_format, (size,), how)
+                else:
+                    memory = graph.call_function(aten.empty_like.default, (node.args[0],))
+            memory.meta = {**origin(node), "val": torch.empty_like(found)}
+            node.args = (memory, *node.args[1:])
 
 
 def fill_where_masked(graph: fx.Graph) -> None:

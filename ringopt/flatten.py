@@ -102,6 +102,8 @@ class Flatten(fx.Interpreter):
             return self.run_inline(target.name(), args, kwargs)
         if flex.is_flex(target):
             return flex.written_out(*args)
+        if target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
+            return args[0].detach()  # x.data, which the tracer would take for a constant
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -9,12 +9,13 @@ the op's own functional form, and an op without one is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import op_name, origin, shape_of, value_of
+from ringopt.graph.nodes import named, op_name, origin, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 
 aten = torch.ops.aten
@@ -92,7 +93,7 @@ class Functional:
 
     def write(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """The functional form of one mutable op, pasted into the base of its target."""
-        target = self.written(node.args[0])
+        target = self.written(self.only_target(node))
         root = self.root(target)
         if storage(target) in self.tangled:
             raise Unwritable(f"{node.target} writes to memory that several views share", node)
@@ -115,12 +116,15 @@ class Functional:
             node = node.meta["written"]
         return node
 
+    def only_target(self, node: fx.Node) -> fx.Node:
+        """What a write writes to, of the kinds that are known here: x.op_(...) and op(..., out=x)."""
+        targets = written_args(node)
+        if len(targets) == 1 and (targets[0] is node.kwargs.get("out") or op_name(node).endswith("_")):
+            return targets[0]
+        raise Unwritable(f"{node.target} writes to several tensors", node)
+
     def functional(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        target, name = node.target, op_name(node)
-        schema = target._schema
-        writes = [i for i, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]
-        if writes != [0] or not name.endswith("_"):
-            raise Unwritable(f"{target} writes to something other than its first argument", node)
+        name = op_name(node)
         like, value = args[0], (args[1] if len(args) > 1 else None)
         if name == "zero_":
             return self.emit(aten.zeros_like.default, (like,), {}, node)
@@ -130,17 +134,20 @@ class Functional:
             cast = self.emit(aten.to.dtype, (value, value_of(node).dtype), {}, node)
             cast.meta["val"] = value_of(value).to(value_of(node).dtype)
             return self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node)
-        packet = getattr(aten, name[:-1], None)
-        overload = getattr(packet, target._overloadname, None)
-        if overload is None or overload._schema.is_mutable:
-            raise Unwritable(f"{target} has no form that returns its result", node)
-        result = self.emit(overload, args, kwargs, node)
-        values = fx.map_arg((args, kwargs), lambda arg: value_of(arg))
+        if node.target is aten.bernoulli_.float:
+            return self.emit(aten.bernoulli.p, (like, named(node, "p")), {}, node)
+        overload, given = returning(node), {key: arg for key, arg in kwargs.items() if key != "out"}
+        if overload is None:
+            raise Unwritable(f"{node.target} has no form that returns its result", node)
+        result = self.emit(overload, args, given, node)
+        values = fx.map_arg((args, given), lambda arg: value_of(arg))
         with value_of(node).fake_mode, torch.no_grad():
-            dtype = overload(*values[0], **values[1]).dtype
-        if dtype == value_of(node).dtype:
+            found = overload(*values[0], **values[1])
+        if found.shape != shape_of(written_args(node)[0]):
+            raise Unwritable(f"{node.target} changes the size of what it writes to", node)
+        if found.dtype == value_of(node).dtype:
             return result
-        result.meta["val"] = value_of(node).to(dtype)
+        result.meta["val"] = value_of(node).to(found.dtype)
         return self.emit(aten.to.dtype, (result, value_of(node).dtype), {}, node)
 
     def paste(self, view: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
@@ -166,6 +173,53 @@ def is_write(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def written_args(node: fx.Node) -> list[fx.Node]:
+    """What a write writes to."""
+    found: list[fx.Node] = []
+    for arg in node.target._schema.arguments:
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            fx.map_arg(named(node, arg.name), found.append)
+    return found
+
+
+INPLACE_VIEWS = {
+    aten.detach_.default: aten.detach.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.swapaxes_.default: aten.swapaxes.default,
+    aten.swapdims_.default: aten.swapdims.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
+
+
+def views_by_value(graph: fx.Graph) -> None:
+    """x.unsqueeze_(0) writes no number: who reads x from there on reads a view. Raises Unwritable for an input, which
+    the caller would see with another shape."""
+    for node in graph.nodes:
+        if node.target in INPLACE_VIEWS:
+            if node.args[0].op == "placeholder":
+                raise Unwritable(f"{node.target} changes what an input is a view of", node)
+            node.target = INPLACE_VIEWS[node.target]
+
+
+def returning(node: fx.Node) -> Any:
+    """The op that returns what a write writes, `add` of `add_`, `add.Tensor` of `add.out`; None where there is none."""
+    target, packet = node.target, node.target.overloadpacket
+    if op_name(node).endswith("_"):
+        name = "normal_functional" if target is aten.normal_.default else op_name(node)[:-1]
+        found = getattr(getattr(aten, name, None), target._overloadname, None)
+        return None if found is None or found._schema.is_mutable else found
+    wanted = [(arg.name, str(arg.type)) for arg in target._schema.arguments if arg.name != "out"]
+    for overload in map(partial(getattr, packet), packet.overloads()):
+        given = [(arg.name, str(arg.type)) for arg in overload._schema.arguments]
+        if given == wanted and not overload._schema.is_mutable:
+            return overload
+    return None
+
+
 def storage(node: fx.Node) -> int | None:
     value = value_of(node)
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
@@ -185,7 +239,12 @@ Paste = Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], tuple[Any, Any]]
 PASTE: dict[str, Paste] = {
     "slice": lambda parent, value, view, shape: (aten.slice_scatter.default, (parent, value, *view.args[1:])),
     "select": lambda parent, value, view, shape: (aten.select_scatter.default, (parent, value, *view.args[1:])),
-    "transpose": lambda parent, value, view, shape: (aten.transpose.int, (value, *view.args[1:])),
+    "diagonal": lambda parent, value, view, shape: (aten.diagonal_scatter.default, (parent, value, *view.args[1:])),
+    **dict.fromkeys(
+        ("transpose", "swapaxes", "swapdims"),
+        lambda parent, value, view, shape: (aten.transpose.int, (value, *view.args[1:])),
+    ),
+    "mT": lambda parent, value, view, shape: (aten.transpose.int, (value, -2, -1)),
     "t": lambda parent, value, view, shape: (aten.t.default, (value,)),
     "permute": unpermuted,
     **dict.fromkeys(

@@ -114,18 +114,26 @@ def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
     """Which values carry a gradient, from the placeholders' `requires_grad` forward. True when in doubt."""
     found: dict[fx.Node, bool] = {}
     for node in graph.nodes:
-        value = value_of(node)
-        if node.op in ("placeholder", "get_attr"):
-            found[node] = isinstance(value, torch.Tensor) and value.requires_grad
-        elif node.op == "call_function" and op_name(node) != "detach":
-            outputs = value if isinstance(value, (tuple, list)) else [value]
-            differentiable = any(
-                not isinstance(out, torch.Tensor) or out.is_floating_point() or out.is_complex() for out in outputs
-            )
-            found[node] = differentiable and any(found.get(arg, True) for arg in node.all_input_nodes)
-        else:
-            found[node] = False
+        found[node] = carries_gradient(node, any(found.get(arg, True) for arg in node.all_input_nodes))
     return found
+
+
+LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
+WITHOUT_GRADIENT = frozenset({"detach", *LIKE, *NEW})
+
+
+def carries_gradient(node: fx.Node, given: bool) -> bool:
+    """Whether `node` does; `given`: some operand of it does."""
+    value = value_of(node)
+    if node.op in ("placeholder", "get_attr"):
+        return isinstance(value, torch.Tensor) and value.requires_grad
+    if node.op != "call_function" or op_name(node) in WITHOUT_GRADIENT:
+        return False
+    outputs = value if isinstance(value, (tuple, list)) else [value]
+    return given and any(
+        not isinstance(out, torch.Tensor) or out.is_floating_point() or out.is_complex() for out in outputs
+    )
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:

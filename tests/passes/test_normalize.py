@@ -84,6 +84,51 @@ def no_grad_region(m, x):
     return m.linear(x + y)
 
 
+def written_then_read_in_no_grad(m, x):
+    y, z = torch.zeros(x.shape), torch.zeros(x.shape)
+    rows = z[:, 1:]
+    y[:, 1:] = m.linear(x)[:, :-1]
+    z.copy_(y)
+    with torch.no_grad():
+        factor = y.sum() + rows.sum()
+    return factor * m.linear(x) + y
+
+
+def written_in_no_grad(m, x):
+    y = torch.zeros_like(m.linear(x))
+    with torch.no_grad():
+        y.copy_(m.linear(x)).mul_(2)
+        y[:, 0] = m.linear(x)[:, 1]
+    return y * m.linear(x)
+
+
+def buffers_updated_in_no_grad(m, x):
+    with torch.no_grad():
+        m.count.lerp_(m.linear(x).mean((0, 1)), 0.1)
+        m.count.data.mul_(2).add_(m.linear(x).sum((0, 1)))
+        m.count = F.normalize(m.count + m.linear(x)[0, 0], dim=0, out=m.count)
+    return m.linear(x) * m.count
+
+
+def data_is_no_constant(m, x):
+    y = m.linear(x)
+    return y * y.data.mean()
+
+
+def views_in_place(m, x):
+    y = m.linear(x).clone()
+    row = y[:, 0]
+    row.unsqueeze_(1).mul_(2)
+    y.transpose_(1, 2).add_(1)
+    return y.transpose(1, 2) * (m.linear(x) * 1).detach_() + row
+
+
+def write_into_a_diagonal(m, x):
+    y = m.linear(x).clone()
+    y.diagonal(dim1=1, dim2=2).mul_(3)
+    return y
+
+
 def grad_in_no_grad(m, x):
     with torch.no_grad():
         y = m.linear(x)
@@ -109,7 +154,8 @@ def autocast_attention(m, x):
 FUNCTIONS = [
     write_row, write_through_a_view, write_after_use, write_twice, write_chain, write_other_dtype,
     write_whole_then_part, change_a_buffer, no_grad_region, grad_in_no_grad, autocast_region,
-    autocast_attention,
+    autocast_attention, written_then_read_in_no_grad, written_in_no_grad, buffers_updated_in_no_grad,
+    data_is_no_constant, write_into_a_diagonal, views_in_place,
 ]  # fmt: skip
 
 
@@ -119,7 +165,7 @@ def test_same_bits_without_writes_or_regions(function):
     gm, _ = after([Normalize()], Body(function), torch.randn(2, 5, 8))
     left = ops(gm)
     assert not [name for name in left if name.endswith("_") and not name.startswith("__") and name != "copy_"]
-    assert left.count("copy_") == (function is change_a_buffer)
+    assert left.count("copy_") == (function in (change_a_buffer, buffers_updated_in_no_grad))
     assert not {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"} & set(left)
     assert_same(gm, captured, gm.meta["inputs"])
 
@@ -150,15 +196,52 @@ def test_autocast_around_the_call_counts_too():
     assert_same(gm, under_autocast, gm.meta["inputs"])
 
 
+def noise_by_hand(m, x):
+    y = m.linear(x)
+    noise = torch.rand_like(y) + torch.empty_like(y).exponential_().log() + torch.zeros_like(y).normal_(1, 2)
+    return (y + noise) * y.new_empty(2, 1, 1).bernoulli_()
+
+
+def test_random_numbers_are_those_of_the_program_and_need_no_value():
+    captured, _ = after([], Body(noise_by_hand), torch.randn(2, 5, 8))
+    gm, _ = after([Normalize()], Body(noise_by_hand), torch.randn(2, 5, 8))
+    assert [name for name in ops(gm) if name in ("rand", "rand_like", "zeros_like")] == ["rand"]
+
+    def seeded(run):
+        return lambda *inputs: torch.manual_seed(0) and run(*inputs)
+
+    assert_same(seeded(gm), seeded(captured), gm.meta["inputs"])
+
+
 def test_dropout_that_drops_nothing_goes():
     gm, _ = after([Normalize()], Body(lambda m, x: F.dropout(m.linear(x), 0.0, True)), torch.randn(2, 8))
     assert ops(gm) == ["linear"]
 
 
+def write_in_no_grad(x):
+    with torch.no_grad():
+        x[:, 1:].mul_(2)
+    return x.sin()
+
+
+def write_to_an_alias(x):
+    x.data[:, 0] = 0
+    return x.sin()
+
+
+def teach_an_alias(x):
+    y = torch.zeros(x.shape)
+    y.detach().copy_(x)
+    return x + y
+
+
 @pytest.mark.parametrize(
     "function, sentence",
     [
-        (lambda m, x: torch.add(x, 1, out=torch.empty_like(x)), "writes to something other than its first argument"),
+        (lambda m, x: write_in_no_grad(m.linear(x)), "writes under no_grad to a value with a gradient"),
+        (lambda m, x: write_to_an_alias(m.linear(x)), "writes through detach to a value with a gradient"),
+        (lambda m, x: teach_an_alias(m.linear(x)), "writes through detach to a value with a gradient"),
+        (lambda m, x: torch.aminmax(x, out=(x.new_empty(()), x.new_empty(()))), "writes to several tensors"),
         (lambda m, x: x.clone().as_strided((2, 2), (8, 1)).add_(1), "no view that can be undone"),
     ],
 )
