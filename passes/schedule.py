@@ -12,7 +12,7 @@ graphs themselves are ordered when autograd has made them (ringopt/early.py); wh
 the graph's meta.
 
 Before: a lowered graph. After: each attention says in which directions it starts early, and its site in the report
-says behind what, or why not.
+says behind what, or why not; a note of the report has the gathers and sums that are held back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.fx as fx
 
 from ringopt.attention.choose import duration
 from ringopt.attention.exchange import Exchange
-from ringopt.collect import BUDGET, Budget
+from ringopt.collect import BUDGET, Budget, advance_all, collectives_of
 from ringopt.cost.rates import Rates
 from ringopt.distributed.mesh import ANY
 from ringopt.early import EXCHANGES, beside_of, gap_before
@@ -62,14 +62,42 @@ class Schedule(Pass):
             info = by_name.get(node.name.removesuffix(f"_{op_name(node)}"))
             if info is not None:
                 info.notes.append(told(ahead, behind, aside, why))
+        context.notes += waiting(gm, context)
 
 
-def why_not(node: fx.Node, context: Context) -> str:
-    """Why the exchange of an attention cannot start before it, or ""."""
+def waiting(gm: fx.GraphModule, context: Context) -> Iterator[str]:
+    """What of the forward's gathers and sums the bound on what is under way will hold back when they are ordered: tried
+    on a copy, for compiled code that is cached is not ordered anew."""
+    budget = gm.meta.get(BUDGET)
+    if budget is None or unordered(context):
+        return
+    copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.graph_copy(gm.graph, twins)
+    early = [node for node in gm.graph.nodes if op_name(node) in SITES and "forward" in named(node, "early").split()]
+    held = {twins[node]: float(first_bytes(node, context.mesh.size)) for node in early}
+    found = advance_all(collectives_of(copy), held, budget.in_flight)
+    if found:
+        names = [f"{op_name(one.node)} of {one.node.all_input_nodes[0].name} ({readable(one.size)})" for one in found]
+        more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
+        yield (
+            f"held back: {', '.join(names[:TOLD])}{more}, for up to {readable(max(one.under_way for one in found))} "
+            f"would be under way, and at most {readable(budget.in_flight)} may be"
+        )
+
+
+def unordered(context: Context) -> str:
+    """Why nothing of a graph changes its place, or ""."""
     if context.mesh.name == ANY:
         return "a program for any number of ranks runs in the order in which it is written"
     if context.options.inner_backend == "eager":
         return "inner_backend='eager' has no graphs behind autograd to be ordered"
+    return ""
+
+
+def why_not(node: fx.Node, context: Context) -> str:
+    """Why the exchange of an attention cannot start before it, or ""."""
+    if why := unordered(context):
+        return why
     if op_name(node) == "dilated_attention":
         sends = dilated_plan_at(node, context.mesh.size).strategies != "local"
         return "" if sends else "it sends nothing"

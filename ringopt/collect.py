@@ -64,18 +64,39 @@ class Budget:
 
 def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, float]) -> None:
     """In place. `held`: bytes that are under way already when a message is posted."""
-    # Ours: torch has a gather too.
-    collectives = [node for node in graph.nodes if sends(node) and op_name(node) in COLLECTIVES]
-    placed: set[fx.Node] = set()
-    for node in collectives:
-        advance(node, placed, held, budget.in_flight)
-        placed.add(node)
+    collectives = collectives_of(graph)
+    advance_all(collectives, held, budget.in_flight)
     for number, node in enumerate(collectives):
         part(node, number, budget)
 
 
+def collectives_of(graph: fx.Graph) -> list[fx.Node]:
+    """Ours: torch has a gather too."""
+    return [node for node in graph.nodes if sends(node) and op_name(node) in COLLECTIVES]
+
+
 # ---- where it starts -------------------------------------------------------------------------------------------------
-def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bound: int) -> None:
+@dataclass(frozen=True)
+class HeldBack:
+    """A gather or a sum that starts later than it could, for more than may be would be under way: `under_way` bytes,
+    of which `size` are its own."""
+
+    node: fx.Node
+    size: float
+    under_way: float
+
+
+def advance_all(collectives: Sequence[fx.Node], held: dict[fx.Node, float], bound: int) -> list[HeldBack]:
+    """In place, each as far as it may; those that the bound holds back."""
+    placed: set[fx.Node] = set()
+    found = []
+    for node in collectives:
+        found.append(advance(node, placed, held, bound))
+        placed.add(node)
+    return [one for one in found if one is not None]
+
+
+def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bound: int) -> HeldBack | None:
     """Behind the last message that it is made of, and those `placed` there before it. What else it is made of is
     computed before the next one."""
     nodes = list(node.graph.nodes)
@@ -86,12 +107,16 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bou
     size = bytes_of(node)
     while posts and posts[-1] not in made_of and held.get(posts[-1], 0) + size <= bound:
         crossed.insert(0, posts.pop())
+    beyond = list(takewhile(lambda other: other not in made_of, reversed(posts)))
+    stopped = None
+    if not placed.issuperset(beyond):
+        stopped = HeldBack(node, size, held.get(beyond[0], 0) + size)
     while crossed and crossed[0] in placed:
         posts.append(crossed.pop(0))
     following = crossed[0] if crossed else node
     late = [other for other in nodes[place[following] : place[node]] if other in made_of]
     if any(map(is_fixed, late)):
-        return  # random numbers and writes keep their places
+        return None  # random numbers and writes keep their places
     for other in late:
         following.prepend(other)
     begin = place[posts[-1]] if posts else 0
@@ -103,6 +128,7 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bou
         behind.prepend(node)
     for other in crossed:
         held[other] = held.get(other, 0) + size
+    return stopped
 
 
 def bytes_of(node: fx.Node) -> float:

@@ -159,11 +159,12 @@ def test_the_bound_holds_back_what_does_not_fit(monkeypatch: pytest.MonkeyPatch)
     whole, keys = 2 * 11 * WIDTH * 8, 2 * 6 * KV_HEADS * 8 * 8
     for bound, early in ((whole + keys - 1, 0), (whole + keys, 1), (1 << 20, 2)):
         monkeypatch.setattr(under_way, "UNKNOWN", bound)
-        found, _ = on_ranks(2, Twice().double(), data(), ordered, strategy="ring")
+        found, report = on_ranks(2, Twice().double(), data(), ordered, strategy="ring")
         for (values, ran), expected in found:
             assert not difference(expected, values)
             names = shown(ran)
             assert names.count("gather") == early, names
+        assert any("held back: gather of mul" in note for note in report.notes) is (early < 2)
 
 
 class Twice(nn.Module):
@@ -186,6 +187,19 @@ def test_the_note_of_a_site_says_what_does_not_fit(monkeypatch: pytest.MonkeyPat
         "its exchange starts behind q (T); in the backward behind the gradients of o, up, down and 1 more (T), and "
         "ends with it, for 1.1 KiB would be under way behind q (T), and at most 1000 B may be"
     )
+
+
+def test_the_report_says_which_gathers_are_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of 1.5 KiB: one fits, and both do not. The sum of the loss could not start earlier, and is not told."""
+    monkeypatch.setattr(under_way, "UNKNOWN", 3000)
+    options = {"strategy": "ring", "layout": "contiguous"}
+    report = ringopt.explain(Twice(), data(12, torch.float32), world_size=2, options=options)
+    assert report.notes[0] == (
+        "held back: gather of mul_3 (1.5 KiB), for up to 3.0 KiB would be under way, and at most 2.9 KiB may be"
+    )
+    eager = {**options, "inner_backend": "eager"}
+    notes = ringopt.explain(Twice(), data(12, torch.float32), world_size=2, options=eager).notes
+    assert not any("held back" in note for note in notes)
 
 
 def test_products_of_a_convolution_whose_input_wants_no_gradient() -> None:
