@@ -1,4 +1,4 @@
-"""`ringopt.convert`: one file, exact on any number of ranks, eager and compiled; what it keeps and what it refuses."""
+"""`ringopt.convert`: one file, exact on any number of ranks, eager and compiled; and what it keeps."""
 
 from __future__ import annotations
 
@@ -19,35 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 import ringopt
 from ringopt.convert import converted
-from ringopt.errors import OptionError, PlanError, ProgramError, RefusedError, RingMismatchError
+from ringopt.errors import PlanError, RingMismatchError
 from tests import zoo
+from tests.converting import Mixer, exported, rows
 from tests.models import build, difference, run
 
 TOLERANCE = 1e-9  # float64, relative to the largest entry
-
-
-class Mixer(nn.Module):
-    """Causal attention between two projections."""
-
-    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(F.dropout(mixed.squeeze(1), self.dropout, self.training))  # type: ignore[no-any-return]
-
-
-def rows(n: int = 16, seed: int = 1) -> Tensor:
-    return torch.randn(2, n, 8, generator=torch.Generator().manual_seed(seed))
-
-
-def exported(module: nn.Module | None = None, n: int = 16) -> ExportedProgram:
-    return export(module or Mixer(), (rows(n),))
-
 
 # ---- exact on any number of ranks ------------------------------------------------------------------------------------
 FEW = ("llama_padded", "vit")
@@ -332,73 +309,3 @@ def test_what_export_may_have_lost_is_told(kind: str, caplog: pytest.LogCaptureF
     assert any(note.startswith(f"export may have lost {wanted}") for note in report.notes)
     assert [record.message for record in caplog.records if "export" in record.message] == list(report.notes)
     assert converted(exported())[1].notes == ()
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------
-class Plain(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.relu()
-
-
-def test_nothing_to_shard_is_refused_unless_allowed() -> None:
-    program = export(Plain(), (rows(),))
-    with pytest.raises(ProgramError, match="nothing of this program can be sharded: no attention was found"):
-        ringopt.convert(program)
-    assert ringopt.convert(program, allow_empty=True) is program
-
-
-def test_a_converted_program_is_refused() -> None:
-    with pytest.raises(ProgramError, match="the program is converted already: "):
-        ringopt.convert(ringopt.convert(exported()))
-
-
-class Flattened(Mixer):
-    """A mask whose elements are counted by n * q + k: it is read with one number for n."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
-        n, places = x.shape[1], torch.arange(x.shape[1])
-        seen = (places[:, None] >= places).flatten().view(n, n)
-        return self.out(F.scaled_dot_product_attention(q, k, v, seen).squeeze(1))  # type: ignore[no-any-return]
-
-
-def test_an_open_size_that_is_fixed_is_refused() -> None:
-    program = export(Flattened(), (rows(),), dynamic_shapes=({1: Dim("n", min=4, max=64)},))
-    with pytest.raises(ProgramError, match=r"an open size is fixed where a mask .* \(s\d+ is 16\); export the program"):
-        ringopt.convert(program)
-    derived = export(Mixer(), (rows(),), dynamic_shapes=({1: 4 * Dim("quarter", min=2, max=16)},))
-    with pytest.raises(ProgramError, match=r"no input has the size .*with plain Dims"):
-        ringopt.convert(derived)
-
-
-def test_options_of_one_run_and_unknown_ones_are_refused() -> None:
-    with pytest.raises(OptionError, match="unknown option 'laout'"):
-        ringopt.convert(exported(), {"laout": "zigzag"})
-
-
-def test_a_refused_site_is_an_error_where_that_is_asked_for() -> None:
-    class Short(Mixer):
-        def forward(self, x: Tensor) -> Tensor:
-            first = x[:, :1].unsqueeze(1)
-            return super().forward(x) + F.scaled_dot_product_attention(first, first, first).squeeze(1)
-
-    assert sum(site.refusal is None for site in converted(exported(Short()))[1].sites) == 1
-    with pytest.raises(RefusedError, match=r"not sharded: .*1 rows for 2 ranks"):
-        ringopt.convert(exported(Short()), {"on_refusal": "error"})
-
-
-def test_a_program_whose_text_depends_on_the_ranks_is_refused() -> None:
-    """Four rows are enough for zigzag on 2 ranks, and not on 3."""
-    with pytest.raises(ProgramError, match="the sharded program depends on the number of ranks, so one file cannot"):
-        ringopt.convert(exported(n=4))
-    ringopt.convert(exported(n=4), {"layout": "contiguous"})
-
-
-def test_dropout_of_replicated_values_is_refused() -> None:
-    class Before(Mixer):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + F.dropout(self.out.weight, 0.5, self.training).sum()
-
-    with pytest.raises(ProgramError, match="draw random numbers that must be the same on every rank"):
-        ringopt.convert(exported(Before()))
-    ringopt.convert(exported(Before().eval()))
