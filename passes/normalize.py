@@ -8,6 +8,7 @@
     type_as(x, y), x.view_as(y), x.T      ->   to(x, bf16), reshape(x, [2, 3]), permute(x, [1, 0])
     x[hidden] = 0                         ->   masked_fill(x, hidden, 0)
     rand_like(x)                          ->   rand([2, 3])
+    cat([torch.tensor([]), x], -2)        ->   clone(x)
 
 After: no mutable op but the final copy_ into inputs the program changes, so a value may be read anywhere. Moving a read
 past a write, or a producer out of its no_grad region, is what makes hoisting lose or leak gradients.
@@ -48,6 +49,7 @@ class Normalize(Pass):
         name_shapes_and_types(gm.graph)
         draw_by_shape(gm.graph)
         fill_where_masked(gm.graph)
+        join_what_has_entries(gm.graph)
         for node in custom_gradients(gm.graph):
             # With the autocast region that is around the call around the backward too, as torch.compile has it
             # (torch._functorch.config.backward_pass_autocast).
@@ -137,3 +139,28 @@ def fill_where_masked(graph: fx.Graph) -> None:
         if value_of(filled).stride() == value_of(node).stride():
             node.replace_all_uses_with(filled)
             graph.erase_node(node)
+
+
+def join_what_has_entries(graph: fx.Graph) -> None:
+    """`cat` skips a tensor of shape [0] beside others of any rank, all but its dtype: so the KV cache of transformers
+    begins. Joined tensors have one rank from here on."""
+    for target in (aten.cat.default, aten.concat.default, aten.concatenate.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            parts, kind = node.args[0], value_of(node).dtype
+            kept = [part for part in parts if not is_nothing(part)]
+            if not kept or len(kept) == len(parts):
+                continue
+            with graph.inserting_before(node):
+                kept = [x if value_of(x).dtype == kind else emit(graph, aten.to.dtype, (x, kind), node) for x in kept]
+                if len(kept) > 1:
+                    joined = emit(graph, target, (kept, *node.args[1:]), node, node.kwargs)
+                else:
+                    joined = emit(graph, aten.clone.default, kept, node, {"memory_format": torch.contiguous_format})
+            if value_of(joined).stride() == value_of(node).stride():
+                node.replace_all_uses_with(joined)
+                graph.erase_node(node)
+
+
+def is_nothing(node: fx.Node) -> bool:
+    shape = shape_of(node)
+    return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0

@@ -236,6 +236,22 @@ def teach_an_alias(x):
 
 
 @pytest.mark.parametrize(
+    "joined, op",
+    [
+        (lambda y: torch.cat([torch.tensor([]), y.unsqueeze(1).transpose(1, 2)], dim=-2), "clone"),
+        (lambda y: torch.cat([y, torch.tensor([], dtype=torch.float64), y * 2], 1), "cat"),
+        (lambda y: torch.concat([torch.tensor([]), y.argmax(-1)], dim=1), "clone"),
+    ],
+)
+def test_what_has_no_entries_is_not_joined(joined, op):
+    body = Body(lambda m, x: joined(m.linear(x)) + 1)
+    captured, _ = after([], body, torch.randn(2, 5, 8))
+    gm, _ = after([Normalize()], body, torch.randn(2, 5, 8))
+    assert {"cat", "concat", "clone"} & set(ops(gm)) == {op}
+    assert_same(gm, captured, gm.meta["inputs"])
+
+
+@pytest.mark.parametrize(
     "function, sentence",
     [
         (lambda m, x: write_in_no_grad(m.linear(x)), "writes under no_grad to a value with a gradient"),
