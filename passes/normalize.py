@@ -143,11 +143,12 @@ def fill_where_masked(graph: fx.Graph) -> None:
 
 def join_what_has_entries(graph: fx.Graph) -> None:
     """`cat` skips a tensor of shape [0] beside others of any rank, all but its dtype: so the KV cache of transformers
-    begins. Joined tensors have one rank from here on."""
+    begins. One that a gradient is asked of stays, for its gradient is as empty, and not none."""
+    carries = requires_grad(graph)
     for target in (aten.cat.default, aten.concat.default, aten.concatenate.default):
         for node in graph.find_nodes(op="call_function", target=target):
             parts, kind = node.args[0], value_of(node).dtype
-            kept = [part for part in parts if not is_nothing(part)]
+            kept = [part for part in parts if carries[part] or not is_nothing(part)]
             if not kept or len(kept) == len(parts):
                 continue
             with graph.inserting_before(node):

@@ -142,6 +142,9 @@ def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         return True
     if context.options.shard == "attention":
         return False  # whoever reads what attention gives has it gathered
+    if node in sharder.understood:
+        sharder.understood[node]()
+        return True
     cut = any(map(sharder.placements.get, tensor_args(node)))
     return cut and (sharder.along(node) or across(sharder, node) or in_parts(sharder, node, context))
 

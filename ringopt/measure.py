@@ -14,6 +14,7 @@ from ringopt.attention.layouts import layout_of
 from ringopt.attention.rows import count
 from ringopt.distributed.mesh import Mesh
 from ringopt.graph.nodes import is_tensor, op_name, shape_of, source_line, value_of
+from ringopt.graph.products import GROUPED
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sizes import at_hand, formula
 from ringopt.ops.respread import plan_respread
@@ -116,7 +117,7 @@ def sharded_fraction(graph: fx.Graph, figures: Figures) -> float:
 def matrix_flops(node: fx.Node, figures: Figures) -> int:
     """2 * multiplications of one product on this rank; 0 for other ops."""
     name = op_name(node)
-    if name in ("linear", "matmul", "mm", "bmm", "mv"):
+    if name in ("linear", "matmul", "mm", "bmm", "mv") or name in GROUPED:
         return 2 * figures.product((*shape_of(node), shape_of(node.args[0])[-1]))
     if name in ("addmm", "baddbmm"):
         return 2 * figures.product((*shape_of(node), shape_of(node.args[1])[-1]))

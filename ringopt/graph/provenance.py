@@ -70,8 +70,9 @@ def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.No
         return Origin("features", node, last), []
     if wanted is not None:
         return None, [(arg, at) for arg, at in zip(operands, wanted, strict=True) if at is not None]
-    if name in KEEPING and shape_of(operands[0])[place.dim] > 1:
-        return None, [(operands[0], Sharded(place.dim, 1, shape_of(operands[0])[place.dim], 1))]
+    first = next((arg for arg in operands if len(shape_of(arg)) == rank), None)  # `cat` skips what has no entries
+    if name in KEEPING and first is not None and shape_of(first)[place.dim] > 1:
+        return None, [(first, Sharded(place.dim, 1, shape_of(first)[place.dim], 1))]
     return Origin("unknown", node, last), []
 
 

@@ -74,6 +74,8 @@ class Sharder:
         self.climbs = True
         # How to spread, as soon as they are there, values that nobody demands by a rule (ringopt/sharding/sources.py).
         self.sources: dict[fx.Node, Sharded] = {}
+        # How nodes are placed that the handler of an earlier one has understood (ringopt/sharding/routing.py).
+        self.understood: dict[fx.Node, Callable[[], None]] = {}
         self.relaid: list[str] = []  # sequences that change their layout on the way, for the report
         self.least, self.asks, self.asked = least, asks, dict[object, fx.Node]()
         self.reader: fx.Node | None = None

@@ -20,6 +20,7 @@ from ringopt.sharding.losses import LOSSES
 from ringopt.sharding.neighbours import NEIGHBOURS
 from ringopt.sharding.norms import NORMS
 from ringopt.sharding.resampling import RESAMPLING
+from ringopt.sharding.routing import routed
 from ringopt.sharding.rows import ROWS
 from ringopt.sharding.steps import Handler
 from ringopt.sharding.sums import SUMS, partial_sums
@@ -33,7 +34,7 @@ HANDLERS: dict[str, Handler] = {
 def across(sharder: Sharder, node: fx.Node) -> bool:
     """Places `node`, whose rows come from several ranks; False where nothing here knows how."""
     handler = HANDLERS.get(op_name(node)) if is_aten(node) else None
-    if partial_sums(sharder, node) or reshaped(sharder, node) or attended(sharder, node):
+    if any(way(sharder, node) for way in (partial_sums, reshaped, attended, routed)):
         return True
     if handler is None:
         return False
