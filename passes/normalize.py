@@ -23,7 +23,7 @@ from ringopt.graph.autocast import Uncastable, explicit_casts
 from ringopt.graph.custom_gradient import CustomGradient, custom_gradients
 from ringopt.graph.detached import ExplicitDetach
 from ringopt.graph.functional import Functional, Unwritable, views_by_value
-from ringopt.graph.nodes import argument, emit, named, op_name, origin, shape_of, value_of
+from ringopt.graph.nodes import argument, emit, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
 

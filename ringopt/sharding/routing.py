@@ -48,10 +48,12 @@ def routed(sharder: Sharder, node: fx.Node) -> bool:
 
 def are_places(node: fx.Node) -> bool:
     """Whether `node` has the places of the largest among some numbers: none is negative, and histc counts them all."""
-    while op_name(node) in VIEWS:
-        node = node.args[0]
-    of_topk = op_name(node) == "getitem" and op_name(node.args[0]) == "topk" and node.args[1] == 1
-    return of_topk or op_name(node) == "argmax"
+    name, x = op_name(node), node.args[0] if node.args else None
+    if name in VIEWS:
+        return are_places(x)
+    if name in ("cat", "stack"):
+        return all(map(are_places, x))
+    return name == "argmax" or (name == "getitem" and op_name(x) in ("topk", "max") and node.args[1] == 1)
 
 
 class Routing:
