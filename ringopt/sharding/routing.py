@@ -48,12 +48,12 @@ def routed(sharder: Sharder, node: fx.Node) -> bool:
 
 def are_places(node: fx.Node) -> bool:
     """Whether `node` has the places of the largest among some numbers: none is negative, and histc counts them all."""
-    name, x = op_name(node), node.args[0] if node.args else None
+    name = op_name(node)
     if name in VIEWS:
-        return are_places(x)
+        return are_places(node.args[0])
     if name in ("cat", "stack"):
-        return all(map(are_places, x))
-    return name == "argmax" or (name == "getitem" and op_name(x) in ("topk", "max") and node.args[1] == 1)
+        return all(map(are_places, node.args[0]))
+    return name == "argmax" or (name == "getitem" and op_name(node.args[0]) in ("topk", "max") and node.args[1] == 1)
 
 
 class Routing:
