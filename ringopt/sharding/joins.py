@@ -85,14 +85,17 @@ def select_scatter(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
-    base, written, dim = node.args[0], node.args[1], named(node, "dim")
+    """Also into a replicated value, such as zeros, of which each rank then has its rows."""
+    base, written, dim = node.args[0], node.args[1], named(node, "dim") % len(shape_of(node))
     place = sequence_at(sharder, base, [dim])
+    if sharder.placements[base] is None and sequence_at(sharder, written, [dim]) is not None:
+        place = Sharded(dim, 1, shape_of(base)[dim], 1)
     start, stride, count = slice_of(shape_of(base)[dim], *(named(node, name) for name in ("start", "end", "step")))
-    if place is None or not count or stride != 1:
+    if place is None or not count or stride != 1 or not enough_rows(sharder, place.length):
         return False
     step = Joined(sharder, node, place.dim)
     inside = step.part(written, start)
-    return step.done(step.where(start, start + count, inside, sharder.values[base]), place)
+    return step.done(step.where(start, start + count, inside, sharder.sharded(base, place)), place)
 
 
 def filled(sharder: Sharder, node: fx.Node) -> bool:

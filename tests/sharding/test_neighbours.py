@@ -138,6 +138,8 @@ WRITES = {
     "where a mask of rows says, by a parameter": written(lambda m, y, x: put(y, x[..., 0] > 0.2, m.vector[0])),
     "where a mask of the whole says": written(lambda m, y, x: put(y, x > 0.2, 0.0)),
     "places padded, of every sample": written(lambda m, y, x: put(y, (slice(None), torch.arange(x.shape[1]) > 3), 1.5)),
+    "rows of zeros": lambda m, x: x * torch.slice_scatter(torch.zeros(2, N, D).double(), m.linear(x)[:, :-1], 1, 1),
+    "rows of a parameter": lambda m, x: x * torch.slice_scatter(m.vector.expand(2, N, D), x[:, :-2], 1, 2),
 }
 
 
