@@ -146,7 +146,8 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
     elif info.strategy == "auto":
         choice = choose(case_of(node, context), looked_at(context), info.layout, rates_for(context, node))
         info.strategy = choice.strategy
-        info.notes.append(choice.reason)
+        info.reason = choice.reason
+        info.notes.append(info.reason)
     kernel, reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.kernel = kernel.name
     info.notes.append(reason)

@@ -51,11 +51,13 @@ from ringopt.graph.sharder import Sharder
 from ringopt.graph.sizes import plain
 from ringopt.lazy import Spread
 from ringopt.ops.ring import VERSION
-from ringopt.pipeline import Context, GraphRefused, Pass
+from ringopt.pipeline import Context, GraphRefused, Pass, SiteInfo
 from ringopt.report import Gather
 from ringopt.sharding import HANDLERS, across
+from ringopt.sharding.batches import told_apart
 from ringopt.sharding.custom_gradient import Functions, Places
-from ringopt.sharding.sources import sources
+from ringopt.sharding.sources import Demand, sources
+from ringopt.sharding.windows import windows
 
 
 class ShardSequence(Pass):
@@ -79,7 +81,10 @@ class ShardSequence(Pass):
             sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, least, mesh.name == ANY)
             sharder.climbs = context.options.shard == "model"
             functions = Functions(sharder, decided)
-            sharder.sources = sources(sharder, gm.graph, demands(context), frozenset(HANDLERS))
+            handled = frozenset(HANDLERS)
+            whole = windows(sharder, in_windows(context), handled)
+            wanted = [*demands(context), *whole]
+            sharder.sources = sources(sharder, gm.graph, wanted, handled) | dict(whole)
             random = walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
             if not (twice := functions.twice()):
@@ -123,17 +128,31 @@ def walk(sharder: Sharder, functions: Functions, graph: fx.Graph, context: Conte
     return random
 
 
-def demands(context: Context) -> Iterator[tuple[fx.Node, Sharded]]:
+def demands(context: Context) -> Iterator[Demand]:
     """What the attention sites want to have in rows."""
-    if context.options.shard == "attention":
-        return
-    for node, info in context.sites.items():
-        if info.refusal is None:
-            sides = zip(node.args[:3], ("queries", "keys", "keys"), strict=True)
-            yield from ((x, Sharded(2, 1, shape_of(x)[2], 1)) for x, side in sides if info.whole != side)
-        if info.refusal is None and info.whole != "queries":
+    for node in sharded_sites(context):
+        info = context.sites[node]
+        yield from operands(node, info)
+        if info.whole != "queries":
             rows = Mask.parse(node.args[8]).row_dims
             yield from ((node.args[4][i], Sharded(dim, 1, shape_of(node.args[0])[2], 1)) for i, dim in rows.items())
+
+
+def in_windows(context: Context) -> Iterator[Demand]:
+    """The same of q, k and v, of sites that may be spread over the batch instead."""
+    for node in sharded_sites(context):
+        if not is_dilated(node.args[7]) and not told_apart(node):
+            yield from operands(node, context.sites[node])
+
+
+def sharded_sites(context: Context) -> Iterator[fx.Node]:
+    if context.options.shard == "model":
+        yield from (node for node, info in context.sites.items() if info.refusal is None)
+
+
+def operands(node: fx.Node, info: SiteInfo) -> Iterator[Demand]:
+    sides = zip(node.args[:3], ("queries", "keys", "keys"), strict=True)
+    yield from ((x, Sharded(2, 1, shape_of(x)[2], 1)) for x, side in sides if info.whole != side)
 
 
 def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
@@ -194,12 +213,16 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
     sharder.graph.output(tuple(outputs))
 
 
+BESIDE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"
+
+
 # ---- attention -----------------------------------------------------------------------------------------------------
 def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     q, k, v, _given, sources, sinks, seed, pattern, mask, *how = node.args
     info = context.sites[node]
     if any(place is not None and place.dim < 2 for place in map(sharder.placements.get, (q, k, v))):
         info.strategy, info.bytes_sent = "none", 0
+        info.notes = [BESIDE if note == info.reason else note for note in info.notes]
         return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
     if is_dilated(pattern):
         return attend_dilated(sharder, node, context)

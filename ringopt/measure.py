@@ -95,8 +95,8 @@ def fetched(graph: fx.Graph, figures: Figures) -> int:
             row = value_of(x).element_size() * outer * inner * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
             total += row * sum(len(rows) for _, rows in plan.sends)
         elif op_name(node) == "respread":
-            x, dim, old, new, _local, layout, _group = node.args
-            moves = plan_respread(tuple(old), tuple(new), layout, mesh.size, mesh.rank, torch.device("cpu"))
+            x, dim, old, new, _local, *layouts, _group = node.args
+            moves = plan_respread(tuple(old), tuple(new), *layouts, mesh.size, mesh.rank, torch.device("cpu"))
             place = value_of(x).element_size() * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
             total += place * sum(len(rows) for _, rows in moves.sends)
     return total

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 class SiteInfo:
     """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a
     mask; `source`: the line of the program that it comes from; `not_dilated`: why the options' dilation is not applied
-    to it; `whole`: the side that has too few rows to be spread, which is on every rank."""
+    to it; `whole`: the side that has too few rows to be spread, which is on every rank; `reason`: the one of the notes
+    that says why this strategy."""
 
     module: str
     form: str
@@ -47,6 +48,7 @@ class SiteInfo:
     not_dilated: str | None = None
     bytes_sent: int = 0
     notes: list[str] = field(default_factory=list)
+    reason: str = ""
     whole: Literal["", "queries", "keys"] = ""
 
 

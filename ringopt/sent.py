@@ -88,8 +88,8 @@ def moved(node: fx.Node, name: str, ranks: int, rank: int) -> int:
         places = rows_in(plan.sends if name == "fetch_rows" else plan.receives) * int(outer * inner)
         return places * row_of(x, dim)
     if name == "respread":
-        x, dim, old, new, _local, layout, _group = given
-        return rows_in(plan_respread(tuple(old), tuple(new), layout, ranks, rank, CPU).sends) * row_of(x, dim)
+        x, dim, old, new, _local, *layouts, _group = given
+        return rows_in(plan_respread(tuple(old), tuple(new), *layouts, ranks, rank, CPU).sends) * row_of(x, dim)
     return 0
 
 

@@ -163,7 +163,8 @@ class Reader:
         sizes, old, new = self.sizes(value_of(arguments["x"])), tuple(arguments["old"]), tuple(arguments["new"])
         if self.ranks is None or sizes is None or self.ranks * math.prod(old) > PLANNED:
             return None
-        plan = plan_respread(old, new, arguments["layout"], self.ranks, self.rank, torch.device("cpu"))
+        layouts = arguments["old_layout"], arguments["new_layout"]
+        plan = plan_respread(old, new, *layouts, self.ranks, self.rank, torch.device("cpu"))
         place = math.prod(sizes) * value_of(arguments["x"]).dtype.itemsize // max(sizes[arguments["dim"]], 1)
         return sum(len(rows) for _peer, rows in plan.sends) * int(place)
 

@@ -177,10 +177,8 @@ class Sharder:
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
         if any(map(is_open, (*old, *new))) or placement.length < self.least(placement.length):
             return None
-        layout = self.layout(placement.length)
-        if layout != self.layout(held.length):
-            return None
-        args = (self.values[node], held.dim, old, new, self.rows(placement.length), layout, self.group)
+        layouts = map(self.layout, (held.length, placement.length))
+        args = (self.values[node], held.dim, old, new, self.rows(placement.length), *layouts, self.group)
         return self.call(torch.ops.ringopt.respread.default, args, node, placement, name=f"{node.name}_respread")
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:

@@ -4,8 +4,8 @@
 
 A sharded dim has outer * length * inner places, of which the factor `length` is spread. Splitting and merging dims
 changes what the sequence is: windows of a sequence, a sequence of windows, a grid of rows and columns. The places that
-a rank holds of the one and wants of the other follow from the layout alone, so they travel point to point, once. Each
-place is somewhere before and after: the backward is the way back.
+a rank holds of the one and wants of the other follow from the layouts of the two alone, so they travel point to point,
+once. Each place is somewhere before and after: the backward is the way back.
 """
 
 from __future__ import annotations
@@ -34,36 +34,59 @@ def places(factors: Factors, layout: str, ranks: int, rank: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def plan_respread(
-    old: tuple[int, ...], new: tuple[int, ...], layout: str, ranks: int, rank: int, device: torch.device
+    old: tuple[int, ...],
+    new: tuple[int, ...],
+    old_layout: str,
+    new_layout: str,
+    ranks: int,
+    rank: int,
+    device: torch.device,
 ) -> Fetch:
-    homes, wanted = ([places(factors, layout, ranks, other) for other in range(ranks)] for factors in (old, new))
+    ways = ((old, old_layout), (new, new_layout))
+    homes, wanted = ([places(factors, layout, ranks, other) for other in range(ranks)] for factors, layout in ways)
     return route(homes, wanted, old[0] * old[1] * old[2], rank, device)
 
 
 @torch.library.custom_op("ringopt::respread", mutates_args=())
 def respread(
-    x: Tensor, dim: int, old: Sequence[int], new: Sequence[int], local: int, layout: str, group: str
+    x: Tensor,
+    dim: int,
+    old: Sequence[int],
+    new: Sequence[int],
+    local: int,
+    old_layout: str,
+    new_layout: str,
+    group: str,
 ) -> Tensor:
     """A value whose dim is spread as `old` says, spread as `new` says, with `local` rows here."""
     mesh = mesh_of(group)
-    plan = plan_respread(tuple(old), tuple(new), layout, mesh.size, mesh.rank, x.device)
+    plan = plan_respread(tuple(old), tuple(new), old_layout, new_layout, mesh.size, mesh.rank, x.device)
     assert plan.rows == new[0] * local * new[2], f"{plan.rows} places are wanted here, the graph says {local} rows"
     return run_fetch(plan, x, dim, mesh, "respread").contiguous()
 
 
 @respread.register_fake
-def _(x: Tensor, dim: int, old: Sequence[int], new: Sequence[int], local: int, layout: str, group: str) -> Tensor:
+def _(
+    x: Tensor,
+    dim: int,
+    old: Sequence[int],
+    new: Sequence[int],
+    local: int,
+    old_layout: str,
+    new_layout: str,
+    group: str,
+) -> Tensor:
     return x.new_empty(with_dim(x, dim, new[0] * local * new[2]))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, ctx.old, ctx.new, _local, ctx.layout, ctx.group = inputs
+    x, ctx.dim, ctx.old, ctx.new, _local, *ctx.layouts, ctx.group = inputs
     ctx.local = x.shape[ctx.dim] // (ctx.old[0] * ctx.old[2])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    back = torch.ops.ringopt.respread(grad, ctx.dim, ctx.new, ctx.old, ctx.local, ctx.layout, ctx.group)
-    return back, None, None, None, None, None, None
+    back = torch.ops.ringopt.respread(grad, ctx.dim, ctx.new, ctx.old, ctx.local, *reversed(ctx.layouts), ctx.group)
+    return back, None, None, None, None, None, None, None
 
 
 respread.register_autograd(_backward, setup_context=_setup)

@@ -30,15 +30,10 @@ def attended(sharder: Sharder, node: fx.Node) -> bool:
     Dropped weights are numbered over the whole batch: those stay whole."""
     if node.target is not torch.ops.ringopt.attention.default:
         return False
-    q, k, v, given, sources, sinks, seed, pattern, text, *how = node.args
+    q, k, v, _given, sources, sinks, _seed, pattern, text, *how = node.args
     found = (sharder.placements[x] for x in (q, k, v))
     place = next((at for at in found if at is not None and at.dim < 2), None)
-    if (
-        place is None
-        or given is not None
-        or seed is not None
-        or not same(shape_of(q)[place.dim], shape_of(k)[place.dim])
-    ):
+    if place is None or told_apart(node) or not same(shape_of(q)[place.dim], shape_of(k)[place.dim]):
         return False
     step, mask, name = Steps(sharder, node), Mask.parse(text), "bh"[place.dim]
     along = spread(mask, name, [shape_of(source) for source in sources], place.size)
@@ -51,6 +46,12 @@ def attended(sharder: Sharder, node: fx.Node) -> bool:
     args = (*local, None, read, logits, None, pattern, numbered.text, *how)
     sharder.set(node, sharder.call(node.target, args, node, place), place)
     return True
+
+
+def told_apart(node: fx.Node) -> bool:
+    """Whether a mask that is read whole, or numbers that are drawn, tell rows of the batch apart."""
+    _q, _k, _v, given, _sources, _sinks, seed, *_how = node.args
+    return given is not None or seed is not None
 
 
 def spread(mask: Mask, name: str, shapes: Sequence[Sequence[int]], size: int) -> dict[int, int]:

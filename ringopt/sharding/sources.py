@@ -117,7 +117,6 @@ def merged(sharder: Sharder, node: fx.Node, rule: ViewRule, place: Sharded) -> I
             continue
         at = Sharded(dim, outer, size // outer, 1)
         made = rule.push(0, at)
-        alike = sharder.layout(size // outer) == sharder.layout(place.length)  # or rows cannot go from one to the other
-        if made is not None and made.dim == place.dim and alike and enough_rows(sharder, at.length):
+        if made is not None and made.dim == place.dim and enough_rows(sharder, at.length):
             yield node.args[0], at
             return
