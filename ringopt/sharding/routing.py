@@ -29,7 +29,7 @@ from ringopt.graph.sizes import divides, same
 
 aten = torch.ops.aten
 Placing = Callable[[], None]
-VIEWS = ("reshape", "view", "flatten", "contiguous", "clone", "detach", "alias", "to")
+VIEWS = ("reshape", "view", "flatten", "squeeze", "unsqueeze", "contiguous", "clone", "detach", "alias", "to")
 
 
 def routed(sharder: Sharder, node: fx.Node) -> bool:
@@ -51,7 +51,7 @@ def are_places(node: fx.Node) -> bool:
     name = op_name(node)
     if name in VIEWS:
         return are_places(node.args[0])
-    if name in ("cat", "stack"):
+    if name in ("cat", "concat", "concatenate", "stack"):
         return all(map(are_places, node.args[0]))
     return name == "argmax" or (name == "getitem" and op_name(node.args[0]) in ("topk", "max") and node.args[1] == 1)
 

@@ -71,7 +71,7 @@ def one_after_the_other(m, x, weights, experts):
     logits = m.router(x)
     (_, first) = logits.max(-1, keepdim=True)
     (_, second) = logits.masked_fill(F.one_hot(first[:, 0], EXPERTS) > 0, -9.0).max(-1, keepdim=True)
-    return as_in_transformers(m, x, weights, torch.cat([first, second], -1).reshape(-1))
+    return as_in_transformers(m, x, weights, torch.concat([first, second], -1).reshape(-1))
 
 
 def checked(go, p, layout, chosen=CHOSEN):
