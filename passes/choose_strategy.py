@@ -27,8 +27,9 @@ from ringopt.distributed.decide import agreed_rates
 from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import requires_grad, shape_of, value_of
-from ringopt.graph.placement import Layouts
+from ringopt.graph.nodes import op_name, requires_grad, shape_of, source_line, value_of
+from ringopt.graph.pairs import query_rows
+from ringopt.graph.placement import Layouts, Sharded
 from ringopt.graph.sizes import at_hand, formula
 from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.passes.dilated_sites import choose_dilated, dilated_layout
@@ -46,6 +47,7 @@ class ChooseStrategy(Pass):
             if info.refusal is None:
                 info.refusal = refusal_of(node, info, context)
         sites = {node: info for node, info in context.sites.items() if info.refusal is None}
+        context.pairs = pairs_of(gm.graph, context)
         context.carries = requires_grad(gm.graph)
         context.layouts, why = layouts_for(sites, context)
         if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
@@ -57,6 +59,22 @@ class ChooseStrategy(Pass):
                 choose_dilated(node, info, context)
             else:
                 choose_for(node, info, context)
+
+
+def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
+    """Queries of what is no site, where every rank has a row of them."""
+    if context.options.shard == "attention":
+        return {}
+    found = {
+        node: (queries, rows)
+        for node, (queries, rows) in query_rows(graph).items()
+        if at_hand(rows.length) >= context.mesh.size
+    }
+    where = [f"{op_name(node)} {list(shape_of(node))} ({source_line(node)})" for node in found]
+    if where:
+        said = "are no site: each rank computes the rows of its own queries, with keys and values whole"
+        context.notes.append(f"pairs of {', '.join(where)} {said}")
+    return dict(found.values())
 
 
 def lengths(node: fx.Node, context: Context) -> tuple[int, int]:

@@ -57,6 +57,7 @@ from ringopt.sharding import HANDLERS, across
 from ringopt.sharding.batches import told_apart
 from ringopt.sharding.custom_gradient import Functions, Places
 from ringopt.sharding.sources import Demand, sources
+from ringopt.sharding.steps import enough_rows
 from ringopt.sharding.windows import windows
 
 
@@ -84,7 +85,8 @@ class ShardSequence(Pass):
             handled = frozenset(HANDLERS)
             whole = windows(sharder, in_windows(context), handled)
             wanted = [*demands(context), *whole]
-            sharder.sources = sources(sharder, gm.graph, wanted, handled) | dict(whole)
+            pairs = {x: at for x, at in context.pairs.items() if enough_rows(sharder, at.length)}
+            sharder.sources = sources(sharder, gm.graph, wanted, handled) | pairs | dict(whole)
             random = walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
             if not (twice := functions.twice()):
@@ -129,7 +131,8 @@ def walk(sharder: Sharder, functions: Functions, graph: fx.Graph, context: Conte
 
 
 def demands(context: Context) -> Iterator[Demand]:
-    """What the attention sites want to have in rows."""
+    """What the attention sites, and pairs that are none, want to have in rows."""
+    yield from context.pairs.items()
     for node in sharded_sites(context):
         info = context.sites[node]
         yield from operands(node, info)

@@ -5,16 +5,21 @@ Transformer, 2024, section 2.1).
     w = softmax(a).view(B, H, 2, S, S)
     (w[:, :, 0] - c * w[:, :, 1]) @ v                    ->  (y := w @ v[:, :, None])[:, :, 0] - c * y[:, :, 1]
 
-A product is linear in its weights: same numbers but for rounding. After: no matmul reads a sum of two softmaxes, but
-where the weights are used elsewhere too, or where a part has another dtype than the sum.
+A product is linear in its weights, whichever operand they are and however it is spelled: same numbers but for
+rounding. After: no product reads a sum of two softmaxes, but where the weights are used elsewhere too, or where a part
+has another dtype than the sum.
 """
 
 from __future__ import annotations
+
+import string
+from collections.abc import Callable
 
 import torch
 import torch.fx as fx
 
 from ringopt.graph.nodes import emit, is_tensor, op_name, shape_of, value_of
+from ringopt.graph.products import product_of
 from ringopt.graph.spelled import SOFTMAX
 from ringopt.pipeline import Context, Pass
 
@@ -22,6 +27,8 @@ aten = torch.ops.aten
 
 SUMS = ("add", "sub")
 VIEWS = ("view", "reshape", "unflatten", "to", "_to_copy")  # between a softmax and the part of it that is read
+PRODUCTS = ("matmul", "bmm", "mm", "einsum")
+TURNS = ("transpose", "permute", "mT", "t")  # between the weights and their product
 
 
 class SplitWeights(Pass):
@@ -29,10 +36,21 @@ class SplitWeights(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node in list(gm.graph.nodes):
-            # A factor of each query stands beside rows of the product, which a vector of values has none of.
-            if op_name(node) == "matmul" and is_sum(node.args[0]) and len(shape_of(node.args[1])) > 1:
-                with gm.graph.inserting_before(node):
-                    node.replace_all_uses_with(Splitter(gm.graph, node).times(node.args[0]))
+            product = product_of(node) if op_name(node) in PRODUCTS else None
+            if product is None:
+                continue
+            for weights, values in (product.operands, product.operands[::-1]):
+                # A factor of each query stands beside rows of the product, which a vector of values has none of.
+                if is_sum(unturned(weights)) and len(shape_of(values)) > 1:
+                    with gm.graph.inserting_before(node):
+                        node.replace_all_uses_with(Splitter(gm.graph, node, weights, values).times(weights))
+                    break
+
+
+def unturned(weights: fx.Node) -> fx.Node:
+    while op_name(weights) in TURNS and len(weights.users) == 1:
+        weights = weights.args[0]
+    return weights
 
 
 def is_sum(weights: fx.Node) -> bool:
@@ -76,31 +94,75 @@ def is_multiple(factor: fx.Node, weights: fx.Node, product: fx.Node) -> bool:
 
 
 class Splitter:
-    """Of one product, whose right operand is `values`."""
+    """Of one product of `weights`, the operand that is to be parted, and `values`."""
 
-    def __init__(self, graph: fx.Graph, product: fx.Node):
-        self.graph, self.product, self.values = graph, product, product.args[1]
+    def __init__(self, graph: fx.Graph, product: fx.Node, weights: fx.Node, values: fx.Node):
+        self.graph, self.product, self.weights, self.values = graph, product, weights, values
+        self.leads = op_name(product) in ("matmul", "bmm", "mm") and product.args[0] is weights
         self.wholes: dict[tuple[fx.Node, int], fx.Node] = {}  # products of what is read in parts
 
-    def times(self, weights: fx.Node) -> fx.Node:
-        """`weights` @ `values`."""
+    def times(self, weights: fx.Node, turns: tuple[fx.Node, ...] = ()) -> fx.Node:
+        """The product with `weights`, once they have gone through `turns`, in place of its own."""
+        if op_name(weights) in TURNS and is_sum(unturned(weights)):
+            return self.times(weights.args[0], (weights, *turns))
         if op_name(weights) in SUMS:
-            parts = [self.times(part) for part in weights.args[:2]]
+            parts = [self.times(part, turns) for part in weights.args[:2]]
             return emit(self.graph, weights.target, (*parts, *weights.args[2:]), self.product, weights.kwargs)
-        if op_name(weights) == "mul":
+        if op_name(weights) == "mul" and not turns:
             factor, rest = next(pair for pair in both(weights) if is_multiple(*pair, weights))
-            return emit(self.graph, weights.target, (factor, self.times(rest)), self.product)
-        if op_name(weights) == "select" and (whole := self.of_whole(weights)) is not None:
-            return emit(self.graph, weights.target, (whole, *weights.args[1:]), self.product)
-        return emit(self.graph, self.product.target, (weights, self.values), self.product)
+            return emit(self.graph, weights.target, (self.of_rows(factor), self.times(rest)), self.product)
+        if op_name(weights) == "select" and not turns and (whole := self.of_whole(weights)) is not None:
+            return whole
+        for turn in turns:
+            weights = emit(self.graph, turn.target, (weights, *turn.args[1:]), turn, turn.kwargs)
+        return self.of(weights)
+
+    def of_rows(self, factor: fx.Node) -> fx.Node:
+        """A factor of the weights that is one for all keys, so that it stands beside the output."""
+        if self.leads:
+            return factor
+        product = product_of(self.product)
+        assert product is not None
+        sizes = shape_of(factor)
+        letters = product.letters[product.operands.index(self.weights)]
+        below = dict(zip(letters[len(letters) - len(sizes) :], sizes, strict=True))
+        kept = [letter for letter, size in below.items() if letter in product.out and size != 1]
+        flat = emit(self.graph, aten.reshape.default, (factor, [below[letter] for letter in kept]), self.product)
+        order = sorted(range(len(kept)), key=lambda i: product.out.index(kept[i]))
+        turned = emit(self.graph, aten.permute.default, (flat, order), self.product)
+        wide = [below[letter] if letter in kept else 1 for letter in product.out]
+        return emit(self.graph, aten.reshape.default, (turned, wide), self.product)
+
+    def of(self, weights: fx.Node) -> fx.Node:
+        args = fx.map_arg(self.product.args, lambda arg: weights if arg is self.weights else arg)
+        return emit(self.graph, self.product.target, args, self.product, self.product.kwargs)
 
     def of_whole(self, part: fx.Node) -> fx.Node | None:
-        """The product of all that `part` is one of, along a dim of the batch; once for all parts."""
-        source, values = part.args[0], self.values
-        dim, before = part.args[1] % len(shape_of(source)), len(shape_of(source)) - 2
-        if dim >= before or len(shape_of(values)) != len(shape_of(part)):
+        """The product of all that `part` is one of, along a dim of the batch, once for all parts; of it, the part."""
+        source, dim = part.args[0], part.args[1] % len(shape_of(part.args[0]))
+        if op_name(self.product) == "einsum":
+            made = self.once(source, dim, self.einsum_of)
+            return emit(self.graph, part.target, (made, 0, part.args[2]), self.product)
+        if not self.leads or dim >= len(shape_of(source)) - 2 or len(shape_of(self.values)) != len(shape_of(part)):
             return None
+        return emit(self.graph, part.target, (self.once(source, dim, self.matmul_of), *part.args[1:]), self.product)
+
+    def once(self, source: fx.Node, dim: int, make: Callable[[fx.Node, int], fx.Node]) -> fx.Node:
         if (source, dim) not in self.wholes:
-            beside = emit(self.graph, aten.unsqueeze.default, (values, dim), self.product)
-            self.wholes[source, dim] = emit(self.graph, self.product.target, (source, beside), self.product)
+            self.wholes[source, dim] = make(source, dim)
         return self.wholes[source, dim]
+
+    def matmul_of(self, source: fx.Node, dim: int) -> fx.Node:
+        beside = emit(self.graph, aten.unsqueeze.default, (self.values, dim), self.product)
+        return emit(self.graph, aten.matmul.default, (source, beside), self.product)
+
+    def einsum_of(self, source: fx.Node, dim: int) -> fx.Node:
+        """With a letter more, the first of the output."""
+        equation, operands = self.product.args[0].replace(" ", ""), list(self.product.args[1])
+        inputs, out = equation.split("->")
+        letter = next(each for each in string.ascii_letters if each not in equation)
+        side = operands.index(self.weights)
+        spelled = inputs.split(",")
+        spelled[side] = spelled[side][:dim] + letter + spelled[side][dim:]
+        operands[side] = source
+        return emit(self.graph, self.product.target, (f"{','.join(spelled)}->{letter}{out}", operands), self.product)

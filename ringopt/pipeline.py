@@ -19,7 +19,7 @@ from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.graph.nodes import eliminate_dead_code
-from ringopt.graph.placement import Layouts
+from ringopt.graph.placement import Layouts, Sharded
 from ringopt.graph.printer import short
 from ringopt.graph.refusal import Refusal
 from ringopt.lazy import Spread
@@ -63,6 +63,7 @@ class Context:
     carries            which values carry a gradient, from the choice of strategies on
     notes              what else the report says of the graph
     layouts            of each sequence, which rows a rank holds
+    pairs              queries of attention that is no site, and how their rows are spread all the same
     given              inputs of which this rank has its rows, and how they are spread
     left               outputs that stay on their ranks, by place, and how they are spread
     """
@@ -78,13 +79,14 @@ class Context:
     carries: dict[fx.Node, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     layouts: Layouts = field(default_factory=Layouts)
+    pairs: dict[fx.Node, Sharded] = field(default_factory=dict)
     given: dict[fx.Node, Spread] = field(default_factory=dict)
     left: dict[int, Spread] = field(default_factory=dict)
 
     @property
     def shards(self) -> bool:
         """Whether something of the graph is to be spread over the ranks."""
-        return bool(self.given) or any(info.refusal is None for info in self.sites.values())
+        return bool(self.given or self.pairs) or any(info.refusal is None for info in self.sites.values())
 
 
 class Pass(ABC):

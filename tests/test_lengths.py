@@ -113,6 +113,31 @@ def test_kernels_that_want_numbers_take_open_sizes():
     assert [gather.op for gather in second.gathers] == [gather.op for gather in first.gathers] == ["sort"]
 
 
+class Sinks(nn.Module):
+    """As gpt-oss writes them: one logit more, and the largest of a row taken off."""
+
+    def forward(self, x):
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        scores = torch.cat([q @ q.mT, q.new_ones(*q.shape[:3], 1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return scores.softmax(-1)[..., :-1] @ q
+
+
+class Triangles(nn.Module):
+    """Attention over pairs: the features of a row are as many as there are rows."""
+
+    def forward(self, x):
+        pairs = x @ x.mT
+        return (pairs @ pairs.mT).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("module", [Sinks(), Triangles()])
+def test_attention_whose_sizes_follow_the_length(module):
+    calls = [(torch.randn(2, n, 8, dtype=torch.float64),) for n in (12, 15, 14)]
+    found = run_over(module, calls, 2)
+    assert [site.refusal for report in found.reports for site in report.sites] == [None] * len(found.reports)
+
+
 def greedy(cache: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Tokens by the model as it is and compiled, and how the attention of each graph was spread."""
     import ringopt

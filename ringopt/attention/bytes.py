@@ -30,7 +30,7 @@ class Sizes:
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
         numbers = (q.dtype.itemsize, accumulator(q.dtype).itemsize)
         batch, q_heads, kv_heads = map(at_hand, (q.shape[0], q.shape[1], k.shape[1]))
-        return cls(batch, q_heads, kv_heads, k.shape[3], v.shape[3], *numbers)
+        return cls(batch, q_heads, kv_heads, at_hand(k.shape[3]), at_hand(v.shape[3]), *numbers)
 
 
 def bytes_sent(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bool = False) -> int:

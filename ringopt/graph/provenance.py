@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
-from ringopt.graph.nodes import is_tensor, op_name, shape_of, tensor_args
+from ringopt.graph.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
 
 CONVOLUTIONS = frozenset(("convolution", "conv1d", "conv2d", "conv3d", "_convolution"))
@@ -74,6 +74,11 @@ def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.No
     if name in KEEPING and first is not None and shape_of(first)[place.dim] > 1:
         return None, [(first, Sharded(place.dim, 1, shape_of(first)[place.dim], 1))]
     return Origin("unknown", node, last), []
+
+
+def is_row(origin: Origin) -> bool:
+    """A dim of an input that is no feature dim: any of ids, all but the last of numbers."""
+    return origin.kind == "input" and not (origin.last and value_of(origin.node).is_floating_point())
 
 
 def weighed(operands: list[fx.Node], wanted: list[Sharded | None]) -> bool:

@@ -16,9 +16,10 @@ from torch import Tensor
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.nodes import argument, op_name, shape_of, value_of
-from ringopt.graph.provenance import Origin, is_learned, origins
+from ringopt.graph.provenance import is_learned, is_row, origins
 from ringopt.graph.row_tables import OwnRows, element
 from ringopt.graph.scores import NotAttention, Scores, peel_scores
+from ringopt.graph.sizes import is_open
 from ringopt.graph.spelled import Candidate, Roles
 from ringopt.graph.term_folding import apply, literal, negate, substitute
 from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, conjuncts, constant, load, loads, score
@@ -51,6 +52,15 @@ class Prover:
         self.constants, self.learned, self.own_rows = constants, carries.__getitem__, OwnRows(carries)
 
     def prove(self, candidate: Candidate) -> Found:
+        sizes = [size for size in candidate.axes.sizes.values() if is_open(size)]
+        try:
+            return self.read(candidate)
+        except NotAttention:
+            if all(map(is_open, sizes)):
+                raise
+        return self.read(candidate)  # a size that was open has been fixed on the way: all is read with its number
+
+    def read(self, candidate: Candidate) -> Found:
         check_axes(candidate)
         roles = Roles.of(candidate)
         check_meaning(candidate, roles)
@@ -97,11 +107,6 @@ def check_meaning(candidate: Candidate, roles: Roles) -> None:
     inputs = [*above, *origins(candidate.value, value_dim)]
     if all(origin.kind == "input" and not is_row(origin) for origin in inputs):
         raise NotAttention("the softmax runs over the last dim of its inputs: over features, not over a sequence", True)
-
-
-def is_row(origin: Origin) -> bool:
-    """A dim of an input that is no feature dim: any of ids, all but the last of numbers."""
-    return origin.kind == "input" and not (origin.last and value_of(origin.node).is_floating_point())
 
 
 def batchless(candidate: Candidate, roles: Roles) -> bool:

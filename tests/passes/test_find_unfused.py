@@ -68,6 +68,15 @@ def relative_keys(s, q, k, v, m):
     return (q @ k.mT * SCALE + torch.einsum("bhqd,qkd->bhqk", q, s.places[away() + ROWS])).softmax(-1) @ v
 
 
+def places_of_both(s, q, k, v, m):
+    """Content to position and position to content (DeBERTa, He et al. 2021, section 3.1)."""
+    of_queries, of_keys = (
+        torch.gather(x @ s.places.t(), -1, place.expand(BATCH, HEADS, ROWS, ROWS))
+        for x, place in ((q, away() + ROWS), (k, ROWS - away()))
+    )
+    return ((q @ k.mT + of_queries + of_keys.mT) * SCALE).softmax(-1) @ v
+
+
 def shifted_places(s, q, k, v, m):
     """The shift of Transformer-XL: row q of [q, 2n - 1] starts at place n - 1 - q."""
     scores = q @ s.places[: 2 * ROWS - 1].t()
@@ -141,6 +150,7 @@ SCORES = {
         "bias(learned: sum_1, sum_2)",
     ),
     "keys of relative places": (relative_keys, "bias(learned: einsum)"),
+    "places of queries and of keys": (places_of_both, "bias(learned: matmul, matmul_1)"),
     "shifted rows": (shifted_places, "bias(learned: matmul)"),
     "sinks": (sinks, "causal & sinks"),
     "sinks in front": (sinks_in_front, "sinks"),

@@ -35,8 +35,38 @@ def pairs(s, q, k, v, m):
     return torch.matmul(weights[:, :, 0] - s.temperature * weights[:, :, 1], v)
 
 
-@pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize(("core", "sites"), [(two, 2), (pairs, 1)])
+def by_bmm(s, q, k, v, m):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    factor = s.temperature.expand(-1, BATCH, 1).reshape(-1, 1, 1)
+    weights = torch.bmm(q, k.mT).softmax(-1) - factor * torch.bmm(q, v.mT).softmax(-1)
+    return torch.bmm(weights, v).unflatten(0, (BATCH, -1))
+
+
+def by_einsum(s, q, k, v, m):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    first, second = (causal(torch.einsum("bqhd,bkhd->bhqk", q, other)).softmax(-1) for other in (k, v))
+    return torch.einsum("bhqk,bkhd->bqhd", first - s.temperature * second, v).transpose(1, 2)
+
+
+def pairs_by_einsum(s, q, k, v, m):
+    """The factor is one of each head, which another dim of the output has."""
+    q, k = (x.unflatten(-1, (2, -1)) for x in (q, k))
+    weights = torch.einsum("bhqcd,bhkcd->bhcqk", q, k).softmax(-1)
+    both = weights[:, :, 0] - s.temperature * weights[:, :, 1]
+    return torch.einsum("bhqk,bhkd->qbhd", both, v).permute(1, 2, 0, 3)
+
+
+def turned(s, q, k, v, m):
+    first, second = ((q @ other.mT).softmax(-1) for other in (k, v))
+    return (v.mT @ (first + s.temperature * second).mT).mT
+
+
+SPELLED = [(by_bmm, 2), (by_einsum, 2), (pairs_by_einsum, 1), (turned, 2)]
+
+
+@pytest.mark.parametrize(
+    ("core", "sites", "p"), [(two, 2, 2), (two, 2, 3), (pairs, 1, 2), (pairs, 1, 3), *((*each, 2) for each in SPELLED)]
+)
 def test_numbers(core, sites, p):
     verdict = validate(p, Model(core), *given())
     assert verdict.wrong == "" and [site.refusal for site in verdict.report.sites] == [None] * sites

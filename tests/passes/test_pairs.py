@@ -1,0 +1,100 @@
+"""Weights of pairs that are no attention site: each rank computes the rows of its own queries, in every gradient."""
+
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+
+from ringopt.graph.nodes import is_tensor, shape_of
+from tests.translation import validate
+
+HEADS, ROWS, DEPTH = 2, 13, 4
+WIDTH = HEADS * DEPTH
+
+
+class Layers(nn.Module):
+    """Two layers of `mix(self, q, k, v)`, q, k and v [B, H, S, D]."""
+
+    def __init__(self, mix):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.qkv, self.out = mix, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.talk, self.memory = nn.Linear(HEADS, HEADS), nn.Parameter(torch.randn(5, DEPTH))
+        self.double()
+
+    def forward(self, x):
+        for _ in range(2):
+            q, k, v = (t.unflatten(-1, (HEADS, DEPTH)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            x = x + self.out(self.mix(self, q, k, v).transpose(1, 2).flatten(2))
+        return x
+
+
+def given():
+    torch.manual_seed(1)
+    return torch.randn(2, ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+def largest(s, q, k, v):
+    scores = q @ k.mT
+    return scores.masked_fill(scores < scores.topk(3, -1).values[..., -1:], -math.inf).softmax(-1) @ v
+
+
+def talking(s, q, k, v):
+    """CaiT (Touvron et al. 2021): heads are mixed by a layer before and after the softmax."""
+    weights = s.talk((q @ k.mT).permute(0, 2, 3, 1)).softmax(2)
+    return s.talk(weights).permute(0, 3, 1, 2) @ v
+
+
+def decayed(s, q, k, v):
+    """Retention (Sun et al. 2023): no softmax."""
+    i = torch.arange(q.shape[2])
+    return (q @ k.mT * torch.where(i[:, None] >= i, 0.9 ** (i[:, None] - i), 0.0)) @ v
+
+
+def sparse(s, q, k, v):
+    """Sparsemax (Martins and Astudillo 2016)."""
+    scores = q @ k.mT
+    ordered, place = scores.sort(-1, descending=True).values, torch.arange(1, scores.shape[-1] + 1)
+    above = ordered.cumsum(-1) - 1
+    count = (place * ordered > above).sum(-1, True)
+    return (scores - above.gather(-1, count - 1) / count).clamp(min=0) @ v
+
+
+PAIRS = {
+    "the largest only": largest,
+    "talking heads": talking,
+    "decay": decayed,
+    "sparsemax": sparse,
+    "no softmax": lambda s, q, k, v: torch.relu(q @ k.mT).square() @ v,
+    "weights used elsewhere": lambda s, q, k, v: (w := (q @ k.mT).softmax(-1)) @ v + (w * w.log()).sum(-1).mean(),
+    "the other way round": lambda s, q, k, v: (v.mT @ torch.sigmoid(k @ q.mT)).mT,
+    "grouped": lambda s, q, k, v: torch.einsum(
+        "bgqk,bkd->bgqd", torch.sigmoid(torch.einsum("bgqd,bkd->bgqk", q, k[:, 0])), v[:, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name, p", [(name, 2 + i % 2) for i, name in enumerate(PAIRS)])
+def test_rows_of_the_queries(name, p):
+    verdict = validate(p, Layers(PAIRS[name]), given())
+    assert verdict.wrong == ""
+    # Keys and values of the first layer are computed whole; those of the second are gathered, nothing else is.
+    assert verdict.report.sharded_fraction > 0.7
+    assert {gather.op for gather in verdict.report.gathers} <= {"matmul", "einsum", "output"}
+    assert any("are no site: each rank computes the rows of its own queries" in note for note in verdict.report.notes)
+    whole = [node for node in verdict.graph.graph.nodes if node.op == "call_function" and is_tensor(node)]
+    assert [node for node in whole if shape_of(node)[-2:] == (ROWS, ROWS) and len(shape_of(node)) > 2] == []
+
+
+NONE = {
+    "channels": lambda s, q, k, v: ((q.mT @ k).softmax(-1) @ v.mT).mT,
+    "a memory": lambda s, q, k, v: (q @ s.memory.T).softmax(-1) @ s.memory,
+    "a state": lambda s, q, k, v: q @ (k.mT @ v),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_what_has_no_pairs_of_rows(name):
+    verdict = validate(2, Layers(NONE[name]), given())
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 0 and verdict.report.notes == ()
