@@ -150,7 +150,7 @@ def transform(
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
-    return (flat if sites or context.given else None), report, bool(context.replicated_random)
+    return (flat if sites or context.given or context.pairs else None), report, bool(context.replicated_random)
 
 
 def for_one_size(

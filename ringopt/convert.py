@@ -96,7 +96,7 @@ def converted(
     for what in lost:
         log.warning(what)
     report = dataclasses.replace(report, notes=(*report.notes, *lost))
-    if not any(site.refusal is None for site in report.sites):
+    if report.refusal is not None or not made[0][2].shards:
         reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites]
         why = "; ".join([*reasons, *report.left_alone, *filter(None, [report.refusal])]) or "no attention was found"
         if allow_empty:

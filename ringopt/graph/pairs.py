@@ -17,7 +17,7 @@ from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import is_aten, is_tensor, op_name, shape_of, tensor_args
 from ringopt.graph.placement import Sharded
 from ringopt.graph.products import Product, product_of
-from ringopt.graph.provenance import CONVOLUTIONS, is_learned, is_row, origins
+from ringopt.graph.provenance import CONVOLUTIONS, is_learned, is_row, is_weight, origins
 
 # They mix along a dim, or over channels, and leave every dim what it was.
 MIXING = frozenset(("softmax", "_softmax", "log_softmax", "dropout", "cumsum", "sort", "getitem", *CONVOLUTIONS))
@@ -30,7 +30,9 @@ def query_rows(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, Sharded]]:
     found: dict[fx.Node, tuple[fx.Node, Sharded]] = {}
     for node in graph.nodes:
         product = product_of(node)
-        if product is None or not product.own(0) or not product.own(1) or any(map(is_learned, product.operands)):
+        if product is None or not product.own(0) or not product.own(1):
+            continue
+        if any(map(is_weight, product.operands)) or any(map(is_learned, product.operands)):
             continue
         for axes in all_pairs(rows_of(product, 0), rows_of(product, 1)):
             for side in weighing(node, (at(product, axes[0]), at(product, axes[1]))):
