@@ -2,6 +2,8 @@
 
     e = exp(x - amax(x, -1, True));  e / sum(e, -1, True)           ->  softmax(x, -1)
     e = exp(x);  (e @ v) / sum(e, -1, True)                         ->  softmax(x, -1) @ v
+    e = exp2(x);  e / sum(e, -1, True)                              ->  softmax(x * ln 2, -1)
+    exp(log_softmax(x, -1)),  exp(x - logsumexp(x, -1, True))       ->  softmax(x, -1)
     w = softmax(x, -1) * kept;  w / sum(w, -1, True)                ->  softmax(where(kept, x, -inf), -1)   kept: 0 or 1
     baddbmm(bias, q, k, alpha=a, beta=b)                            ->  bias * b + bmm(q, k) * a
 
@@ -11,6 +13,7 @@ rounding; a normalisation that is no softmax (an epsilon in its sum) stays as it
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +27,10 @@ from ringopt.pipeline import Context, Pass
 aten = torch.ops.aten
 
 
+CASTS = ("to", "_to_copy", "type_as")
+VIEWS = ("unsqueeze", "view", "reshape", "expand", "transpose", "permute", "slice", "select")
+
+
 class FindSoftmax(Pass):
     name = "find_softmax"
 
@@ -32,6 +39,8 @@ class FindSoftmax(Pass):
         for node in list(gm.graph.nodes):
             if op_name(node) == "baddbmm":
                 split_baddbmm(gm.graph, node)
+            elif op_name(node) == "exp":
+                finder.of_logarithm(node)
             elif op_name(node) == "div" and all(is_tensor(arg) for arg in node.args[:2]) and not node.kwargs:
                 finder.of_quotient(node) or finder.of_late_quotient(node)
 
@@ -54,6 +63,13 @@ class Finder:
 
     def __init__(self, graph: fx.Graph, context: Context):
         self.graph, self.constants = graph, Constants(graph, context.values, context.relied_on)
+
+    def of_logarithm(self, node: fx.Node) -> None:
+        """exp of the logarithms of weights."""
+        found = log_weights(node.args[0])
+        if found is not None:
+            with self.graph.inserting_before(node):
+                node.replace_all_uses_with(emit(self.graph, aten.softmax.int, found, node))
 
     def of_quotient(self, node: fx.Node) -> bool:
         """e / sum(e) over one dim."""
@@ -100,6 +116,8 @@ class Finder:
                     break
         if op_name(weights) == "exp":
             logits = unshifted(weights.args[0], dim)
+        elif op_name(weights) == "exp2":
+            logits = emit(self.graph, aten.mul.Scalar, (unshifted(weights.args[0], dim), math.log(2)), like)
         elif op_name(weights) == "softmax" and argument(weights, 1, "dim") % len(shape_of(weights)) == dim:
             logits = weights.args[0] if kept is not None else None
         else:
@@ -112,10 +130,14 @@ class Finder:
     def truth_of(self, node: fx.Node, like: fx.Node) -> fx.Node | None:
         """The bool tensor that `node` is, or holds as 0 and 1."""
         source = node
-        while is_tensor(source) and op_name(source) in ("to", "_to_copy", "type_as") and not is_bool(source):
+        while op_name(source) in CASTS and not is_bool(source):
             source = source.args[0]
         if is_bool(source):
             return source
+        while op_name(source) in CASTS or is_view(source):
+            source = source.args[0]
+            if is_bool(source):
+                return emit(self.graph, aten.ne.Scalar, (node, 0), like)
         value = self.constants.get(node)  # a triangle of ones that the program keeps
         if value is None or not bool(((value == 0) | (value == 1)).all()):
             return None
@@ -139,6 +161,25 @@ def summed_dim(total: fx.Node, weights: fx.Node) -> int | None:
     dims = [dims] if isinstance(dims, int) else list(dims or [])
     same = value_of(total).dtype == value_of(weights).dtype
     return dims[0] % len(shape_of(weights)) if len(dims) == 1 and same else None
+
+
+def log_weights(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """x and the dim of log_softmax(x, dim), or of x - logsumexp(x, dim, keepdim)."""
+    if op_name(node) == "log_softmax" and value_of(node).dtype == value_of(node.args[0]).dtype:
+        return node.args[0], argument(node, 1, "dim")
+    if op_name(node) != "sub" or len(node.args) != 2 or node.kwargs or not all(map(is_tensor, node.args)):
+        return None
+    logits, total = node.args
+    if op_name(total) != "logsumexp" or total.args[0] is not logits or not argument(total, 2, "keepdim", False):
+        return None
+    dims = argument(total, 1, "dim")
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    return (logits, dims[0]) if len(dims) == 1 else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Of the same numbers: a view as another dtype has others."""
+    return op_name(node) in VIEWS and value_of(node).dtype == value_of(node.args[0]).dtype
 
 
 def is_bool(node: fx.Node) -> bool:

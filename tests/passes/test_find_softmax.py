@@ -55,6 +55,13 @@ SPELLINGS = {
     ),
     "kept entries only": lambda x, v, kept: normalised(careful(x) * kept["given"]),
     "kept entries of a softmax": lambda x, v, kept: normalised(x.softmax(-1) * kept["given"].double()),
+    "kept entries, as numbers of another shape": lambda x, v, kept: normalised(
+        careful(x) * kept["given"].double()[None, :, None].transpose(1, 2)
+    ),
+    "powers of two": lambda x, v, kept: normalised(torch.exp2(x - x.amax(-1, True))),
+    "powers of two, normalised late": lambda x, v, kept: (e := torch.exp2(x)) @ v / e.sum(-1, keepdim=True),
+    "of logarithms": lambda x, v, kept: torch.log_softmax(x, 1).exp(),
+    "less its logarithm": lambda x, v, kept: (x - x.logsumexp(-1, keepdim=True)).exp(),
     "entries that a buffer keeps": lambda x, v, kept: normalised(x.softmax(-1) * kept["triangle"]),
 }
 
