@@ -151,8 +151,8 @@ def test_each_sequence_has_the_layout_that_the_run_takes() -> None:
         x = torch.randn(1, n, 16, dtype=torch.float64, generator=draw)
         return Translator(), {"x": x, "ids": torch.randint(11, (1, n // 2), generator=draw)}
 
-    (point,) = planned(build, 64, SMALL, True, world_size=2, hardware="cpu").points
-    model, inputs = build(64)
+    (point,) = planned(build, 2048, SMALL, True, world_size=2, hardware="cpu").points
+    model, inputs = build(2048)
     report = ringopt.explain(model, **inputs, world_size=2, hardware="cpu")
     assert len({site.layout for site in report.sites}) > 1
     assert [(site.strategy, site.layout) for site in point.sites] == [
