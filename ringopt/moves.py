@@ -16,9 +16,9 @@ from ringopt.lockstep import sends
 
 KEYS_FIRST = ("ring_start", "dilated_start")
 STARTS = (*KEYS_FIRST, "reduce_start", "gather_start", "ring_backward_begin")
-# Convolutions and fused attention have many names.
+# Convolutions and fused attention have many names (convert_element_type is no convolution).
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "attention")
-PARTS_OF_PRODUCTS = ("conv", "scaled_dot_product")
+PARTS_OF_PRODUCTS = ("convolution", "conv1d", "conv2d", "conv3d", "conv_", "scaled_dot_product")
 
 
 def sources_among(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
@@ -63,7 +63,7 @@ def flops_of(node: fx.Node, ranks: int = 1) -> float:
     many."""
     name = op_name(node)
     operand = node.args[1 if name.startswith(("add", "badd")) else 0]
-    forward = "conv" in name and "backward" not in name
+    forward = "conv" in name and "backward" not in name  # of a convolution
     summed = sizes_of(node.args[1])[1:] if forward else sizes_of(operand)[-1:]
     spread = any(x.meta.get("placement") is not None for x in (node, operand))
     return 2 * numbers((*sizes_of(node), *summed)) / (ranks if spread else 1)

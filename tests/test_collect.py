@@ -4,6 +4,7 @@ may be under way."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ringopt
 from ringopt import under_way
-from ringopt.moves import flops_of
+from ringopt.moves import flops_of, is_product
 from tests.alone import step_of
 from tests.models import difference as error_of
 from tests.models import run
@@ -209,3 +211,18 @@ def test_products_of_a_convolution_whose_input_wants_no_gradient() -> None:
     for node, value in zip((*nodes, backward), (*operands, (None, operands[2], None)), strict=True):
         node.meta["val"] = value
     assert flops_of(backward) == 2 * 18 * 6
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: torch.ops.prims.convert_element_type(x, torch.bfloat16),
+        lambda x, w: torch.ops.aten.conv1d(x, w),
+        lambda x, w: torch.ops.aten.convolution(x, w, None, [1], [0], [1], False, [0], 1),
+    ],
+)
+def test_convolutions_are_counted_and_what_begins_like_them_is_none(call: Callable[..., Tensor]) -> None:
+    """Inductor has a conversion of dtypes in each graph with bfloat16."""
+    gm = make_fx(call, tracing_mode="fake")(torch.ones(1, 3, 8), torch.ones(2, 3, 3))
+    counted = [flops_of(node) for node in gm.graph.nodes if is_product(node)]
+    assert counted == ([] if "convert" in str(gm.graph) else [2 * 2 * 6 * 3 * 3])
