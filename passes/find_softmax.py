@@ -111,7 +111,8 @@ class Finder:
         kept: fx.Node | None = None
         if op_name(weights) == "mul" and all(is_tensor(arg) for arg in weights.args):
             for one, other in (weights.args, weights.args[::-1]):
-                if (kept := self.truth_of(other, like)) is not None:
+                # A mask of more dims or of another dtype makes other weights of what it multiplies.
+                if alike(one, weights) and (kept := self.truth_of(other, like)) is not None:
                     weights = one
                     break
         if op_name(weights) == "exp":
@@ -180,6 +181,10 @@ def log_weights(node: fx.Node) -> tuple[fx.Node, int] | None:
 def is_view(node: fx.Node) -> bool:
     """Of the same numbers: a view as another dtype has others."""
     return op_name(node) in VIEWS and value_of(node).dtype == value_of(node.args[0]).dtype
+
+
+def alike(one: fx.Node, other: fx.Node) -> bool:
+    return shape_of(one) == shape_of(other) and bool(value_of(one).dtype == value_of(other).dtype)
 
 
 def is_bool(node: fx.Node) -> bool:

@@ -6,8 +6,8 @@ Transformer, 2024, section 2.1).
     (w[:, :, 0] - c * w[:, :, 1]) @ v                    ->  (y := w @ v[:, :, None])[:, :, 0] - c * y[:, :, 1]
 
 A product is linear in its weights, whichever operand they are and however it is spelled: same numbers but for
-rounding. After: no product reads a sum of two softmaxes, but where the weights are used elsewhere too, or where a part
-has another dtype than the sum.
+rounding. After: no product reads a sum of two softmaxes, but where the weights are used elsewhere too or multiplied by
+themselves, or where a part has another dtype than the sum.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class SplitWeights(Pass):
             if product is None:
                 continue
             for weights, values in (product.operands, product.operands[::-1]):
-                # A factor of each query stands beside rows of the product, which a vector of values has none of.
-                if is_sum(unturned(weights)) and len(shape_of(values)) > 1:
+                # A factor of each query stands beside rows of the product, which a vector of values has none of. What
+                # is multiplied by itself is not linear in it.
+                if weights is not values and is_sum(unturned(weights)) and len(shape_of(values)) > 1:
                     with gm.graph.inserting_before(node):
                         node.replace_all_uses_with(Splitter(gm.graph, node, weights, values).times(weights))
                     break
@@ -110,15 +111,17 @@ class Splitter:
             return emit(self.graph, weights.target, (*parts, *weights.args[2:]), self.product, weights.kwargs)
         if op_name(weights) == "mul" and not turns:
             factor, rest = next(pair for pair in both(weights) if is_multiple(*pair, weights))
-            return emit(self.graph, weights.target, (self.of_rows(factor), self.times(rest)), self.product)
+            if (beside := self.of_rows(factor)) is not None:
+                return emit(self.graph, weights.target, (beside, self.times(rest)), self.product)
         if op_name(weights) == "select" and not turns and (whole := self.of_whole(weights)) is not None:
             return whole
         for turn in turns:
             weights = emit(self.graph, turn.target, (weights, *turn.args[1:]), turn, turn.kwargs)
         return self.of(weights)
 
-    def of_rows(self, factor: fx.Node) -> fx.Node:
-        """A factor of the weights that is one for all keys, so that it stands beside the output."""
+    def of_rows(self, factor: fx.Node) -> fx.Node | None:
+        """A factor of the weights as it stands beside the output; None where it counts what the product sums away, as
+        that of each query does where weights are read along their columns."""
         if self.leads:
             return factor
         product = product_of(self.product)
@@ -126,7 +129,9 @@ class Splitter:
         sizes = shape_of(factor)
         letters = product.letters[product.operands.index(self.weights)]
         below = dict(zip(letters[len(letters) - len(sizes) :], sizes, strict=True))
-        kept = [letter for letter, size in below.items() if letter in product.out and size != 1]
+        kept = [letter for letter, size in below.items() if size != 1]
+        if not set(kept) <= set(product.out):
+            return None
         flat = emit(self.graph, aten.reshape.default, (factor, [below[letter] for letter in kept]), self.product)
         order = sorted(range(len(kept)), key=lambda i: product.out.index(kept[i]))
         turned = emit(self.graph, aten.permute.default, (flat, order), self.product)
@@ -141,6 +146,8 @@ class Splitter:
         """The product of all that `part` is one of, along a dim of the batch, once for all parts; of it, the part."""
         source, dim = part.args[0], part.args[1] % len(shape_of(part.args[0]))
         if op_name(self.product) == "einsum":
+            if "..." in self.product.args[0]:
+                return None  # which stands for dims that have no letters
             made = self.once(source, dim, self.einsum_of)
             return emit(self.graph, part.target, (made, 0, part.args[2]), self.product)
         if not self.leads or dim >= len(shape_of(source)) - 2 or len(shape_of(self.values)) != len(shape_of(part)):

@@ -101,6 +101,9 @@ class Backward(Sharder):
                 self.random += [node.name] if is_random(node) else []
 
     def spread(self, node: fx.Node) -> bool:
+        if node in self.understood:
+            self.understood[node]()
+            return True
         return self.along(node) or (any(map(self.placements.get, tensor_args(node))) and across(self, node))
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.graph.axes import rule_of
-from ringopt.graph.nodes import named, op_name, shape_of, tensor_args
+from ringopt.graph.nodes import named, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.products import GROUPED
 from ringopt.graph.sharder import Sharder
@@ -38,8 +38,8 @@ def routed(sharder: Sharder, node: fx.Node) -> bool:
     if place is None or len(shape_of(node)) != 1 or named(node, "descending") or not are_places(node.args[0]):
         return False
     routing = Routing(sharder, node, place)
-    if not all(map(routing.follows, routing.readers())):
-        return False
+    if not all(map(routing.follows, routing.readers())) or not all(each.users for each in routing.role):
+        return False  # what no node reads is the result of an operator taken apart, whose readers are not here
     sharder.understood |= routing.placing
     args = (sharder.values[node.args[0]], *node.args[1:])
     sharder.set(node, sharder.call(node.target, args, node, place, node.kwargs), place)
@@ -50,10 +50,16 @@ def are_places(node: fx.Node) -> bool:
     """Whether `node` has the places of the largest among some numbers: none is negative, and histc counts them all."""
     name = op_name(node)
     if name in VIEWS:
-        return are_places(node.args[0])
+        return holds_places(node) and are_places(node.args[0])
     if name in ("cat", "concat", "concatenate", "stack"):
         return all(map(are_places, node.args[0]))
     return name == "argmax" or (name == "getitem" and op_name(node.args[0]) in ("topk", "max") and node.args[1] == 1)
+
+
+def holds_places(node: fx.Node) -> bool:
+    """Whether the dtype of `node` keeps numbers of experts in order, rounded at worst; those of 8 bits wrap around."""
+    dtype = value_of(node).dtype
+    return dtype.is_floating_point or dtype in (torch.int32, torch.int64)
 
 
 class Routing:
@@ -176,7 +182,8 @@ class Routing:
         others = any(operand in self.role for operand, mine in zip(operands, ours, strict=True) if not mine)
         if others or outs != {self.place} or rule.pull(self.place) != wanted:
             return False
-        return self.take(node, "experts" if op_name(node) == "to" and self.is_a(operands[0], "experts") else "rows")
+        cast = op_name(node) == "to" and self.is_a(operands[0], "experts") and holds_places(node)
+        return self.take(node, "experts" if cast else "rows")
 
     # ---- on this rank ------------------------------------------------------------------------------------------------
     def local(self, node: fx.Node, given: dict[fx.Node, Sharded | None], place: Sharded | None) -> None:

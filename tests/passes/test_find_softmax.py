@@ -101,3 +101,19 @@ def test_baddbmm_is_a_product_and_a_sum(alpha, beta):
     gm, _ = after(PASSES, Scores(), *inputs)
     assert "bmm" in ops(gm) and "baddbmm" not in ops(gm) and ("add" in ops(gm)) == (beta != 0)
     torch.testing.assert_close(gm(*gm.meta["inputs"])[0], Scores()(*inputs))
+
+
+@pytest.mark.parametrize("dim", [-1, 2])
+def test_a_mask_of_more_dims_than_the_weights_is_taken_with_its_own(dim):
+    """Dim 2 of the masked weights is another than dim 2 of the weights."""
+    program = Program(lambda x, v, kept: normalised(x[0].softmax(2) * kept["given"].expand(2, 3, 5, 7).double(), dim))
+    gm, _ = after(PASSES, program, *given())
+    original, _ = after([], program, *given())
+    for found, expected in zip(results(gm, gm.meta["inputs"]), results(original, gm.meta["inputs"]), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_careful_softmax_under_a_mask_of_more_dims_stays():
+    program = Program(lambda x, v, kept: normalised(careful(x[0, 0]) * kept["given"].expand(2, 3, 5, 7).double()))
+    gm, _ = after(PASSES, program, *given())
+    assert "softmax" not in ops(gm)

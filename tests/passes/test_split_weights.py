@@ -142,6 +142,30 @@ def test_a_product_that_could_not_be_parted_stays_right(core):
     assert sum(op == "matmul" for op in ops(gm)) == 3, "two of scores, one of values"
 
 
+def squared(s, q, k, v, m):
+    """Not linear in the weights: both of its operands are them."""
+    w = two_weights(q, k)
+    return (w @ w) @ v
+
+
+def by_columns(s, q, k, v, m):
+    """A factor of each query, where it is the queries that are summed away."""
+    first, second = ((q @ other.mT).softmax(-1) for other in (k, v))
+    return torch.einsum("bhqk,bhqd->bhkd", first - q[..., :1] * second, v)
+
+
+def pairs_by_dots(s, q, k, v, m):
+    """Which dims the dots stand for, no letter says."""
+    q, k = (x.unflatten(-1, (2, -1)) for x in (q, k))
+    weights = torch.einsum("bhqcd,bhkcd->bhcqk", q, k).softmax(-1)
+    return torch.einsum("...qk,...kd->...qd", weights[:, :, 0] - s.temperature * weights[:, :, 1], v)
+
+
+@pytest.mark.parametrize("core", [squared, by_columns, pairs_by_dots])
+def test_what_cannot_be_taken_out_of_the_product_stays_in_it(core):
+    assert validate(2, Model(core), *given()).wrong == ""
+
+
 LEFT = {
     "weights after dropout": lambda s, q, k, v, m: torch.dropout(two_weights(q, k), 0.5, True) @ v,
     "weights used elsewhere": lambda s, q, k, v, m: (w := two_weights(q, k)) @ v + w.mean(),

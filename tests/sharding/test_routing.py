@@ -129,9 +129,53 @@ def numbers_below_zero(m, x, weights, experts):
     return products(m, x[order // m.chosen], experts.clamp(0))[back(order)] * weights.unsqueeze(-1)
 
 
+def narrow(m, x, weights, experts):
+    """Numbers of 8 bits wrap around, and are in order no more."""
+    experts, order = experts.sort()
+    return products(m, x[order // m.chosen], experts.to(torch.uint8).long())[back(order)] * weights.unsqueeze(-1)
+
+
+def without_their_places(m, x, weights, experts):
+    """An operator that torch defines by a sort: what reads it is not beside the sort."""
+    return x.repeat_interleave(m.chosen, 0) * weights.unsqueeze(-1) + torch.msort(experts).unsqueeze(-1)
+
+
 @pytest.mark.parametrize(
-    "go", [places_counted, mixed_on_the_way, never_put_back, beside_other_rows, falling, numbers_below_zero]
+    "go",
+    [
+        narrow,
+        without_their_places,
+        places_counted,
+        mixed_on_the_way,
+        never_put_back,
+        beside_other_rows,
+        falling,
+        numbers_below_zero,
+    ],
 )
 def test_what_depends_on_the_order_is_gathered(go):
     report = checked(go, 2, "zigzag")
     assert "sort" in {gather.op for gather in report.gathers}, report
+
+
+class SortedBackward(torch.autograd.Function):
+    """Its gradient goes through the order and back."""
+
+    @staticmethod
+    def forward(ctx, x, logits):
+        ctx.save_for_backward(logits)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (logits,) = ctx.saved_tensors
+        experts, order = logits.argmax(-1).sort()
+        return (grad[order] * experts.unsqueeze(-1))[order.argsort()], None
+
+
+def test_the_backward_of_a_function_sorts_for_itself():
+    def go(m, x, weights, experts):
+        return SortedBackward.apply(x, m.router(x).detach()) * weights.unsqueeze(-1)
+
+    report = checked(go, 2, "zigzag", chosen=1)
+    assert {gather.op for gather in report.gathers} == {"output"}, report
