@@ -22,7 +22,7 @@ import torch.fx as fx
 from ringopt.graph.autocast import Uncastable, explicit_casts
 from ringopt.graph.custom_gradient import CustomGradient, custom_gradients
 from ringopt.graph.detached import ExplicitDetach
-from ringopt.graph.functional import Functional, Unwritable, views_by_value
+from ringopt.graph.functional import Functional, Unwritable, instead, views_by_value
 from ringopt.graph.nodes import argument, emit, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
@@ -109,7 +109,8 @@ WRITTEN_OVER = frozenset({
 def draw_by_shape(graph: fx.Graph) -> None:
     """Of a value that random numbers are drawn like, or written over, nothing is read but its shape. Where memory has
     gaps or another order, that is kept."""
-    for node in graph.nodes:
+    carries = requires_grad(graph)
+    for node in list(graph.nodes):
         if node.target not in (*DRAWN, *WRITTEN_OVER):
             continue
         found, size = value_of(node), list(shape_of(node))
@@ -117,13 +118,18 @@ def draw_by_shape(graph: fx.Graph) -> None:
         if found.is_contiguous() and node.target in DRAWN:
             node.target, node.args, node.kwargs = DRAWN[node.target], (size,), how
         elif node.target in WRITTEN_OVER:
+            before = node.args[0]
             with graph.inserting_before(node):
                 if found.is_contiguous():
                     memory = graph.call_function(aten.empty.memory_format, (size,), how)
                 else:
-                    memory = graph.call_function(aten.empty_like.default, (node.args[0],))
+                    memory = graph.call_function(aten.empty_like.default, (before,))
             memory.meta = {**origin(node), "val": torch.empty_like(found)}
             node.args = (memory, *node.args[1:])
+            if carries[before]:
+                with graph.inserting_before(node.next):
+                    linked = instead(graph, before, node, node)
+                node.replace_all_uses_with(linked, lambda user, linked=linked: user is not linked)
 
 
 def fill_where_masked(graph: fx.Graph) -> None:
@@ -148,7 +154,7 @@ def join_what_has_entries(graph: fx.Graph) -> None:
     for target in (aten.cat.default, aten.concat.default, aten.concatenate.default):
         for node in graph.find_nodes(op="call_function", target=target):
             parts, kind = node.args[0], value_of(node).dtype
-            kept = [part for part in parts if carries[part] or not is_nothing(part)]
+            kept = [part for part in parts if carries.get(part, True) or not is_nothing(part)]
             if not kept or len(kept) == len(parts):
                 continue
             with graph.inserting_before(node):

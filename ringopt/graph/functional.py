@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import named, op_name, origin, shape_of, value_of
+from ringopt.graph.nodes import carries_gradient, is_aten, named, op_name, origin, shape_of, value_of
 from ringopt.graph.refusal import Refusal
 
 aten = torch.ops.aten
@@ -40,6 +40,7 @@ class Functional:
         self.parents: dict[fx.Node, fx.Node] = {}
         self.owner: dict[int, fx.Node] = {}  # storage -> the root that owns it
         self.tangled: set[int] = set()  # storages with more than one root: whose views are not understood
+        self.carries: dict[fx.Node, bool] = {}
 
     def rewrite(self) -> None:
         """Raises Unwritable."""
@@ -70,6 +71,10 @@ class Functional:
         elif memory is not None and self.owner.setdefault(memory, node) is not node:
             self.tangled.add(memory)
         self.made[node] = (node, self.now.get(self.root(node), 0))
+        self.note_gradient(node)
+
+    def note_gradient(self, node: fx.Node) -> None:
+        self.carries[node] = carries_gradient(node, any(self.carries.get(arg, True) for arg in node.all_input_nodes))
 
     def root(self, node: fx.Node) -> fx.Node:
         while node in self.parents:
@@ -119,21 +124,25 @@ class Functional:
     def only_target(self, node: fx.Node) -> fx.Node:
         """What a write writes to, of the kinds that are known here: x.op_(...) and op(..., out=x)."""
         targets = written_args(node)
-        if len(targets) == 1 and (targets[0] is node.kwargs.get("out") or op_name(node).endswith("_")):
+        if not is_aten(node):
+            raise Unwritable(f"{node.target} is no ATen operator: what it writes is not known", node)
+        if len(targets) != 1:
+            raise Unwritable(f"{node.target} writes to several tensors", node)
+        if targets[0] is node.kwargs.get("out") or (op_name(node).endswith("_") and targets[0] is node.args[0]):
             return targets[0]
-        raise Unwritable(f"{node.target} writes to several tensors", node)
+        raise Unwritable(f"{node.target} writes to a list of tensors", node)
 
     def functional(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         name = op_name(node)
         like, value = args[0], (args[1] if len(args) > 1 else None)
         if name == "zero_":
-            return self.emit(aten.zeros_like.default, (like,), {}, node)
+            return self.instead(like, self.emit(aten.zeros_like.default, (like,), {}, node), node)
         if name == "fill_" and not isinstance(value, fx.Node):
-            return self.emit(aten.full_like.default, (like, value), {}, node)
+            return self.instead(like, self.emit(aten.full_like.default, (like, value), {}, node), node)
         if name in ("fill_", "copy_"):
             cast = self.emit(aten.to.dtype, (value, value_of(node).dtype), {}, node)
             cast.meta["val"] = value_of(value).to(value_of(node).dtype)
-            return self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node)
+            return self.instead(like, self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node), node)
         if node.target is aten.bernoulli_.float:
             return self.emit(aten.bernoulli.p, (like, named(node, "p")), {}, node)
         overload, given = returning(node), {key: arg for key, arg in kwargs.items() if key != "out"}
@@ -149,6 +158,13 @@ class Functional:
             return result
         result.meta["val"] = value_of(node).to(found.dtype)
         return self.emit(aten.to.dtype, (result, value_of(node).dtype), {}, node)
+
+    def instead(self, before: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
+        if not self.carries.get(before, True):
+            return value
+        new = instead(self.graph, before, value, why)
+        self.note_gradient(new)
+        return new
 
     def paste(self, view: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
         """The parent of `view` with `value` where the view looks."""
@@ -166,7 +182,19 @@ class Functional:
         new = self.graph.call_function(target, tuple(args), dict(kwargs))
         new.meta = origin(like)
         new.meta["val"] = torch.empty_like(value_of(like))
+        self.note_gradient(new)
         return new
+
+
+def instead(graph: fx.Graph, before: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
+    """`value`, written over all of `before`: to this autograd gives a gradient of zeros, which is not none (an
+    optimizer decays a weight whose gradient is zero)."""
+    how = {"dtype": torch.bool, "device": value_of(before).device}
+    always = graph.call_function(aten.full.default, ([], True), how)
+    always.meta = {**origin(why), "val": value_of(before).new_empty((), dtype=torch.bool)}
+    new = graph.call_function(aten.where.self, (always, value, before))
+    new.meta = {**origin(why), "val": torch.empty_like(value_of(before))}
+    return new
 
 
 def is_write(node: fx.Node) -> bool:
@@ -183,6 +211,7 @@ def written_args(node: fx.Node) -> list[fx.Node]:
 
 
 INPLACE_VIEWS = {
+    aten.as_strided_.default: aten.as_strided.default,
     aten.detach_.default: aten.detach.default,
     aten.squeeze_.default: aten.squeeze.default,
     aten.squeeze_.dim: aten.squeeze.dim,
@@ -200,7 +229,10 @@ def views_by_value(graph: fx.Graph) -> None:
     the caller would see with another shape."""
     for node in graph.nodes:
         if node.target in INPLACE_VIEWS:
-            if node.args[0].op == "placeholder":
+            viewed = node.args[0]
+            while is_write(viewed):
+                viewed = written_args(viewed)[0]
+            if viewed.op == "placeholder":
                 raise Unwritable(f"{node.target} changes what an input is a view of", node)
             node.target = INPLACE_VIEWS[node.target]
 

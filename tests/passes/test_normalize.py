@@ -129,6 +129,21 @@ def write_into_a_diagonal(m, x):
     return y
 
 
+def written_over(m, x):
+    """Nothing of a layer is left but that its gradient is zeros, and not none."""
+    y, z = m.linear(x) * 1, x * 1
+    y.view(-1).zero_()
+    y.add_(1).fill_(2).copy_(z).uniform_(3, 3)
+    return y * z
+
+
+def as_strided_in_place(m, x):
+    y = m.linear(x)[:, :, :5].clone()
+    before = y[:, 0]
+    y.as_strided_((2, 5, 5), (25, 1, 5))
+    return y + before.unsqueeze(1)
+
+
 def grad_in_no_grad(m, x):
     with torch.no_grad():
         y = m.linear(x)
@@ -155,7 +170,8 @@ FUNCTIONS = [
     write_row, write_through_a_view, write_after_use, write_twice, write_chain, write_other_dtype,
     write_whole_then_part, change_a_buffer, no_grad_region, grad_in_no_grad, autocast_region,
     autocast_attention, written_then_read_in_no_grad, written_in_no_grad, buffers_updated_in_no_grad,
-    data_is_no_constant, write_into_a_diagonal, views_in_place,
+    data_is_no_constant, write_into_a_diagonal, views_in_place, written_over,
+    as_strided_in_place,
 ]  # fmt: skip
 
 
@@ -218,6 +234,13 @@ def test_dropout_that_drops_nothing_goes():
     assert ops(gm) == ["linear"]
 
 
+library = torch.library.Library("normalize_test", "DEF")  # an operator named as one of ATen's need not be it
+library.define("relu_(Tensor(a!) x) -> Tensor(a!)")
+library.impl("relu_", lambda x: x.mul_(3), "CPU")
+torch.library.register_fake("normalize_test::relu_", lambda x: x)
+OF_ANOTHER = torch.ops.normalize_test
+
+
 def write_in_no_grad(x):
     with torch.no_grad():
         x[:, 1:].mul_(2)
@@ -240,6 +263,7 @@ def teach_an_alias(x):
     [
         (lambda y: torch.cat([torch.tensor([]), y.unsqueeze(1).transpose(1, 2)], dim=-2), "clone"),
         (lambda y: torch.cat([y, torch.tensor([], dtype=torch.float64), y * 2], 1), "cat"),
+        (lambda y: torch.cat([torch.tensor([]), torch.cat([torch.tensor([]), y], 1)], -2), "clone"),
         (lambda y: torch.concat([torch.tensor([]), y.argmax(-1)], dim=1), "clone"),
     ],
 )
@@ -258,6 +282,8 @@ def test_what_has_no_entries_is_not_joined(joined, op):
         (lambda m, x: write_to_an_alias(m.linear(x)), "writes through detach to a value with a gradient"),
         (lambda m, x: teach_an_alias(m.linear(x)), "writes through detach to a value with a gradient"),
         (lambda m, x: torch.aminmax(x, out=(x.new_empty(()), x.new_empty(()))), "writes to several tensors"),
+        (lambda m, x: torch._foreach_add_([m.linear(x) * 1], 1.0), "writes to a list of tensors"),
+        (lambda m, x: OF_ANOTHER.relu_(x * 1), "relu_.default is no ATen operator: what it writes is not known"),
         (lambda m, x: x.clone().as_strided((2, 2), (8, 1)).add_(1), "no view that can be undone"),
     ],
 )
