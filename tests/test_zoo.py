@@ -60,7 +60,6 @@ SAMPLE = {
     "hand/neg_attn_weights_used": (21, 2),
 }
 REFUSED = {
-    "hf/deberta@eager": "over queries and keys from data, and it is not read a row at a time",
     "xt/sparse_topk": "the mask is made of the scores themselves, by topk",
 }
 EXPORTED = [
@@ -82,6 +81,7 @@ SWEPT = 37  # tokens; 2 ranks
 # Models whose attention is rewritten and where something has to be gathered all the same, so that less than SHARE of
 # the work stays on shards.
 FEWER = {
+    "hf/deberta": "each query reads of every key's scores with places, so every rank has these whole",
     "hf/informer": "the queries that matter are picked by their scores",
     "timm/swinv2_cr": "a network of 384 makes the bias of each layer, from all pairs of places in a window",
 }

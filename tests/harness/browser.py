@@ -97,11 +97,8 @@ class Browser:
 @contextmanager
 def browser() -> Iterator[Browser]:
     """A browser that lives as long as the block."""
-    driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+    driver, port = started()
     try:
-        assert driver.stdout is not None
-        started = (re.search(r"started successfully on port (\d+)", line) for line in driver.stdout)
-        port = next(found[1] for found in started if found)
         window = Browser(f"http://127.0.0.1:{port}")
         try:
             yield window
@@ -110,3 +107,15 @@ def browser() -> Iterator[Browser]:
     finally:
         driver.terminate()
         driver.wait(timeout=30)
+
+
+def started() -> tuple[subprocess.Popen[str], str]:
+    """A driver and its port, which it picks for one family of addresses and may then find taken in the other."""
+    for _ in range(5):
+        driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if found := re.search(r"started successfully on port (\d+)", line):
+                return driver, found[1]
+        driver.wait(timeout=30)
+    raise RuntimeError("chromedriver ended five times before it had a port")
