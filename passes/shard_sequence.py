@@ -56,7 +56,7 @@ from ringopt.report import Gather
 from ringopt.sharding import HANDLERS, across
 from ringopt.sharding.batches import told_apart
 from ringopt.sharding.custom_gradient import Functions, Places
-from ringopt.sharding.sources import Demand, sources
+from ringopt.sharding.sources import Demand, sources, worked_on
 from ringopt.sharding.steps import enough_rows
 from ringopt.sharding.windows import windows
 
@@ -82,11 +82,11 @@ class ShardSequence(Pass):
             sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, least, mesh.name == ANY)
             sharder.climbs = context.options.shard == "model"
             functions = Functions(sharder, decided)
-            handled = frozenset(HANDLERS)
-            whole = windows(sharder, in_windows(context), handled)
+            handled, worked = frozenset(HANDLERS), worked_on(gm.graph)
+            whole = windows(sharder, in_windows(context), handled, worked)
             wanted = [*demands(context), *whole]
             pairs = {x: at for x, at in context.pairs.items() if enough_rows(sharder, at.length)}
-            sharder.sources = sources(sharder, gm.graph, wanted, handled) | pairs | dict(whole)
+            sharder.sources = sources(sharder, wanted, handled, worked) | pairs | dict(whole)
             random = walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
             if not (twice := functions.twice()):
@@ -141,11 +141,11 @@ def demands(context: Context) -> Iterator[Demand]:
             yield from ((node.args[4][i], Sharded(dim, 1, shape_of(node.args[0])[2], 1)) for i, dim in rows.items())
 
 
-def in_windows(context: Context) -> Iterator[Demand]:
-    """The same of q, k and v, of sites that may be spread over the batch instead."""
+def in_windows(context: Context) -> Iterator[Iterator[Demand]]:
+    """The same of q, k and v, for each site that may be spread over the batch instead."""
     for node in sharded_sites(context):
         if not is_dilated(node.args[7]) and not told_apart(node):
-            yield from operands(node, context.sites[node])
+            yield operands(node, context.sites[node])
 
 
 def sharded_sites(context: Context) -> Iterator[fx.Node]:

@@ -36,15 +36,11 @@ WORK = frozenset((*PRODUCTS, *CONVOLUTIONS, "embedding"))
 
 
 def sources(
-    sharder: Sharder, graph: fx.Graph, demands: Iterable[Demand], handled: frozenset[str]
+    sharder: Sharder, demands: Iterable[Demand], handled: frozenset[str], worked: set[fx.Node]
 ) -> dict[fx.Node, Sharded]:
     """How to spread the values that ops among `handled` read on their way to what is demanded. Only what there is work
-    above, or in the op: to cut an input in order to slice it would send what every rank has."""
+    above (`worked`), or in the op: to cut an input in order to slice it would send what every rank has."""
     pending, seen, found = list(demands), set[fx.Node](), dict[fx.Node, Sharded]()
-    worked = set[fx.Node]()
-    for node in graph.nodes:
-        if op_name(node) in WORK or not worked.isdisjoint(node.all_input_nodes):
-            worked.add(node)
     while pending:
         node, place = pending.pop()
         if node in seen or node not in worked or node.op != "call_function":
@@ -66,6 +62,15 @@ def sources(
                 found[operand] = at
                 pending.append((operand, at))
     return found
+
+
+def worked_on(graph: fx.Graph) -> set[fx.Node]:
+    """What ops that make activations have made, or have gone into."""
+    worked = set[fx.Node]()
+    for node in graph.nodes:
+        if op_name(node) in WORK or not worked.isdisjoint(node.all_input_nodes):
+            worked.add(node)
+    return worked
 
 
 def climb(sharder: Sharder, node: fx.Node, place: Sharded) -> list[Demand] | None:

@@ -9,7 +9,7 @@ dim is never taken for a sequence of windows, for it is the batch, or has it fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.fx as fx
 
@@ -18,7 +18,7 @@ from ringopt.graph.nodes import op_name, shape_of, tensor_args
 from ringopt.graph.placement import Sharded
 from ringopt.graph.rules import Rule, ViewRule
 from ringopt.graph.sharder import Sharder
-from ringopt.graph.sizes import is_open
+from ringopt.graph.sizes import is_open, same
 from ringopt.sharding.joins import JOINS
 from ringopt.sharding.rows import ROWS
 from ringopt.sharding.sources import Demand, above, climb
@@ -28,35 +28,68 @@ Path = tuple[tuple[fx.Node, Rule, int], ...]  # the way down: a node, its rule, 
 MOVES = frozenset((*ROWS, *JOINS))  # ops that move the places of a dim, or some of them, and leave it that dim
 
 
-def windows(sharder: Sharder, demands: Iterable[Demand], handled: frozenset[str]) -> list[Demand]:
-    """How to spread the sequences that are cut into windows on the way to `demands`, of operands of attention; past ops
-    among `handled` too, that mix rows."""
-    pending: list[tuple[fx.Node, Sharded, Path]] = [(node, place, ()) for node, place in demands]
-    seen, found = set[Demand](), list[Demand]()
+def windows(
+    sharder: Sharder, sites: Iterable[Iterable[Demand]], handled: frozenset[str], worked: set[fx.Node]
+) -> list[Demand]:
+    """How to spread the sequences that are cut into windows on the way to `sites`, each of them what an attention
+    demands of q, k and v; past ops among `handled` too, that mix rows. Of an attention whose keys are those of several
+    windows, say of all rows, none: every rank would compute them all. What no op among `worked` makes, as learned
+    queries, every rank has."""
+    attentions = [list(site) for site in sites]
+    found, below = cuts(sharder, attentions, handled)
+    pending, of_windows = list(found), set[Demand]()
     while pending:
-        node, place, path = pending.pop()
-        if (node, place) in seen or node.op != "call_function":
+        demand = pending.pop()
+        if demand not in of_windows:
+            of_windows.add(demand)
+            pending += below[demand]
+    alone = [site for site in attentions if all(wanted in of_windows or wanted[0] not in worked for wanted in site)]
+    kept = found if len(alone) == len(attentions) else cuts(sharder, alone, handled)[0]
+    return list(kept.values())
+
+
+def cuts(
+    sharder: Sharder, sites: Sequence[Sequence[Demand]], handled: frozenset[str]
+) -> tuple[dict[Demand, Demand], dict[Demand, list[Demand]]]:
+    """Demands above which windows are made, with what is to be spread instead; and those that led to each demand."""
+    pending: list[tuple[Demand, Path, int]] = [(demand, (), leading(site)) for site in sites for demand in site]
+    below: dict[Demand, list[Demand]] = {demand: [] for site in sites for demand in site}
+    seen, found = set[Demand](), dict[Demand, Demand]()
+    while pending:
+        demand, path, dims = pending.pop()
+        node, place = demand
+        if demand in seen or node.op != "call_function":
             continue
-        seen.add((node, place))
+        seen.add(demand)
         rule, operands = rule_of(node), list(tensor_args(node))
         climbed = climb(sharder, node, place)
+        further: list[tuple[Demand, Path, int]] = []
         if climbed is None or rule is None:  # an op that mixes rows, of as many dims
             kept = () if isinstance(rule, ViewRule) else above(sharder, node, place, handled)
-            pending += ((operand, at, path) for operand, at in kept if at.dim == place.dim)
-            continue
-        for operand, at in climbed:
-            down = ((node, rule, operands.index(operand)), *path)
-            whole = cut_whole(sharder, at, down) if isinstance(rule, ViewRule) else None
-            if whole is not None:
-                found.append((operand, whole))
-            else:
-                pending.append((operand, at, down))
-    return found
+            further += ((each, path, dims) for each in kept if each[1].dim == place.dim)
+        else:
+            for operand, at in climbed:
+                down = ((node, rule, operands.index(operand)), *path)
+                whole = cut_whole(sharder, at, down, dims) if isinstance(rule, ViewRule) else None
+                if whole is not None:
+                    found[demand] = operand, whole
+                else:
+                    further.append(((operand, at), down, dims))
+        for each, *_ in further:
+            below.setdefault(each, []).append(demand)
+        pending += further
+    return found, below
 
 
-def cut_whole(sharder: Sharder, place: Sharded, down: Path) -> Sharded | None:
-    """Windows in the place of rows of each, where ranks can have equally many, and attention finds them beside the
-    batch or the heads."""
+def leading(site: Sequence[Demand]) -> int:
+    """Dims of q, k and v that may be of windows: the batch, and the heads where all have as many (GQA has not)."""
+    heads = [shape_of(node)[1] for node, _ in site]
+    return 2 if all(same(count, heads[0]) for count in heads) else 1
+
+
+def cut_whole(sharder: Sharder, place: Sharded, down: Path, dims: int) -> Sharded | None:
+    """Windows in the place of rows of each, where ranks can have equally many, and attention finds them among its first
+    `dims`."""
     if sharder.asks or place.dim == 0 or any(map(is_open, (place.outer, place.length, place.inner))):
         return None
     least = sharder.least(place.outer)
@@ -69,4 +102,4 @@ def cut_whole(sharder: Sharder, place: Sharded, down: Path) -> Sharded | None:
         if pushed is None and not stays:
             return None
         at = pushed or at
-    return whole if at.dim < 2 else None
+    return whole if at.dim < dims else None

@@ -110,3 +110,44 @@ def test_the_first_dim_is_the_batch():
 def test_blocks_that_see_their_neighbours():
     report = check(2, Local(with_neighbours))
     assert report.sites[0].strategy == "none" and [gather.op for gather in report.gathers] == ["output"], report
+
+
+def with_keys_of_all(m, x):
+    q, k, v = m.qkv(x).chunk(3, -1)
+    k, v = (t[:, None].expand(-1, x.shape[1] // W, -1, -1) for t in (k, v))
+    return F.scaled_dot_product_attention(q.unflatten(1, (-1, W)), k, v).reshape(x.shape)
+
+
+def with_keys_of_all_in_the_batch(m, x):
+    q, k, v = m.qkv(x).chunk(3, -1)
+    k, v = (heads(t).repeat_interleave(x.shape[1] // W, 0) for t in (k, v))
+    return F.scaled_dot_product_attention(heads(q.reshape(-1, W, D)), k, v).transpose(1, 2).reshape(x.shape)
+
+
+def as_heads_with_shared_keys(m, x):
+    """Two heads of queries for one of keys, in windows that stand where heads do."""
+    q, k, v = (t.unflatten(1, (-1, W)) for t in m.qkv(x).chunk(3, -1))
+    y = F.scaled_dot_product_attention(torch.stack([q, 2 * q], 2).flatten(1, 2), k, v, enable_gqa=True)
+    return y.unflatten(1, (-1, 2)).sum(2).reshape(x.shape)
+
+
+@pytest.mark.parametrize("attend", [with_keys_of_all, with_keys_of_all_in_the_batch, as_heads_with_shared_keys])
+def test_windows_whose_keys_are_not_their_own_are_cut_inside(attend):
+    """Spread whole, they would have every rank compute all keys, or gather them."""
+    report = check(2, Local(attend))
+    assert report.sites[0].strategy != "none" and report.sharded_fraction == 1
+    assert [gather.op for gather in report.gathers] == ["output"], report
+
+
+def test_learned_queries_of_windows_are_on_every_rank():
+    model = Local(None)
+    model.latents = nn.Parameter(torch.randn(W, D))
+
+    def attend(m, x):
+        _, k, v = map(heads, m.qkv(x.reshape(-1, W, D)).chunk(3, -1))
+        q = heads(m.latents).expand(k.shape)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+    model.attend = attend
+    report = check(3, model, n=24)
+    assert report.sites[0].strategy == "none" and report.sharded_fraction == 1, report
