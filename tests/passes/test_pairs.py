@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn as nn
+from torch.export import export
 
+import ringopt
 from ringopt.graph.nodes import is_tensor, shape_of
 from tests.translation import validate
 
@@ -98,3 +100,10 @@ NONE = {
 def test_what_has_no_pairs_of_rows(name):
     verdict = validate(2, Layers(NONE[name]), given())
     assert verdict.wrong == "" and verdict.report.sharded_fraction == 0 and verdict.report.notes == ()
+
+
+def test_a_file_without_a_site_is_converted_for_its_pairs():
+    model, x = Layers(PAIRS["no softmax"]), given().detach()
+    made = ringopt.convert(export(model, (x,)))
+    assert torch.ops.ringopt.gather.default in {node.target for node in made.graph.nodes}
+    torch.testing.assert_close(made.module()(x), model(x))
