@@ -85,10 +85,11 @@ def select_scatter(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
-    """Also into a replicated value, such as zeros, of which each rank then has its rows."""
+    """Also into a replicated value, such as zeros, of which each rank then has its rows; but not where the whole is
+    asked for next (a cache, an output that is padded): there the rows that are written are fewer to gather."""
     base, written, dim = node.args[0], node.args[1], named(node, "dim") % len(shape_of(node))
     place = sequence_at(sharder, base, [dim])
-    if sharder.placements[base] is None and sequence_at(sharder, written, [dim]) is not None:
+    if sharder.placements[base] is None and sequence_at(sharder, written, [dim]) is not None and not kept_whole(node):
         place = Sharded(dim, 1, shape_of(base)[dim], 1)
     start, stride, count = slice_of(shape_of(base)[dim], *(named(node, name) for name in ("start", "end", "step")))
     if place is None or not count or stride != 1 or not enough_rows(sharder, place.length):
@@ -96,6 +97,25 @@ def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
     step = Joined(sharder, node, place.dim)
     inside = step.part(written, start)
     return step.done(step.where(start, start + count, inside, sharder.sharded(base, place)), place)
+
+
+SAME_ENTRIES = frozenset((
+    "alias", "clone", "contiguous", "detach", "flatten", "permute", "reshape", "select_scatter", "slice_scatter",
+    "squeeze", "transpose", "unflatten", "unsqueeze", "view",
+))  # fmt: skip
+
+
+def kept_whole(node: fx.Node) -> bool:
+    """Whether it, or what it is a part of, is an output or the last value of an input."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output" or op_name(user) == "copy_":
+                return True
+            if op_name(user) in SAME_ENTRIES and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
 
 
 def filled(sharder: Sharder, node: fx.Node) -> bool:

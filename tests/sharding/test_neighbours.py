@@ -164,6 +164,27 @@ def test_what_is_not_known_is_gathered(step, op):
     assert [gather.op for gather in verdict.report.gathers] == [op, "output"]
 
 
+class Padded(nn.Module):
+    """Attended rows in the first places of a longer output, and of a cache for more samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(3, 4 * N, D).double())
+
+    def forward(self, x):
+        rows = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+        self.cache[:2, 1 : 1 + N] = rows.detach()
+        padded = torch.zeros(2, 4 * N, D).double()
+        padded[:, :N] = rows
+        return padded
+
+
+def test_of_what_is_kept_whole_the_rows_that_are_written_are_gathered():
+    verdict = validate(3, Padded(), inputs(N)[0])
+    assert not verdict.wrong
+    assert {(gather.op, gather.bytes) for gather in verdict.report.gathers} == {("slice_scatter", 2 * N * D * 8)}
+
+
 def test_the_convolution_of_a_shard_is_one_of_its_chunks():
     torch.manual_seed(0)
     verdict = validate(2, Convolved(CONVOLUTIONS["padded"]()).double(), *inputs(N), layout="zigzag")
