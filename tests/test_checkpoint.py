@@ -181,7 +181,8 @@ def with_dropout(how, inner_backend):
     """Two steps from one seed: outputs and gradients."""
     torch._dynamo.reset()
     model, x, found = Blocks(how, dropout=0.5), data(12, torch.float32), []  # of 6 rows, one kernel for both ranks
-    model.blocks = model.blocks[:1]
+    if inner_backend == "inductor":  # the order in which several draw again is shown by the other
+        model.blocks = model.blocks[:1]
     compiled = torch.compile(model, backend="ring", options={"inner_backend": inner_backend})
     torch.manual_seed(5)
     for _ in range(2):
