@@ -141,11 +141,10 @@ def demands(context: Context) -> Iterator[Demand]:
             yield from ((node.args[4][i], Sharded(dim, 1, shape_of(node.args[0])[2], 1)) for i, dim in rows.items())
 
 
-def in_windows(context: Context) -> Iterator[Iterator[Demand]]:
-    """The same of q, k and v, for each site that may be spread over the batch instead."""
+def in_windows(context: Context) -> Iterator[tuple[bool, Iterator[Demand]]]:
+    """The same of q, k and v, for each site; and whether it may be spread over the batch instead."""
     for node in sharded_sites(context):
-        if not is_dilated(node.args[7]) and not told_apart(node):
-            yield operands(node, context.sites[node])
+        yield not is_dilated(node.args[7]) and not told_apart(node), operands(node, context.sites[node])
 
 
 def sharded_sites(context: Context) -> Iterator[fx.Node]:

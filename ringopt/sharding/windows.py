@@ -29,23 +29,29 @@ MOVES = frozenset((*ROWS, *JOINS))  # ops that move the places of a dim, or some
 
 
 def windows(
-    sharder: Sharder, sites: Iterable[Iterable[Demand]], handled: frozenset[str], worked: set[fx.Node]
+    sharder: Sharder, sites: Iterable[tuple[bool, Iterable[Demand]]], handled: frozenset[str], worked: set[fx.Node]
 ) -> list[Demand]:
-    """How to spread the sequences that are cut into windows on the way to `sites`, each of them what an attention
-    demands of q, k and v; past ops among `handled` too, that mix rows. Of an attention whose keys are those of several
-    windows, say of all rows, none: every rank would compute them all. What no op among `worked` makes, as learned
-    queries, every rank has."""
-    attentions = [list(site) for site in sites]
-    found, below = cuts(sharder, attentions, handled)
+    """How to spread the sequences that are cut into windows on the way to `sites`: whether an attention may be spread
+    over the batch, and what it demands of q, k and v. Past ops among `handled` too, that mix rows. Not for one whose
+    keys are those of several windows, say of all rows: every rank would compute them all. (What no op among `worked`
+    makes, as learned queries, every rank has.) Nor as windows of another that is not spread so: it would gather."""
+    attentions = [(may, list(site)) for may, site in sites]
+    found, below = cuts(sharder, [site for _, site in attentions], handled)
     pending, of_windows = list(found), set[Demand]()
     while pending:
         demand = pending.pop()
         if demand not in of_windows:
             of_windows.add(demand)
             pending += below[demand]
-    alone = [site for site in attentions if all(wanted in of_windows or wanted[0] not in worked for wanted in site)]
-    kept = found if len(alone) == len(attentions) else cuts(sharder, alone, handled)[0]
-    return list(kept.values())
+    alone, others = list[list[Demand]](), list[list[Demand]]()
+    for may, site in attentions:
+        own = all(wanted in of_windows or wanted[0] not in worked for wanted in site)
+        (alone if may and own else others).append(site)
+    if not others:
+        return list(found.values())
+    barred = {place for _, place in cuts(sharder, others, handled)[0].values()}
+    kept = cuts(sharder, alone, handled)[0].values()
+    return [(node, place) for node, place in kept if place not in barred]
 
 
 def cuts(

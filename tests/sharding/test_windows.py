@@ -151,3 +151,13 @@ def test_learned_queries_of_windows_are_on_every_rank():
     model.attend = attend
     report = check(3, model, n=24)
     assert report.sites[0].strategy == "none" and report.sharded_fraction == 1, report
+
+
+@pytest.mark.parametrize("second", [with_keys_of_all_in_the_batch, lambda m, x: in_the_batch(m, x, dropout_p=0.5)])
+def test_windows_of_which_a_later_attention_needs_the_rows_are_cut_inside(second):
+    """What is spread for the first would be gathered for the second."""
+    torch._dynamo.reset()  # or sizes are open, after other lengths
+    model = Local(lambda m, x: second(m, x + in_the_batch(m, x)))
+    report = ringopt.explain(model, torch.randn(2, 32, D), world_size=2)
+    assert all(site.strategy != "none" for site in report.sites) and report.sharded_fraction == 1, report
+    assert [gather.op for gather in report.gathers] == ["output"], report
