@@ -160,7 +160,11 @@ class Functional:
         return self.emit(aten.to.dtype, (result, value_of(node).dtype), {}, node)
 
     def instead(self, before: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
-        if not self.carries.get(before, True):
+        """Of what a part is written over, the rest keeps the gradient, and the part need not be at hand."""
+        place = self.written(self.only_target(why))
+        while place in self.parents and op_name(place) not in PARTS:
+            place = self.parents[place]
+        if place in self.parents or not self.carries.get(before, True):
             return value
         new = instead(self.graph, before, value, why)
         self.note_gradient(new)
@@ -268,6 +272,7 @@ def unpermuted(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int,
 
 Paste = Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], tuple[Any, Any]]
 
+PARTS = ("slice", "select", "diagonal")
 PASTE: dict[str, Paste] = {
     "slice": lambda parent, value, view, shape: (aten.slice_scatter.default, (parent, value, *view.args[1:])),
     "select": lambda parent, value, view, shape: (aten.select_scatter.default, (parent, value, *view.args[1:])),
