@@ -20,7 +20,7 @@ from ringopt.attention.plans import Plan
 from ringopt.attention.predict import Heads, simulate
 from ringopt.cost.hardware import Link
 from ringopt.cost.rates import Rates, Speed
-from ringopt.distributed.mesh import Mesh, PretendedMesh, register
+from ringopt.distributed.mesh import Mesh, Pending, PretendedMesh, register
 from ringopt.kernels.base import HIDDEN, Kernel
 from ringopt.kernels.choose import choose
 from ringopt.ops.ring import VERSION
@@ -33,6 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MANY, FEW = 16384, 64  # rows: of 32 MiB in all heads, and such that a call costs more than they do
 MESSAGES = tuple(1 << power for power in range(12, 24))  # bytes
 BUDGET = 0.15  # seconds for the repeats of one tile
+BESIDE = 2e-3  # seconds that are computed beside a message
 Samples = list[tuple[float, float]]  # FLOPs or bytes, seconds
 
 
@@ -153,37 +154,63 @@ def timed(run: Callable[[], object]) -> float:
 
 # ---- the link --------------------------------------------------------------------------------------------------------
 def link_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
-    """Of two ranks: samples of messages both ways at once and one way; and compute, an exchange, and both together. Of
-    messages medians, not the least: what delays them, the waking of whoever moves them, is there in every program."""
+    """Of two ranks: samples of messages both ways at once and one way; and compute, an exchange, and both together."""
     mesh, peer = begin(), (rank + 1) % ranks
+    x, largest = torch.randn(256, 256), MESSAGES[-1]
 
-    def both_ways(size: int) -> Callable[[], object]:
+    def both_ways(size: int) -> Callable[[], Pending]:
         out, into = torch.zeros(2, size, dtype=torch.uint8)
-        return lambda: mesh.exchange([(peer, out)], [(peer, into)], "calibrate").wait()
+        return lambda: mesh.exchange([(peer, out)], [(peer, into)], "calibrate")
 
-    def one_way(size: int) -> Callable[[], object]:
+    def one_way(size: int) -> Callable[[], Pending]:
         message = [(peer, torch.zeros(size, dtype=torch.uint8))]
         sends, receives = (message, []) if rank == 0 else ([], message)
-        return lambda: mesh.exchange(sends, receives, "calibrate").wait()
+        return lambda: mesh.exchange(sends, receives, "calibrate")
+
+    def computed(seconds: float) -> Callable[[], None]:
+        repeats = max(1, round(seconds / timed(lambda: x @ x)))
+
+        def compute() -> None:
+            for _ in range(repeats):
+                x @ x
+
+        return compute
 
     ways = {"both_ways": both_ways, "one_way": one_way}
-    times = together({f"{name} {size}": way(size) for size in MESSAGES for name, way in ways.items()}, 15)
-    found = {name: [(float(size), times[f"{name} {size}"].seconds) for size in MESSAGES] for name in ways}
-    x, largest = torch.randn(256, 256), MESSAGES[-1]
-    out, into = torch.zeros(2, largest, dtype=torch.uint8)
+    found = {name: link_samples(way, computed(BESIDE)) for name, way in ways.items()}
+    exchange, compute = both_ways(largest), computed(found["both_ways"][-1][1])
+    runs: dict[str, Callable[[], object]] = {
+        "compute": compute,
+        "exchange": behind(exchange, nothing),
+        "both": behind(exchange, compute),
+    }
+    return {**found, "beside": {name: min(one.seconds for one in turns) for name, turns in in_turns(runs, 7).items()}}
 
-    def compute() -> None:
-        for _ in range(repeats):
-            x @ x
 
-    def both() -> None:
-        pending = mesh.exchange([(peer, out)], [(peer, into)], "calibrate")
+def link_samples(way: Callable[[int], Callable[[], Pending]], compute: Callable[[], None]) -> Samples:
+    """What messages of each size take alone, or add to what is computed beside them: the larger. Medians, not the
+    least: what delays messages, the waking of whoever moves them, is there in every program."""
+    runs: dict[str, Callable[[], object]] = {"compute": compute}
+    for size in MESSAGES:
+        post = way(size)
+        runs |= {f"{size} alone": behind(post, nothing), f"{size} beside": behind(post, compute)}
+    seconds = {name: time.seconds for name, time in together(runs, 15).items()}
+    added = {size: seconds[f"{size} beside"] - seconds["compute"] for size in MESSAGES}
+    return [(float(size), max(seconds[f"{size} alone"], added[size])) for size in MESSAGES]
+
+
+def behind(post: Callable[[], Pending], compute: Callable[[], None]) -> Callable[[], None]:
+    """Messages that travel while something is computed, and then are waited for."""
+
+    def run() -> None:
+        pending = post()
         compute()
         pending.wait()
 
-    repeats = max(1, round(found["both_ways"][-1][1] / timed(lambda: x @ x)))
-    beside = in_turns({"compute": compute, "exchange": both_ways(largest), "both": both}, 7)
-    return {**found, "beside": {name: min(one.seconds for one in turns) for name, turns in beside.items()}}
+    return run
+
+
+def nothing() -> None: ...
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
