@@ -222,7 +222,8 @@ BESIDE = "what is spread stands beside its rows (windows of a sequence, say), so
 def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     q, k, v, _given, sources, sinks, seed, pattern, mask, *how = node.args
     info = context.sites[node]
-    if any(place is not None and place.dim < 2 for place in map(sharder.placements.get, (q, k, v))):
+    alike = 1 if is_dilated(pattern) else 2  # leading dims: each head of dilated attention keeps rows of its own
+    if any(place is not None and place.dim < alike for place in map(sharder.placements.get, (q, k, v))):
         info.strategy, info.bytes_sent = "none", 0
         info.notes = [BESIDE if note == info.reason else note for note in info.notes]
         return False  # sharded over batch or heads (windows folded into the batch): no rows are missing

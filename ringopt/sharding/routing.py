@@ -13,7 +13,7 @@ node is written. Else the rows are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from ringopt.graph.axes import rule_of
 from ringopt.graph.nodes import named, op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.products import GROUPED
+from ringopt.graph.rules import Rule
 from ringopt.graph.sharder import Sharder
 from ringopt.graph.sizes import divides, same
 
@@ -64,7 +65,7 @@ def holds_places(node: fx.Node) -> bool:
 
 class Routing:
     """What is made of the order in which `sort` puts rows placed as `place`: `role` of each value, and how the ranks
-    make it for their own rows (`placing`) where that is not by the rules.
+    make it for their own rows (`placing`; elements of the sort are as it is).
 
     rows     dim 0 is in that order, and each row a function of its own row
     experts  the sorted numbers of experts, of any dtype: rows as well
@@ -152,7 +153,8 @@ class Routing:
         elif name == "index_put" and len(node.args[1]) == 1 and not named(node, "accumulate"):
             at, counted = node.args[1][0], node.args[2]
             plain = counted.target is aten.arange.default and same(shape_of(counted)[0], self.place.size)
-            if not plain or (x in self.role and not self.is_a(x, "blank")) or not same(shape_of(x)[0], self.place.size):
+            blank = x not in self.role or self.is_a(x, "blank")
+            if not plain or not blank or len(shape_of(x)) != 1 or not same(shape_of(x)[0], self.place.size):
                 return False
         else:
             return False
@@ -172,7 +174,7 @@ class Routing:
         return same(shape_of(w)[0], shape_of(ends)[0]) and self.take(node, "rows", placing)
 
     def row_by_row(self, node: fx.Node) -> bool:
-        """By the rules, which place it: all its operands are in the order, or have no rows."""
+        """By its rule: all its operands are in the order, or have no rows."""
         rule, operands = rule_of(node), list(tensor_args(node))
         if rule is None or len(rule.operands) != len(operands):
             return False
@@ -183,7 +185,7 @@ class Routing:
         if others or outs != {self.place} or rule.pull(self.place) != wanted:
             return False
         cast = op_name(node) == "to" and self.is_a(operands[0], "experts") and holds_places(node)
-        return self.take(node, "experts" if cast else "rows")
+        return self.take(node, "experts" if cast else "rows", partial(self.by_rule, node, rule, wanted))
 
     # ---- on this rank ------------------------------------------------------------------------------------------------
     def local(self, node: fx.Node, given: dict[fx.Node, Sharded | None], place: Sharded | None) -> None:
@@ -195,6 +197,12 @@ class Routing:
             lambda x: sharder.operand(x, given[x]) if x in given else sharder.values[x],
         )
         sharder.set(node, sharder.call(node.target, args, node, place, kwargs), place)
+
+    def by_rule(self, node: fx.Node, rule: Rule, wanted: Sequence[Sharded | None]) -> None:
+        """Also where another operand is sharded, by which the walk would spread it: then what is in the order would be
+        gathered, as if its rows had places in the whole."""
+        self.sharder.reader = node
+        self.sharder.set(node, self.sharder.emit(node, rule, wanted, self.place), self.place)
 
     def sorted_back(self, node: fx.Node, order: fx.Node) -> None:
         value = self.sharder.call(aten.argsort.default, (self.sharder.values[order],), node, self.place)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import ringopt
 from tests.models import difference, run
+from tests.translation import difference as different
 from tests.translation import validate
 
 D, H, W = 8, 2, 4  # width, heads, rows of a window
@@ -87,10 +88,10 @@ def within(verdict):
     assert verdict.report.sites[1].strategy == "none" and verdict.report.sharded_fraction == 1
 
 
-def in_place_of_heads(m, q, k, v, seen):
+def in_place_of_heads(m, q, k, v, seen, mask=lambda m: m.shifted + m.bias[:, 0]):
     """One head of windows [b, n / W, W, D]."""
     q, k, v = (x.transpose(1, 2).flatten(2).unflatten(0, (-1, len(m.shifted))) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, m.shifted + m.bias[:, 0])
+    y = F.scaled_dot_product_attention(q, k, v, mask(m))
     return y.flatten(0, 1).unflatten(-1, (H, -1)).transpose(1, 2)
 
 
@@ -105,6 +106,15 @@ def test_dropped_weights_are_numbered_over_the_whole_batch():
 
     report = ringopt.explain(Windows(dropped), *inputs(1), world_size=2)
     assert {gather.op for gather in report.gathers} == {"attention"}, report
+
+
+def test_heads_of_dilated_attention_keep_rows_of_their_own():
+    """Windows in the place of heads are not spread: which rows a head keeps, its number among all says."""
+    given = inputs(2)
+    how = {"segment_lengths": (W,), "dilation_rates": (2,)}
+    model = Windows(lambda m, q, k, v, seen: in_place_of_heads(m, q, k, v, seen, lambda m: None)).double()
+    (alone,) = validate(1, model, *given, **how).found
+    assert not any(different(alone, found) for found in validate(3, model, *given, **how).found)
 
 
 class Axes(nn.Module):

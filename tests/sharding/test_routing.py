@@ -94,6 +94,19 @@ def test_one_expert_a_token():
     assert {gather.op for gather in report.gathers} == {"output"}, report
 
 
+def each_beside_all_tokens(m, x, weights, experts):
+    """Tokens, which come first, are spread as well; what is in the order is not to be gathered for them."""
+    experts, order = experts.sort()
+    y = products(m, x[order // m.chosen], experts)
+    y = torch.einsum("md,nd->nm", x, y).tanh() @ x
+    return y[back(order)] * weights.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("p, layout", CASES[:2])
+def test_rows_in_the_order_meet_all_tokens(p, layout):
+    assert "sort" not in {gather.op for gather in checked(each_beside_all_tokens, p, layout).gathers}
+
+
 def places_counted(m, x, weights, experts):
     """Who is served first matters."""
     experts, order = experts.sort()
