@@ -47,9 +47,9 @@ class ChooseStrategy(Pass):
             if info.refusal is None:
                 info.refusal = refusal_of(node, info, context)
         sites = {node: info for node, info in context.sites.items() if info.refusal is None}
-        context.pairs = pairs_of(gm.graph, context)
         context.carries = requires_grad(gm.graph)
         context.layouts, why = layouts_for(sites, context)
+        context.pairs = pairs_of(gm.graph, context)
         if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
@@ -62,13 +62,13 @@ class ChooseStrategy(Pass):
 
 
 def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
-    """Queries of what is no site, where every rank has a row of them."""
+    """Queries of what is no site, where every chunk of their layout has a row of them."""
     if context.options.shard == "attention":
         return {}
     found = {
         node: (queries, rows)
         for node, (queries, rows) in query_rows(graph).items()
-        if at_hand(rows.length) >= context.mesh.size
+        if at_hand(rows.length) >= LAYOUTS[context.layouts.of(rows.length)].chunks_per_rank * context.mesh.size
     }
     where = [f"{op_name(node)} {list(shape_of(node))} ({source_line(node)})" for node in found]
     if where:

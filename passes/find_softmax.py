@@ -94,6 +94,8 @@ class Finder:
             dim = summed_dim(total, weights)
             if dim is None or letters[dim] not in product.contracted or op_name(values) == "sum":
                 continue
+            if product.operands[0] is product.operands[1]:
+                continue  # only one of both is divided
             if not divides_rows(total, dim, letters, product.out):
                 continue
             with self.graph.inserting_before(values):
@@ -123,7 +125,11 @@ class Finder:
             logits = weights.args[0] if kept is not None else None
         else:
             return None
-        if logits is None or kept is None:
+        if logits is None or not value_of(weights).is_floating_point():
+            return None
+        if value_of(logits).dtype != value_of(weights).dtype:  # exp of integers, softmax in a wider dtype
+            logits = emit(self.graph, aten.to.dtype, (logits, value_of(weights).dtype), like)
+        if kept is None:
             return logits
         hidden = emit(self.graph, aten.logical_not.default, (kept,), like)
         return emit(self.graph, aten.masked_fill.Scalar, (logits, hidden, float("-inf")), like)
@@ -173,6 +179,8 @@ def log_weights(node: fx.Node) -> tuple[fx.Node, int] | None:
     logits, total = node.args
     if op_name(total) != "logsumexp" or total.args[0] is not logits or not argument(total, 2, "keepdim", False):
         return None
+    if not alike(logits, node) or not value_of(logits).is_floating_point():
+        return None  # of integers
     dims = argument(total, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims)
     return (logits, dims[0]) if len(dims) == 1 else None

@@ -7,7 +7,7 @@ Transformer, 2024, section 2.1).
 
 A product is linear in its weights, whichever operand they are and however it is spelled: same numbers but for
 rounding. After: no product reads a sum of two softmaxes, but where the weights are used elsewhere too or multiplied by
-themselves, or where a part has another dtype than the sum.
+themselves, or where a part has another dtype or other sizes than the sum.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def is_multiple(factor: fx.Node, weights: fx.Node, product: fx.Node) -> bool:
     """Of weights, by one number for all keys of a query."""
     sizes = shape_of(factor)
     fits = len(sizes) <= len(shape_of(product)) and (not sizes or sizes[-1] == 1)
-    return fits and alike(weights, product) and is_weights(weights)
+    return fits and shape_of(weights) == shape_of(product) and alike(weights, product) and is_weights(weights)
 
 
 class Splitter:
@@ -122,7 +122,7 @@ class Splitter:
     def of_rows(self, factor: fx.Node) -> fx.Node | None:
         """A factor of the weights as it stands beside the output; None where it counts what the product sums away, as
         that of each query does where weights are read along their columns."""
-        if self.leads:
+        if self.leads or not shape_of(factor):  # a number without dims does not change the dtype; with dims it might
             return factor
         product = product_of(self.product)
         assert product is not None

@@ -92,6 +92,20 @@ def is_weight(node: fx.Node) -> bool:
     return bool(node.meta.get("parameter"))
 
 
+def is_of_model(node: fx.Node) -> bool:
+    """Whether a parameter reaches `node`, be it frozen."""
+    seen, stack = {node}, [node]
+    while stack:
+        each = stack.pop()
+        if each.meta.get("parameter"):
+            return True
+        for above in each.all_input_nodes:
+            if above not in seen:
+                seen.add(above)
+                stack.append(above)
+    return False
+
+
 def is_learned(node: fx.Node) -> bool:
     """Whether only parameters and constants reach `node`, parameters among them."""
     learned, seen, stack = False, {node}, [node]

@@ -23,6 +23,8 @@ import torch.fx as fx
 from ringopt.graph.cone import Cone
 from ringopt.graph.nodes import op_name
 from ringopt.graph.peel import HIDES, HIDES_FLOAT16, Peeled, every_row_sees_a_key, folded, hide, is_small, rest_of
+from ringopt.graph.provenance import is_of_model
+from ringopt.graph.term_bounds import bounds
 from ringopt.graph.term_folding import apply, literal, logic, negate, substitute, where
 from ringopt.graph.terms import (
     Apply,
@@ -40,6 +42,9 @@ from ringopt.graph.terms import (
 )
 
 TRUE = number(True, torch.bool)
+
+# A score that is added to this, or to less, is lost in it, in every dtype.
+ABSORBS = -1e20
 
 
 class NotAttention(Exception):
@@ -80,14 +85,22 @@ def peel_scores(
     """Of the element `term` that softmax is given, over b, h, q, k. `made_of` says which nodes are computed from the
     product; where not all of `kept` hold, weights are put to 0 after the softmax. Raises NotAttention."""
     lowest = HIDES_FLOAT16 if term.dtype == torch.float16 else HIDES
-    walker = Walker(product, made_of, lowest)
+
+    def small(term: Term, fill: float) -> bool:
+        return is_small(Peeled(bias=term, fills={fill}), cone, learned)
+
+    walker = Walker(product, made_of, small, lowest)
     walker.walk(term)
     if kept is not None:
         if set(folded(list(kept), cone)) != set(folded(walker.found.conditions, cone)):
             raise NotAttention("the weights are put to 0 under another mask than that of the scores")
+        if walker.found.fills and not is_small(walker.found, cone, lambda node: learned(node) or is_of_model(node)):
+            raise NotAttention("hidden scores are finite, and what is added to others may be as low")
     elif walker.found.fills and not proven(walker.found, cone, learned):
-        walker = Walker(product, made_of, -math.inf)
+        walker = Walker(product, made_of, small, -math.inf)
         walker.walk(term)
+        if walker.sums and not walker.stays_above(cone):
+            raise NotAttention("scores are bounded below after a mask is added, and a row may have no other")
     return walker.scores(cone, learned)
 
 
@@ -99,14 +112,17 @@ def proven(found: Peeled, cone: Cone, learned: Callable[[fx.Node], bool]) -> boo
 class Walker:
     """One walk. `found` has conditions and bias; `gate`: where it does not hold, a fill has replaced the score."""
 
-    def __init__(self, product: Load, made_of: Callable[[fx.Node], bool], lowest: float):
-        self.product, self.made_of, self.lowest = product, made_of, lowest
+    def __init__(
+        self, product: Load, made_of: Callable[[fx.Node], bool], small: Callable[[Term, float], bool], lowest: float
+    ):
+        self.product, self.made_of, self.small, self.lowest = product, made_of, small, lowest
         self.found = Peeled()
         self.gate: Term = TRUE
         self.constant = 1.0
         self.factors: list[Term] = []
         self.shifts: list[Term] = []
         self.floor = -math.inf
+        self.sums: list[Term] = []  # what is added to scores, may be as low as the floor, and is raised to it
         self.rest: Term = product
 
     def has(self, term: object) -> bool:
@@ -145,6 +161,12 @@ class Walker:
             self.constant = -self.constant
         return inner
 
+    def stays_above(self, cone: Cone) -> bool:
+        """Whether scores with what is added are never raised to the floor. At the floor itself, the gradient of maximum
+        goes half to the scores."""
+        low, *others = (bounds(each, cone.spans, cone.known)[0] for each in self.sums)
+        return not others and self.floor <= ABSORBS and bool(low > self.floor)
+
     def is_shift(self, term: Term) -> bool:
         """A row's own number, made of its scores: its maximum, which a careful softmax takes off."""
         whole_rows = self.gate is TRUE and not any("k" in each.axes for each in (term, *self.factors))
@@ -153,6 +175,9 @@ class Walker:
     def add(self, term: Term) -> None:
         for factor in self.scaled():
             term = apply("mul", [term, factor], term.dtype)
+        if self.floor > -math.inf and not self.small(term, self.floor):
+            self.sums.append(term)
+            self.found.fills.add(self.floor)
         if self.gate is not TRUE:
             self.to_bias(where(self.gate, term, 0, term.dtype))
         elif (rest := rest_of(term, self.found, self.lowest)) is not None:

@@ -224,7 +224,10 @@ class Reading:
             raise NotAttention(f"{extra} extra logits beside the keys; one is understood")
         column = affine({}, 0 if self.offset else shape_of(given)[dim] - 1)
         term = self.over_bhqk(self.at(given, [*place[:dim], column, *place[dim + 1 :]]))
-        term = without(term, scores.shifts)
+        bare = without(term, scores.shifts)
+        if bare is None:
+            raise NotAttention("what is taken off all scores of a row is not taken off the extra logit beside them")
+        term = bare
         if term.axes - {"b", "h"} or any(each.source in self.below for each in loads(term)):
             raise NotAttention("the extra logit beside the keys is not one number a head")
         return term
@@ -259,7 +262,7 @@ class Reading:
     def inner(self, term: Term, factors: list[Term]) -> Term:
         """The weight below a factor, or below what puts 0 for NaN."""
         below: Term | None = None
-        if isinstance(term, Apply) and term.op == "nan_to_num" and self.has_weight(term.args[0]):
+        if isinstance(term, Apply) and puts_zero(term) and self.has_weight(term.args[0]):
             below, self.zeroed = literal(term.args[0], term.dtype), True
         elif isinstance(term, Apply) and term.op == "where":
             below = self.unhidden(term)
@@ -312,6 +315,11 @@ class Reading:
         raise NotAttention("the weight that a value is multiplied with is not that of its own query and key")
 
 
+def puts_zero(term: Apply) -> bool:
+    """Whether it is a nan_to_num that puts 0 for NaN; a weight is never infinite."""
+    return term.op == "nan_to_num" and not term.kwargs and (len(term.args) == 1 or not term.args[1])
+
+
 def is_number(condition: Term, weight: Term) -> bool:
     """~isnan(weight), or weight == weight."""
     inner = negate(condition)
@@ -320,14 +328,17 @@ def is_number(condition: Term, weight: Term) -> bool:
     return isinstance(inner, Apply) and inner.op == "ne" and inner.args[0] is weight and inner.args[1] is weight
 
 
-def without(term: Term, shifts: Sequence[Term]) -> Term:
-    """`term` without what was added to the whole row."""
-    if isinstance(term, Apply) and term.op in ("sub", "add") and len(term.args) == 2:
+def without(term: Term, shifts: Sequence[Term]) -> Term | None:
+    """`term` without what was added to the whole row; None where some of that was not added to it."""
+    pending = list(shifts)
+    while pending and isinstance(term, Apply) and term.op in ("sub", "add") and len(term.args) == 2:
         left, right = term.args
-        negated = apply("neg", [right], term.dtype) if term.op == "sub" and isinstance(right, Term) else right
-        if isinstance(left, Term) and any(negated is shift for shift in shifts):
-            return without(left, shifts)
-    return term
+        shift = apply("neg", [right], term.dtype) if term.op == "sub" and isinstance(right, Term) else right
+        if not isinstance(left, Term) or not any(shift is each for each in pending):
+            break
+        pending = [each for each in pending if each is not shift]
+        term = left
+    return None if pending else term
 
 
 def descendants(start: fx.Node, end: fx.Node) -> set[fx.Node]:

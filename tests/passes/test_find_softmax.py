@@ -62,6 +62,10 @@ SPELLINGS = {
     "powers of two, normalised late": lambda x, v, kept: (e := torch.exp2(x)) @ v / e.sum(-1, keepdim=True),
     "of logarithms": lambda x, v, kept: torch.log_softmax(x, 1).exp(),
     "less its logarithm": lambda x, v, kept: (x - x.logsumexp(-1, keepdim=True)).exp(),
+    "of whole numbers": lambda x, v, kept: normalised((x * 3).long().exp()).double(),
+    "kept entries of a softmax in a wider dtype": lambda x, v, kept: normalised(
+        x.float().softmax(-1, dtype=torch.float64) * kept["given"].double()
+    ),
     "entries that a buffer keeps": lambda x, v, kept: normalised(x.softmax(-1) * kept["triangle"]),
 }
 
@@ -81,6 +85,7 @@ NO_SOFTMAX = {
     "weights of any size": lambda x, v, kept: normalised(x.exp() * v[:, :, :5, :1]),
     "weights that a buffer holds": lambda x, v, kept: normalised(x.exp() * kept["numbers"]),
     "another sum": lambda x, v, kept: x.exp() / careful(x).sum(-1, keepdim=True),
+    "both factors of a product": lambda x, v, kept: (e := x[..., :5].exp()) @ e / e.sum(-1, keepdim=True),
     "no exponential": lambda x, v, kept: normalised(x.square()),
 }
 

@@ -166,7 +166,7 @@ SCORES = {
     "padding, added": (lambda s, q, k, v, m: (q @ k.mT + padding(m) * -1e4).softmax(-1) @ v, "bias(m)"),
     "bounded below": (
         lambda s, q, k, v, m: (
-            torch.maximum(q @ k.mT + padding(m) * -1e30, torch.tensor(-1e30).double()).softmax(-1) @ v
+            torch.maximum(q @ k.mT + padding(m) * -1e29, torch.tensor(-1e30).double()).softmax(-1) @ v
         ),
         "bias(m)",
     ),
@@ -191,6 +191,13 @@ def test_rows_that_see_nothing_but_finite_fills(value, p):
     x, m = given()
     m[0] = 0
     assert validate(p, Model(lambda s, q, k, v, m: filled(q @ k.mT, m, value).softmax(-1) @ v), x, m).wrong == ""
+
+
+def test_rows_that_see_nothing_but_a_bound():
+    model = Model(
+        lambda s, q, k, v, m: (q @ k.mT + filled(q.new_zeros(ROWS), m, -math.inf)).clamp(LOWEST).softmax(-1) @ v
+    )
+    assert validate(2, model, given()[0], given()[1] * 0).wrong == ""
 
 
 def test_rows_that_see_nothing_are_nan_as_softmax_has_it():
@@ -333,6 +340,14 @@ REFUSED = {
     "two more columns": (
         lambda s, q, k, v, m: F.pad(q @ k.mT, (0, 2)).softmax(-1)[..., :-2] @ v,
         "2 extra logits beside the keys; one is understood",
+    ),
+    "one more column, from which nothing is taken": (
+        lambda s, q, k, v, m: F.pad((a := q @ k.mT) - a.amax(-1, True), (0, 1)).softmax(-1)[..., :-1] @ v,
+        "what is taken off all scores of a row is not taken off the extra logit beside them",
+    ),
+    "another number than 0 for nan": (
+        lambda s, q, k, v, m: filled(q @ k.mT, m, -math.inf).softmax(-1).nan_to_num(0.5) @ v,
+        "the weights are changed after the softmax, by more than a factor of whole rows or keys",
     ),
 }
 

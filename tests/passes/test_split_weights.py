@@ -9,6 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from ringopt.graph.nodes import value_of
 from ringopt.graph.printer import changes, short
 from ringopt.passes import UNDERSTAND
 from ringopt.passes.find_softmax import FindSoftmax
@@ -161,7 +162,33 @@ def pairs_by_dots(s, q, k, v, m):
     return torch.einsum("...qk,...kd->...qd", weights[:, :, 0] - s.temperature * weights[:, :, 1], v)
 
 
-@pytest.mark.parametrize("core", [squared, by_columns, pairs_by_dots])
+def spread(product):
+    """Weights of one head for all heads, as many as their factors."""
+
+    def core(s, q, k, v, m):
+        first, second = (q[0] @ k[0].mT).softmax(-1), (k[0, :1] @ q[0, :1].mT).softmax(-1)
+        return product(first - s.temperature * second, v[0])[None].expand_as(v)
+
+    return core
+
+
+def of_one_wider_number(s, q, k, v, m):
+    """Which leaves the dtype of the weights what it is."""
+    q, k, v = (x.float() for x in (q, k, v))
+    first, second = ((q @ other.mT).softmax(-1) for other in (k, v))
+    return torch.einsum("bhqk,bhkd->bhqd", first - s.temperature[0, 0, 0] * second, v).double()
+
+
+def test_one_wider_number_leaves_the_dtype():
+    gm, _ = after([Normalize(), FindSoftmax(), SplitWeights()], Model(of_one_wider_number), *given())
+    (last,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sub.Tensor)
+    assert value_of(last).dtype == torch.float32
+
+
+SPREAD = [spread(torch.bmm), spread(lambda w, v: torch.einsum("hqk,hkd->hqd", w, v))]
+
+
+@pytest.mark.parametrize("core", [squared, by_columns, pairs_by_dots, *SPREAD])
 def test_what_cannot_be_taken_out_of_the_product_stays_in_it(core):
     assert validate(2, Model(core), *given()).wrong == ""
 
