@@ -104,6 +104,10 @@ class Flatten(fx.Interpreter):
             return flex.written_out(*args)
         if target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
             return args[0].detach()  # x.data, which the tracer would take for a constant
+        if target is torch.autograd.grad_mode._enter_inference_mode:
+            return torch.set_grad_enabled(not args[0])  # this the tracer notes
+        if target is torch.autograd.grad_mode._exit_inference_mode:
+            return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -16,9 +16,16 @@ import torch
 import torch.fx as fx
 
 from ringopt.graph.functional import Unwritable, is_write, storage, written_args
-from ringopt.graph.nodes import carries_gradient, op_name
+from ringopt.graph.nodes import carries_gradient, named, op_name, value_of
 
 aten = torch.ops.aten
+
+# Where there is nothing to do, what they return is what they were given: under no_grad too, with its gradient.
+UNCHANGED = frozenset(
+    {"contiguous", "to", "type_as", "flatten", "positive", "real", "conj", "resolve_conj", "resolve_neg"}
+    | {"atleast_1d", "atleast_2d", "atleast_3d"}
+)
+DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
 
 class ExplicitDetach:
@@ -43,8 +50,12 @@ class ExplicitDetach:
             if is_write(node):
                 self.check(node)
             self.enter(node)
-            if not self.enabled and node.op == "call_function":
+            if not self.sees(node):
                 self.detach_operands(node)
+
+    def sees(self, node: fx.Node) -> bool:
+        """Whether a gradient goes through the node."""
+        return self.enabled or node.op != "call_function" or is_operand(node)
 
     def carries(self, node: fx.Node) -> bool:
         """Whether it carries a gradient now, after the writes so far. True when in doubt."""
@@ -53,8 +64,7 @@ class ExplicitDetach:
     def enter(self, node: fx.Node) -> None:
         """Notes of a value whether it carries a gradient, and whether autograd knows what it is a view of."""
         given = any(map(self.carries, node.all_input_nodes))
-        inside = self.enabled or node.op != "call_function"
-        self.given[node] = self.learns and inside and carries_gradient(node, given)
+        self.given[node] = self.learns and self.sees(node) and carries_gradient(node, given)
         targets = written_args(node) if is_write(node) else node.all_input_nodes
         memory = storage(node)
         if is_write(node) and self.given[node]:
@@ -83,3 +93,13 @@ class ExplicitDetach:
                     self.detached[arg] = self.graph.call_function(aten.detach.default, (arg,))
                 self.detached[arg].meta = dict(arg.meta)
             node.replace_input_with(arg, self.detached[arg])
+
+
+def is_operand(node: fx.Node) -> bool:
+    """Whether an operator returns its operand itself, which is no view of it."""
+    if op_name(node) in DROPOUTS:
+        return not named(node, "train") or named(node, "p") == 0  # whose fake value is a copy
+    if op_name(node) not in UNCHANGED or not isinstance(node.args[0], fx.Node):
+        return False
+    memory, operand = storage(node), node.args[0]
+    return memory is not None and memory == storage(operand) and value_of(node).shape == value_of(operand).shape

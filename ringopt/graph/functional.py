@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from ringopt.graph.nodes import carries_gradient, is_aten, named, op_name, origin, shape_of, value_of
 from ringopt.graph.refusal import Refusal
+from ringopt.graph.sizes import same
 
 aten = torch.ops.aten
 
@@ -142,7 +143,10 @@ class Functional:
         if name in ("fill_", "copy_"):
             cast = self.emit(aten.to.dtype, (value, value_of(node).dtype), {}, node)
             cast.meta["val"] = value_of(value).to(value_of(node).dtype)
-            return self.instead(like, self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node), node)
+            new = self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node)
+            if value_of(cast).dim() and not self.writes_part(node):
+                new = self.laid_out(new, value_of(cast).expand(shape_of(node)), node)
+            return self.instead(like, new, node)
         if node.target is aten.bernoulli_.float:
             return self.emit(aten.bernoulli.p, (like, named(node, "p")), {}, node)
         overload, given = returning(node), {key: arg for key, arg in kwargs.items() if key != "out"}
@@ -157,23 +161,51 @@ class Functional:
         if found.dtype == value_of(node).dtype:
             return result
         result.meta["val"] = value_of(node).to(found.dtype)
-        return self.emit(aten.to.dtype, (result, value_of(node).dtype), {}, node)
+        cast = self.emit(aten.to.dtype, (result, value_of(node).dtype), {}, node)
+        before = self.latest(written_args(node)[0])
+        if found.is_floating_point() or found.is_complex() or not self.carries.get(before, True):
+            return cast
+        if name not in COMPARISONS:
+            raise Unwritable(f"{node.target} writes to a value with a gradient, and autograd does not see it", node)
+        return self.instead(before, cast, node)
+
+    def laid_out(self, new: fx.Node, found: torch.Tensor, node: fx.Node) -> fx.Node:
+        """A copy in the order that the memory of the target has, where `found`, the value of `new`, has another: views
+        that merge dims can then be made of it."""
+        there = value_of(node)
+        dims = [dim for dim, size in enumerate(there.shape) if not same(size, 1)]
+        if all(same(found.stride(dim), there.stride(dim)) for dim in dims):
+            return new
+        order = sorted(range(there.dim()), key=there.stride().__getitem__, reverse=True)
+        back = [order.index(dim) for dim in range(len(order))]
+        how = {"memory_format": torch.contiguous_format}
+        for target, args, kwargs in ((aten.permute, (order,), {}), (aten.clone, (), how), (aten.permute, (back,), {})):
+            if target is aten.permute and order == back == list(range(len(order))):
+                continue
+            found = target.default(found, *args, **kwargs)
+            new = self.emit(target.default, (new, *args), kwargs, node)
+            new.meta["val"] = found
+        return new
 
     def instead(self, before: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
         """Of what a part is written over, the rest keeps the gradient, and the part need not be at hand."""
-        place = self.written(self.only_target(why))
-        while place in self.parents and op_name(place) not in PARTS:
-            place = self.parents[place]
-        if place in self.parents or not self.carries.get(before, True):
+        if self.writes_part(why) or not self.carries.get(before, True):
             return value
         new = instead(self.graph, before, value, why)
         self.note_gradient(new)
         return new
 
+    def writes_part(self, node: fx.Node) -> bool:
+        place = self.written(self.only_target(node))
+        while place in self.parents and op_name(place) not in PARTS:
+            place = self.parents[place]
+        return place in self.parents
+
     def paste(self, view: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
         """The parent of `view` with `value` where the view looks."""
         parent, name = self.parents[view], op_name(view)
-        if view.op == "call_function" and name in PASTE:
+        same_bytes = value_of(view).dtype == value_of(parent).dtype
+        if view.op == "call_function" and name in PASTE and same_bytes:
             return self.emit(*PASTE[name](self.latest(parent), value, view, shape_of(parent)), {}, parent)
         raise Unwritable(f"{why.target} writes through {view.target}, which is no view that can be undone", why)
 
@@ -199,6 +231,9 @@ def instead(graph: fx.Graph, before: fx.Node, value: fx.Node, why: fx.Node) -> f
     new = graph.call_function(aten.where.self, (always, value, before))
     new.meta = {**origin(why), "val": torch.empty_like(value_of(before))}
     return new
+
+
+COMPARISONS = ("eq_", "ne_", "lt_", "le_", "gt_", "ge_")  # whose gradients are zeros
 
 
 def is_write(node: fx.Node) -> bool:
@@ -242,12 +277,13 @@ def views_by_value(graph: fx.Graph) -> None:
 
 
 def returning(node: fx.Node) -> Any:
-    """The op that returns what a write writes, `add` of `add_`, `add.Tensor` of `add.out`; None where there is none."""
-    target, packet = node.target, node.target.overloadpacket
-    if op_name(node).endswith("_"):
-        name = "normal_functional" if target is aten.normal_.default else op_name(node)[:-1]
-        found = getattr(getattr(aten, name, None), target._overloadname, None)
-        return None if found is None or found._schema.is_mutable else found
+    """The op that returns what a write writes, `add` of `add_`, `add.Tensor` of `add.out`, `pow.Tensor_Scalar` of
+    `pow_.Scalar`; None where there is none."""
+    target = node.target
+    name = target._schema.name.split("::")[1].removesuffix("_")
+    packet = getattr(aten, "normal_functional" if target is aten.normal_.default else name, None)
+    if packet is None:
+        return None
     wanted = [(arg.name, str(arg.type)) for arg in target._schema.arguments if arg.name != "out"]
     for overload in map(partial(getattr, packet), packet.overloads()):
         given = [(arg.name, str(arg.type)) for arg in overload._schema.arguments]

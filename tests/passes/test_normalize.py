@@ -144,6 +144,36 @@ def as_strided_in_place(m, x):
     return y + before.unsqueeze(1)
 
 
+def given_back_in_no_grad(m, x):
+    y = m.linear(x)
+    with torch.no_grad():
+        mean, z = y.contiguous().mean(), F.dropout(y.float(), 0.5, False)
+    return y * mean + z
+
+
+def compared_in_place(m, x):
+    y = m.linear(x) * 1
+    return y.gt_(0)
+
+
+def inference_region(m, x):
+    with torch.inference_mode():
+        y = m.linear(x).mean()
+        with torch.inference_mode(False):
+            z = m.linear(x)
+    return m.linear(x) + y + z
+
+
+def copy_of_another_order(m, x):
+    y = x.new_zeros(2, 8, 5)
+    y.copy_(m.linear(x).transpose(1, 2))
+    return y.view(2, -1) * 2, y.as_strided((2, 3), (40, 1)) * 2
+
+
+def powers_in_place(m, x):
+    return (m.linear(x) * 1).pow_(2) + x.abs().pow_(x.abs())
+
+
 def grad_in_no_grad(m, x):
     with torch.no_grad():
         y = m.linear(x)
@@ -171,7 +201,8 @@ FUNCTIONS = [
     write_whole_then_part, change_a_buffer, no_grad_region, grad_in_no_grad, autocast_region,
     autocast_attention, written_then_read_in_no_grad, written_in_no_grad, buffers_updated_in_no_grad,
     data_is_no_constant, write_into_a_diagonal, views_in_place, written_over,
-    as_strided_in_place,
+    as_strided_in_place, given_back_in_no_grad, compared_in_place, inference_region, copy_of_another_order,
+    powers_in_place,
 ]  # fmt: skip
 
 
@@ -281,6 +312,8 @@ def test_what_has_no_entries_is_not_joined(joined, op):
         (lambda m, x: write_in_no_grad(m.linear(x)), "writes under no_grad to a value with a gradient"),
         (lambda m, x: write_to_an_alias(m.linear(x)), "writes through detach to a value with a gradient"),
         (lambda m, x: teach_an_alias(m.linear(x)), "writes through detach to a value with a gradient"),
+        (lambda m, x: (m.linear(x) * 1).logical_not_(), "and autograd does not see it"),
+        (lambda m, x: x.clone().view(torch.int32).bitwise_and_(-4096), "no view that can be undone"),
         (lambda m, x: torch.aminmax(x, out=(x.new_empty(()), x.new_empty(()))), "writes to several tensors"),
         (lambda m, x: torch._foreach_add_([m.linear(x) * 1], 1.0), "writes to a list of tensors"),
         (lambda m, x: OF_ANOTHER.relu_(x * 1), "relu_.default is no ATen operator: what it writes is not known"),
