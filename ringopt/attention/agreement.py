@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def of_scores(
         [known[source] for source in reading.sources],
         pattern_of(reading.pattern, sizes["q"], sizes["k"]),
     )
+    asked = replace(reading.mask, visible=None, bias=None).asks
+    every = [sizes[axis] if axis in asked else -1 for axis in "bh"]  # what the function of the score tells apart
     draw = torch.Generator().manual_seed(0)
     with unset_fake_temporarily(), torch.no_grad():
         for rows, keys in blocks(sizes):
@@ -66,7 +69,7 @@ def of_scores(
             scaled = product * scores.scale
             for factor in scores.factors:
                 scaled = scaled * evaluate(factor, place, known)
-            total = scaled if reading.mask.score is None else reading.mask.modified(scaled, rows, keys, sources)
+            total = reading.mask.modified(scaled.expand(*every, -1, -1), rows, keys, sources)
             total = total + reading.mask.block(sizes["b"], sizes["h"], rows, keys, sources, torch.float64)
             found = total.masked_fill(~seen(pattern, rows, keys), -math.inf)
             if not agree(original.double().expand_as(found), found, 1e-4):

@@ -62,6 +62,9 @@ MASKS = {
     "padding": spelled(padded),
     "shifted, a bias and padding": spelled(lambda m, seen: m.shifted[:, None] + m.bias + padded(m, seen)),
     "shifted, softcap": spelled(lambda m, seen: m.shifted[:, None], lambda scores: 5 * torch.tanh(scores / 5)),
+    "shifted, within a softcap": lambda m, q, k, v, seen: (
+        (5 * torch.tanh(((q @ k.mT / 2).unflatten(0, (-1, len(m.shifted))) + m.shifted[:, None]) / 5)).flatten(0, 1)
+    ).softmax(-1) @ v,
     "softcap alone": spelled(lambda m, seen: 0.0, lambda scores: 5 * torch.tanh(scores / 5)),
     "given to SDPA": lambda m, q, k, v, seen: F.scaled_dot_product_attention(
         q, k, v, m.shifted[:, None].repeat(len(q) // len(m.shifted), 1, 1, 1)
