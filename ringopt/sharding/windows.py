@@ -35,23 +35,32 @@ def windows(
     over the batch, and what it demands of q, k and v. Past ops among `handled` too, that mix rows. Not for one whose
     keys are those of several windows, say of all rows: every rank would compute them all. (What no op among `worked`
     makes, as learned queries, every rank has.) Nor as windows of another that is not spread so: it would gather."""
-    attentions = [(may, list(site)) for may, site in sites]
-    found, below = cuts(sharder, [site for _, site in attentions], handled)
-    pending, of_windows = list(found), set[Demand]()
-    while pending:
-        demand = pending.pop()
-        if demand not in of_windows:
-            of_windows.add(demand)
-            pending += below[demand]
     alone, others = list[list[Demand]](), list[list[Demand]]()
-    for may, site in attentions:
-        own = all(wanted in of_windows or wanted[0] not in worked for wanted in site)
-        (alone if may and own else others).append(site)
-    if not others:
-        return list(found.values())
+    for may, demands in sites:
+        site = list(demands)
+        (alone if may and of_windows(sharder, site, handled, worked) else others).append(site)
     barred = {place for _, place in cuts(sharder, others, handled)[0].values()}
     kept = cuts(sharder, alone, handled)[0].values()
     return [(node, place) for node, place in kept if place not in barred]
+
+
+def of_windows(sharder: Sharder, site: list[Demand], handled: frozenset[str], worked: set[fx.Node]) -> bool:
+    """Whether what the site demands is of windows, and joined with nothing else of what these are cut from."""
+    found, below = cuts(sharder, [site], handled)
+    pending, reached, whole = list(found), set[Demand](), set[fx.Node]()
+    while pending:
+        demand = pending.pop()
+        if demand not in reached:
+            reached.add(demand)
+            pending += below[demand]
+    nodes = [node for node, _ in found.values()]
+    while nodes:
+        node = nodes.pop()
+        if node not in whole:
+            whole.add(node)
+            nodes += node.all_input_nodes
+    windowed = all(wanted in reached or wanted[0] not in worked for wanted in site)
+    return windowed and whole.isdisjoint(node for node, _ in below)
 
 
 def cuts(

@@ -131,12 +131,41 @@ def as_heads_with_shared_keys(m, x):
     return y.unflatten(1, (-1, 2)).sum(2).reshape(x.shape)
 
 
-@pytest.mark.parametrize("attend", [with_keys_of_all, with_keys_of_all_in_the_batch, as_heads_with_shared_keys])
+def with_keys_of_all_beside_their_own(m, x):
+    q, k, v = m.qkv(x).chunk(3, -1)
+    q, own = q.unflatten(1, (-1, W)), [t.unflatten(1, (-1, W)) for t in (k, v)]
+    k, v = (torch.cat([w, t[:, None].expand(-1, w.shape[1], -1, -1)], 2) for w, t in zip(own, (k, v), strict=True))
+    return ((heads(q) @ heads(k).mT / 2).softmax(-1) @ heads(v)).transpose(2, 3).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        with_keys_of_all,
+        with_keys_of_all_in_the_batch,
+        with_keys_of_all_beside_their_own,
+        as_heads_with_shared_keys,
+    ],
+)
 def test_windows_whose_keys_are_not_their_own_are_cut_inside(attend):
     """Spread whole, they would have every rank compute all keys, or gather them."""
     report = check(2, Local(attend))
     assert report.sites[0].strategy != "none" and report.sharded_fraction == 1
     assert [gather.op for gather in report.gathers] == ["output"], report
+
+
+def test_places_in_a_window_are_on_every_rank():
+    """They are looked up, which is work, but not of what windows are cut from."""
+    model = Local(None)
+    model.places = nn.Embedding(W, D)
+
+    def attend(m, x):
+        q, k, v = map(heads, m.qkv(x.unflatten(1, (-1, W)) + m.places(torch.arange(W))).chunk(3, -1))
+        return ((q @ k.mT / 2).softmax(-1) @ v).transpose(2, 3).reshape(x.shape)
+
+    model.attend = attend
+    report = check(2, model)
+    assert report.sites[0].strategy == "none" and report.sharded_fraction == 1, report
 
 
 def test_learned_queries_of_windows_are_on_every_rank():
