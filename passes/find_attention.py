@@ -96,6 +96,7 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
         q, k, v = (four_dims(graph, operand) for operand in operands(graph, site, out[:-2]))
         mask = mask_of(graph, site.attn_mask, out[:-2]) if site.attn_mask is not None else None
         scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
+        q, scale = with_positive_scale(graph, q, scale)
         pattern = "causal" if site.is_causal else "full"
         seed = draw_seed(graph, node) if site.dropout_p else None
         args: Any = (q, k, v, mask, [], None, seed, pattern, "", site.dropout_p, scale)
@@ -108,6 +109,11 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return new
+
+
+def with_positive_scale(graph: fx.Graph, q: fx.Node, scale: float) -> tuple[fx.Node, float]:
+    """Kernels hide a pair by -inf before they scale it, of which another scale would make inf or NaN."""
+    return (q, scale) if scale > 0 else (emit(graph, aten.mul.Scalar, (q, scale), q), 1.0)
 
 
 def draw_seed(graph: fx.Graph, like: fx.Node) -> fx.Node:

@@ -46,7 +46,7 @@ from ringopt.graph.spelled import SOFTMAX, Candidate, Roles, candidates
 from ringopt.graph.spelled_reading import Found, Prover
 from ringopt.graph.term_folding import substitute
 from ringopt.graph.terms import Term, constant, dumps, loads
-from ringopt.passes.find_attention import draw_seed
+from ringopt.passes.find_attention import draw_seed, with_positive_scale
 from ringopt.pipeline import Context, Pass, SiteInfo
 
 aten = torch.ops.aten
@@ -219,11 +219,12 @@ def rewrite(graph: fx.Graph, found: Found, reading: Reading) -> fx.Node:
     with graph.inserting_before(end):
         q, k, v = operands(graph, roles)
         q = multiplied(graph, q, scores.factors, roles.sizes, end)
+        q, scale = with_positive_scale(graph, q, scores.scale)
         v = multiplied(graph, v, [factor for factor in found.factors if "k" in factor.axes], roles.sizes, end)
         sinks = sinks_of(graph, found, roles, end) if found.sinks is not None else None
         seed = draw_seed(graph, end) if found.dropout_p else None
         pattern, text, sources = reading.pattern, reading.mask.text, list(reading.sources)
-        args = (q, k, v, None, sources, sinks, seed, pattern, text, found.dropout_p, scores.scale)
+        args = (q, k, v, None, sources, sinks, seed, pattern, text, found.dropout_p, scale)
         node = emit_attention(graph, args, end)
         rows = [factor for factor in found.factors if "k" not in factor.axes]
         result = multiplied(graph, node, rows, roles.sizes, end)
