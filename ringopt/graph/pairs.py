@@ -18,6 +18,7 @@ from ringopt.graph.nodes import is_aten, is_tensor, op_name, shape_of, tensor_ar
 from ringopt.graph.placement import Sharded
 from ringopt.graph.products import Product, product_of
 from ringopt.graph.provenance import CONVOLUTIONS, is_learned, is_row, is_weight, origins
+from ringopt.graph.sizes import is_open
 
 # They mix along a dim, or over channels, and leave every dim what it was.
 MIXING = frozenset(("softmax", "_softmax", "log_softmax", "dropout", "cumsum", "sort", "getitem", *CONVOLUTIONS))
@@ -32,6 +33,8 @@ def query_rows(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, Sharded]]:
         product = product_of(node)
         if product is None or not product.own(0) or not product.own(1):
             continue
+        if any(map(is_open, shape_of(node))):
+            continue  # Inductor (torch 2.13) lowers no bmm of rows whose number is not known
         if any(map(is_weight, product.operands)) or any(map(is_learned, product.operands)):
             continue
         for axes in all_pairs(rows_of(product, 0), rows_of(product, 1)):
