@@ -167,7 +167,10 @@ def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         sharder.understood[node]()
         return True
     cut = any(map(sharder.placements.get, tensor_args(node)))
-    return cut and (sharder.along(node) or across(sharder, node) or in_parts(sharder, node, context))
+    done = cut and (sharder.along(node) or across(sharder, node) or in_parts(sharder, node, context))
+    if site is not None and site.refusal is None:
+        site.notes = [(BESIDE if done else GATHERED) if note == site.reason else note for note in site.notes]
+    return done
 
 
 def in_parts(sharder: Sharder, node: fx.Node, context: Context) -> bool:
@@ -216,6 +219,7 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
 
 
 BESIDE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"
+GATHERED = "what is spread stands beside its rows, and it cannot be attended to in parts there: it is computed whole"
 
 
 # ---- attention -----------------------------------------------------------------------------------------------------
@@ -225,7 +229,6 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     alike = 1 if is_dilated(pattern) else 2  # leading dims: each head of dilated attention keeps rows of its own
     if any(place is not None and place.dim < alike for place in map(sharder.placements.get, (q, k, v))):
         info.strategy, info.bytes_sent = "none", 0
-        info.notes = [BESIDE if note == info.reason else note for note in info.notes]
         return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
     if is_dilated(pattern):
         return attend_dilated(sharder, node, context)

@@ -63,8 +63,11 @@ MASKS = {
     "shifted, a bias and padding": spelled(lambda m, seen: m.shifted[:, None] + m.bias + padded(m, seen)),
     "shifted, softcap": spelled(lambda m, seen: m.shifted[:, None], lambda scores: 5 * torch.tanh(scores / 5)),
     "shifted, within a softcap": lambda m, q, k, v, seen: (
-        (5 * torch.tanh(((q @ k.mT / 2).unflatten(0, (-1, len(m.shifted))) + m.shifted[:, None]) / 5)).flatten(0, 1)
-    ).softmax(-1) @ v,
+        (
+            (5 * torch.tanh(((q @ k.mT / 2).unflatten(0, (-1, len(m.shifted))) + m.shifted[:, None]) / 5)).flatten(0, 1)
+        ).softmax(-1)
+        @ v
+    ),
     "softcap alone": spelled(lambda m, seen: 0.0, lambda scores: 5 * torch.tanh(scores / 5)),
     "given to SDPA": lambda m, q, k, v, seen: F.scaled_dot_product_attention(
         q, k, v, m.shifted[:, None].repeat(len(q) // len(m.shifted), 1, 1, 1)
@@ -109,6 +112,7 @@ def test_dropped_weights_are_numbered_over_the_whole_batch():
 
     report = ringopt.explain(Windows(dropped), *inputs(1), world_size=2)
     assert {gather.op for gather in report.gathers} == {"attention"}, report
+    assert any("cannot be attended to in parts there" in note for note in report.sites[1].notes), report
 
 
 def test_heads_of_dilated_attention_keep_rows_of_their_own():

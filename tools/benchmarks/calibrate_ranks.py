@@ -24,7 +24,7 @@ from ringopt.distributed.mesh import Mesh, Pending, PretendedMesh, register
 from ringopt.kernels.base import HIDDEN, Kernel
 from ringopt.kernels.choose import choose
 from ringopt.ops.ring import VERSION
-from ringopt.tools.benchmarks.on_a_link import Mute, begin, in_turns, together
+from ringopt.tools.benchmarks.on_a_link import Mute, begin, in_turns, nothing, together
 
 HEADS, DIM = 8, 64
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # queries, and as many keys, of a tile
@@ -208,9 +208,6 @@ def behind(post: Callable[[], Pending], compute: Callable[[], None]) -> Callable
         pending.wait()
 
     return run
-
-
-def nothing() -> None: ...
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------

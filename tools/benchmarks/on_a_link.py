@@ -230,3 +230,7 @@ def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, l
             run()
             times[name].append(Times(time.perf_counter() - start, time.process_time() - used))
     return {name: found[1:] for name, found in times.items()}
+
+
+def nothing() -> None:
+    """What one rank runs in a turn of others."""

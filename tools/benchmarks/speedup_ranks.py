@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ringopt
 from ringopt.tools.benchmarks.numbers import distance, numbers, weights
-from ringopt.tools.benchmarks.on_a_link import begin, together
+from ringopt.tools.benchmarks.on_a_link import begin, nothing, together
 from ringopt.tools.benchmarks.result import Row
 
 HEADS, DIM, LAYOUT = 8, 64, "zigzag"
@@ -58,6 +58,3 @@ def called(run: Callable[..., Tensor], operands: list[Tensor], training: bool) -
             torch.autograd.grad(out, operands, out.detach())
 
     return call
-
-
-def nothing() -> None: ...
