@@ -12,7 +12,7 @@ import torch._inductor.config
 
 from ringopt.tools.benchmarks import link_lab
 from tests.harness.pool import POOL, fork_server
-from tests.harness.rank import collect_rarely
+from tests.harness.rank import collect_rarely, compile_without_measuring
 
 # pytest listens to every logger that does not propagate, and torch writes out each graph, at each stage, as soon as
 # anybody listens to its trace: that was a third of the time of all tests.
@@ -21,6 +21,7 @@ logging.getLogger("torch.__trace").propagate = True
 
 def pytest_collection_finish() -> None:
     collect_rarely()
+    compile_without_measuring()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -102,7 +102,7 @@ def captured_once() -> Callable[..., fx.GraphModule]:
     def captured(gm: fx.GraphModule, inputs: Sequence[Any], shape_env: Any = None) -> fx.GraphModule:
         flat = kept[0] if kept else capture(gm, inputs, shape_env)
         # What else passes write to is not copied with a graph: regions, backwards of their own, the guards of sizes.
-        if shape_env is None and not flat.meta["regions"] and not custom_gradients(flat.graph):
+        if shape_env is None and not flat.meta["regions"].made and not custom_gradients(flat.graph):
             kept[:] = [flat]
             flat = _LazyGraphModule(flat, copy.deepcopy(flat.graph))
             flat.meta.update(kept[0].meta)
