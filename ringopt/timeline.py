@@ -2,11 +2,12 @@
 
     link       from the moment an exchange was posted until it had been waited for
     compute    the blocks of attention that were computed beside it
+    program    what the program computed beside it, between two operators that talk
     exposed    the rank waited and did nothing else, for an exchange or in a collective
 
-A file holds one rank, in the Trace Event Format (chrome://tracing, ui.perfetto.dev): complete events ("X") in
-microseconds since the epoch, pid the rank, tid one of LANES. The clocks of several machines are as equal as they are
-kept.
+A file holds one rank, in the Trace Event Format (chrome://tracing, ui.perfetto.dev): complete events ("X") in whole
+microseconds since the epoch, pid the rank, cat one of LANES. Exchanges overlap, and Perfetto drops what overlaps on one
+track: each lane has as many tracks (tid) as it needs. The clocks of several machines are as equal as they are kept.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any
 
 from ringopt.distributed.traffic import Event, Traffic, record_from_now_on, stop
 from ringopt.errors import OptionError
+from ringopt.ops.beside import PROGRAM
 
-LANES = ("compute", "link", "exposed")
+LANES = ("compute", "program", "exposed", "link")
+TRACKS = 1000  # of a lane, at most
 EVERY = 5.0  # seconds between two writes of a trace
 
 
@@ -50,15 +53,17 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
     last: dict[int, float] = {}
 
     def add(event: Event, lane: str, begin: float, sent: int = 0) -> None:
-        spans.append(Span(event.rank, lane, event.label, epoch + begin, epoch + event.seconds, sent))
+        label = event.label or event.kind
+        spans.append(Span(event.rank, lane, label, epoch + begin, epoch + event.seconds, sent))
 
     for event in events:
         rank, key = event.rank, (event.rank, event.label)
         if event.kind == "posted":
             posted[key] = event
         elif event.kind == "computed":
-            if rank in last:
-                add(event, "compute", last[rank])
+            program = event.label == PROGRAM
+            if rank in last and not (program and all(other != rank for other, _ in posted)):
+                add(event, "program" if program else "compute", last[rank])
         else:
             start = event.seconds - event.blocked
             if event.kind == "waited" and key in posted:
@@ -72,29 +77,44 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
 
 def chrome(spans: Iterable[Span]) -> dict[str, Any]:
     """The Trace Event Format."""
-    lanes = {(span.rank, span.lane) for span in spans}
-    names = [
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": LANES.index(lane), "args": {"name": lane}}
-        for rank, lane in sorted(lanes)
-    ]
+    placed = on_tracks(spans)
+    ranks = {span.rank: f"rank {span.rank}" for span, _ in placed}
+    tracks = {(span.rank, track): span.lane for span, track in placed}
     return {
         "traceEvents": [
-            *names,
+            *(named("process_name", rank, 0, said) for rank, said in sorted(ranks.items())),
+            *(named("thread_name", rank, track, lane) for (rank, track), lane in sorted(tracks.items())),
             *(
                 {
                     "ph": "X",
-                    "name": span.label or span.lane,
+                    "name": span.label,
                     "cat": span.lane,
                     "pid": span.rank,
-                    "tid": LANES.index(span.lane),
-                    "ts": span.begin * 1e6,
-                    "dur": span.seconds * 1e6,
+                    "tid": track,
+                    "ts": round(span.begin * 1e6),
+                    "dur": round(span.end * 1e6) - round(span.begin * 1e6),
                     "args": {"bytes": span.bytes},
                 }
-                for span in spans
+                for span, track in placed
             ),
         ]
     }
+
+
+def named(what: str, rank: int, track: int, said: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": said}}
+
+
+def on_tracks(spans: Iterable[Span]) -> list[tuple[Span, int]]:
+    """By their begin, each with the number of its track, on which no two overlap."""
+    placed: list[tuple[Span, int]] = []
+    ends: dict[tuple[int, str], list[float]] = {}
+    for span in sorted(spans, key=lambda span: span.begin):
+        tracks = ends.setdefault((span.rank, span.lane), [])
+        track = next((i for i, end in enumerate(tracks) if end <= span.begin), len(tracks))
+        tracks[track : track + 1] = [span.end]
+        placed.append((span, TRACKS * LANES.index(span.lane) + track))
+    return placed
 
 
 def read(path: Path) -> list[Span]:
@@ -113,11 +133,13 @@ def read(path: Path) -> list[Span]:
 @dataclass(frozen=True)
 class Sums:
     """Of one rank, in seconds: `total` from its first span to the end of its last; `link` while an exchange was under
-    way; `exposed` while it waited."""
+    way; `compute` and `program` while blocks of attention, and what else the program does, were computed beside it;
+    `exposed` while it waited."""
 
     rank: int
     total: float
     compute: float
+    program: float
     link: float
     exposed: float
     bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
@@ -301,19 +302,34 @@ def test_soak_of_compiled_models(tmp_path: Path) -> None:
 
 def test_an_earlier_run_beside_this_one() -> None:
     machine = this_machine()
-    row = {"model": "plain", "length": 8, "ring_seconds": 1.0, "ring_error": 1e-7}
-    now = Result("", (), [row, row | {"length": 16, "ring_seconds": 3.0}, row | {"length": 32}], {}, (), ())
-    rows = [row | {"ring_seconds": 2.0}, row | {"length": 16, "ring_seconds": 1.5}]
+    row: dict[str, Any] = {"model": "plain", "length": 8, "ring_seconds": 1.0, "ring_error": 1e-7, "bytes": 40}
+    row |= {"chosen": "halo", "seconds": {"halo": 0.5, "ring": None}, "mask": False}
+    found = [row, row | {"length": 16, "ring_seconds": 3.0}, row | {"length": 32}]
+    now = Result("", (), found, {}, (), (), ("model", "length"))
+    rows = [row | {"ring_seconds": 2.0, "bytes": 80}, row | {"length": 16, "ring_seconds": 1.5}]
     table, notes = compared({"machine": {"cpu": "another"}, "title": "", "rows": rows}, now, machine)
     assert [list(column.cells) for column in table.columns] == [
-        ["ring_seconds"],
-        ["2"],
-        ["1.00"],
-        ["0.50"],
-        ["2.00"],
-        ["plain 16"],
+        ["ring_seconds", "bytes", "seconds halo"],
+        ["2", "2", "2"],
+        ["1.00", "0.71", "1.00"],
+        ["0.50", "0.50", "1.00"],
+        ["2.00", "1.00", "1.00"],
+        ["plain 16", "plain 16", "plain 8"],
     ]
-    assert notes == ["2 of 3 rows are in both runs.", "another machine then: cpu another"]
+    assert notes == [
+        "2 of 3 rows are in both runs, of what they have in common above 0.", "another machine then: cpu another"
+    ]  # fmt: skip
+
+
+def test_a_second_run_finds_the_rows_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (tmp_path / name for name in ("first.json", "second.json"))
+    words = ("speedup", "--lengths", "67", "--repeats", "1")
+    then = tables(*words, str(first))
+    tables(*words, "--against", str(first), str(second))
+    assert "2 of 2 rows are in both runs" in capsys.readouterr().out
+    assert main(["bench", "forms", "--against", str(first)]) == 2
+    assert "it holds the table speedup, and this is forms" in capsys.readouterr().err.replace("\n", " ")
+    assert then["table"] == "speedup" and json.loads(second.read_text())["rows"][0].keys() == then["rows"][0].keys()
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_the_table_fits(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"pattern": "window(512)", "length": 8192, "mode": "training", "chosen": "ulysses", "layout": "zigzag"}
     ratios = {f"over_{who}": 1.25 for who in ("best", "gather", "all-gather", "torch ring")}
     row |= {"seconds": wide, "errors": {}, "error": 1.5e-7, "same": {}, **ratios}
-    result = exchange.Result("title", exchange.COLUMNS, [row], {}, (), ())
+    result = exchange.Result("title", exchange.COLUMNS, [row], {}, (), (), exchange.KEYS)
     bench.show(this_machine(), result)
     printed = capsys.readouterr().out
     assert "…" not in printed and max(map(len, printed.splitlines())) <= WIDTH

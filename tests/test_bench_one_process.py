@@ -57,7 +57,7 @@ def test_the_peak_is_that_of_one_call() -> None:
 def test_wide_numbers_fit_too(capsys: pytest.CaptureFixture[str]) -> None:
     numbers_of = {f"{who}_{what}": value for who in one_process.BACKENDS for what, value in WIDE.items()}
     row = {"model": "dropout", "length": 65536, "mode": "inference", "time_ratio": 10.25, "memory_ratio": 0.01}
-    result = one_process.Result("title", one_process.COLUMNS, [row | numbers_of], {}, (), ())
+    result = one_process.Result("title", one_process.COLUMNS, [row | numbers_of], {}, (), (), one_process.KEYS)
     bench.show(this_machine(), result)
     printed = capsys.readouterr().out
     assert "…" not in printed and "12,345.7" in printed

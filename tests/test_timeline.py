@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from ringopt.distributed.traffic import Event
-from ringopt.timeline import LANES, Span, chrome, covered, read, spans_of, sums, trace_to
+from ringopt.ops.beside import PROGRAM
+from ringopt.timeline import LANES, TRACKS, Span, chrome, covered, on_tracks, read, spans_of, sums, trace_to
 from ringopt.tools import timeline
 from ringopt.tools.cli import main
 
@@ -39,10 +40,28 @@ def test_spans_of_events() -> None:
     ]
 
 
+def test_what_the_program_computes_beside_an_exchange_is_told_from_attention() -> None:
+    """And what it computes beside none is not told at all."""
+    events = [
+        Event("all_reduce", "", 4, 4, 1, 1.0, 0),
+        Event("computed", PROGRAM, 0, 0, 0, 3.0, 0),
+        Event("posted", "forward 0", 8, 8, 1, 3.0, 0),
+        Event("computed", PROGRAM, 0, 0, 0, 5.0, 0),
+        Event("computed", "forward 0", 0, 0, 0, 6.0, 0),
+        Event("waited", "forward 0", 0, 0, 0, 6.0, 0),
+    ]
+    spans = [(span.lane, span.label, span.seconds) for span in spans_of(events) if span.seconds > 1e-3]
+    assert spans == [
+        ("program", PROGRAM, pytest.approx(2)), ("compute", "forward 0", pytest.approx(1)),
+        ("link", "forward 0", pytest.approx(3)),
+    ]  # fmt: skip
+    assert spans_of(events)[0].label == "all_reduce"
+
+
 def test_exposed_communication_is_a_number() -> None:
     [rank] = sums(spans_of(EVENTS))
-    found = (rank.total, rank.compute, rank.link, rank.exposed, rank.hidden)
-    assert found == pytest.approx((9.0, 5.0, 6.0, 3.0, 0.5), abs=1e-5)
+    found = (rank.total, rank.compute, rank.program, rank.link, rank.exposed, rank.hidden)
+    assert found == pytest.approx((9.0, 5.0, 0.0, 6.0, 3.0, 0.5), abs=1e-5)
     assert rank.bytes == 100
 
 
@@ -56,16 +75,39 @@ def test_the_file_is_a_chrome_trace(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json"
     path.write_text(json.dumps(chrome(spans)))
     events = json.loads(path.read_text())["traceEvents"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == sorted(LANES)
-    assert {event["tid"] for event in events} == {0, 1, 2}
-    for found, expected in zip(read(path), spans, strict=True):
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["rank 0", "compute", "exposed", "link"]
+    for found, expected in zip(read(path), sorted(spans, key=lambda span: span.begin), strict=True):
         assert (found.rank, found.lane, found.label, found.bytes) == (0, expected.lane, expected.label, expected.bytes)
         assert (found.begin, found.seconds) == pytest.approx((expected.begin, expected.seconds), abs=1e-5)
+
+
+def test_what_overlaps_is_on_tracks_of_its_own() -> None:
+    """Perfetto drops a complete event that overlaps another of its track."""
+    ends = ((0.0, 2.0), (1.0, 4.0), (1.5, 1.7), (2.0, 3.0))
+    spans = [Span(0, "link", f"forward {i}", *of) for i, of in enumerate(ends)]
+    assert [track % TRACKS for _, track in on_tracks(spans)] == [0, 1, 2, 0]
+    events = [event for event in chrome(spans)["traceEvents"] if event["ph"] == "X"]
+    assert {type(event[key]) for event in events for key in ("ts", "dur")} == {int}  # adjacent spans stay so
+
+
+def test_the_end_of_a_run_cuts_what_began_before() -> None:
+    spans = [Span(0, "link", "", 0.0, 9.0, 5), Span(0, "exposed", "", 2.0, 4.0), Span(0, "exposed", "", 7.0, 8.5)]
+    [rank] = sums(timeline.last(spans, 2.0))
+    assert (rank.total, rank.link, rank.exposed, rank.hidden) == (2.0, 2.0, 1.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(4.2, [0, 1, 2, 3, 4]), (0.15, [0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12, 0.14]), (0, [0])]
+)
+def test_ticks_are_round_numbers(seconds: float, expected: list[float]) -> None:
+    assert timeline.ticks(seconds) == pytest.approx(expected)
 
 
 def test_the_picture_escapes_and_tells(tmp_path: Path) -> None:
     picture = timeline.drawn([Span(1, "link", "<b>", 0.0, 0.5, 1234), Span(3, "exposed", "wait", 0.2, 0.5)])
     assert picture.count("<rect") == 1 + len(LANES) + 2
+    assert ">400 ms<" in picture
     assert "rank 1, &lt;b&gt;: 500.00 ms, 1,234 bytes" in picture and "rank 3, wait: 300.00 ms<" in picture
 
 

@@ -60,7 +60,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="NAME",
         help="with --calibrate: the link between nodes, such as infiniband-ndr, which one machine cannot measure",
     )
-    tables = parser.add_subparsers(title="tables", metavar="TABLE")
+    tables = parser.add_subparsers(title="tables", metavar="TABLE", dest="table")
     for table in TABLES:
         table.add(tables, common)
     parser.set_defaults(run=run, measure=None, json=None, against=None, parser=parser)
@@ -74,15 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.network is not None and not arguments.calibrate:
         arguments.parser.error("--network is part of --calibrate")
     check_file("--json", arguments.json)
-    before = earlier(arguments.against) if arguments.against else None
+    before = earlier(arguments.against, arguments.table) if arguments.against else None
     result = measured(arguments)
     machine = this_machine()
     show(machine, result)
+    if arguments.json:
+        write_json(arguments.json, arguments.table, machine, result)
     if before is not None:
         table, notes = compared(before, result, machine)
         console().print(table, *notes, sep="\n", markup=False)
-    if arguments.json:
-        write_json(arguments.json, machine, result)
     return 0
 
 
@@ -107,6 +107,6 @@ def show(machine: Machine, result: Result) -> None:
     console().print(str(machine), result.rich(), *result.sentences, *result.notes, sep="\n", markup=False)
 
 
-def write_json(target: Path, machine: Machine, result: Result) -> None:
-    found = {"machine": dataclasses.asdict(machine), **result.to_dict()}
+def write_json(target: Path, table: str, machine: Machine, result: Result) -> None:
+    found = {"table": table, "machine": dataclasses.asdict(machine), **result.to_dict()}
     write(target, json.dumps(found, indent=2) + "\n")

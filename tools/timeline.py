@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 NOTE = (
-    "link: an exchange was under way; exposed: the rank waited for it, or stood in a collective, and did nothing else; "
-    "hidden: the rest of link."
+    "link: an exchange was under way; compute: blocks of attention; program: what else was computed beside it; "
+    "exposed: the rank waited for it, or stood in a collective, and did nothing else; hidden: the rest of link."
 )
 
 
@@ -76,7 +78,7 @@ def last(spans: list[Span], seconds: float | None) -> list[Span]:
     if not seconds > 0:
         raise CommandError(f"--last {seconds:g}: expected a number of seconds above 0")
     end = max(span.end for span in spans)
-    return [span for span in spans if span.begin >= end - seconds]
+    return [replace(span, begin=max(span.begin, end - seconds)) for span in spans if span.end > end - seconds]
 
 
 def table(spans: Sequence[Span]) -> Table:
@@ -86,51 +88,50 @@ def table(spans: Sequence[Span]) -> Table:
     from ringopt.timeline import sums
 
     found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("rank", "total, s", "compute, s", "link, s", "exposed, s", "hidden", "sent, MiB"):
+    for heading in ("rank", "total, s", "compute, s", "program, s", "link, s", "exposed, s", "hidden", "sent, MiB"):
         found.add_column(heading, justify="right")
     for rank in sums(spans):
-        seconds = (rank.total, rank.compute, rank.link, rank.exposed)
+        seconds = (rank.total, rank.compute, rank.program, rank.link, rank.exposed)
         sent = f"{rank.bytes / MIB:,.1f}"
         found.add_row(str(rank.rank), *(f"{x:.3f}" for x in seconds), f"{rank.hidden:.0%}", sent)
     return found
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
-LEFT, WIDTH, LANE, GAP, TOP = 110, 980, 18, 14, 44
-COLOURS = {"compute": "#4c78a8", "link": "#b8b8b8", "exposed": "#e45756"}
-TICKS = 8
+LEFT, WIDTH, MARGIN, LANE, GAP, TOP = 110, 980, 40, 18, 14, 44
+COLOURS = {"compute": "#4c78a8", "program": "#9ecae9", "link": "#b8b8b8", "exposed": "#e45756"}
+ROWS = {"compute": 0, "program": 0, "link": 1, "exposed": 2}
+NAMES = ("compute", "link", "exposed")
+TICKS = 8  # about
 
 
 def drawn(spans: Sequence[Span]) -> str:
-    """An SVG: three lanes a rank, time from left to right; a span that is pointed at tells what it is."""
+    """An SVG: three rows a rank, time from left to right; a span that is pointed at tells what it is."""
     from html import escape
-
-    from ringopt.timeline import LANES
 
     ranks = sorted({span.rank for span in spans})
     start, end = min(span.begin for span in spans), max(span.end for span in spans)
     scale = (WIDTH - LEFT) / max(end - start, 1e-9)
-    block = len(LANES) * LANE + GAP
+    block = len(NAMES) * LANE + GAP
     height = TOP + block * len(ranks) + 30
-    parts = [f'<rect width="{WIDTH + 20}" height="{height}" fill="white"/>']
-    for number, lane in enumerate(LANES):
+    parts = [f'<rect width="{WIDTH + MARGIN}" height="{height}" fill="white"/>']
+    for number, lane in enumerate(COLOURS):
         x = LEFT + 130 * number
         parts.append(f'<rect x="{x}" y="12" width="12" height="12" fill="{COLOURS[lane]}"/>')
         parts.append(f'<text x="{x + 18}" y="22">{lane}</text>')
-    for tick in range(TICKS + 1):
-        at = LEFT + (WIDTH - LEFT) * tick / TICKS
-        said = f"{(end - start) * tick / TICKS * 1e3:,.0f} ms"
+    for tick in ticks(end - start):
+        at, said = LEFT + tick * scale, f"{tick * 1e3:,.10g} ms"
         parts.append(f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{height - 26}" stroke="#e8e8e8"/>')
         parts.append(f'<text x="{at:.1f}" y="{height - 10}" text-anchor="middle">{said}</text>')
     for place, rank in enumerate(ranks):
         y = TOP + block * place
         parts.append(f'<text x="10" y="{y + 1.5 * LANE + 4}" font-weight="bold">rank {rank}</text>')
-        for number, lane in enumerate(LANES):
-            parts.append(f'<text x="62" y="{y + number * LANE + 13}" fill="#808080">{lane[:7]}</text>')
+        for number, lane in enumerate(NAMES):
+            parts.append(f'<text x="62" y="{y + number * LANE + 13}" fill="#808080">{lane}</text>')
     for span in spans:
         left, y = (
             LEFT + (span.begin - start) * scale,
-            TOP + block * ranks.index(span.rank) + LANE * LANES.index(span.lane),
+            TOP + block * ranks.index(span.rank) + LANE * ROWS[span.lane],
         )
         told = f"rank {span.rank}, {span.label}: {span.seconds * 1e3:.2f} ms"
         told += f", {span.bytes:,} bytes" if span.bytes else ""
@@ -138,5 +139,13 @@ def drawn(spans: Sequence[Span]) -> str:
             f'<rect x="{left:.2f}" y="{y}" width="{max(span.seconds * scale, 0.3):.2f}" height="{LANE - 3}" '
             f'fill="{COLOURS[span.lane]}" fill-opacity="0.85"><title>{escape(told)}</title></rect>'
         )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 20} {height}" font-family="sans-serif" '
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + MARGIN} {height}" font-family="sans-serif" '
     return "\n".join([head + 'font-size="11">', *parts, "</svg>", ""])
+
+
+def ticks(seconds: float) -> list[float]:
+    """From 0 on, about TICKS of them, of round numbers."""
+    least = max(seconds, 1e-9) / TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= least)
+    return [step * number for number in range(math.floor(seconds / step) + 1)]

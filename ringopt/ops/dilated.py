@@ -33,6 +33,7 @@ from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
+from ringopt.ops.beside import program_until_here
 from ringopt.ops.ring import EARLY, agree_on_seed, misfit_of, misfit_of_extras, misfit_of_rows
 
 CONFIG = (
@@ -148,6 +149,7 @@ def dilated_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: in
     Raises as `dilated_attention` does."""
     chosen = Config(*config)
     mesh = mesh_of(chosen.group)
+    program_until_here(mesh)
     misfit = misfit_of_rows({"k": k, "v": v}, layout_of(chosen.layout, chosen.length, mesh.size), mesh.rank)
     agree(mesh, (("op", f"dilated_start {backward}"), *key_of_kv(misfit, q_heads, k, v, chosen, mesh.size)))
     if misfit:
@@ -184,6 +186,7 @@ def operands_of(
 def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tuple[DilatedAttention, Mesh]:
     """The plan, proved on this rank and compared with what the other ranks are about to run; and the mesh."""
     mesh, (q, k, v) = mesh_of(config.group), (given.q, given.k, given.v)
+    program_until_here(mesh)
     layout = layout_of(config.layout, config.length, mesh.size)
     shards = Shards(q, k, v, (), given.sinks, given.seed)
     misfit = (

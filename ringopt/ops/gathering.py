@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringopt.distributed.mesh import mesh_of
 from ringopt.distributed.tickets import issue, redeem, settle
+from ringopt.ops.beside import program_until_here
 from ringopt.ops.convert import padded, whole_of, with_dim
 
 
@@ -23,6 +24,7 @@ def gather_start(
     """A ticket for the shards of `gather`, which are under way. No two of a graph have one `number`, so that no
     compiler takes them for one."""
     mesh, place = mesh_of(group), (dim, outer, length, inner, layout)
+    program_until_here(mesh)
     settle(mesh)
     message = padded(x, *place, mesh)
     if message.data_ptr() == x.data_ptr():
@@ -41,10 +43,11 @@ def gather_finish(
     ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str
 ) -> Tensor:
     """The whole, of which `x` tells sizes and dtype. Raises RingCommError, RingMismatchError."""
-    place = (dim, outer, length, inner, layout)
+    mesh, place = mesh_of(group), (dim, outer, length, inner, layout)
+    program_until_here(mesh)
     parts, pending = redeem(ticket, about(x, *place))
     pending.wait()
-    return whole_of(x, parts, *place, mesh_of(group))
+    return whole_of(x, parts, *place, mesh)
 
 
 @gather_finish.register_fake

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringopt.distributed.mesh import mesh_of
 from ringopt.distributed.tickets import issue, redeem, settle
+from ringopt.ops.beside import program_until_here
 from ringopt.ops.convert import LIBRARY
 
 
@@ -39,6 +40,7 @@ def reduce_start(grads: list[Tensor], number: int, group: str) -> Tensor:
     """The first half of `reduce_bucket`: a ticket for the sums, which are under way. No two of a graph have one
     `number`, so that no compiler takes them for one."""
     mesh = mesh_of(group)
+    program_until_here(mesh)
     settle(mesh)
     total = message_of(grads)
     pending = mesh.start_all_reduce(total, f"gradients {number}")
@@ -56,6 +58,7 @@ def reduce_finish(
 ) -> list[Tensor]:
     """The second half: waits, and gives the sums. `sizes` are those of all of them, `dims` how many each has."""
     shapes = shapes_of(sizes, dims)
+    program_until_here(mesh_of(group))
     total, pending = redeem(ticket, about(sum(map(prod, shapes)), dtype))
     pending.wait()
     return parts_of(total, shapes)

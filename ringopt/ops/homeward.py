@@ -17,7 +17,9 @@ from torch import Tensor
 from ringopt.attention.execute import Operands, Saved, rounded_parts
 from ringopt.attention.run import backward_until_home
 from ringopt.attention.turns import Keys
+from ringopt.distributed.mesh import mesh_of
 from ringopt.distributed.tickets import issue, redeem
+from ringopt.ops.beside import program_until_here
 from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, Config, begun, empty_beside, prepare
 
 
@@ -71,6 +73,7 @@ def _(
 @torch.library.custom_op("ringopt::ring_backward_finish", mutates_args=())
 def ring_backward_finish(ticket: Tensor, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """dK and dV. Raises RingCommError, RingMismatchError."""
+    program_until_here(mesh_of(group))
     keys: Keys = redeem(ticket, about(k, v))
     dk, dv = keys.arrive()
     return dk.to(k.dtype), dv.to(v.dtype)

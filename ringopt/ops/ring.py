@@ -39,6 +39,7 @@ from ringopt.errors import RingMismatchError
 from ringopt.graph.mask import Mask
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
+from ringopt.ops.beside import program_until_here
 
 CONFIG = (
     "SymInt q_length, SymInt kv_length, str pattern, str mask, int[] learned, float dropout_p, "
@@ -214,6 +215,7 @@ def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, 
     graph no two have one `number`, so that no compiler takes them for one. Raises as `ring_attention` does."""
     chosen = Config(*config)
     mesh, mask = mesh_of(chosen.group), Mask.parse(chosen.mask)
+    program_until_here(mesh)
     plan = plan_for(chosen, (q_heads, k.shape[1]), mesh, mask)
     misfit = misfit_of_rows({"k": k, "v": v}, plan.kv_layout, mesh.rank)
     agree(
@@ -252,6 +254,7 @@ class Site:
 def prepare(op: str, given: Operands, config: Config) -> Site:
     """The mesh and the plan, proved on this rank and compared with what the other ranks are about to run."""
     mesh, mask = mesh_of(config.group), Mask.parse(config.mask)
+    program_until_here(mesh)
     plan = plan_for(config, (given.q.shape[1], given.k.shape[1]), mesh, mask)
     misfit = (
         misfit_of(given, plan.q_layout, plan.kv_layout, mesh.rank)

@@ -51,7 +51,7 @@ def measure(progress: Progress, network: str | None = None) -> Result:
         f"its tiles, a step {rates.step * 1e6:.0f} us; sums are merged at {rates.touch / 1e9:.1f} GB/s",
         f'strategy="auto" goes by it from now on: {path}',
     )
-    return Result("Rates of one rank, a thread each", COLUMNS, rows, totals, said, NOTES)
+    return Result("Rates of one rank, a thread each", COLUMNS, rows, totals, said, NOTES, KEYS)
 
 
 def told(calls: Mapping[str, float]) -> str:
@@ -62,6 +62,7 @@ def rate(row: Row) -> str:
     return f"{row['rate'] / 1e9:,.1f} G{'B' if row['what'].startswith('link') else 'FLOP'}/s"
 
 
+KEYS = ("what",)
 COLUMNS = (
     Column("what", lambda row: row["what"], right=False),
     Column("rate", rate),

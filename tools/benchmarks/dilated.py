@@ -68,7 +68,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
             other = max(alone["seconds"] for alone in as_ranks(1, on_a_rank, *case, timeout=3600.0))
         row |= {"other": other, "ratio": row["seconds"] / other if other else None, "flops": FLOPS[beside]}
         rows.append(row)
-    return Result(TITLE, COLUMNS, rows, totals(rows), sentences(rows), NOTES)
+    return Result(TITLE, COLUMNS, rows, totals(rows), sentences(rows), NOTES, KEYS)
 
 
 def totals(rows: list[Row]) -> Row:
@@ -91,6 +91,7 @@ def sentences(rows: list[Row]) -> tuple[str, ...]:
 LEAST = sum(w / r**2 for w, r in zip(LENGTHS, RATES, strict=True)) / 8192
 FLOPS = {"": None, "1/8 of them": 8.0, "dense SDPA": LEAST, "1 rank": 0.5}
 TITLE = "Dilated attention, forward, float32, one thread a rank"
+KEYS = ("beside", "length", "heads", "dim", "ranks")
 COLUMNS = (
     Column("n", lambda row: f"{row['length']:,}"),
     Column("heads", lambda row: f"{row['heads']} of {row['dim']}"),

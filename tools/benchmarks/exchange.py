@@ -62,7 +62,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         rows += [row_of(list(ranks)) for ranks in zip(*found, strict=True)]
     sums = totals(rows)
     title = f"Attention over {RANKS} ranks of one thread, {HEADS} heads of {DIM}, float32; ms"
-    return Result(title, COLUMNS, rows, sums, sentences(sums), (*NOTES, f"rates: {here().source}"))
+    return Result(title, COLUMNS, rows, sums, sentences(sums), (*NOTES, f"rates: {here().source}"), KEYS)
 
 
 def row_of(ranks: list[Row]) -> Row:
@@ -112,6 +112,7 @@ def short(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.1f}"
 
 
+KEYS = ("pattern", "length", "heads", "mode")
 COLUMNS = (
     Column("", lambda row: row["pattern"].replace("window(512)", "window"), right=False),
     Column("n", lambda row: str(row["length"])),

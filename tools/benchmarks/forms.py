@@ -43,7 +43,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     rows = [look(name, name in LOOKALIKES) for name in progress.track(names, description="forms")]
     sums = totals(rows)
     sentences = tuple(sentence(who, sums) for who in WHO)
-    return Result("Spellings of attention, in float32", COLUMNS, rows, sums, sentences, NOTES)
+    return Result("Spellings of attention, in float32", COLUMNS, rows, sums, sentences, NOTES, KEYS)
 
 
 def look(name: str, lookalike: bool) -> Row:
@@ -90,6 +90,7 @@ def verdict(key: str) -> Column:
     return Column(f"{who},\n{mode}", cell, right=False)
 
 
+KEYS = ("form",)
 COLUMNS = (
     Column("form", lambda row: f"{row['form']} (look-alike)" if row["lookalike"] else row["form"], right=False),
     *(verdict(f"{who}_{mode}") for mode in MODES for who in WHO),

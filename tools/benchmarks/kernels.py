@@ -63,7 +63,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     for case in progress.track(cases, description="kernels"):
         rows += rows_of(case, names, arguments.repeats, refusals)
     title = f"Attention on one device: heads of 64, batch 1, {arguments.dtype}, {device_name(arguments.device)}"
-    return Result(title, COLUMNS, rows, totals(rows), (), (*NOTES, *refusals.values()))
+    return Result(title, COLUMNS, rows, totals(rows), (), (*NOTES, *refusals.values()), KEYS)
 
 
 def device_name(device: str) -> str:
@@ -86,6 +86,7 @@ def ratio(key: str) -> Column:
     return Column("/ SDPA", lambda row: f"{row[key]:.2f}")
 
 
+KEYS = ("pattern", "length", "heads", "dtype", "device", "ranks", "kernel")
 COLUMNS = (
     Column("n", lambda row: str(row["length"])),
     Column("", lambda row: row["pattern"], right=False),

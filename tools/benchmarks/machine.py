@@ -17,22 +17,25 @@ class Machine:
     cpu: str
     cores: int
     threads: int
+    gpu: str
     system: str
     torch: str
     ringopt: str
 
     def __str__(self) -> str:
-        where = f"{self.cores} cores of {self.cpu}, {self.threads} threads, {self.system}"
+        gpu = f"{self.gpu}, " if self.gpu else ""
+        where = f"{gpu}{self.cores} cores of {self.cpu}, {self.threads} threads, {self.system}"
         return f"{where}, torch {self.torch}, ringopt {self.ringopt}"
 
 
 def this_machine() -> Machine:
-    """`cores` are those that this process may use, `threads` those that torch does."""
+    """`cores` are those that this process may use, `threads` those that torch does; `gpu` is the first, or ""."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     system = f"{platform.system()} {platform.machine()}"
-    return Machine(cpu_model(), cores, torch.get_num_threads(), system, torch.__version__, ringopt.__version__)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return Machine(cpu_model(), cores, torch.get_num_threads(), gpu, system, torch.__version__, ringopt.__version__)
 
 
 def cpu_model() -> str:

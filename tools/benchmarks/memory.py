@@ -57,11 +57,11 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     with following(progress, sum(attentions)) as done:
         for ranks in arguments.ranks:
             found = as_ranks(ranks, on_a_rank, arguments.length, done, timeout=1200.0)
-            rows += [largest(list(each)) for each in zip(*found, strict=True)]
+            rows += [{"length": arguments.length, **largest(list(each))} for each in zip(*found, strict=True)]
     rows.sort(key=lambda row: (row["pattern"], row["strategy"], row["ranks"]))
     sums = totals(rows)
     title = f"Most memory of a rank, {arguments.length} rows, {HEADS.q_heads} heads of {HEADS.key_dim}, float32; MiB"
-    return Result(title, COLUMNS, rows, sums, sentences(sums), NOTES)
+    return Result(title, COLUMNS, rows, sums, sentences(sums), NOTES, KEYS)
 
 
 @contextmanager
@@ -121,6 +121,7 @@ def off(way: str) -> Column:
     return Column("off", lambda row: f"{row[f'{way} off']:+.0%}")
 
 
+KEYS = ("length", "pattern", "strategy", "ranks")
 COLUMNS = (
     Column("", lambda row: row["pattern"], right=False),
     Column("", lambda row: row["strategy"], right=False),

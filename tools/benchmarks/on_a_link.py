@@ -182,7 +182,7 @@ def on_a_rank(
             compute, sent = part.alone(backward, repeats)
             for share in shares:
                 link = set_rate(mesh, links, sent / (share * compute))
-                found.append(vars(case) | part.measured(link, backward, repeats))
+                found.append({**vars(case), "share": share, **part.measured(link, backward, repeats)})
     return found
 
 

@@ -53,7 +53,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         rows += rows_of(name, length, arguments.repeats)
     title = f"Unfused attention on one process: {LAYERS} layers, {HEADS} heads, width {WIDTH}, float32"
     sums = totals(rows)
-    return Result(title, COLUMNS, rows, sums, (sentence(sums),), NOTES)
+    return Result(title, COLUMNS, rows, sums, (sentence(sums),), NOTES, KEYS)
 
 
 def totals(rows: list[Row]) -> Row:
@@ -85,6 +85,7 @@ def mebibytes(backend: str) -> Column:
 
 
 WHAT = ("time", "memory")
+KEYS = ("model", "length", "mode")
 COLUMNS = (
     Column("model", lambda row: row["model"], right=False),
     Column("n", lambda row: str(row["length"])),

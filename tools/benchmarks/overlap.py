@@ -86,11 +86,11 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
             for length in arguments.lengths or [ROWS * ranks]
             for pattern, hoisted in (("causal", False), ("full", False), ("causal", True))
         ]
-        rows += rows_of(cases, arguments.shares, arguments.repeats, emulated)
+        rows += [row | {"emulated": emulated} for row in rows_of(cases, arguments.shares, arguments.repeats, emulated)]
     link = "emulated links" if emulated else "rate-limited links between network namespaces"
     notes = NOTES if missing is None else (*NOTES, f"links are emulated: {missing}")
     title = f"Ring attention, 4 heads of 64, float32, one thread a rank, on {link}"
-    return Result(title, COLUMNS, rows, totals(rows), (), notes)
+    return Result(title, COLUMNS, rows, totals(rows), (), notes, KEYS)
 
 
 def totals(rows: list[Row]) -> dict[str, Any]:
@@ -103,6 +103,7 @@ def ms(key: str, heading: str) -> Column:
     return Column(f"{heading},\nms", lambda row: "-" if row[key] is None else f"{row[key] * 1e3:,.0f}")
 
 
+KEYS = ("pattern", "length", "ranks", "slept", "hoisted", "emulated", "share", "pass")
 COLUMNS = (
     Column("n", lambda row: str(row["length"])),
     Column("p", lambda row: str(row["ranks"])),

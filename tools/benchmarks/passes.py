@@ -51,7 +51,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     ]
     sums = totals(rows)
     said = f"at most {1e3 * sums['node']:.2f} ms a node and {sums['share']:.1%} of Inductor's compilation"
-    return Result("Passes over a decoder, in training", COLUMNS, rows, sums, (said,), NOTES)
+    return Result("Passes over a decoder, in training", COLUMNS, rows, sums, (said,), NOTES, KEYS)
 
 
 def totals(rows: list[Row]) -> Row:
@@ -59,6 +59,7 @@ def totals(rows: list[Row]) -> Row:
     return {key: max(row[key] for row in rows) for key in ("node", "share", "error")}
 
 
+KEYS = ("layers",)
 COLUMNS = (
     Column("layers", lambda row: str(row["layers"])),
     Column("nodes", lambda row: f"{row['nodes']:,}"),

@@ -27,7 +27,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Result:
-    """`totals` of the rows, by name, and as `sentences`; `notes` say how to read the columns."""
+    """`totals` of the rows, by name, and as `sentences`; `notes` say how to read the columns; `keys` of a row tell what
+    was measured, all others what was found."""
 
     title: str
     columns: tuple[Column, ...]
@@ -35,6 +36,7 @@ class Result:
     totals: Row
     sentences: tuple[str, ...]
     notes: tuple[str, ...]
+    keys: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         return {"title": self.title, "rows": self.rows, "totals": self.totals, "notes": list(self.notes)}

@@ -55,14 +55,15 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     progress.add_task(f"{arguments.steps} steps, {arguments.seconds} s at most", total=None)
     how = (arguments.steps, arguments.seconds, arguments.delay / 1e3, arguments.seed, arguments.compiled)
     found = as_ranks(arguments.ranks, soaked, *how, timeout=arguments.seconds + 2 * TIMEOUT)
-    rows = [combined([rank[place] for rank in found]) for place in range(len(found[0]))]
+    what = {"compiled": arguments.compiled, "ranks": arguments.ranks, "delay": arguments.delay}
+    rows = [what | combined([rank[place] for rank in found]) for place in range(len(found[0]))]
     sums = totals(rows)
     if sums["wrong"]:
         raise CommandError(f"{sums['wrong']} of {sums['steps']} steps gave wrong numbers; --seed {arguments.seed}")
-    what = "models" if arguments.compiled else "attentions"
-    title = f"Random {what} on {arguments.ranks} ranks, up to {arguments.delay} ms before each message"
+    drawn = "models" if arguments.compiled else "attentions"
+    title = f"Random {drawn} on {arguments.ranks} ranks, up to {arguments.delay} ms before each message"
     said = f"{sums['steps']} steps, no hang, wrong numbers in {sums['wrong']}"
-    return Result(title, COLUMNS, rows, sums, (said,), NOTES)
+    return Result(title, COLUMNS, rows, sums, (said,), NOTES, KEYS)
 
 
 def combined(ranks: list[Row]) -> Row:
@@ -74,6 +75,7 @@ def totals(rows: list[Row]) -> dict[str, Any]:
     return {key: sum(row[key] for row in rows) for key in ("steps", "wrong")}
 
 
+KEYS = ("compiled", "ranks", "delay", "strategy")
 COLUMNS = (
     Column("strategy", lambda row: row["strategy"], right=False),
     Column("steps", lambda row: f"{row['steps']:,}"),

@@ -48,7 +48,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
             row |= {key: max(part[key] for part in parts) for key in ("spread", "error")}
             alone = parts[0]["alone"]
             rows.append(row | {"alone": alone, "faster": alone / row["spread"]})
-    return Result(TITLE, COLUMNS, rows, totals(rows), (), NOTES)
+    return Result(TITLE, COLUMNS, rows, totals(rows), (), NOTES, KEYS)
 
 
 def totals(rows: list[Row]) -> Row:
@@ -58,6 +58,7 @@ def totals(rows: list[Row]) -> Row:
 
 
 TITLE = "Causal attention, 8 heads of 64, float32, one thread a rank"
+KEYS = ("length", "ranks", "training")
 COLUMNS = (
     Column("n", lambda row: f"{row['length']:,}"),
     Column("", lambda row: "forward + backward" if row["training"] else "forward", right=False),

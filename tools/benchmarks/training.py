@@ -47,16 +47,18 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     model = (arguments.length, arguments.layers, arguments.heads * HEAD)
     kinds = (False, True) if arguments.checkpoints else (False,)
     cases = [(checkpointed, ranks) for checkpointed in kinds for ranks in (1, *arguments.ranks)]
+    size: Row = {"length": arguments.length, "layers": arguments.layers, "heads": arguments.heads}
     rows: list[Row] = []
     alone: dict[bool, Row] = {}
     for checkpointed, ranks in progress.track(cases, description="steps"):
         found = as_ranks(ranks, on_a_rank, *model, checkpointed, "ring", timeout=3600.0)
         one = alone.setdefault(checkpointed, found[0])
-        row: Row = {"checkpointed": checkpointed, "ranks": ranks, "sent": sum(rank["sent"] for rank in found) / ranks}
+        row = {**size, "checkpointed": checkpointed, "ranks": ranks}
+        row["sent"] = sum(rank["sent"] for rank in found) / ranks
         row |= {key: max(rank[key] for rank in found) for key in ("bytes", "seconds")}
         row["error"] = max(abs(rank["loss"] / one["loss"] - 1) for rank in found)
         rows.append(row | {"share": row["bytes"] / one["bytes"] * ranks})
-    return Result(title(*model), COLUMNS, rows, totals(rows), sentences(rows), NOTES)
+    return Result(title(*model), COLUMNS, rows, totals(rows), sentences(rows), NOTES, KEYS)
 
 
 def title(length: int, layers: int, width: int) -> str:
@@ -85,6 +87,7 @@ def sentences(rows: list[Row]) -> tuple[str, ...]:
     return said, f"checkpoints divide the peak by {', '.join(gains)} ranks"
 
 
+KEYS = ("length", "layers", "heads", "checkpointed", "ranks")
 COLUMNS = (
     Column("layers", lambda row: "checkpointed" if row["checkpointed"] else "kept", right=False),
     Column("ranks", lambda row: str(row["ranks"])),
