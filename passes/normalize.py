@@ -95,6 +95,8 @@ def name_shapes_and_types(graph: fx.Graph) -> None:
             node.target, node.args = aten.to.dtype, (first, found.dtype)
         elif node.target in (aten.view_as.default, aten.reshape_as.default):
             node.target, node.args = aten.reshape.default, (first, list(shape_of(node)))
+        elif node.target is aten.expand_as.default:
+            node.target, node.args = aten.expand.default, (first, list(shape_of(node)))
         elif node.target is aten.numpy_T.default:
             node.target, node.args = aten.permute.default, (first, list(reversed(range(found.dim()))))
 

@@ -8,8 +8,10 @@ the op's own functional form, and an op without one is refused.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch.fx as fx
 
 from ringopt.graph.nodes import carries_gradient, is_aten, named, op_name, origin, shape_of, value_of
 from ringopt.graph.refusal import Refusal
-from ringopt.graph.sizes import same
+from ringopt.graph.sizes import place_of, same
 
 aten = torch.ops.aten
 
@@ -45,9 +47,10 @@ class Functional:
 
     def rewrite(self) -> None:
         """Raises Unwritable."""
-        nodes = list(self.graph.nodes)
-        if not any(is_write(node) for node in nodes):
+        if not any(is_write(node) for node in self.graph.nodes):
             return
+        part_by_part(self.graph)
+        nodes = list(self.graph.nodes)
         for node in nodes:
             with self.graph.inserting_before(node):
                 args = fx.map_arg((node.args, node.kwargs), self.latest)
@@ -233,6 +236,36 @@ def instead(graph: fx.Graph, before: fx.Node, value: fx.Node, why: fx.Node) -> f
     return new
 
 
+MANY = ("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
+
+
+def part_by_part(graph: fx.Graph) -> None:
+    """Views that an op gives many of, and those of `narrow`, each as a view of its own, where their memory is written
+    to from there on."""
+    written = set[int | None]()
+    for node in reversed(graph.nodes):
+        if is_write(node):
+            written |= set(map(storage, written_args(node)))
+        elif node.target is aten.narrow.default and storage(node.args[0]) in written:
+            start = place_of(node.args[2], shape_of(node.args[0])[node.args[1]])
+            node.target, node.args = aten.slice.Tensor, (*node.args[:2], start, start + node.args[3])
+        elif is_aten(node) and op_name(node) in MANY and storage(node.args[0]) in written:
+            for part in [user for user in node.users if user.target is operator.getitem]:
+                part.target, part.args = cut_out(node, part.args[1])
+            if not node.users:
+                graph.erase_node(node)
+
+
+def cut_out(node: fx.Node, index: int) -> tuple[Any, Any]:
+    """One of the views that `node` gives, as an op and its arguments."""
+    base, dim = node.args[0], named(node, "dim")
+    if op_name(node) == "unbind":
+        return aten.select.int, (base, dim, index)
+    ends = list(accumulate((value.shape[dim] for value in value_of(node)), initial=0))
+    index = place_of(index, len(ends) - 1)
+    return aten.slice.Tensor, (base, dim, ends[index], ends[index + 1])
+
+
 COMPARISONS = ("eq_", "ne_", "lt_", "le_", "gt_", "ge_")  # whose gradients are zeros
 
 
@@ -320,6 +353,10 @@ PASTE: dict[str, Paste] = {
     "mT": lambda parent, value, view, shape: (aten.transpose.int, (value, -2, -1)),
     "t": lambda parent, value, view, shape: (aten.t.default, (value,)),
     "permute": unpermuted,
+    **dict.fromkeys(
+        ("movedim", "moveaxis"),
+        lambda parent, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
+    ),
     **dict.fromkeys(
         ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), reshaped
     ),

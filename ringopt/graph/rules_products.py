@@ -52,7 +52,7 @@ def einsum(node: fx.Node) -> Rule | None:
     """Letters of the output run along with the same letters of the operands; a letter that every operand has and the
     output has not is summed. No rule for diagonals ("ii") and letters that only some operands sum."""
     operands, out = spelled(node)
-    if out is None or any(len(set(letters)) < len(letters) for letters in (*operands, out)):
+    if any(len(set(letters)) < len(letters) for letters in (*operands, out)):
         return None
     sizes = [shape_of(arg) for arg in tensor_args(node)]
     maps = tuple(
@@ -65,20 +65,21 @@ def einsum(node: fx.Node) -> Rule | None:
     return Rule(maps, tuple(zip(*equal, strict=True)) if equal else ())
 
 
-def spelled(node: fx.Node) -> tuple[list[str], str | None]:
-    """The letters of each operand and of the output, an ellipsis as capitals counted from its end; None without "->",
-    and for capitals."""
+def spelled(node: fx.Node) -> tuple[list[str], str]:
+    """The letters of each operand and of the output, an ellipsis as numbers counted from its end. Without "->" the
+    output has the letters that come once, in their order."""
     inputs, arrow, out = node.args[0].replace(" ", "").partition("->")
     operands = inputs.split(",")
-    if not arrow or any(c.isupper() for c in node.args[0]):
-        return operands, None
+    if not arrow:
+        letters = inputs.replace(",", "").replace(".", "")
+        out = "..." * ("..." in inputs) + "".join(c for c in sorted(letters) if letters.count(c) == 1)
     dims = [len(shape_of(arg)) - len(letters) + 3 for letters, arg in zip(operands, tensor_args(node), strict=True)]
-    capitals = "ABCDEFGHIJKLMNOP"
+    numbers = "0123456789"
     most = max((count for letters, count in zip(operands, dims, strict=True) if "..." in letters), default=0)
     named = [
-        letters.replace("...", capitals[most - count : most]) for letters, count in zip(operands, dims, strict=True)
+        letters.replace("...", numbers[most - count : most]) for letters, count in zip(operands, dims, strict=True)
     ]
-    return named, out.replace("...", capitals[:most])
+    return named, out.replace("...", numbers[:most])
 
 
 def tensordot(node: fx.Node) -> Rule:
@@ -182,6 +183,27 @@ def index_add(node: fx.Node) -> Rule | None:
     return Rule((dims, {}, dims))
 
 
+def index_fill(node: fx.Node) -> Rule:
+    dims = same(len(shape_of(node)), (node.args[1] % len(shape_of(node)),))
+    return Rule((dims, *({} for _ in list(tensor_args(node))[1:])))
+
+
+def index_put(node: fx.Node) -> Rule | None:
+    """Along the dims that no index stands for, which what is written has too."""
+    indices = list(node.args[1])
+    if any(is_tensor(i) and value_of(i).dtype in (torch.bool, torch.uint8) for i in indices):
+        return None
+    rank, used = len(shape_of(node)), [dim for dim, i in enumerate(indices) if i is not None]
+    rows = torch.broadcast_shapes(*(shape_of(indices[dim]) for dim in used))
+    left = [dim for dim in range(rank) if dim not in used]
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    of_left, of_rows = [shape_of(node)[dim] for dim in left], [None] * len(rows)
+    places = [*left[:first], *of_rows, *left[first:]]
+    found = aligned((*of_left[:first], *rows, *of_left[first:]), shape_of(node.args[2]))
+    written = {dim: at for out, at in found.items() if (dim := places[out]) is not None}
+    return Rule((same(rank, used), *({} for _ in used), written))
+
+
 def among(node: fx.Node) -> Rule | None:
     """bucketize, isin, searchsorted: each element by itself, among values that are used whole."""
     operands, along = list(tensor_args(node)), same(len(shape_of(node)))
@@ -211,5 +233,7 @@ LOOK_UPS: dict[str, RuleOf] = {
     **dict.fromkeys(("gather", "take_along_dim"), gather),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
     **dict.fromkeys(("index_add", "index_copy"), index_add),
+    "index_fill": index_fill,
+    "index_put": index_put,
     **dict.fromkeys(("bucketize", "isin", "searchsorted"), among),
 }

@@ -4,11 +4,12 @@
     return_rows    its transpose: what was made of the rows goes back to where they came from, and is added up
     look_up_rows   every rank gets the rows whose numbers are in a tensor
 
-What a rank wants is one of three forms, and numbers (which are arguments, not text, because a length may be open):
+What a rank wants is one of four forms, and numbers (which are arguments, not text, because a length may be open):
 
     move a s c ...      another sequence, made of rows a, a + s, ... (c of them) and so on, sharded by the same layout:
                         slices, shifts, rolls, flips, padding
     take a s c ...      the same rows on every rank
+    apart n s a         another sequence of n rows: row i of this one is row a + i * s of it, in between are zeros
     halo n s a w        for each chunk of n outputs the rows that windows of w rows see, window i beginning at i * s + a
 
 Only rows that are not where they are wanted travel, point to point, as bytes. Each rank works out who sends what from
@@ -54,8 +55,8 @@ class Wanted:
 
     @property
     def length(self) -> int:
-        """Rows of the sequence that a move makes, or that a take wants."""
-        return sum(count for _start, _step, count in self.pieces)
+        """Rows of the sequence that a move (or an apart) makes, or that a take wants."""
+        return self.pieces[0][0] if self.form == "apart" else sum(count for _start, _step, count in self.pieces)
 
     @property
     def everywhere(self) -> bool:
@@ -74,7 +75,12 @@ class Wanted:
         if self.form == "halo":
             windows = [self.ranges(layout, ranks, rank) for rank in range(ranks)]
             return [torch.cat([torch.arange(0), *map(row_numbers, rows)]) for rows in windows]
-        whole = torch.cat([start + step * torch.arange(count) for start, step, count in self.pieces])
+        if self.form == "apart":
+            ((length, stride, start),) = self.pieces
+            past = torch.arange(length) - start
+            whole = torch.where(past % stride == 0, past // stride, -1)
+        else:
+            whole = torch.cat([start + step * torch.arange(count) for start, step, count in self.pieces])
         if self.everywhere:
             return [whole] * ranks
         plan = layout_of(layout, len(whole), ranks)
@@ -87,6 +93,11 @@ def moved(*pieces: Piece) -> Wanted:
 
 def taken(*pieces: Piece) -> Wanted:
     return Wanted("take", pieces)
+
+
+def apart(length: int, stride: int, start: int) -> Wanted:
+    """`length` rows, of which those from `start` on, `stride` apart, are the rows of the sequence."""
+    return Wanted("apart", ((length, stride, start),))
 
 
 def windows(length: int, stride: int, start: int, width: int) -> Wanted:

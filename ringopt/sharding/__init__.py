@@ -25,9 +25,11 @@ from ringopt.sharding.rows import ROWS
 from ringopt.sharding.steps import Handler
 from ringopt.sharding.sums import SUMS, partial_sums
 from ringopt.sharding.views import plain, reshaped
+from ringopt.sharding.writes import WRITES
 
 HANDLERS: dict[str, Handler] = {
     **SUMS, **ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS, **RESAMPLING,
+    **WRITES,
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ringopt.graph.nodes import named, op_name, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
 from ringopt.graph.sizes import place_of, slice_of
-from ringopt.ops.rows import moved
+from ringopt.ops.rows import apart, moved
 from ringopt.sharding.rows import pad
 from ringopt.sharding.steps import Handler, Steps, enough_rows, sequence_at
 from ringopt.sharding.views import plain
@@ -37,20 +37,27 @@ class Joined(Steps):
         sizes = [-1 if other == dim else 1 for other in range(len(shape_of(node)))]
         self.column = self(aten.reshape.default, self.rows, sizes)
 
-    def part(self, x: fx.Node, start: int) -> fx.Node:
-        """What this rank's rows are where `x` begins at row `start`; anything outside `x`."""
+    def part(self, x: fx.Node, start: int, stride: int = 1) -> fx.Node:
+        """What this rank's rows are where `x` begins at row `start`, its rows `stride` apart; anything outside `x`."""
         place, count = self.sharder.placements[x], shape_of(x)[self.out.dim]
         if place == Sharded(self.out.dim, 1, count, 1):
-            local = self.fetch(self.sharder.values[x], place, moved((-start, 1, self.out.length)), self.out)
+            length = self.out.length
+            wanted = moved((-start, 1, length)) if stride == 1 else apart(length, stride, start)
+            local = self.fetch(self.sharder.values[x], place, wanted, self.out)
         else:
-            at = self(aten.clamp.default, self(aten.sub.Scalar, self.rows, start), 0, count - 1)
+            past = self(aten.sub.Scalar, self.rows, start)
+            past = past if stride == 1 else self(aten.floor_divide.Scalar, past, stride)
+            at = self(aten.clamp.default, past, 0, count - 1)
             whole = self.sharder.beside(x)
             local = self(aten.index_select.default, whole, self.out.dim, at, placement=self.out)
         return self.cast(local, value_of(self.node).dtype)
 
-    def where(self, from_row: int, to_row: int, inside: fx.Node, outside: fx.Node) -> fx.Node:
+    def where(self, from_row: int, to_row: int, inside: fx.Node, outside: fx.Node, stride: int = 1) -> fx.Node:
         after = self(aten.ge.Scalar, self.column, from_row)
         among = self(aten.logical_and.default, after, self(aten.lt.Scalar, self.column, to_row))
+        if stride != 1:
+            past = self(aten.remainder.Scalar, self(aten.sub.Scalar, self.column, from_row), stride)
+            among = self(aten.logical_and.default, among, self(aten.eq.Scalar, past, 0))
         return self(aten.where.self, among, inside, outside, placement=self.out)
 
 
@@ -92,11 +99,12 @@ def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
     if sharder.placements[base] is None and sequence_at(sharder, written, [dim]) is not None and not kept_whole(node):
         place = Sharded(dim, 1, shape_of(base)[dim], 1)
     start, stride, count = slice_of(shape_of(base)[dim], *(named(node, name) for name in ("start", "end", "step")))
-    if place is None or not count or stride != 1 or not enough_rows(sharder, place.length):
+    if place is None or not count or not enough_rows(sharder, place.length):
         return False
+    plain(sharder, written)
     step = Joined(sharder, node, place.dim)
-    inside = step.part(written, start)
-    return step.done(step.where(start, start + count, inside, sharder.sharded(base, place)), place)
+    inside, end = step.part(written, start, stride), start + (count - 1) * stride + 1
+    return step.done(step.where(start, end, inside, sharder.sharded(base, place), stride), place)
 
 
 SAME_ENTRIES = frozenset((

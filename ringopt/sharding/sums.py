@@ -74,17 +74,17 @@ def linear(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def scattered(sharder: Sharder, node: fx.Node) -> bool:
-    """scatter_add and index_add of rows: each rank adds up its own, into zeros."""
+    """scatter_add and index_add of rows (of windows, too): each rank adds up its own, into zeros."""
     into, dim, index = node.args[:3]
     x, by_row = named(node, "source" if op_name(node) == "index_add" else "src"), op_name(node) == "index_add"
-    at, place = (sequence_at(sharder, arg, [0 if arg is index and by_row else dim]) for arg in (index, x))
-    along = dim % len(shape_of(into))
-    found = place or (at and at.at(along))
-    wanted = found and found.at(0 if by_row else along)
+    along, of_index = dim % len(shape_of(into)), 0 if by_row else dim % len(shape_of(into))
+    place, at = sharder.placements[x], sharder.placements[index]
+    found = place if place and place.dim == along else at.at(along) if at and at.dim == of_index else None
     held = sequence_at(sharder, into, [dim])
-    if found is None or wanted is None or (held is None and sharder.placements[into] is not None):
+    if found is None or (held is None and sharder.placements[into] is not None):
         return False
-    if not same(shape_of(index)[wanted.dim], found.length) or not same(shape_of(x)[along], found.length):
+    wanted = found.at(of_index)
+    if not same(shape_of(index)[wanted.dim], found.size) or not same(shape_of(x)[along], found.size):
         return False
     step, wide = Steps(sharder, node), wide_dtype(value_of(node))
     zeros = step(aten.zeros.default, list(shape_of(into)), dtype=wide, device=value_of(node).device)

@@ -10,6 +10,7 @@ from math import prod
 
 import torch.fx as fx
 
+from ringopt.attention.layouts import layout_of
 from ringopt.graph.axes import rule_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.rules import ViewRule
@@ -19,7 +20,8 @@ from ringopt.sharding.steps import enough_rows
 
 
 def reshaped(sharder: Sharder, node: fx.Node) -> bool:
-    """The outermost dim that ranks can share evenly, or else the longest: windows of a sequence are spread whole."""
+    """The outermost dim that ranks can share about evenly, or else the longest: windows of a sequence are spread whole,
+    for inside one rows are mixed."""
     rule = rule_of(node)
     place = sharder.placements[node.args[0]] if isinstance(rule, ViewRule) else None
     if not isinstance(rule, ViewRule) or place is None or any(map(is_open, (*rule.old, *rule.new))) or sharder.asks:
@@ -34,11 +36,17 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
             found.append((out, wanted[0]))
     if not found:
         return False
-    even = [pair for pair in found if pair[0].length % sharder.least(pair[0].length) == 0]
+    even = [pair for pair in found if evenly(sharder, pair[0].length)]
     out, source = even[0] if even else max(found, key=lambda pair: pair[0].length)
     sharder.reader = node
     sharder.set(node, sharder.emit(node, rule, [source], out), out)
     return True
+
+
+def evenly(sharder: Sharder, length: int) -> bool:
+    """Whether no rank has more than 5/4 of its share."""
+    layout = layout_of(sharder.layout(length), length, sharder.ranks)
+    return max(sum(map(len, layout.ranges(rank))) for rank in range(sharder.ranks)) * sharder.ranks <= 1.25 * length
 
 
 def plain(sharder: Sharder, x: fx.Node) -> bool:

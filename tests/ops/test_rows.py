@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringopt.attention.layouts import layout_of
-from ringopt.ops.rows import held, moved, taken, windows
+from ringopt.ops.rows import apart, held, moved, taken, windows
 from tests.threads import run_on_threads
 
 ops = torch.ops.ringopt
@@ -21,6 +21,8 @@ WANTED = {
     "roll": moved((10, 1, 3), (0, 1, 10)),
     "flip": moved((N - 1, -1, N)),
     "repeated ends": moved((0, 0, 3), (0, 1, N), (N - 1, 0, 2)),
+    "between zeros": apart(2 * N + 3, 2, 3),
+    "apart, from before the first": apart(N, 3, -4),
     "windows of three": windows(N, 1, -1, 3),
     "causal windows": windows(N, 1, -3, 4),
     "strided windows": windows(6, 2, -1, 3),
