@@ -124,6 +124,20 @@ def distance(node: fx.Node) -> Rule | None:
     )
 
 
+def solve(node: fx.Node) -> Rule | None:
+    """linalg.solve, solve_triangular: leading dims run along, of matrices on both sides."""
+    out, (matrix, given) = shape_of(node), [shape_of(arg) for arg in list(tensor_args(node))[:2]]
+    if len(given) != len(out) or min(len(matrix), len(given)) < 2:
+        return None
+    batch = range(len(out) - 2)
+    return Rule(tuple({d: at for d, at in aligned(out, own).items() if d in batch} for own in (matrix, given)))
+
+
+def of_matrices(node: fx.Node) -> Rule:
+    """Inverses and factors of matrices, and numbers made of each: leading dims run along."""
+    return Rule((same(len(shape_of(node.args[0])) - 2),))
+
+
 MIXING: dict[str, RuleOf] = {
     **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), but_dim(1)),
     **dict.fromkeys(("special_softmax", "special_log_softmax"), but_dim(1)),
@@ -137,6 +151,9 @@ MIXING: dict[str, RuleOf] = {
     "glu": glu,
     **dict.fromkeys(("pad", "constant_pad_nd"), pad),
     **dict.fromkeys(("cosine_similarity", "pairwise_distance"), distance),
+    **dict.fromkeys(("linalg_solve", "linalg_solve_triangular"), solve),
+    **dict.fromkeys(("linalg_inv", "linalg_inv_ex", "inverse", "linalg_cholesky", "linalg_cholesky_ex"), of_matrices),
+    **dict.fromkeys(("linalg_det", "det", "logdet", "linalg_slogdet", "slogdet", "linalg_qr"), of_matrices),
 }
 
 REDUCTIONS: dict[str, RuleOf] = {

@@ -101,6 +101,14 @@ OPS = {
     "bilinear": (F.bilinear, (A, A, (5, 6, 6)), {0, 1}),
     "cdist": (lambda x, y: torch.cdist(x, y), (A, (3, 5, 6)), {0, 1, 2}),
     "addmv": (torch.addmv, ((4,), B, (6,)), {0}),
+    "solve_triangular": (
+        lambda x, y: torch.linalg.solve_triangular(x, y, upper=False), ((3, 4, 2, 2), (1, 4, 2, 5)), {0, 1}
+    ),
+    "solve": (lambda x, y: torch.linalg.solve(x, y), ((4, 2, 2), (3, 4, 2, 5)), {0, 1}),
+    "inverse": (torch.linalg.inv, ((3, 4, 2, 2),), {0, 1}),
+    "cholesky": (lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(2)), ((3, 4, 2, 2),), {0, 1}),
+    "logdet": (lambda x: torch.linalg.slogdet(x)[1], ((3, 4, 2, 2),), {0, 1}),
+    "qr": (lambda x: torch.linalg.qr(x)[1], ((3, 4, 2, 2),), {0, 1}),
     "einsum with an ellipsis": (lambda x, y: torch.einsum("...d,ed->...e", x, y), (A, (5, 6)), {0, 1, 2}),
     "einsum of capitals": (lambda x, y: torch.einsum("BND,ED->BNE", x, y), (A, (5, 6)), {0, 1, 2}),
     "einsum without an arrow": (lambda x, y: torch.einsum("nbd,ed", x, y), (A, (5, 6)), {0, 1, 2}),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ringopt import record_traffic
 from ringopt.backend import transform
 from ringopt.options import Options
-from tests.sharding.programs import D, H, Model, case, check, inputs
+from tests.sharding.programs import B, D, H, Model, case, check, inputs
 from tests.threads import run_on_threads
 from tests.translation import Seat, captured
 
@@ -49,6 +49,21 @@ STEPS = {
     "diff of booleans": lambda m, x: x * F.pad((x > 0).diff(dim=1), (0, 0, 1, 0)),
     "relative shift by slice": lambda m, x: x + F.pad(x[:, 1:] * x[:, :-1], (0, 0, 1, 0)),
 }
+
+
+def delta_rule_in_chunks(m, x):
+    """Gated DeltaNet's chunks (Yang et al. 2025), of four tokens: solved by themselves, then a state goes through."""
+    keys, given = F.pad(x, (0, 0, 0, 3)).view(B, 4, 4, D), F.pad(m.linear(x), (0, 0, 0, 3)).view(B, 4, 4, D)
+    new = torch.linalg.solve_triangular((keys @ keys.mT).sigmoid(), given, upper=False, unitriangular=True)
+    state, out = x.new_zeros(B, D, D), torch.zeros_like(new)
+    for i in range(4):
+        rest = new[:, i] - keys[:, i] @ state
+        out[:, i] = rest + x.new_ones(4, 4).tril() @ rest
+        state = 0.5 * state + keys[:, i].mT @ rest
+    return out.reshape(B, 16, D)[:, : x.shape[1]]
+
+
+STEPS["delta rule in chunks"] = delta_rule_in_chunks
 
 ENDS = {
     "first token": lambda m, x: m.linear(x[:, 0]),
