@@ -28,7 +28,7 @@ def once(runs: dict[str, Any], repeats: int) -> dict[str, Times]:
 
 def rows_on_a_rank(rank: int, ranks: int) -> list[dict[str, Any]]:
     with patch.object(exchange_ranks, "together", once), patch.object(exchange_ranks, "begin"):
-        return exchange_ranks.on_a_rank(rank, ranks, list(exchange.PATTERNS.values()), 64, 1)
+        return exchange_ranks.on_a_rank(rank, ranks, list(exchange.PATTERNS.values()), 64, 2, 1)
 
 
 def test_every_strategy_and_both_baselines_agree_with_dense_attention(ranks: Any) -> None:
@@ -39,7 +39,9 @@ def test_every_strategy_and_both_baselines_agree_with_dense_attention(ranks: Any
     for row in rows:
         assert max(row["errors"].values()) < WRONG, row["errors"]
         assert {"ring", "gather", "ulysses", "auto", "all-gather"} <= set(row["seconds"])
-        assert ("torch ring" in row["seconds"]) == (row["mode"] == "inference" and row["pattern"] != "window(512)")
+        windowed = row["pattern"] == "window(512)"
+        assert set(exchange.TORCH).isdisjoint(row["errors"]) == (row["mode"] == "training" or windowed)
+        assert ("SDPA" in row["seconds"]) != windowed and (row["over_torch"] is None) == (row["torch"] is None)
         assert ("halo" in row["seconds"]) == (row["pattern"] == "window(512)")
         assert row["same"]["ring2"] == "ring" and row["chosen"] in row["seconds"]
     sums = exchange.totals(rows)
@@ -57,8 +59,8 @@ def test_the_table_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
     wide = {who: 12.3456 for who in exchange.WHO}
     row = {"pattern": "window(512)", "length": 8192, "mode": "training", "chosen": "ulysses", "layout": "zigzag"}
-    ratios = {f"over_{who}": 1.25 for who in ("best", "gather", "all-gather", "torch ring")}
-    row |= {"seconds": wide, "errors": {}, "error": 1.5e-7, "same": {}, **ratios}
+    ratios = {f"over_{who}": 1.25 for who in ("best", "gather", "all-gather", "torch", "SDPA")}
+    row |= {"torch": 12.3456, "seconds": wide, "errors": {}, "error": 1.5e-7, "same": {}, **ratios}
     result = exchange.Result("title", exchange.COLUMNS, [row], {}, (), (), exchange.KEYS)
     bench.show(this_machine(), result)
     printed = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,20 +26,20 @@ from ringopt.distributed.mesh import Mesh, register
 from ringopt.distributed.process import ProcessMesh, process_mesh
 from ringopt.errors import OptionError
 from ringopt.ops.ring import VERSION
-from ringopt.tools.benchmarks.exchange import OURS
+from ringopt.tools.benchmarks.exchange import OURS, TORCH
 from ringopt.tools.benchmarks.numbers import distance
-from ringopt.tools.benchmarks.on_a_link import Mute, Times, begin, together
+from ringopt.tools.benchmarks.on_a_link import Mute, Times, begin, nothing, together
 from ringopt.tools.benchmarks.result import MODES, Row
 
-HEADS, DIM = 2, 64
+DIM = 64
 LONG, MOST = 0.3, 60  # seconds of timed calls of each, and the most calls
 SAMPLED = 64  # queries whose outputs and gradients are compared
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def on_a_rank(rank: int, ranks: int, patterns: list[str], length: int, repeats: int) -> list[Row]:
+def on_a_rank(rank: int, ranks: int, patterns: list[str], length: int, heads: int, repeats: int) -> list[Row]:
     begin()
-    problem = Problem(length, process_mesh())
+    problem = Problem(length, heads, process_mesh())
     return [problem.row(pattern, mode, training, repeats) for pattern in patterns for mode, training in MODES.items()]
 
 
@@ -54,11 +55,11 @@ class Problem:
     """Operands of `length` rows, the same on all ranks. Gradients are compared for a loss of SAMPLED rows, so that the
     dense reference is small at any length."""
 
-    def __init__(self, length: int, mesh: ProcessMesh):
+    def __init__(self, length: int, heads: int, mesh: ProcessMesh):
         self.length, self.mesh, self.silent = length, mesh, Mute(mesh)
         register(self.silent)
         torch.manual_seed(0)
-        self.q, self.k, self.v, self.dout = (torch.randn(1, HEADS, length, DIM) for _ in range(4))
+        self.q, self.k, self.v, self.dout = (torch.randn(1, heads, length, DIM) for _ in range(4))
         self.sampled = torch.randperm(length)[:SAMPLED].sort().values
         self.few = torch.zeros_like(self.dout)
         self.few[:, :, self.sampled] = self.dout[:, :, self.sampled]
@@ -70,15 +71,19 @@ class Problem:
         entrants, same = self.ours(case, rates)
         entrants["all-gather"] = self.all_gather(pattern)
         if pattern in ("full", "causal") and not training:
-            entrants["torch ring"] = self.torch_ring(pattern == "causal")
+            entrants |= {who: self.torch_ring(pattern == "causal", rotation) for who, rotation in TORCH.items()}
         expected = self.dense(pattern)
         errors = {who: self.error(entrant, expected, training) for who, entrant in entrants.items()}
         layout, chosen = self.by_auto(case, rates)
         entrants["blocks"] = Entrant(self.operator(pattern, chosen, layout, self.silent), layout)
-        times = self.times({who: self.call(entrant, training) for who, entrant in entrants.items()}, repeats)
+        runs: dict[str, Callable[[], object]] = {who: self.call(entrant, training) for who, entrant in entrants.items()}
+        if pattern in ("full", "causal"):
+            runs["SDPA"] = self.on_one_process(pattern == "causal", training)
+        times = self.times(runs, repeats)
         seconds = {who: time.seconds for who, time in times.items()}
         return {
-            "pattern": pattern, "length": self.length, "mode": mode, "chosen": chosen, "layout": layout, "same": same,
+            "pattern": pattern, "length": self.length, "heads": heads.q_heads, "mode": mode, "chosen": chosen,
+            "layout": layout, "same": same,
             "seconds": seconds | {who: seconds[other] for who, other in same.items()}, "errors": errors,
         }  # fmt: skip
 
@@ -136,16 +141,23 @@ class Problem:
 
         return Entrant(run, "contiguous")
 
-    def torch_ring(self, causal: bool) -> Entrant:
-        """The only ring of torch that runs on a CPU: private, forward only; causal with its own balanced shards."""
+    def torch_ring(self, causal: bool, rotation: str) -> Entrant:
+        """The only ring of torch that runs on a CPU: private, forward only; causal with its own balanced shards. Its
+        keys and values go round by "allgather" or by "alltoall"."""
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             torch_cp._cp_options.enable_load_balance = causal
+            torch_cp.set_rotate_method(rotation)
             out: Tensor = torch_cp._templated_ring_attention(self.mesh.group, 2, op, q, k, v, is_causal=causal)[0]
             return out
 
         return Entrant(run, "zigzag" if causal else "contiguous")
+
+    def on_one_process(self, causal: bool, training: bool) -> Callable[[], object]:
+        """All rows on the first rank, while the others wait."""
+        whole = (self.q, self.k, self.v, self.dout if training else None)
+        return nothing if self.mesh.rank else lambda: call(partial(sdpa, causal), *whole)
 
     # ---- calls and numbers -------------------------------------------------------------------------------------------
     def rows(self, x: Tensor, layout: str) -> Tensor:
@@ -193,6 +205,10 @@ class AllGather(torch.autograd.Function):
         grad = grad.contiguous()
         dist.all_reduce(grad)
         return grad.chunk(dist.get_world_size(), 3)[dist.get_rank()]
+
+
+def sdpa(causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def call(run: Run, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> list[Tensor]:
