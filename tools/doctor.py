@@ -134,12 +134,25 @@ def links() -> dict[str, str]:
     for name in ("gloo", "nccl", "mpi"):
         there = dist.is_available() and getattr(dist, f"is_{name}_available")()
         found[name] = "available" if there else "not in this build of torch"
+    found["memory"] = memory()
     found["interfaces"] = ", ".join(name for _, name in socket.if_nameindex())
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for one in range(count):
         peers = [str(two) for two in range(count) if two != one and torch.cuda.can_device_access_peer(one, two)]
         found[f"cuda:{one}"] = f"reaches GPUs {', '.join(peers)} directly" if peers else "reaches no other GPU directly"
     return found
+
+
+def memory() -> str:
+    """Of other processes on this node."""
+    from ringopt.distributed import cma
+
+    if not cma.available():
+        return "of other ranks on this node cannot be read (process_vm_readv of Linux): their messages go through gloo"
+    who = ("", " if one launcher has started them (Yama's ptrace_scope is 1)", " with CAP_SYS_PTRACE only", "")
+    if (scope := cma.scope()) > 2:
+        return "of other ranks on this node cannot be read (Yama's ptrace_scope is 3): their messages go through gloo"
+    return f"ranks on this node read CPU messages from each other's memory{who[scope]}, and through gloo if they cannot"
 
 
 def rates() -> dict[str, str]:

@@ -172,6 +172,7 @@ class Attending:
                 rows, (keys, values) = self.tiles.local.slice(part.queries), self.held.pair(part.keys)
                 operands = (q[:, :, rows], keys, values, part.mask, part.causal, self.scale)
                 self.merged.add(rows, *self.tiles.kernel(part).forward(*operands))
+                self.mesh.attend()
 
     def at_home(self) -> None:
         """The blocks of the rank's own keys."""
@@ -374,3 +375,4 @@ class KeysMove(BlockBackward):
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.dq[:, :, self.tiles.local.slice(tile.queries)] += dq
         self.gradients.add(tile.keys, dk, dv)
+        self.mesh.attend()

@@ -67,6 +67,7 @@ def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[T
         for tile in tiles.scores.tiles(block):
             for part in tile.strips(strip_of(q.shape[2])):
                 results.add(part.queries, *attended(part))
+                mesh.attend()
 
     finish(there_and_back(mesh, steps, held, results, compute, "forward"), results)
     merged, found = Merged(q, v.shape[3]), [results.home()]
@@ -86,7 +87,7 @@ def backward_queries(attention: Attention, mesh: Mesh, dout: Tensor, saved: Save
     beside = torch.cat([dout.to(dtype), saved.out, saved.lse.unsqueeze(-1).contiguous().view(dtype)], -1)
     held = Held(KVShape.of(q, beside), own, local, q, beside)
     sums = Gradients(KVShape.of(q, q[..., :0], accumulator(dtype)), own, local, q.shape[2], leaving(steps))
-    blocks = QueriesMove(attention, rank, dout, saved, held, sums)
+    blocks = QueriesMove(attention, mesh, dout, saved, held, sums)
     finish(there_and_back(mesh, steps, held, sums, blocks.compute, "backward"), sums)
     found = finished(Found(sums.home()[0], blocks.dk, blocks.dv, blocks.parts), blocks, mesh)
     if exchange.merges and rank > 0 and found.dsinks is not None:
@@ -105,11 +106,12 @@ class QueriesMove(BlockBackward):
     """dK and dV here, dQ in `sums`. With the queries in `held` come dout, out and, as numbers of their dtype, the bits
     of the log-sum-exp."""
 
-    def __init__(self, attention: Attention, rank: int, dout: Tensor, saved: Saved, held: Held, sums: Gradients):
-        super().__init__(attention, rank, dout, saved, [wide_zeros(saved.given.sources[i]) for i in attention.learned])
-        self.held, self.sums = held, sums
+    def __init__(self, attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved, held: Held, sums: Gradients):
+        parts = [wide_zeros(saved.given.sources[i]) for i in attention.learned]
+        super().__init__(attention, mesh.rank, dout, saved, parts)
+        self.mesh, self.held, self.sums = mesh, held, sums
         self.dk, self.dv = wide_zeros(saved.given.k), wide_zeros(saved.given.v)
-        self.keys_here = Local(attention.exchange.kv_layout.ranges(rank))
+        self.keys_here = Local(attention.exchange.kv_layout.ranges(mesh.rank))
 
     def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         rows, given = self.keys_here.slice(tile.keys), self.saved.given
@@ -124,3 +126,4 @@ class QueriesMove(BlockBackward):
         self.sums.add(tile.queries, dq, dq[..., :0])
         self.dk[:, :, rows] += dk
         self.dv[:, :, rows] += dv
+        self.mesh.attend()

@@ -111,6 +111,9 @@ class Mesh(ABC):
         Where that takes a new process group, all ranks make the first call together."""
         return self
 
+    def attend(self) -> None:  # noqa: B027 (most transports have threads)
+        """For long computations to call now and then: a transport without threads moves what has come meanwhile."""
+
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str = ""
     ) -> Pending:
@@ -223,6 +226,9 @@ class SubMesh(Mesh):
     @property
     def teller(self) -> int:
         return self.whole.teller
+
+    def attend(self) -> None:
+        self.whole.attend()
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str = ""

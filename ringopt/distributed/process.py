@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringopt.distributed.mesh import Mesh, Transfer, comm_error, register, registered
+from ringopt.distributed.local_collectives import LocalCollectives
+from ringopt.distributed.meeting import Met, meet
+from ringopt.distributed.mesh import Mesh, Transfer, Work, comm_error, register, registered
 from ringopt.errors import OptionError, RingCommError
 
 if TYPE_CHECKING:
@@ -22,10 +26,13 @@ DEFAULT_TIMEOUT = 600.0
 
 T = TypeVar("T")
 
+Messages: TypeAlias = Sequence[tuple[int, Tensor]]  # peer, 1-D buffer
+
 
 class ProcessMesh(Mesh):
     """Ranks of one process group, numbered as in `ranks` (global ranks). The group is the mesh's own: its timeout holds
-    for ringopt's messages only, and they cannot be mistaken for others'."""
+    for ringopt's messages only, and they cannot be mistaken for others'. Between ranks on one node, what lies in the
+    memory of the CPU goes past the group (local_links.py)."""
 
     def __init__(self, name: str, ranks: Sequence[int], timeout: float, group: Any):
         super().__init__()
@@ -35,6 +42,26 @@ class ProcessMesh(Mesh):
         self.world = dist.group.WORLD
         self.device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         self._apart: ProcessMesh | None = None
+        met = self._meet()
+        self._links = met.links
+        self._together = LocalCollectives(met.links, self._rank) if met.links and met.everybody else None
+
+    def _meet(self) -> Met:
+        # A pretended backend carries nothing, so nobody could be met.
+        if self.size == 1 or self.device.type != "cpu" or dist.get_backend(self.group) == "fake":
+            return Met(None, False)
+        with unset_fake_temporarily():  # a mesh may be made while a graph is traced
+            met = meet(self._rank, self._of_all, self.timeout)
+        if met.links is not None:
+            weakref.finalize(self, met.links.close)
+        return met
+
+    def _of_all(self, mine: bytes) -> list[bytes]:
+        """What each rank brings, in rank order, through the group."""
+        brought = torch.tensor(list(mine), dtype=torch.uint8)
+        parts = [torch.empty_like(brought) for _ in self.ranks]
+        self._guarded("meeting", "all_gather", lambda: dist.all_gather(parts, brought, group=self.group))
+        return [bytes(part.tolist()) for part in parts]
 
     @property
     def name(self) -> str:
@@ -60,15 +87,40 @@ class ProcessMesh(Mesh):
             register(self._apart)
         return self._apart
 
-    def _post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
-    ) -> list[Transfer]:
+    def attend(self) -> None:
+        if self._links is not None:
+            self._links.attend()
+
+    def _post(self, sends: Messages, receives: Messages, label: str) -> list[Transfer]:
+        # Both ends of a message come to the same answer: buffers of one message are on devices of one kind.
+        near_sends, far_sends = self._split(sends)
+        near_receives, far_receives = self._split(receives)
+        far = self._post_far(far_sends, far_receives, label) if far_sends or far_receives else []
+        return [*self._post_near(near_sends, near_receives, label), *far]
+
+    def _split(self, messages: Messages) -> tuple[Messages, Messages]:
+        """Those to ranks on this node whose memory can be read, and the others."""
+        lines = self._links.lines if self._links is not None else ()
+        near: list[tuple[int, Tensor]] = []
+        far: list[tuple[int, Tensor]] = []
+        for peer, buffer in messages:
+            (near if peer in lines and buffer.device.type == "cpu" else far).append((peer, buffer))
+        return near, far
+
+    def _post_near(self, sends: Messages, receives: Messages, label: str) -> list[Transfer]:
+        if self._links is None:
+            return []
+        self._guarded(label, "exchange", lambda: None)
+        posted = [(received(x, peer), self._links.receive(peer, x)) for peer, x in receives]
+        posted += [(sent(x, peer), self._links.send(peer, x)) for peer, x in sends]
+        return [Transfer(what, work) for what, work in posted]
+
+    def _post_far(self, sends: Messages, receives: Messages, label: str) -> list[Transfer]:
         # batch_isend_irecv posts in the order of this list on gloo, and all at once on NCCL, where receives posted
         # alone would wait on the stream for sends that stand behind them.
         ops = [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer) for peer, buffer in receives]
         ops += [dist.P2POp(dist.isend, buffer, group=self.group, group_peer=peer) for peer, buffer in sends]
-        whats = [f"receive of {buffer.nbytes} bytes from rank {peer}" for peer, buffer in receives]
-        whats += [f"send of {buffer.nbytes} bytes to rank {peer}" for peer, buffer in sends]
+        whats = [received(buffer, peer) for peer, buffer in receives] + [sent(buffer, peer) for peer, buffer in sends]
         works = self._guarded(label, ", ".join(whats), lambda: dist.batch_isend_irecv(ops))
         if len(works) != len(ops):
             whats = [", ".join(whats)] * len(works)
@@ -85,21 +137,34 @@ class ProcessMesh(Mesh):
         # As bytes: gloo gathers no bool and no complex numbers.
         mine = x.contiguous().view(-1).view(torch.uint8)
         whole = mine.new_empty(self.size * mine.numel())
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+        parts = whole.split(mine.numel())
         what = f"all_gather of {x.nbytes} bytes with global ranks {self.ranks}"
-        work = self._guarded(label, what, lambda: gather(whole, mine, group=self.group, async_op=True))
-        return [part.view(x.dtype).view(x.shape) for part in whole.split(mine.numel())], Transfer(what, work)
+        work = self._guarded(label, what, lambda: self._gather(mine, whole, parts))
+        return [part.view(x.dtype).view(x.shape) for part in parts], Transfer(what, work)
+
+    def _gather(self, mine: Tensor, whole: Tensor, parts: Sequence[Tensor]) -> Work:
+        if self._together is not None and mine.device.type == "cpu":
+            parts[self._rank].copy_(mine)
+            return self._together.gather(dict(enumerate(parts)))
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+        work: Work = gather(whole, mine, group=self.group, async_op=True)
+        return work
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        what = f"all_reduce of {x.nbytes} bytes with global ranks {self.ranks}"
-        self._guarded(label, what, lambda: dist.all_reduce(total, group=self.group))
+        transfer = self._start_all_reduce(total, label)
+        self._guarded(label, transfer.what, transfer.work.wait)
         return total
 
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         what = f"all_reduce of {x.nbytes} bytes with global ranks {self.ranks}"
-        work = self._guarded(label, what, lambda: dist.all_reduce(x, group=self.group, async_op=True))
-        return Transfer(what, work)
+        return Transfer(what, self._guarded(label, what, lambda: self._reduce(x)))
+
+    def _reduce(self, x: Tensor) -> Work:
+        if self._together is not None and x.device.type == "cpu":
+            return self._together.sum(x.view(-1))
+        work: Work = dist.all_reduce(x, group=self.group, async_op=True)
+        return work
 
     def _guarded(self, label: str, what: str, call: Callable[[], T]) -> T:
         if not self.usable:
@@ -112,6 +177,14 @@ class ProcessMesh(Mesh):
             return call()
         except RuntimeError as error:
             raise comm_error(self, label, what, begin, error) from error
+
+
+def received(buffer: Tensor, peer: int) -> str:
+    return f"receive of {buffer.nbytes} bytes from rank {peer}"
+
+
+def sent(buffer: Tensor, peer: int) -> str:
+    return f"send of {buffer.nbytes} bytes to rank {peer}"
 
 
 _cached: dict[tuple[tuple[int, ...], float], ProcessMesh] = {}

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringopt
 import ringopt.ops.ring
 from ringopt.attention.exchange import Cargo, exchange_of
+from ringopt.distributed import cma, meeting
 from ringopt.distributed.mesh import forget_all, mesh_of
-from ringopt.distributed.process import process_mesh
+from ringopt.distributed.process import DEFAULT_TIMEOUT, ProcessMesh, process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingCommError, RingMismatchError
 from tests.attention.reference import assert_near, join, problem, sdpa, shard, visible
@@ -29,8 +30,18 @@ DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64, to
 
 
 # ---- transport -------------------------------------------------------------------------------------------------------
-def talk() -> tuple[Any, ...]:
-    mesh = process_mesh()
+def mesh_over(transport: str, timeout: float) -> ProcessMesh:
+    """A new one: "group" leaves all messages to the process group, as between nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if transport == "group":
+            patch.setattr(cma, "available", lambda: False)
+        mesh = process_mesh(timeout_s=timeout)
+    assert (mesh._links is None) == (transport == "group" or not cma.available())
+    return mesh
+
+
+def talk(transport: str) -> tuple[Any, ...]:
+    mesh = mesh_over(transport, 20.0 + len(transport))
     right, left = (mesh.rank + 1) % mesh.size, (mesh.rank - 1) % mesh.size
     got = torch.empty(1000)
     mesh.exchange([(right, torch.full((1000,), float(mesh.rank)))], [(left, got)], "step").wait()
@@ -39,17 +50,47 @@ def talk() -> tuple[Any, ...]:
     total = mesh.all_reduce(torch.randn(1001, generator=torch.Generator().manual_seed(mesh.rank)))
     same = all(torch.equal(total, other) for other in mesh.all_gather(total))
     empty = [list(x.shape) for x in mesh.all_gather(torch.empty(0, 3))]
-    return got.unique().tolist(), gathered, same, empty, mesh.name, mesh_of("world") is mesh, len(mesh.in_flight)
+    known = mesh_of("world") is mesh
+    process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
+    return got.unique().tolist(), gathered, same, empty, mesh.name, known, len(mesh.in_flight)
 
 
-def test_messages_and_collectives(ranks: Ranks) -> None:
-    for rank, (got, gathered, same, empty, name, found, left) in enumerate(ranks(3, talk)):
+@pytest.mark.parametrize("transport", ["memory", "group"])
+def test_messages_and_collectives(ranks: Ranks, transport: str) -> None:
+    for rank, (got, gathered, same, empty, name, found, left) in enumerate(ranks(3, talk, transport)):
         assert got == [float((rank - 1) % 3)]
         for dtype, parts in zip(DTYPES, gathered, strict=True):
             assert parts == [[int(bool(r)) if dtype == torch.bool else r] * 2 for r in range(3)]
         assert same, "all_reduce gives the same bits everywhere"
         assert empty == [[0, 3]] * 3
         assert (name, found, left) == ("world", True, 0)
+
+
+def near() -> tuple[list[int], list[int]]:
+    """Ranks whose memory this one reads: of all, and where rank 1 finds that it cannot read rank 0's."""
+    every = process_mesh(timeout_s=30.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if every.rank == 1:
+            reads, answers = meeting._reads, iter([False, True])  # rank 0 is asked about first
+            patch.setattr(meeting, "_reads", lambda *what: reads(*what) and next(answers))
+        mixed = process_mesh(timeout_s=31.0)
+    found = []
+    for mesh in (every, mixed):
+        got = [torch.empty(100_000) for _ in range(mesh.size)]
+        peers = [peer for peer in range(mesh.size) if peer != mesh.rank]
+        sends = [(peer, torch.full((100_000,), 10.0 * mesh.rank + peer)) for peer in peers]
+        mesh.exchange(sends, [(peer, got[peer]) for peer in peers], "step").wait()
+        assert [got[peer].unique().tolist() for peer in peers] == [[10.0 * peer + mesh.rank] for peer in peers]
+        assert [float(x.unique()) for x in mesh.all_gather(torch.full((9999,), 1.0 + mesh.rank))] == [1.0, 2.0, 3.0]
+        assert mesh.all_reduce(torch.full((9999,), 1.0 + mesh.rank)).unique().tolist() == [6.0]
+        found.append([] if mesh._links is None else sorted(mesh._links.lines))
+    process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
+    return found[0], found[1]
+
+
+@pytest.mark.skipif(not cma.available(), reason="needs process_vm_readv, which Linux has")
+def test_ranks_on_a_node_read_each_other_where_they_can(ranks: Ranks) -> None:
+    assert ranks(3, near) == [([1, 2], [2]), ([0, 2], [2]), ([0, 1], [0, 1])]
 
 
 def part_of_the_world() -> tuple[str, int, list[int]]:
@@ -100,8 +141,8 @@ def test_without_a_process_group() -> None:
 
 
 # ---- faults: uncaught, for the group is of no use after them, and the pool starts its ranks anew ---------------------
-def lose_rank_1(how: str) -> None:
-    mesh = process_mesh(timeout_s=2.0)
+def lose_rank_1(how: str, transport: str) -> None:
+    mesh = mesh_over(transport, 2.0)
     mesh.all_reduce(torch.ones(1))
     if mesh.rank == 1:
         if how == "dies":
@@ -110,15 +151,17 @@ def lose_rank_1(how: str) -> None:
     mesh.exchange([(1, torch.ones(1000))], [(1, torch.empty(1000))], "forward 0").wait()
 
 
-def test_a_rank_that_dies(ranks: Ranks) -> None:
+@pytest.mark.parametrize("transport", ["memory", "group"])
+def test_a_rank_that_dies(ranks: Ranks, transport: str) -> None:
     with pytest.raises(RankError) as raised:
-        ranks(2, lose_rank_1, "dies")
+        ranks(2, lose_rank_1, "dies", transport)
     assert "then rank 0: RingCommError: rank 0 of 2 (world), forward 0: " in str(raised.value)
 
 
-def test_a_rank_that_hangs_is_an_error_after_the_timeout(ranks: Ranks) -> None:
+@pytest.mark.parametrize("transport", ["memory", "group"])
+def test_a_rank_that_hangs_is_an_error_after_the_timeout(ranks: Ranks, transport: str) -> None:
     with pytest.raises(RankError) as raised:
-        ranks(2, lose_rank_1, "hangs")
+        ranks(2, lose_rank_1, "hangs", transport)
     said = str(raised.value).splitlines()[0]
     assert "RingCommError: rank 0 of 2 (world), forward 0: receive of 4000 bytes from rank 1 failed after 2." in said
     assert "Timed out waiting 2000ms" in said and "look at the output of the other ranks" in said

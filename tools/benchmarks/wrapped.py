@@ -26,6 +26,9 @@ class Wrapped(Mesh):
     def size(self) -> int:
         return self.mesh.size
 
+    def attend(self) -> None:
+        self.mesh.attend()
+
     def _post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str
     ) -> list[Transfer]:
