@@ -20,9 +20,9 @@ from ringopt.attention.seen import seen
 from ringopt.graph.mask import places
 from ringopt.graph.peel import HIDES_FLOAT16
 from ringopt.graph.reading import Reading
-from ringopt.graph.scores import Scores
+from ringopt.graph.scores import Scores, widened
 from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import Term
+from ringopt.graph.terms import Term, walk
 
 # A mask of more elements is compared at some blocks of BLOCK x BLOCK instead of whole.
 BLOCK, BLOCKS = 64, 12
@@ -61,6 +61,8 @@ def of_scores(
     asked = replace(reading.mask, visible=None, bias=None).asks
     every = [sizes[axis] if axis in asked else -1 for axis in "bh"]  # what the function of the score tells apart
     draw = torch.Generator().manual_seed(0)
+    rounding = max(torch.finfo(each.dtype).eps for each in walk(term) if each.dtype.is_floating_point)
+    term = widened(term, torch.float64)
     with unset_fake_temporarily(), torch.no_grad():
         for rows, keys in blocks(sizes):
             product = torch.randn(1, 1, len(rows), len(keys), generator=draw, dtype=torch.float64)
@@ -72,7 +74,7 @@ def of_scores(
             total = reading.mask.modified(scaled.expand(*every, -1, -1), rows, keys, sources)
             total = total + reading.mask.block(sizes["b"], sizes["h"], rows, keys, sources, torch.float64)
             found = total.masked_fill(~seen(pattern, rows, keys), -math.inf)
-            if not agree(original.double().expand_as(found), found, 1e-4):
+            if not agree(original.double().expand_as(found), found, max(8 * rounding, 1e-4)):
                 return told(reading, rows, keys)
     return ""
 

@@ -33,6 +33,7 @@ from ringopt.graph.terms import (
     Score,
     Term,
     applied,
+    children,
     constant,
     converted,
     loads,
@@ -180,8 +181,13 @@ class Walker:
             self.found.fills.add(self.floor)
         if self.gate is not TRUE:
             self.to_bias(where(self.gate, term, 0, term.dtype))
-        elif (rest := rest_of(term, self.found, self.lowest)) is not None:
+        elif (rest := rest_of(term, self.found, self.hiding)) is not None:
             self.to_bias(rest)
+
+    @property
+    def hiding(self) -> float:
+        """What hides, of a fill that is multiplied as the scores are."""
+        return self.lowest * max(abs(self.constant), 1.0)
 
     def to_bias(self, term: Term) -> None:
         bias = self.found.bias
@@ -232,7 +238,7 @@ class Walker:
         if value is None or self.factors or self.constant <= 0:
             return None
         value = max(value * self.constant, self.floor)
-        if value <= self.lowest:
+        if value <= self.hiding:
             hide(self.found, logic("logical_or", negate(self.gate), holds), value)
         else:
             outside = logic("logical_and", self.gate, negate(holds))
@@ -269,6 +275,7 @@ class Walker:
         for part in (result.bias, result.score, *conditions, *self.factors):
             self.refuse_own(part)
         quiet = result.bias is None or is_small(Peeled(bias=result.bias, fills={-1e12}), cone, learned)
+        quiet = quiet and stays_finite(result.score, cone, learned)
         result.nan = not (quiet and every_row_sees_a_key(conditions, cone))
         return result
 
@@ -298,6 +305,34 @@ RULES: dict[str, Callable[[Walker, Apply], Term | None]] = {
     "maximum": Walker.bounded,
     "minimum": Walker.bounded,
 }
+
+
+# Of anything they make no infinity; of finite numbers the others make none.
+BOUNDED = frozenset(("tanh", "sigmoid", "erf", "sin", "cos", "atan"))
+FINITE = BOUNDED | {"add", "sub", "mul", "neg", "abs", "square", "where", "clamp", "maximum", "minimum", "detach"}
+FINITE |= {"relu", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "log_sigmoid"}
+
+
+def stays_finite(score: Term | None, cone: Cone, learned: Callable[[fx.Node], bool]) -> bool:
+    """Whether a function of scores is known to hide no key: to be finite where its score is."""
+    found: dict[Term, bool] = {}
+    for each in walk(score):
+        number = constant(each)
+        if number is not None:
+            found[each] = math.isfinite(number)
+        elif isinstance(each, Load) and each.dtype.is_floating_point and not learned(each.source):
+            found[each] = all(map(math.isfinite, bounds(each, cone.spans, cone.known)))
+        elif isinstance(each, Apply) and each.dtype.is_floating_point:
+            given = [
+                found[arg] if isinstance(arg, Term) else arg is None or math.isfinite(float(arg))
+                for arg in each.args
+                if not isinstance(arg, str)
+            ]
+            by_number = each.op == "div" and bool(constant(each.args[1]))
+            found[each] = each.op in BOUNDED or ((each.op in FINITE or by_number) and all(given))
+        else:
+            found[each] = all(found[child] for child in children(each))
+    return score is None or found[score]
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -338,19 +373,23 @@ def operands(term: Term) -> tuple[Term, ...]:
 
 
 def widened(term: Term, kind: torch.dtype) -> Term:
-    """The same with its floating intermediates in `kind`: rounding to 16 bits between two ops is not part of a
-    function."""
+    """The same with what is made of the score in `kind`: rounding to 16 bits between two ops is not part of a
+    function. What is made of coordinates and tensors alone has the bits that the program gives it."""
     new: dict[Term, Term] = {}
     for each in walk(term):
         floating = each.dtype.is_floating_point
         if isinstance(each, Score):
             new[each] = score(kind)
+        elif all(new[child] is child for child in children(each)):
+            new[each] = each
         elif isinstance(each, Cast):
             operand = new[each.operand]
             new[each] = literal(operand, kind) if floating else converted(operand, each.dtype)
         elif isinstance(each, Apply):
-            args = [new[arg] if isinstance(arg, Term) else arg for arg in each.args]
+            args = [of_kind(new[arg], kind) if isinstance(arg, Term) else arg for arg in each.args]
             new[each] = applied(each.op, args, kind if floating else each.dtype, each.kwargs)
-        else:
-            new[each] = literal(each, kind) if floating else each
-    return new[term]
+    return of_kind(new[term], kind)
+
+
+def of_kind(term: Term, kind: torch.dtype) -> Term:
+    return literal(term, kind) if term.dtype.is_floating_point else term

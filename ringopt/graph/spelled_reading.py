@@ -295,6 +295,8 @@ class Reading:
         factor = literal(other, term.dtype)
         if self.is_over_pairs(factor) or any(each.source in self.below for each in loads(factor)):
             return None
+        if self.zeroed and loads(factor):
+            return None  # where the factor is no number, the product is made 0 behind it
         factors.append(factor if term.op == "mul" else apply("reciprocal", [factor], factor.dtype))
         return weight
 

@@ -133,6 +133,13 @@ def _times(a: Interval, b: Interval) -> Interval:
     return min(ends), max(ends)
 
 
+def _divided(a: Interval, b: Interval) -> Interval:
+    if b[0] <= 0 <= b[1] or not all(map(math.isfinite, (*a, *b))):
+        return ANYTHING
+    ends = [x / y for x in a for y in b]
+    return min(ends), max(ends)
+
+
 def _abs(a: Interval) -> Interval:
     return (0 if a[0] <= 0 <= a[1] else min(abs(a[0]), abs(a[1]))), max(abs(a[0]), abs(a[1]))
 
@@ -182,6 +189,7 @@ RULES: dict[str, Callable[..., Interval]] = {
     "rsub": lambda a, b: _plus(b, _minus(a)),
     "neg": _minus,
     "mul": _times,
+    "div": _divided,
     "abs": _abs,
     "where": _where,
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),

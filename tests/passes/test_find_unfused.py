@@ -129,7 +129,7 @@ SCORES = {
     ),
     "a factor of each key": (
         lambda s, q, k, v, m: (q @ k.mT * torch.arange(ROWS).log1p()).softmax(-1) @ v,
-        "score((score * log1p(k)))",
+        "score((score * float64(log1p(k))))",
     ),
     "softcap": (lambda s, q, k, v, m: (torch.tanh(q @ k.mT * SCALE / 5) * 5).softmax(-1) @ v, "softcap(5)"),
     "softcap, learned": (

@@ -1,0 +1,106 @@
+"""What scores may do at their edges: hide whole rows, hide by little, be rounded to 16 bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.translation import validate_function
+
+BATCH, HEADS, ROWS, DEPTH = 2, 2, 7, 4
+
+
+def given(dtype=torch.float64):
+    torch.manual_seed(0)
+    return [torch.randn(BATCH, HEADS, ROWS, DEPTH, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def padding(seen):
+    """[B, S], of which the second batch row sees `seen` keys."""
+    m = torch.ones(BATCH, ROWS, dtype=torch.bool)
+    m[1, : ROWS - seen] = False
+    return m
+
+
+def later():
+    return torch.arange(ROWS) > torch.arange(ROWS)[:, None]
+
+
+def attended(p, change, *more, dtype=torch.float64):
+    """The verdict on softmax(change(q @ k.mT, *more)) @ v, and its only site."""
+
+    def program(q, k, v, *more):
+        weights = change(q @ k.mT, *more).softmax(-1, torch.promote_types(dtype, torch.float32))
+        return (weights.to(dtype) @ v,)
+
+    verdict = validate_function(p, program, [*given(dtype), *more])
+    (site,) = verdict.report.sites
+    return verdict, site
+
+
+# ---- a function of the score that hides ------------------------------------------------------------------------------
+def gated(s, m):
+    return (s + torch.where(m, 0.0, -math.inf)[:, None, None]) * (1 + torch.arange(ROWS))
+
+
+HIDING = {
+    "infinite distances": lambda s, m: -s.masked_fill(~m[:, None, None], math.inf),
+    "a threshold": lambda s, m: torch.where(s - 100 * ~m[:, None, None] < -50, -math.inf, s),
+    "logarithms": lambda s, m: (s.tanh() + 2).mul(m[:, None, None]).log(),
+    "a mask behind a gate of keys": gated,
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("p", (2, 3))
+def test_rows_hidden_by_a_function_of_their_scores_are_nan(name, p):
+    verdict, site = attended(p, HIDING[name], padding(0))
+    assert site.refusal is None and "score" in site.pattern
+    for (out, *_), _gradients in verdict.found:
+        assert out[1].isnan().all() and out[0].isfinite().all()
+
+
+def test_a_factor_that_is_no_number_is_made_0_with_its_weights():
+    def program(q, k, v, m):
+        weights = (q @ k.mT).softmax(-1) * (m / m.sum(-1, keepdim=True))[:, None, None]
+        return (weights.nan_to_num() @ v,)
+
+    verdict = validate_function(2, program, [*given(), padding(0)])
+    (site,) = verdict.report.sites
+    assert site.refusal and site.refusal.startswith("the weights are changed after the softmax")
+    assert all(not out[1].any() and out[0].isfinite().all() for (out, *_), _gradients in verdict.found)
+
+
+def test_a_fill_that_is_scaled_up_with_the_scores_hides_nothing():
+    """-1 is lower than no score, whatever both are multiplied with."""
+    site = attended(2, lambda s: s.div(10).masked_fill(later(), -1.0) * 1e10)[1]
+    assert "filled(causal)" in site.pattern
+    shifted = attended(2, lambda s: (s.div(10) + torch.where(later(), -1.0, 0.0)) / 1e-10)[1]
+    assert "causal" not in shifted.pattern.split(" & ")
+
+
+# ---- 16 bits ---------------------------------------------------------------------------------------------------------
+def slopes(s):
+    return (s / 3 + (torch.arange(ROWS) - torch.arange(ROWS)[:, None]).to(s.dtype) / 7) * 0.7
+
+
+ROUNDED = {
+    "full": lambda s: s * 0.3,
+    "causal": lambda s: (s * 0.3).masked_fill(later(), torch.finfo(s.dtype).min),
+    "causal & bias": lambda s: slopes(s).masked_fill(later(), torch.finfo(s.dtype).min),
+    "causal & softcap(30)": lambda s: (30 * torch.tanh(s * 0.3 / 30)).masked_fill(later(), -math.inf),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_scores_of_16_bits(name, dtype):
+    """What is read of them is not rounded between two ops; that is no difference from the program's own."""
+    verdict, site = attended(2, ROUNDED[name], dtype=dtype)
+    assert (site.pattern, site.refusal) == (name, None)
+    q, k, v = (x.detach().double() for x in given(dtype))
+    exact = ROUNDED[name](q @ k.mT).softmax(-1) @ v
+    for (out, *_), _gradients in verdict.found:
+        assert (out - exact).abs().max() < 4 * torch.finfo(dtype).eps
