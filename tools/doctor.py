@@ -148,11 +148,11 @@ def memory() -> str:
     from ringopt.distributed import cma
 
     if not cma.available():
-        return "of other ranks on this node cannot be read (process_vm_readv of Linux): their messages go through gloo"
-    who = ("", " if one launcher has started them (Yama's ptrace_scope is 1)", " with CAP_SYS_PTRACE only", "")
-    if (scope := cma.scope()) > 2:
-        return "of other ranks on this node cannot be read (Yama's ptrace_scope is 3): their messages go through gloo"
-    return f"ranks on this node read CPU messages from each other's memory{who[scope]}, and through gloo if they cannot"
+        return "of other ranks cannot be read (no process_vm_readv): gloo has their messages"
+    readers = {0: "", 1: " of ranks with one launcher (Yama)", 2: " of ranks with CAP_SYS_PTRACE (Yama)"}
+    if cma.scope() not in readers:
+        return "of other ranks cannot be read (Yama): gloo has their messages"
+    return f"CPU messages on this node are read from the sender's{readers[cma.scope()]}"
 
 
 def rates() -> dict[str, str]:
