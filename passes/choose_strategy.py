@@ -28,7 +28,7 @@ from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import op_name, requires_grad, shape_of, source_line, value_of
-from ringopt.graph.pairs import query_rows
+from ringopt.graph.pairs import NO_SITE, query_rows
 from ringopt.graph.placement import Layouts, Sharded
 from ringopt.graph.sizes import at_hand, formula
 from ringopt.kernels.choose import choose as choose_kernel
@@ -72,8 +72,7 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
     }
     where = [f"{op_name(node)} {list(shape_of(node))} ({source_line(node)})" for node in found]
     if where:
-        said = "are no site: each rank computes the rows of its own queries, with keys and values whole"
-        context.notes.append(f"pairs of {', '.join(where)} {said}")
+        context.notes.append(f"pairs of {', '.join(where)} {NO_SITE}")
     return dict(found.values())
 
 

@@ -193,6 +193,9 @@ def predicted(
     on_one_node = replace(asked.options, strategy="ring") if hybrid_asked else asked.options
     found = traced(model, args, kwargs, on_one_node, asked.device.name)
     if not found.sites:
+        if found.pairs:
+            said = "how they grow with the length is not planned. ringopt.explain tells of them at one length"
+            raise OptionError(f"there is nothing to plan but {'; '.join(found.pairs)}: {said}")
         why = "; ".join(found.refused) or "no attention was found"
         raise OptionError(f"there is nothing to plan, no attention of this model can be sharded: {why}")
     rates, longest = asked.rates(found.sites[0].case.heads.dtype), dict[int, int | None]()
@@ -203,6 +206,8 @@ def predicted(
         tell(1 + len(points) + len(longest), parts)
         longest[p] = longest_of(found, asked.options, asked.device, rates, p)
     notes = [f"not sharded: {reason}" for reason in found.refused]
+    said = "; as if all that this makes and computes grew with the length, not with its square: too little beyond it"
+    notes += [f"{note}{said}" for note in found.pairs]
     if any(one.bound for ranks in found.moved.values() for each in ranks for one in each):
         notes.append("rows that are looked up by number are counted as if the busiest rank had them all")
     if any(not site.exact for point in points for site in point.sites):

@@ -18,6 +18,7 @@ from ringopt.backend import transform
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.explain import hollow, value_of_output
 from ringopt.graph.nodes import op_name, requires_grad, value_of
+from ringopt.graph.pairs import NO_SITE
 from ringopt.liveness import Live, live_of, of_parameters, partitioned, sizes
 from ringopt.measure import Figures, matrix_flops
 from ringopt.options import Options
@@ -40,6 +41,7 @@ class Traced:
     """What the traces say.
 
     length        of the longest sequence
+    pairs         notes of the reports on weights of pairs that are no site
     shared_flops  forward, of products outside the attentions: of the whole sequence, where each rank does its rows
     own_flops     the same, where every rank does all
     moved         what each rank sends beside the attentions; by traced ranks, then by rank
@@ -49,6 +51,7 @@ class Traced:
     length: int
     sites: tuple[PlannedSite, ...]
     refused: tuple[str, ...]
+    pairs: tuple[str, ...]
     training: bool
     shared_flops: int
     own_flops: int
@@ -59,15 +62,15 @@ class Traced:
 def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, hardware: str) -> Traced:
     live: dict[int, Sequence[Live]] = {}
     moved: dict[int, Sequence[Sequence[Sending]]] = {}
-    refused: list[str] = []
+    refused, pairs = list[str](), list[str]()
     nodes: list[tuple[fx.GraphModule, fx.Node]] = []
     length = 0
     for ranks in TRACED:
-        graphs, refused = flat_graphs(model, args, kwargs, options, PretendedMesh(0, ranks, hardware))
-        if not graphs:
-            return Traced(0, (), tuple(refused), False, 0, 0, {}, {})
+        graphs, refused, pairs = flat_graphs(model, args, kwargs, options, PretendedMesh(0, ranks, hardware))
         nodes = [(graph, node) for graph in graphs for node in graph.graph.nodes]
         length = max((max(site.case.q_length, site.case.kv_length) for site in sites_of(nodes)), default=0)
+        if not length:
+            return Traced(0, (), tuple(refused), tuple(pairs), False, 0, 0, {}, {})
         parts = [partitioned(graph) for graph in graphs]
         rows = -(-length // ranks)
         live[ranks] = [live_of(graph, part, rows, ranks) for graph, part in zip(graphs, parts, strict=True)]
@@ -85,20 +88,22 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         else:
             own += flops
     sites = tuple(sites_of(nodes))
-    return Traced(length, sites, tuple(refused), any(s.case.training for s in sites), shared, own, moved, live)
+    training = any(site.case.training for site in sites)
+    return Traced(length, sites, tuple(refused), tuple(pairs), training, shared, own, moved, live)
 
 
 def flat_graphs(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: PretendedMesh
-) -> tuple[list[fx.GraphModule], list[str]]:
-    """Every graph that is sharded, and why sites or graphs are not."""
+) -> tuple[list[fx.GraphModule], list[str], list[str]]:
+    """Every graph that is sharded, why sites or graphs are not, and what is said of pairs."""
     graphs: list[fx.GraphModule] = []
-    refused: list[str] = []
+    refused, pairs = list[str](), list[str]()
 
     def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         flat, report, _random = transform(gm, example_inputs, options, mesh)
         refused.extend(f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal)
         refused.extend([report.refusal] if report.refusal else [])
+        pairs.extend(note for note in report.notes if note.endswith(NO_SITE))
         if flat is not None:
             graphs.append(flat)
         outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
@@ -107,7 +112,7 @@ def flat_graphs(
     torch._dynamo.reset()
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         torch.compile(model, backend=dry, dynamic=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
-    return graphs, refused
+    return graphs, refused, pairs
 
 
 def sites_of(nodes: Sequence[tuple[fx.GraphModule, fx.Node]]) -> list[PlannedSite]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,29 @@ def test_what_cannot_be_planned_is_an_error(asked: dict[str, Any], told: str) ->
 def test_without_attention_there_is_nothing_to_plan() -> None:
     with pytest.raises(OptionError, match="there is nothing to plan"):
         ringopt.plan(nn.Linear(4, 4), torch.randn(2, 4))
+
+
+class Retained(nn.Module):
+    """Retention, which is no attention site, and attention where it is asked for."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends, self.qkv = attends, nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        i = torch.arange(x.shape[1])
+        y = (q @ k.mT * torch.where(i[:, None] >= i, 0.9 ** (i[:, None] - i), 0.0)) @ v
+        y = F.scaled_dot_product_attention(y, k, v) if self.attends else y
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_pairs_that_are_no_site_are_told_and_not_planned() -> None:
+    x, no_site = torch.randn(1, 32, 16), r"pairs of matmul \[1, 2, 32, 32\] .* are no site: .*"
+    with pytest.raises(OptionError, match=f"there is nothing to plan but {no_site}how they grow with the length"):
+        ringopt.plan(Retained(False), x)
+    (note,) = ringopt.plan(Retained(True), x, world_size=2, lengths=[64]).notes
+    assert re.match(f"{no_site} as if all that this makes and computes grew with the length, not with its square", note)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from ringopt.graph.sizes import is_open
 # They mix along a dim, or over channels, and leave every dim what it was.
 MIXING = frozenset(("softmax", "_softmax", "log_softmax", "dropout", "cumsum", "sort", "getitem", *CONVOLUTIONS))
 
+NO_SITE = "are no site: each rank computes the rows of its own queries, with keys and values whole"  # for the report
+
 Axes = tuple[Sharded, Sharded]  # one axis of each operand
 
 

@@ -27,6 +27,7 @@ from ringopt.graph.products import GROUPED
 from ringopt.graph.rules import Rule
 from ringopt.graph.sharder import Sharder
 from ringopt.graph.sizes import divides, same
+from ringopt.sharding.draws import dropout
 
 aten = torch.ops.aten
 Placing = Callable[[], None]
@@ -90,7 +91,8 @@ class Routing:
             node = node.next
 
     def follows(self, node: fx.Node) -> bool:
-        ways = (self.element, self.divided, self.picked, self.counted, self.inverted, self.multiplied, self.row_by_row)
+        made = (self.element, self.divided, self.picked, self.counted, self.inverted)
+        ways = (*made, self.multiplied, self.dropped, self.row_by_row)
         return node.op == "call_function" and any(way(node) for way in ways)
 
     def take(self, node: fx.Node, role: str, placing: Placing | None = None) -> bool:
@@ -173,6 +175,12 @@ class Routing:
         placing = partial(self.local, node, {w: None}, self.place)
         return same(shape_of(w)[0], shape_of(ends)[0]) and self.take(node, "rows", placing)
 
+    def dropped(self, node: fx.Node) -> bool:
+        """Each rank draws for its own rows, in whatever order they are."""
+        x = node.args[0]
+        placing = partial(self.drop, node)
+        return op_name(node) == "dropout" and self.is_a(x, "rows") and self.take(node, "rows", placing)
+
     def row_by_row(self, node: fx.Node) -> bool:
         """By its rule: all its operands are in the order, or have no rows."""
         rule, operands = rule_of(node), list(tensor_args(node))
@@ -203,6 +211,9 @@ class Routing:
         gathered, as if its rows had places in the whole."""
         self.sharder.reader = node
         self.sharder.set(node, self.sharder.emit(node, rule, wanted, self.place), self.place)
+
+    def drop(self, node: fx.Node) -> None:
+        dropout(self.sharder, node)
 
     def sorted_back(self, node: fx.Node, order: fx.Node) -> None:
         value = self.sharder.call(aten.argsort.default, (self.sharder.values[order],), node, self.place)

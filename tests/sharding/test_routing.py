@@ -7,8 +7,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ringopt.backend import transform
+from ringopt.options import Options
 from tests.sharding.programs import CASES
-from tests.translation import validate
+from tests.threads import run_on_threads
+from tests.translation import Seat, captured, validate
 
 pytest.importorskip("transformers.integrations.moe")  # defines a grouped_mm that runs on the CPU in any dtype
 grouped_mm = torch.ops.transformers.grouped_mm_fallback
@@ -87,6 +90,31 @@ def checked(go, p, layout, chosen=CHOSEN):
 def test_every_token_meets_its_experts_where_it_is(go, p, layout):
     report = checked(go, p, layout)
     assert {gather.op for gather in report.gathers} == {"output"} and report.sharded_fraction == 1, report
+
+
+def dropped_on_the_way(m, x, weights, experts):
+    experts, order = experts.sort()
+    return grouped_mm(F.dropout(x[order], 0.5, True), m.wide, ends(experts))[back(order)]
+
+
+def test_what_is_dropped_between_experts_is_drawn_by_each_rank():
+    """Experts that change nothing: of each element comes back nothing or twice as much, to its own place."""
+    model = Experts(dropped_on_the_way, chosen=1).double()
+    for matrix in (model.out.weight, *model.wide):
+        nn.init.eye_(matrix)
+    nn.init.zeros_(model.out.bias)
+    x = torch.randn(2, 64, D, dtype=torch.float64)
+    gm, given = captured(model, x)
+    made = [transform(gm, given, Options(layout="contiguous"), Seat(rank, 2)) for rank in range(2)]
+    assert {gather.op for gather in made[0][1].gathers} == {"output"} and made[0][1].sharded_fraction == 1
+    (out,), (other,) = run_on_threads(2, lambda mesh: made[mesh.rank][0](*given))
+    assert torch.equal(out, other)
+    model.go = lambda m, x, weights, experts: torch.zeros_like(x)
+    kept = (out / model(x) - 1) / 2
+    torch.testing.assert_close(kept, kept.round())
+    assert set(kept.round().unique().tolist()) == {0.0, 1.0} and 0.45 < float(kept.mean()) < 0.55
+    halves = kept.round().chunk(2, 1)
+    assert 0.4 < float((halves[0] == halves[1]).double().mean()) < 0.6
 
 
 def test_one_expert_a_token():
