@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
@@ -102,7 +103,7 @@ def changed_option_and_lengths():
     model, before = Attention(), len(ringopt.reports())
     layouts = []
     for layout in ("contiguous", "zigzag"):
-        compiled = torch.compile(model, backend="ring", options={"layout": layout, "inner_backend": "aot_eager"})
+        compiled = torch.compile(model, backend="ring", options={"layout": layout, "inner_backend": "eager"})
         for n in (12, 17, 12, 21):
             found, expected = run(compiled, model, {"x": data(n)}), run(model, model, {"x": data(n)})
             assert difference(found, expected) < 1e-5
@@ -151,7 +152,8 @@ def warm_cache(folder):
 
     model, x = Attention(), data(13)  # shards of 6 and 7 rows: the ranks must not find each other's code
     seen = []
-    with patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": folder}):
+    headers = inductor_config.patch(cpp_cache_precompile_headers=False)  # in an empty folder they would be, for one use
+    with patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": folder}), headers:
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
@@ -217,7 +219,7 @@ def test_no_value_of_llama_holds_all_tokens():
     """Between the embedding and the loss; and nothing is [n, n]."""
     n = 67
     model, inputs = build("llama", n, torch.float64)
-    verdict = validate(4, model, inputs)
+    verdict = validate(2, model, inputs)
     assert not verdict.wrong
     whole, outputs = [], set(verdict.graph.graph.output_node().all_input_nodes)
     for node in verdict.graph.graph.nodes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -112,6 +113,7 @@ def test_ddp(ranks):
         assert error < 1e-9 and graphs[0] == (2, None)
 
 
+@pytest.mark.zoo
 def test_fifty_steps_of_ddp(ranks):
     """The curve of losses, and the weights at its end."""
     for error, _ in ranks(4, beside, "compiled_in_ddp", True, 1, 50):

@@ -162,15 +162,15 @@ def test_ranks_that_read_different_outputs_are_told(ranks):
 
 
 # ---- from graph to graph ---------------------------------------------------------------------------------------------
-def handed_on(how, outputs):
-    """The largest error over two lengths, and the bytes gathered by a forward of the last."""
+def handed_on(how, outputs, lengths):
+    """The largest error, and the bytes gathered by a forward of the last length."""
     model, errors = Model(breaks=how == "breaks"), []
     run = compiled(model, outputs)
     if how == "blocks":
         run = model
         for block in (model.first, model.second):
             block.compile(backend="ring", options={"outputs": outputs, "inner_backend": "aot_eager"})
-    for n in (13, 17):
+    for n in lengths:
         x, labels = data(n)
         with torch.compiler.set_stance("force_eager"):
             loss, logits = model(x, labels)
@@ -186,16 +186,16 @@ def handed_on(how, outputs):
     return max(errors), sum(event.bytes for event in traffic.events if event.kind == "all_gather")
 
 
-@pytest.mark.parametrize("outputs", ["lazy", "local"])
-def test_rows_go_over_graph_breaks(ranks, outputs):
+@pytest.mark.parametrize("outputs, lengths", [("lazy", (13, 17)), ("local", (17,))])
+def test_rows_go_over_graph_breaks(ranks, outputs, lengths):
     """With "local" too what crosses a break is a whole tensor to the program; only the last graph returns rows."""
-    for error, gathered in ranks(2, handed_on, "breaks", outputs):
+    for error, gathered in ranks(2, handed_on, "breaks", outputs, lengths):
         assert error < 1e-9 and gathered == 0
 
 
 def test_rows_go_from_block_to_block(ranks):
     """The head outside reads what the last block returns."""
-    for error, gathered in ranks(3, handed_on, "blocks", "lazy"):
+    for error, gathered in ranks(3, handed_on, "blocks", "lazy", (17,)):
         assert error < 1e-9 and gathered == 2 * (2 * 6 * D * 8) + 2 * 5 * 8
 
 

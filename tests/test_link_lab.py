@@ -66,7 +66,7 @@ def test_a_link_that_is_cut_and_mended_goes_on(tmp_path: Path) -> None:
         lab.mend(1)
 
     with LinkLab(2, 400) as lab:
-        outcomes = lab.outcomes(rounds, str(tmp_path), 4.0, timeout=60, meanwhile=when_under_way(tmp_path, blink))
+        outcomes = lab.outcomes(rounds, str(tmp_path), 2.0, timeout=60, meanwhile=when_under_way(tmp_path, blink))
     # TCP waits ever longer before it tries again: if that takes longer than the timeout, it is an error on both.
     values = {outcome.value for outcome in outcomes}
     assert values == {"done"} or all("failed after" in value for value in values)

@@ -78,8 +78,7 @@ class Encoder(nn.Module):
         return out.mean(1)
 
 
-@pytest.mark.parametrize("compat", [None, "torchscale"])
-@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize(("p", "compat"), [(2, None), (3, "torchscale")])
 def test_a_compiled_encoder_is_sharded(p: int, compat: str | None) -> None:
     x, padding = torch.randn(2, N, 16, **F64), torch.rand(2, N) > 0.8
     for inputs in ((x,), (x, padding)):
@@ -91,7 +90,7 @@ def test_a_compiled_encoder_is_sharded(p: int, compat: str | None) -> None:
 
 
 def test_one_compilation_serves_all_lengths() -> None:
-    calls = [(torch.randn(2, n, 16, **F64),) for n in (50, 67, 96, 33)]
+    calls = [(torch.randn(2, n, 16, **F64),) for n in (50, 67, 33)]
     assert len(run_over(Encoder(), calls, 3).reports) == 2  # the first length, then all
 
 

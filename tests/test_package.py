@@ -57,16 +57,54 @@ def test_import_is_light() -> None:
     assert python("import sys, ringopt; print(sorted({'torch', 'sympy', 'rich', 'numpy'} & set(sys.modules)))") == "[]"
 
 
-def test_importing_the_operators_defines_all_of_them() -> None:
-    """Or a file of a converted program could not be loaded: it names operators that nobody registered."""
-    names = sorted(path.stem for path in (ROOT / "ringopt" / "ops").glob("[a-z]*.py"))
-    code = f"import sys, ringopt.ops; print([n for n in {names} if 'ringopt.ops.' + n not in sys.modules])"
-    assert python(code, PYTHONPATH=str(ROOT)) == "[]"
+OPERATORS = sorted(path.stem for path in (ROOT / "ringopt" / "ops").glob("[a-z]*.py"))
+NAMES = "from ringopt.attention import rows; print(ringopt.attention.__name__, rows.__name__)"
+# What is run in copies of one interpreter that has torch, and nothing of ringopt yet; and what it prints.
+FRESH = {
+    "importing the operators defines all of them, or a file that names them could not be loaded": (
+        f"import sys, ringopt.ops; print([n for n in {OPERATORS} if 'ringopt.ops.' + n not in sys.modules])",
+        "[]",
+    ),
+    "no public name needs a process group": (
+        "import ringopt, torch.distributed as dist; [getattr(ringopt, n) for n in ringopt.__all__]\n"
+        "print(dist.is_initialized())",
+        "False",
+    ),
+    "the backend is found without importing ringopt": (
+        "import sys, torch._dynamo as dynamo; print('ring' in dynamo.list_backends(), 'ringopt' in sys.modules)\n"
+        "from torch._dynamo.backends.registry import lookup_backend; print(lookup_backend('ring').__name__)",
+        "True False\nring",
+    ),
+    **{
+        f"attention is the function after {first}": (
+            f"import ringopt; {first}; {NAMES}",
+            "attention ringopt.attention.rows",
+        )
+        for first in ("import ringopt.attention", "import ringopt.backend", "ringopt.attention")
+    },
+}
 
 
-def test_import_needs_no_process_group() -> None:
-    code = "import ringopt, torch.distributed as dist; [getattr(ringopt, n) for n in ringopt.__all__]"
-    assert python(f"{code}; print(dist.is_initialized())") == "False"
+@pytest.fixture(scope="module")
+def fresh() -> list[str]:
+    """What each of FRESH prints."""
+    code = (
+        "import os, sys, torch._dynamo\n"
+        f"for code in {[code for code, _ in FRESH.values()]!r}:\n"
+        "    sys.stdout.flush()\n"
+        "    if os.fork() == 0:\n"
+        "        exec(code)\n"
+        "        sys.stdout.flush()\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "    print('---')"
+    )
+    return python(code, PYTHONPATH=str(ROOT)).split("---")
+
+
+@pytest.mark.parametrize("fact", FRESH)
+def test_a_fresh_interpreter(fact: str, fresh: list[str]) -> None:
+    assert fresh[list(FRESH).index(fact)].strip() == FRESH[fact][1]
 
 
 @pytest.mark.parametrize("name", ringopt.__all__)
@@ -78,28 +116,6 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"module 'ringopt' has no attribute 'atention'; it has .*attention"):
         _ = ringopt.atention  # type: ignore[attr-defined]
-
-
-def test_attention_is_the_function_whatever_is_imported_first() -> None:
-    """In copies of an interpreter that has torch, and nothing of ringopt yet."""
-    code = (
-        "import os, sys, torch._dynamo\n"
-        "for first in ('import ringopt.attention', 'import ringopt.backend', 'ringopt.attention'):\n"
-        "    if os.fork() == 0:\n"
-        "        exec(f'import ringopt; {first}; from ringopt.attention import rows')\n"
-        "        print(ringopt.attention.__name__, rows.__name__, flush=True)\n"
-        "        os._exit(0)\n"
-        "    os.wait()"
-    )
-    assert python(code).splitlines() == ["attention ringopt.attention.rows"] * 3
-
-
-def test_the_backend_is_found_without_importing_ringopt() -> None:
-    code = (
-        "import sys, torch._dynamo as dynamo; print('ring' in dynamo.list_backends(), 'ringopt' in sys.modules);"
-        "from torch._dynamo.backends.registry import lookup_backend; print(lookup_backend('ring').__name__)"
-    )
-    assert python(code).split() == ["True", "False", "ring"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from ringopt.ops.ring import VERSION
 
 Ranks = Callable[..., list[Any]]
 
-LENGTH, HEADS, DIM = 8192, 8, 64
+LENGTH, HEADS, DIM = 2048, 32, 64  # what is held falls with rows times heads, what is computed with rows squared
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of mallopt
 
 
