@@ -170,6 +170,15 @@ def is_unstable(flat: fx.GraphModule, inputs: list[Any], expected: Values) -> bo
         return any(difference(expected, values_and_gradients(Shaken(flat).run, inputs)) for _ in range(8))
 
 
+def with_seed(gm: fx.GraphModule) -> fx.GraphModule:
+    """Threads share one generator, which ranks do not: the seed is a number instead."""
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.randint.default:
+            node.target, node.args, node.kwargs = torch.ops.aten.full.default, ([], 5), {"dtype": torch.int64}
+    gm.recompile()
+    return gm
+
+
 Values = tuple[list[Any], list[Any]]
 
 

@@ -20,6 +20,9 @@ FIRST, SECOND, ROWS = (number - 2**64 for number in (0xBF58476D1CE4E5B9, 0x94D04
 KEYS = 0x5851F42D4C957F2D  # another increment: the numbers of keys are not those of rows
 
 
+Places = int | range | Tensor  # how many from 0, or their numbers
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Weights are zeroed with probability `p`, the others divided by 1 - p. `seed`: int64, no dims."""
@@ -27,26 +30,31 @@ class Dropout:
     p: float
     seed: Tensor
 
-    def factor(self, b: int, h: int | range, q_rows: range, kv_rows: range, dtype: torch.dtype) -> Tensor:
-        """[b, h, queries, keys]: what weights are multiplied with, 0 or 1 / (1 - p). Rows are global, and `h` a
-        number of heads or their numbers."""
+    def factor(self, b: Places, h: Places, q_rows: range, kv_rows: range, dtype: torch.dtype) -> Tensor:
+        """[b, h, queries, keys]: what weights are multiplied with, 0 or 1 / (1 - p). Rows are global, `b` and `h` how
+        many rows of the batch and heads there are, or their numbers."""
         rest = 1.0 - self.p
         return self.kept(b, h, q_rows, kv_rows).to(dtype) * (1.0 / rest if rest > 0 else 0.0)
 
-    def kept(self, b: int, h: int | range, q_rows: range, kv_rows: range) -> Tensor:
+    def kept(self, b: Places, h: Places, q_rows: range, kv_rows: range) -> Tensor:
         """[b, h, queries, keys], bool."""
-        device, h = self.seed.device, h if isinstance(h, range) else range(h)
-        rows = mixed(self.seed + ROWS)
-        for dim, places in enumerate((range(b), h, q_rows)):
-            rows = mixed(rows ^ counted(places, device).view([-1 if i == dim else 1 for i in range(4)]))
+        device, rows = self.seed.device, mixed(self.seed + ROWS)
+        batch, heads = (counted(each, device) for each in (b, h))
+        for dim, places in enumerate((batch, heads, counted(q_rows, device))):
+            rows = mixed(rows ^ places.view([-1 if i == dim else 1 for i in range(4)]))
         keys = mixed(mixed(self.seed + KEYS) ^ counted(kv_rows, device))
         least = int(self.p * 2**64) - 2**63  # of the signed numbers, a share of p lies below
         if least >= 2**63:
-            return torch.zeros((), dtype=torch.bool, device=device).expand(b, len(h), len(q_rows), len(kv_rows))
+            return torch.zeros((), dtype=torch.bool, device=device).expand(
+                len(batch), len(heads), len(q_rows), len(kv_rows)
+            )
         return scrambled(rows ^ keys) >= least
 
 
-def counted(places: range, device: torch.device) -> Tensor:
+def counted(places: Places, device: torch.device) -> Tensor:
+    if isinstance(places, Tensor):
+        return places
+    places = range(places) if isinstance(places, int) else places
     return torch.arange(places.start, places.stop, places.step, device=device)
 
 

@@ -1,12 +1,13 @@
 """`ringopt::attention`: every spelling of attention as one operator, on one device.
 
     attention(q, k, v, attn_mask?, sources, sinks?, seed?, pattern, mask, dropout_p, scale)
-    # q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], sinks [1|B, Hq], seed int64 []
+    # q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], sinks [1|B, Hq], seed int64 [] or [1 + B + Hq]
 
 `attn_mask` is what the program gave; classify_mask turns it into `pattern` (structure: full, causal, window) and `mask`
 (the text of a ringopt.graph.mask.Mask that reads `sources`). Query head h attends with KV head h // (Hq / Hkv). A sink
 is one more logit in the softmax of every row of its head, and leads to no value. Weights are dropped with probability
-`dropout_p`, as `seed` says (ringopt/attention/dropout.py). A pattern may be dilated (ringopt/attention/dilation.py);
+`dropout_p`, as `seed` says (ringopt/attention/dropout.py); behind it may stand the numbers that the rows of the batch
+and the heads have in the whole, of which these are a part. A pattern may be dilated (ringopt/attention/dilation.py);
 `attn_mask` then says which keys are no padding, [1|B, 1, 1, Sk] of bool.
 """
 
@@ -65,8 +66,8 @@ def attention_reference(
     # softmax does not, so a program that spelled it out (`nan`) keeps its own. Nor has it 16 bits if its bias has more.
     bias = parsed.bias is not None and (parsed.nan or parsed.bias.dtype.itemsize > q.dtype.itemsize)
     if bias or sinks is not None or dropout_p or parsed.score is not None:
-        drop = Dropout(dropout_p, seed.to(q.device)) if dropout_p and seed is not None else None
-        return written_out(q, k, v, attn_mask, sources, sinks, drop, pattern, parsed, scale)
+        seed = seed.to(q.device) if dropout_p and seed is not None else None
+        return written_out(q, k, v, attn_mask, sources, sinks, seed, dropout_p, pattern, parsed, scale)
     whole = whole_mask(q, k, attn_mask, sources, pattern, parsed, q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, whole, scale=scale, enable_gqa=grouped)
     if whole is None or not parsed.nan:
@@ -82,7 +83,8 @@ def written_out(
     given: Tensor | None,
     sources: list[Tensor],
     sinks: Tensor | None,
-    drop: Dropout | None,
+    seed: Tensor | None,
+    dropout_p: float,
     pattern: str,
     mask: Mask,
     scale: float,
@@ -102,8 +104,10 @@ def written_out(
     else:
         hidden = hidden_rows(whole)
         weights = scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
-    if drop is not None:
-        weights = weights * drop.factor(batch, heads, queries, keys, wide)
+    if seed is not None:
+        in_batch, among_heads = seed[1:].split([batch, heads]) if seed.dim() else (batch, heads)
+        drop = Dropout(dropout_p, seed.view(-1)[0])
+        weights = weights * drop.factor(in_batch, among_heads, queries, keys, wide)
     return spread(fold(weights.to(v.dtype), groups) @ v, groups)
 
 

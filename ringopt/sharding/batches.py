@@ -24,13 +24,15 @@ from ringopt.graph.term_folding import substitute
 from ringopt.graph.terms import Term, axis, load, loads
 from ringopt.sharding.steps import Steps
 
+aten = torch.ops.aten
+
 
 def attended(sharder: Sharder, node: fx.Node) -> bool:
-    """Where a mask asks for the row of the batch, or for the head. (What asks for neither has a rule: graph/axes.py.)
-    Dropped weights are numbered over the whole batch: those stay whole."""
+    """Where a mask, or the place of a weight that may be dropped, asks for the row of the batch, or for the head. (What
+    asks for neither has a rule: graph/axes.py.)"""
     if node.target is not torch.ops.ringopt.attention.default:
         return False
-    q, k, v, _given, sources, sinks, _seed, pattern, text, *how = node.args
+    q, k, v, _given, sources, sinks, seed, pattern, text, *how = node.args
     found = (sharder.placements[x] for x in (q, k, v))
     place = next((at for at in found if at is not None and at.dim < 2), None)
     if place is None or told_apart(node) or not same(shape_of(q)[place.dim], shape_of(k)[place.dim]):
@@ -43,15 +45,26 @@ def attended(sharder: Sharder, node: fx.Node) -> bool:
     if len(sources) in numbered.sources:
         read.append(step.numbers(place, value_of(q).device))
     logits = None if sinks is None else of_heads(sharder, sinks, place)
-    args = (*local, None, read, logits, None, pattern, numbered.text, *how)
+    drawn = None if seed is None else with_numbers(step, seed, place)
+    args = (*local, None, read, logits, drawn, pattern, numbered.text, *how)
     sharder.set(node, sharder.call(node.target, args, node, place), place)
     return True
 
 
 def told_apart(node: fx.Node) -> bool:
-    """Whether a mask that is read whole, or numbers that are drawn, tell rows of the batch apart."""
-    _q, _k, _v, given, _sources, _sinks, seed, *_how = node.args
-    return given is not None or seed is not None
+    """Whether a mask that is read whole tells rows of the batch apart."""
+    return node.args[3] is not None
+
+
+def with_numbers(step: Steps, seed: fx.Node, place: Sharded) -> fx.Node:
+    """The seed, and behind it the numbers in the whole of the batch rows and heads that this rank has."""
+    sizes, device = shape_of(step.node.args[0])[:2], value_of(step.node).device
+    told = [
+        step.numbers(place, device) if dim == place.dim else step(aten.arange.default, size, device=device)
+        for dim, size in enumerate(sizes)
+    ]
+    first = step(aten.to.device, step.sharder.replicated(seed), device, torch.int64)
+    return step(aten.cat.default, [step(aten.reshape.default, first, [1]), *told])
 
 
 def spread(mask: Mask, name: str, shapes: Sequence[Sequence[int]], size: int) -> dict[int, int]:

@@ -24,7 +24,7 @@ from ringopt.options import Options
 from ringopt.passes import UNDERSTAND
 from ringopt.pipeline import Context, Pipeline
 from tests.threads import run_on_threads
-from tests.translation import Seat, captured, difference, validate, values_and_gradients
+from tests.translation import Seat, captured, difference, validate, values_and_gradients, with_seed
 
 B, N, D, H = 2, 13, 8, 2
 PADDING = torch.ones(B, N, dtype=torch.bool)
@@ -159,12 +159,3 @@ def test_dropout_drops_the_same_weights_on_any_number_of_ranks(name: str, monkey
         assert all(random for _, _, random in made), "the ranks are to compare their generators"
         for found in run_on_threads(p, lambda mesh, graphs=graphs: values_and_gradients(graphs[mesh.rank], given)):  # type: ignore[misc]
             assert not difference(expected, found, 1e-10)
-
-
-def with_seed(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Threads share one generator, which ranks do not: the seed is a number instead."""
-    for node in gm.graph.nodes:
-        if op_name(node) == "randint":
-            node.target, node.args, node.kwargs = torch.ops.aten.full.default, ([], 5), {"dtype": torch.int64}
-    gm.recompile()
-    return gm

@@ -9,9 +9,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
+from ringopt.backend import transform
+from ringopt.capture import capture, known
+from ringopt.distributed.mesh import mesh_of
+from ringopt.options import Options
+from ringopt.passes import UNDERSTAND
+from ringopt.pipeline import Context, Pipeline
 from tests.models import difference, run
+from tests.threads import run_on_threads
+from tests.translation import Seat, captured, validate, values_and_gradients, with_seed
 from tests.translation import difference as different
-from tests.translation import validate
 
 D, H, W = 8, 2, 4  # width, heads, rows of a window
 
@@ -41,12 +48,12 @@ class Windows(nn.Module):
         return (x + y.roll(W // 2, 1)).square().mean()
 
 
-def spelled(add, soft=lambda scores: scores):
+def spelled(add, soft=lambda scores: scores, weigh=lambda weights: weights):
     """Attention in products, with what `add` gives added to scores [b, windows, H, W, W]."""
 
     def attend(m, q, k, v, seen):
         scores = soft(q @ k.mT / 2).unflatten(0, (-1, len(m.shifted)))
-        return (scores + add(m, seen)).flatten(0, 1).softmax(-1) @ v
+        return weigh((scores + add(m, seen)).flatten(0, 1).softmax(-1)) @ v
 
     return attend
 
@@ -94,10 +101,10 @@ def within(verdict):
     assert verdict.report.sites[1].strategy == "none" and verdict.report.sharded_fraction == 1
 
 
-def in_place_of_heads(m, q, k, v, seen, mask=lambda m: m.shifted + m.bias[:, 0]):
+def in_place_of_heads(m, q, k, v, seen, mask=lambda m: m.shifted + m.bias[:, 0], **how):
     """One head of windows [b, n / W, W, D]."""
     q, k, v = (x.transpose(1, 2).flatten(2).unflatten(0, (-1, len(m.shifted))) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, mask(m))
+    y = F.scaled_dot_product_attention(q, k, v, mask(m), **how)
     return y.flatten(0, 1).unflatten(-1, (H, -1)).transpose(1, 2)
 
 
@@ -105,13 +112,26 @@ def test_windows_in_the_place_of_heads():
     within(validate(3, Windows(in_place_of_heads).double(), *inputs(2)))
 
 
-def test_dropped_weights_are_numbered_over_the_whole_batch():
-    def dropped(m, q, k, v, seen):
-        return F.scaled_dot_product_attention(q, k, v, m.shifted[:, None], dropout_p=0.5)
+DROPPED = {
+    "SDPA": lambda m, q, k, v, seen: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+    "in products, of shifted windows": spelled(lambda m, seen: m.shifted[:, None], weigh=lambda w: F.dropout(w, 0.5)),
+    "in the place of heads": lambda m, q, k, v, seen: in_place_of_heads(m, q, k, v, seen, dropout_p=0.5),
+}
 
-    report = ringopt.explain(Windows(dropped), *inputs(1), world_size=2)
-    assert {gather.op for gather in report.gathers} == {"attention"}, report
-    assert any("cannot be attended to in parts there" in note for note in report.sites[1].notes), report
+
+@pytest.mark.parametrize("p, b", [(2, 1), (3, 2)])
+@pytest.mark.parametrize("name", DROPPED)
+def test_the_same_weights_are_dropped_as_on_one_process(name, p, b):
+    gm, given = captured(Windows(DROPPED[name]).double(), *inputs(b))
+    one, context = capture(gm, given), Context(Options(), mesh_of("pretend:0/1"))
+    context.values = known(one)
+    Pipeline(UNDERSTAND).run(one, context)
+    expected = values_and_gradients(with_seed(one), given)
+    made = [transform(gm, given, Options(), Seat(rank, p)) for rank in range(p)]
+    assert made[0][1].sites[1].strategy == "none" and not made[0][1].gathers, made[0][1]
+    graphs = [with_seed(flat) for flat, _, _ in made]
+    for found in run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], given)):
+        assert not different(expected, found)
 
 
 def test_heads_of_dilated_attention_keep_rows_of_their_own():
