@@ -17,6 +17,7 @@ import torch
 
 import ringopt
 from ringopt.kernels.choose import KERNELS
+from ringopt.kernels.math import Math
 from ringopt.tools import bench
 from ringopt.tools.benchmarks import forms, memory
 from ringopt.tools.benchmarks.against import compared
@@ -168,7 +169,7 @@ def test_a_wrong_command_line_ends_with_code_2(
     assert sentence in capsys.readouterr().err
 
 
-KERNEL_NAMES = {"ring", *(kernel.name for kernel in KERNELS)}
+KERNEL_NAMES = {"ring", "copy", *(kernel.name for kernel in KERNELS)}
 
 
 @pytest.mark.parametrize("module", [bench, *bench.TABLES])
@@ -264,13 +265,25 @@ def test_rows_of_kernels(dtype: str, tolerance: float, tmp_path: Path) -> None:
     words = ["kernels", "--lengths", "50", "--ranks", "3", "--repeats", "1", "--dtype", dtype]
     found = tables(*words, str(tmp_path / "kernels.json"))
     kinds = {(row["pattern"], row["heads"], row["kernel"]) for row in found["rows"]}
-    who = ("flash_cpu", "math", "ring of 3")
+    who = ("flash_cpu", "math", "ring of 3", "copy")
     assert kinds == {
         (pattern, heads, name) for pattern in ("causal", "full") for heads in ("8/8", "8/2") for name in who
     }
     assert max(row["error"] for row in found["rows"]) < tolerance
     assert found["totals"]["wrong"] == 0
     assert any("kernel flash runs on NVIDIA GPUs" in note for note in found["notes"])
+    for row in found["rows"]:
+        assert (row["part_seconds"] is None) == (row["kernel"] in ("flash_cpu", "math"))
+        assert (row["hidden"] is None) == (row["kernel"] != "copy")
+
+
+def test_a_kernel_without_memory_leaves_its_rows_out(tmp_path: Path) -> None:
+    """And the others stay."""
+    out = torch.OutOfMemoryError("CUDA out of memory")
+    with patch.object(Math, "forward", side_effect=out):
+        found = tables("kernels", "--lengths", "50", "--ranks", "3", "--repeats", "1", str(tmp_path / "kernels.json"))
+    assert {row["kernel"] for row in found["rows"]} == {"flash_cpu", "ring of 3", "copy"}
+    assert "math runs out of memory at 50 tokens, causal" in found["notes"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

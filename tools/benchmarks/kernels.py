@@ -1,5 +1,6 @@
 """Each kernel beside `F.scaled_dot_product_attention` on one device, and what a ring of virtual ranks on that device
-costs before any link: the same attention in the blocks of a ring, merged."""
+costs before any link: the same attention in the blocks of a ring, merged; and whether keys and values can be copied to
+the device beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ examples:
 """
 
 DTYPES = ("float32", "bfloat16", "float16")
-RING = "ring"
+RING, COPY = "ring", "copy"
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
@@ -33,12 +34,12 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of q, k and v (float32)")
     parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, default=[2048], help="of the sequence (2048)")
     parser.add_argument("--ranks", metavar="P", type=whole, default=8, help="virtual ranks of the ring (8)")
     parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
-    parser.add_argument("--only", metavar="KERNEL", nargs="+", help="only these kernels, or ring")
+    parser.add_argument("--only", metavar="KERNEL", nargs="+", help="only these kernels, ring or copy")
     parser.set_defaults(measure=measure)
 
 
@@ -51,7 +52,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: torch sees no GPU here; leave it out, or install a build of torch for CUDA")
-    names = chosen(arguments.only, [*(kernel.name for kernel in KERNELS), RING])
+    names = chosen(arguments.only, [*(kernel.name for kernel in KERNELS), RING, COPY])
     cases = [
         Case(pattern, length, heads, arguments.dtype, arguments.device, arguments.ranks)
         for length in arguments.lengths
@@ -79,7 +80,7 @@ def totals(rows: list[Row]) -> dict[str, Any]:
 
 
 def ms(key: str, heading: str) -> Column:
-    return Column(f"{heading},\nms", lambda row: f"{row[key] * 1e3:,.1f}")
+    return Column(f"{heading},\nms", lambda row: "-" if row[key] is None else f"{row[key] * 1e3:,.1f}")
 
 
 def ratio(key: str) -> Column:
@@ -91,16 +92,23 @@ COLUMNS = (
     Column("n", lambda row: str(row["length"])),
     Column("", lambda row: row["pattern"], right=False),
     Column("heads", lambda row: row["heads"]),
-    Column("kernel", lambda row: row["kernel"], right=False),
-    ms("forward_seconds", "forward"),
+    Column("", lambda row: row["kernel"], right=False),
+    ms("forward_seconds", "f"),
     ratio("forward_ratio"),
-    ms("backward_seconds", "backward"),
+    ms("backward_seconds", "b"),
     ratio("backward_ratio"),
-    Column("merging,\nms", lambda row: "-" if row["merge_seconds"] is None else f"{row['merge_seconds'] * 1e3:,.1f}"),
+    Column("rate,\nf+b", lambda row: f"{row['rate']:.0%}"),
+    ms("part_seconds", "part"),
+    Column("hidden", lambda row: "-" if row["hidden"] is None else f"{row['hidden']:.0%}"),
     Column("error", error("error")),
 )
 NOTES = (
-    "/ SDPA: the time of F.scaled_dot_product_attention in the same run is 1. Medians, by turns.",
-    "ring: one virtual rank after the other, every block of its plan by the kernel that auto takes, merged.",
+    "f: forward, b: backward; / SDPA: the time of F.scaled_dot_product_attention in the same run is 1. Medians, by turns.",
+    "rate: how fast both are, where SDPA is 100%.",
+    "ring: one virtual rank after the other, every block of its plan by the kernel that auto takes, merged; part: the "
+    "merging of a forward.",
+    "copy: SDPA, while K and V are copied to the device, as often as takes half its forward (on a GPU from pinned "
+    "memory, by a stream of its own; on a CPU by another thread); part: the copy alone; hidden: (SDPA + copy - both) / "
+    "the shorter.",
     "error: outputs and gradients, from float64 (from SDPA, beyond 4096 tokens), relative to the largest entry.",
 )

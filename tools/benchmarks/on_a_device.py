@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,8 @@ from ringopt.attention.merge import Merged, merge_
 from ringopt.attention.patterns import Kind
 from ringopt.kernels.base import Kernel, accumulator
 from ringopt.kernels.choose import KERNELS, choose
-from ringopt.tools.benchmarks.kernels import RING
+from ringopt.tools.benchmarks.copying import Copy
+from ringopt.tools.benchmarks.kernels import COPY, RING
 from ringopt.tools.benchmarks.numbers import distance
 from ringopt.tools.benchmarks.result import Row
 from ringopt.tools.benchmarks.timing import interleaved
@@ -22,6 +24,7 @@ from ringopt.tools.benchmarks.timing import interleaved
 DIM = 64
 SCALE = DIM**-0.5
 EXACT = 4096  # tokens up to which the reference is computed in float64
+SDPA = "sdpa"
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
 Run = Callable[[], list[Tensor]]
 
@@ -47,51 +50,94 @@ class Case:
         return [x.to(self.device, getattr(torch, self.dtype)) for x in given]
 
 
+@dataclass
+class Contest:
+    """What is timed of one case, by name, beside SDPA; and what it gives."""
+
+    case: Case
+    forward: dict[str, Run]
+    backward: dict[str, Run]
+    errors: dict[str, float]
+    expected: list[Tensor]
+
+    def enter(self, name: str, entrant: Callable[[], tuple[Run, Run]]) -> str:
+        """Runs it once. Why it cannot take part, or ""."""
+        try:
+            forward, backward = entrant()
+            self.errors[name] = distance([*forward(), *backward()], self.expected)
+        except torch.OutOfMemoryError:
+            return f"{name} runs out of memory at {self.case.length:,} tokens, {self.case.pattern}"
+        self.forward[name], self.backward[name] = forward, backward
+        return ""
+
+    def row(self, name: str, seconds: Sequence[dict[str, float]]) -> Row:
+        """`seconds` of forwards and of backwards."""
+        case, (forward, backward) = self.case, seconds
+        row = {**asdict(case), "heads": "{}/{}".format(*case.heads), "kernel": name, "error": self.errors[name]}
+        for way, of_way in (("forward", forward), ("backward", backward)):
+            row |= {f"{way}_seconds": of_way[name], f"{way}_ratio": of_way[name] / of_way[SDPA]}
+        row["rate"] = (forward[SDPA] + backward[SDPA]) / (forward[name] + backward[name])
+        return row | {"part_seconds": None, "copy_rate": None, "hidden": None}
+
+
 def rows_of(case: Case, names: Sequence[str], repeats: int, refusals: dict[str, str]) -> list[Row]:
-    """A row for each kernel of `names` that can do it; `refusals` is told of the others."""
+    """A row for each of `names` that can do it; `refusals` is told of the others."""
     q, k, v, dout = case.operands()
-    kernels = {}
-    for kernel in KERNELS:
-        if kernel.name in names:
-            refusal = kernel.supports(q.dtype, q.device, DIM, DIM)
-            if refusal is None:
-                kernels[kernel.name] = kernel
-            else:
-                refusals[kernel.name] = refusal.sentence
-    forward: dict[str, Run] = {"sdpa": lambda: [sdpa(case, q, k, v)]}
-    backward: dict[str, Run] = {"sdpa": backward_of_sdpa(case, q, k, v, dout)}
-    saved = {}
-    for name, kernel in kernels.items():
-        saved[name] = kernel.forward(q, k, v, None, case.causal, SCALE)
-        forward[name] = lambda kernel=kernel: list(kernel.forward(q, k, v, None, case.causal, SCALE)[:1])  # type: ignore[misc]
-        backward[name] = lambda kernel=kernel, kept=saved[name]: list(  # type: ignore[misc]
-            kernel.backward(dout, q, k, v, kept[0].to(q.dtype), kept[1], None, case.causal, SCALE)
-        )
-    merging = None
+    alone: tuple[Run, Run] = (lambda: [sdpa(case, q, k, v)], backward_of_sdpa(case, q, k, v, dout))
+    contest = Contest(case, {SDPA: alone[0]}, {SDPA: alone[1]}, {}, reference(case, q, k, v, dout))
+    for kernel in (kernel for kernel in KERNELS if kernel.name in names):
+        refusal = kernel.supports(q.dtype, q.device, DIM, DIM)
+        if refusal is not None:
+            refusals[kernel.name] = refusal.sentence
+        elif why := contest.enter(kernel.name, partial(of_kernel, case, kernel, (q, k, v, dout))):
+            refusals[why] = why
+    rings: list[VirtualRing] = []
     if RING in names:
-        ring = VirtualRing(case, choose("auto", q.dtype, q.device, DIM, DIM)[0], (q, k, v, dout))
-        forward[RING], backward[RING] = ring.forward, ring.backward
-        merging = interleaved({"merge": synchronized(case, ring.merge)}, repeats)["merge"]
-    expected = reference(case, q, k, v, dout)
-    errors = {name: distance([*forward[name](), *backward[name]()], expected) for name in forward if name != "sdpa"}
+        entrant = partial(of_ring, case, (q, k, v, dout), rings)
+        if why := contest.enter(f"ring of {case.ranks}", entrant):
+            refusals[why] = why
+    copy = Copy([k, v])
+    if COPY in names:
+        copy.last(synchronized(case, alone[0]), partial(synchronized, case))
+        contest.enter(COPY, lambda: (lambda: copy.beside(alone[0]), lambda: copy.beside(alone[1])))
+        contest.errors[COPY] = max(contest.errors[COPY], distance(copy.targets, [k, v]))
     seconds = [
         interleaved({name: synchronized(case, run) for name, run in runs.items()}, repeats)
-        for runs in (forward, backward)
+        for runs in (contest.forward, contest.backward)
     ]
-    return [
-        {
-            **asdict(case),
-            "heads": "{}/{}".format(*case.heads),
-            "kernel": f"ring of {case.ranks}" if name == RING else name,
-            "forward_seconds": seconds[0][name],
-            "forward_ratio": seconds[0][name] / seconds[0]["sdpa"],
-            "backward_seconds": seconds[1][name],
-            "backward_ratio": seconds[1][name] / seconds[1]["sdpa"],
-            "merge_seconds": merging if name == RING else None,
-            "error": errors[name],
-        }
-        for name in errors
-    ]
+    rows = [contest.row(name, seconds) for name in contest.errors]
+    for row in rows:
+        if rings and row["kernel"] == f"ring of {case.ranks}":
+            row["part_seconds"] = interleaved({"merge": synchronized(case, rings[0].merge)}, repeats)["merge"]
+        if row["kernel"] == COPY:
+            row |= beside(interleaved({"copy": synchronized(case, copy.alone)}, repeats)["copy"], copy.nbytes, seconds)
+    return rows
+
+
+def beside(alone: float, copied: int, seconds: Sequence[dict[str, float]]) -> Row:
+    """Of a copy that takes so long without compute: its rate, and how much of the shorter of the two is hidden, forward
+    and backward."""
+    both, ours = (sum(of_way[name] for of_way in seconds) for name in (COPY, SDPA))
+    shorter = sum(min(of_way[SDPA], alone) for of_way in seconds)
+    return {"part_seconds": alone, "copy_rate": copied / alone, "hidden": (ours + 2 * alone - both) / shorter}
+
+
+def of_kernel(case: Case, kernel: Kernel, given: Sequence[Tensor]) -> tuple[Run, Run]:
+    q, k, v, dout = given
+    out, lse = kernel.forward(q, k, v, None, case.causal, SCALE)
+    out = out.to(q.dtype)
+    return (
+        lambda: list(kernel.forward(q, k, v, None, case.causal, SCALE)[:1]),
+        lambda: list(kernel.backward(dout, q, k, v, out, lse, None, case.causal, SCALE)),
+    )
+
+
+def of_ring(case: Case, given: Sequence[Tensor], rings: list[VirtualRing]) -> tuple[Run, Run]:
+    """`rings` is given the ring."""
+    q = given[0]
+    ring = VirtualRing(case, choose("auto", q.dtype, q.device, DIM, DIM)[0], given)
+    rings.append(ring)
+    return ring.forward, ring.backward
 
 
 def sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
