@@ -131,6 +131,9 @@ def test_gradients_are_among_the_numbers() -> None:
     [
         (["forms", "--only", "softcup"], "--only softcup: expected one of div_scale, mul_scale, "),
         (["one-process", "--only", "mamba"], "--only mamba: expected one of plain, causal, padding, alibi, "),
+        (["speedup", "--lengths", "3"], "--lengths 3: 2 ranks share 4 rows or more"),
+        (["kernels", "--lengths", "64", "5"], "--lengths 5: 8 ranks share 16 rows or more"),
+        (["overlap", "--lengths", "7"], "--lengths 7: 4 ranks share 8 rows or more"),
         (["forms", "--json", "not_there/forms.json"], "--json not_there/forms.json: there is no folder not_there"),
         (["forms", "--json", "."], "--json .: it is a folder"),
     ],
@@ -157,6 +160,7 @@ def test_what_fails_while_measuring_comes_with_its_traceback(capsys: pytest.Capt
         ([], "expected a TABLE, or --calibrate"),
         (["speed"], "invalid choice: 'speed' (choose from "),
         (["one-process", "--lengths", "0"], "'0' is not a whole number, 1 or more"),
+        (["soak", "--ranks", "1"], "one rank has nobody to exchange with: 2 or more"),
         (["one-process", "--repeats", "x"], "'x' is not a whole number, 1 or more"),
     ],
 )

@@ -62,7 +62,7 @@ def when_under_way(folder: Path, act: Any) -> Any:
 def test_a_link_that_is_cut_and_mended_goes_on(tmp_path: Path) -> None:
     def blink(lab: LinkLab) -> None:
         lab.cut(1)
-        time.sleep(0.5)
+        time.sleep(1.0)
         lab.mend(1)
 
     with LinkLab(2, 400) as lab:
@@ -173,6 +173,7 @@ def test_rows_of_overlap() -> None:
     ("words", "sentence"),
     [
         (["--ranks", "1"], "one rank has nobody to exchange with: 2 or more"),
+        (["--shares", "x"], "'x' is not a number from 0.01 to 100"),
         (["--shares", "0"], "'0' is not a number from 0.01 to 100"),
     ],
 )

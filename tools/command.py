@@ -84,6 +84,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def several(text: str) -> int:
+    if whole(text) < 2:
+        raise argparse.ArgumentTypeError("one rank has nobody to exchange with: 2 or more")
+    return int(text)
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, chosen, error
+from ringopt.tools.benchmarks.result import Column, Result, Row, chosen, error, long_enough
 from ringopt.tools.command import CommandError, whole
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: torch sees no GPU here; leave it out, or install a build of torch for CUDA")
+    long_enough(arguments.lengths, arguments.ranks)
     names = chosen(arguments.only, [*(kernel.name for kernel in KERNELS), RING, COPY])
     cases = [
         Case(pattern, length, heads, arguments.dtype, arguments.device, arguments.ranks)
@@ -103,7 +104,8 @@ COLUMNS = (
     Column("error", error("error")),
 )
 NOTES = (
-    "f: forward, b: backward; / SDPA: the time of F.scaled_dot_product_attention in the same run is 1. Medians, by turns.",
+    "f: forward, b: backward; / SDPA: the time of F.scaled_dot_product_attention in the same run is 1.",
+    "Medians, by turns.",
     "rate: how fast both are, where SDPA is 100%.",
     "ring: one virtual rank after the other, every block of its plan by the kernel that auto takes, merged; part: the "
     "merging of a forward.",

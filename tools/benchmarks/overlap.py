@@ -13,8 +13,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, error
-from ringopt.tools.command import whole
+from ringopt.tools.benchmarks.result import Column, Result, Row, error, long_enough
+from ringopt.tools.command import several, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -41,7 +41,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", metavar="P", nargs="+", type=ranks, default=[2, 4], help="2 or more (2 4)")
+    parser.add_argument("--ranks", metavar="P", nargs="+", type=several, default=[2, 4], help="2 or more (2 4)")
     parser.add_argument(
         "--lengths", metavar="N", nargs="+", type=whole, help=f"of the sequence ({ROWS} for each of the ranks)"
     )
@@ -51,12 +51,6 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
     parser.add_argument("--emulated", action="store_true", help="hold messages back instead of making links")
     parser.set_defaults(measure=measure)
-
-
-def ranks(text: str) -> int:
-    if whole(text) < 2:
-        raise argparse.ArgumentTypeError("one rank has nobody to exchange with: 2 or more")
-    return int(text)
 
 
 def share(text: str) -> float:
@@ -74,6 +68,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     from ringopt.tools.benchmarks.link_lab import why_unavailable
     from ringopt.tools.benchmarks.on_a_link import Case, rows_of
 
+    long_enough(arguments.lengths or (), max(arguments.ranks))
     missing = None if arguments.emulated else why_unavailable()
     emulated = arguments.emulated or missing is not None
     rows: list[Row] = []

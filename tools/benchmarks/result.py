@@ -58,6 +58,13 @@ def error(key: str) -> Callable[[Row], str]:
     return lambda row: "-" if row[key] is None else f"{row[key]:.0e}"
 
 
+def long_enough(lengths: Sequence[int], ranks: int) -> None:
+    """For a zigzag, in which each rank has two pieces. Raises CommandError."""
+    for length in lengths:
+        if length < 2 * ranks:
+            raise CommandError(f"--lengths {length}: {ranks} ranks share {2 * ranks} rows or more")
+
+
 def chosen(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:
     """Those of `known` that --only names, in the order of `known`. Raises CommandError for a name that is none."""
     for name in only or ():

@@ -13,7 +13,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.benchmarks.result import Column, Result, Row, error
-from ringopt.tools.command import CommandError, whole
+from ringopt.tools.command import CommandError, several, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -39,7 +39,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", metavar="N", type=whole, default=1000, help="forward and backward each (1000)")
-    parser.add_argument("--ranks", metavar="P", type=whole, default=3, help="processes (3)")
+    parser.add_argument("--ranks", metavar="P", type=several, default=3, help="processes (3)")
     parser.add_argument("--seconds", metavar="S", type=whole, default=600, help="to end after, steps or not (600)")
     parser.add_argument("--delay", metavar="MS", type=whole, default=2, help="longest, in milliseconds (2)")
     parser.add_argument("--compiled", action="store_true", help="training steps of compiled models")

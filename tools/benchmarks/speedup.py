@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, error
-from ringopt.tools.command import whole
+from ringopt.tools.benchmarks.result import Column, Result, Row, error, long_enough
+from ringopt.tools.command import several, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -29,8 +29,15 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, default=[4096, 8192, 16384], help="tokens")
-    parser.add_argument("--ranks", metavar="P", type=whole, default=2, help="no more than cores (2)")
+    parser.add_argument(
+        "--lengths",
+        metavar="N",
+        nargs="+",
+        type=whole,
+        default=[4096, 8192, 16384],
+        help="of the sequence (4096 8192 16384)",
+    )
+    parser.add_argument("--ranks", metavar="P", type=several, default=2, help="no more than cores (2)")
     parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each (5)")
     parser.set_defaults(measure=measure)
 
@@ -38,8 +45,10 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     """Raises LabError where a rank fails."""
     from ringopt.tools.benchmarks.link_lab import as_ranks
+    from ringopt.tools.benchmarks.machine import this_machine
     from ringopt.tools.benchmarks.speedup_ranks import on_a_rank
 
+    long_enough(arguments.lengths, arguments.ranks)
     rows: list[Row] = []
     for length in progress.track(arguments.lengths, description="lengths"):
         found = as_ranks(arguments.ranks, on_a_rank, length, arguments.repeats, timeout=3600.0)
@@ -48,7 +57,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
             row |= {key: max(part[key] for part in parts) for key in ("spread", "error")}
             alone = parts[0]["alone"]
             rows.append(row | {"alone": alone, "faster": alone / row["spread"]})
-    return Result(TITLE, COLUMNS, rows, totals(rows), (), NOTES, KEYS)
+    cores = this_machine().cores
+    shared = (f"{arguments.ranks} ranks share {cores} cores: more than cores cannot be faster.",)
+    return Result(TITLE, COLUMNS, rows, totals(rows), (), NOTES + shared * (arguments.ranks > cores), KEYS)
 
 
 def totals(rows: list[Row]) -> Row:
