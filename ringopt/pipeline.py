@@ -88,6 +88,12 @@ class Context:
         """Whether something of the graph is to be spread over the ranks."""
         return bool(self.given or self.pairs) or any(info.refusal is None for info in self.sites.values())
 
+    def forget(self, graph: fx.Graph) -> None:
+        """Sites that nobody read, which `graph` has no longer."""
+        alive = set(graph.nodes)
+        for node in [node for node in self.sites if node.graph is graph and node not in alive]:
+            del self.sites[node]
+
 
 class Pass(ABC):
     """One rewrite. The graph is valid before and after."""
@@ -129,6 +135,7 @@ class Pipeline:
                 warnings.filterwarnings("ignore", "Raw Sym")
                 step.run(gm, context)
             eliminate_dead_code(gm.graph)
+            context.forget(gm.graph)
             if self.told:
                 log.debug("after %s: %d nodes%s", step.name, len(gm.graph.nodes), changed(before, gm))
                 trace(f"after_{step.name}", gm)

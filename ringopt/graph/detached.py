@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 # Where there is nothing to do, what they return is what they were given: under no_grad too, with its gradient.
 UNCHANGED = frozenset(
-    {"contiguous", "to", "type_as", "flatten", "positive", "real", "conj", "resolve_conj", "resolve_neg"}
-    | {"atleast_1d", "atleast_2d", "atleast_3d"}
+    {"contiguous", "to", "type_as", "flatten", "positive", "real", "conj", "conj_physical", "resolve_conj"}
+    | {"resolve_neg", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"}
 )
 DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
@@ -47,11 +47,25 @@ class ExplicitDetach:
                 self.enabled = node.args[0]
                 self.graph.erase_node(node)
                 continue
+            if op_name(node) == "broadcast_tensors":
+                self.part(node)
+                continue
             if is_write(node):
                 self.check(node)
             self.enter(node)
             if not self.sees(node):
                 self.detach_operands(node)
+
+    def part(self, node: fx.Node) -> None:
+        """broadcast_tensors into its operands, where these have the shape, and views of the others."""
+        for user in list(node.users):
+            operand = node.args[0][user.args[1]]
+            if value_of(operand).shape == value_of(user).shape:
+                user.replace_all_uses_with(operand)
+                self.graph.erase_node(user)
+            else:
+                user.target, user.args = aten.expand.default, (operand, list(value_of(user).shape))
+        self.graph.erase_node(node)
 
     def sees(self, node: fx.Node) -> bool:
         """Whether a gradient goes through the node."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.normalize import Normalize
 from tests.capturing import after, ops, results
+from tests.translation import validate
 
 PASSES = [Normalize(), FindAttention()]
 
@@ -121,3 +122,16 @@ def test_refusals(call, lead, sentence):
     gm, context = after(PASSES, Calls(call), *qkv(*lead))
     (info,) = context.sites.values()
     assert sentence in info.refusal and "scaled_dot_product_attention" in ops(gm)
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.5))
+def test_attention_that_nobody_reads_is_no_site(dropout):
+    class Unread(nn.Module):
+        def forward(self, x):
+            y = x.sin()
+            z = F.scaled_dot_product_attention(y, y, y, dropout_p=dropout)
+            F.scaled_dot_product_attention(z, z, (z @ z.mT).softmax(-1) @ z)
+            return F.scaled_dot_product_attention(y, y, y)
+
+    verdict = validate(2, Unread(), torch.randn(2, 1, 5, 4, dtype=torch.float64, requires_grad=True))
+    assert len(verdict.report.sites) == 1 and verdict.wrong == ""

@@ -151,6 +151,14 @@ def given_back_in_no_grad(m, x):
     return y * mean + z
 
 
+def given_back_by_rarer_operators(m, x):
+    y = m.linear(x)
+    with torch.no_grad():
+        same, wide = torch.broadcast_tensors(y, y[:, :1])
+        a, b = torch.conj_physical(y), y.sum_to_size(y.shape)
+    return y + same * 2 + wide * 3 + a * 5 + b * 7
+
+
 def compared_in_place(m, x):
     y = m.linear(x) * 1
     return y.gt_(0)
@@ -201,8 +209,8 @@ FUNCTIONS = [
     write_whole_then_part, change_a_buffer, no_grad_region, grad_in_no_grad, autocast_region,
     autocast_attention, written_then_read_in_no_grad, written_in_no_grad, buffers_updated_in_no_grad,
     data_is_no_constant, write_into_a_diagonal, views_in_place, written_over,
-    as_strided_in_place, given_back_in_no_grad, compared_in_place, inference_region, copy_of_another_order,
-    powers_in_place,
+    as_strided_in_place, given_back_in_no_grad, given_back_by_rarer_operators, compared_in_place, inference_region,
+    copy_of_another_order, powers_in_place,
 ]  # fmt: skip
 
 
