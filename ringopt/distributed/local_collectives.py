@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ringopt.distributed.local_links import SHORT, End, LocalLinks, Offer
+from ringopt.distributed import local_links
+from ringopt.distributed.local_links import End, LocalLinks, Offer
 
 PARTS, SUMS = 1, 2  # streams: what each rank brings, and what each has summed
 # What is summed is read in pieces that are still in the cache when they are added.
@@ -52,7 +53,7 @@ class LocalCollectives:
         what comes out to the others (reduce-scatter, then all-gather), so that it reads 2 (p - 1) / p of its size.
         """
         x, size = x.detach(), len(self._links.lines) + 1
-        if x.nbytes <= SHORT:
+        if x.nbytes <= local_links.SHORT:
             parts = x.new_empty(size, x.numel())
             parts[self._rank] = x
             return Together([self.gather(dict(enumerate(parts)))], lambda: _add_up(x, parts))

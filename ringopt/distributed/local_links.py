@@ -41,6 +41,7 @@ class Kind(IntEnum):
 
 
 HEAD = struct.Struct("<BBQQQ")  # kind, stream, number, address, bytes
+PACKET = HEAD.size + SHORT  # bytes at most
 
 
 @dataclass
@@ -214,7 +215,7 @@ class LocalLinks:
 
     def _next_packet(self, line: Line) -> bool:
         try:
-            packet = line.socket.recv(HEAD.size + SHORT)
+            packet = line.socket.recv(PACKET)
         except BlockingIOError:
             return False
         except ConnectionResetError:  # told once, ahead of what the peer has said before it went

@@ -19,6 +19,7 @@ from ringopt.attention.patterns import pattern_of
 from ringopt.attention.plans import NAMES
 from ringopt.attention.routes import MERGE
 from ringopt.attention.seen import seen
+from ringopt.distributed import local_links
 from ringopt.distributed.mesh import Mesh, Transfer, register
 from ringopt.distributed.process import process_mesh
 from ringopt.errors import OptionError
@@ -182,8 +183,11 @@ def soaked(
     while done < steps and (tried % ROUND or not over(mesh, time.monotonic() - begin > seconds)):
         case, tried = cases.next(), tried + 1
         row, start = rows[case.drawn.strategy], time.monotonic()
+        # Every other time the messages between ranks on one node are those of long ones, which a receiver fetches.
+        short = local_links.SHORT if tried % 2 else 0
         try:
-            far = case.error(mesh)
+            with patch.object(local_links, "SHORT", short):
+                far = case.error(mesh)
         except OptionError:
             row["refused"] += 1
             continue
