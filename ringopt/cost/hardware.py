@@ -6,8 +6,8 @@ al., FlashAttention-3, 2024, section 4.1); where no paper measured it, half.
 
 Sources: NVIDIA data sheets "Tesla P100", "V100", "A100", "H100", "H200", "DGX B200"; PCI-SIG for PCIe (16 lanes, after
 128b/130b coding); IBTA for InfiniBand (EDR, HDR, NDR, four lanes). The CPU entry is one core with AVX-512 in float32,
-and "loopback" TCP between two processes of one machine: neither has a data sheet, both are round numbers below what
-such machines measure (`ringopt bench --calibrate`).
+and "memory" what one process reads of another's on its machine: neither has a data sheet, both are round numbers below
+what such machines measure (`ringopt bench --calibrate`).
 
 Nodes are those of the maker: DGX-1 (P100, V100; its four EDR ports serve two devices each, and are counted as if each
 device had one), DGX A100, DGX H100, H200 and B200 (a port for each device).
@@ -63,7 +63,7 @@ def tensor_cores(float32: float, float16: float, bfloat16: float) -> dict[str, f
 LINKS = {
     link.name: link
     for link in (
-        Link("loopback", 1 * GIGA, 100e-6, one_way=0.5),
+        Link("memory", 4 * GIGA, 50e-6, one_way=0.5),
         Link("ethernet-10g", 1.25 * GIGA, 50e-6),
         Link("ethernet-100g", 12.5 * GIGA, 30e-6),
         Link("pcie3", 15.75 * GIGA, 10e-6),
@@ -83,7 +83,7 @@ LINKS = {
 DEVICES = {
     device.name: device
     for device in (
-        Device("cpu", {"float32": 50 * GIGA, "float64": 25 * GIGA}, 4 * GIB, 10 * GIGA, 1.0, "loopback"),
+        Device("cpu", {"float32": 50 * GIGA, "float64": 25 * GIGA}, 4 * GIB, 10 * GIGA, 1.0, "memory"),
         # Pascal has no tensor cores, and no bfloat16: that runs as float32.
         Device("p100", tensor_cores(10.6, 21.2, 10.6), 16 * GIB, 732 * GIGA, 0.5, "nvlink1", 8, "infiniband-edr"),
         Device("v100", tensor_cores(15.7, 125, 15.7), 32 * GIB, 900 * GIGA, 0.5, "nvlink2", 8, "infiniband-edr"),
