@@ -208,6 +208,11 @@ class Functional:
         """The parent of `view` with `value` where the view looks."""
         parent, name = self.parents[view], op_name(view)
         same_bytes = value_of(view).dtype == value_of(parent).dtype
+        written = self.carries.get(self.latest(parent), True) or self.carries.get(value, True)
+        if name in PARTS and value_of(parent).is_complex() and written:
+            raise Unwritable(
+                f"{why.target} writes to a part of complex numbers, through which no gradient is known", why
+            )
         if view.op == "call_function" and name in PASTE and same_bytes:
             return self.emit(*PASTE[name](self.latest(parent), value, view, shape_of(parent)), {}, parent)
         raise Unwritable(f"{why.target} writes through {view.target}, which is no view that can be undone", why)

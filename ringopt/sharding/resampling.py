@@ -1,6 +1,7 @@
-"""Rows made more of a sequence: nearest neighbours, on each rank of its own rows.
+"""Rows made more of a sequence: nearest neighbours, and several made of each, on each rank of its own rows.
 
-y = upsample_nearest2d(x, 2H, 2W)   ->   y_rows = repeat_interleave(repeat_interleave(x_rows, 2, 2), 2, 3)
+y = upsample_nearest2d(x, 2H, 2W)       ->   y_rows = repeat_interleave(repeat_interleave(x_rows, 2, 2), 2, 3)
+y = conv_transpose1d(x, w, stride=2)    ->   y_rows = conv_transpose1d(x_rows, w, stride=2)      # w has two rows
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import op_name, shape_of
+from ringopt.graph.nodes import named, op_name, shape_of
 from ringopt.graph.sharder import Sharder
+from ringopt.sharding.neighbours import sizes
 from ringopt.sharding.steps import Handler, Steps
 
 aten = torch.ops.aten
@@ -33,4 +35,26 @@ def nearest(sharder: Sharder, node: fx.Node) -> bool:
     return step.done(y, place)
 
 
-RESAMPLING: dict[str, Handler] = dict.fromkeys(("upsample_nearest1d", "upsample_nearest2d"), nearest)
+def transposed(sharder: Sharder, node: fx.Node) -> bool:
+    """Along a dim in which the kernel is as long as its stride: no two rows lead to one."""
+    x, weight, bias = (named(node, name) for name in ("input", "weight", "bias"))
+    moving, place = len(shape_of(weight)) - 2, sharder.placements[x]
+    at = place.dim - (len(shape_of(x)) - moving) if place is not None else -1
+    if place is None or at < 0:
+        return False
+    stride, *rest = (
+        sizes(named(node, name), moving)[at] for name in ("stride", "padding", "output_padding", "dilation")
+    )
+    if stride != shape_of(weight)[2 + at] or rest != [0, 0, 1]:
+        return False
+    step, out = Steps(sharder, node), replace(place, inner=place.inner * stride)
+    small = [sharder.beside(each) if each is not None else None for each in (weight, bias)]
+    names = ("stride", "padding", "output_padding", "groups", "dilation")
+    args = (sharder.values[x], *small, *(named(node, name) for name in names))
+    return step.done(step(node.target, *args, placement=out), out)
+
+
+RESAMPLING: dict[str, Handler] = {
+    **dict.fromkeys(("upsample_nearest1d", "upsample_nearest2d"), nearest),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), transposed),
+}

@@ -53,6 +53,26 @@ def test_convolutions(name):
     assert verdict.report.sharded_fraction == 1.0
 
 
+class Doubled(nn.Module):
+    """Twice as many rows, and the means of two."""
+
+    def __init__(self, **how):
+        super().__init__()
+        self.more = nn.ConvTranspose1d(D, D, 2, stride=2, **how)
+
+    def forward(self, x):
+        return F.avg_pool1d(self.more(x), 2)
+
+
+@pytest.mark.parametrize("how", [{}, {"groups": 2, "bias": False}])
+@pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous")])
+def test_rows_that_a_kernel_as_long_as_its_stride_makes(how, p, layout):
+    torch.manual_seed(0)
+    verdict = validate(p, Convolved(Doubled(**how)).double(), *inputs(N), layout=layout)
+    assert not verdict.wrong, verdict.wrong
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
 def causal(m, x):
     """As state space models write it: pad both sides, cut the end off."""
     return T(F.silu(m.layer(T(x))[..., : x.shape[1]]))
