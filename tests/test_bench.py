@@ -218,6 +218,7 @@ def test_rows_of_memory(tmp_path: Path) -> None:
     found = tables("memory", "--length", "64", "--ranks", "2", str(tmp_path / "memory.json"))
     assert {row["strategy"] for row in found["rows"]} == set(memory.STRATEGIES)
     assert {row["ranks"] for row in found["rows"]} == {2} and found["totals"]["slope"] is None
+    assert max(row["error"] for row in found["rows"]) < WRONG and found["totals"]["wrong"] == 0
 
 
 def test_the_memory_of_one_rank_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +229,7 @@ def test_the_memory_of_one_rank_is_no_table(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_memory_of_the_ring_beside_1_over_p() -> None:
     def row(ranks: int, held: int) -> dict[str, Any]:
-        sizes = {"forward": held, "forward off": 0.02, "training off": -0.03}
+        sizes = {"forward": held, "forward off": 0.02, "training off": -0.03, "error": 1e-6}
         return {"pattern": "full", "strategy": "ring", "ranks": ranks, **sizes}
 
     sums = memory.totals([row(2, 100), row(4, 52), row(8, 23)])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import Column, Result, Row
+from ringopt.tools.benchmarks.result import Column, Result, Row, error
 from ringopt.tools.command import CommandError, whole
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     with following(progress, sum(attentions)) as done:
         for ranks in arguments.ranks:
             found = as_ranks(ranks, on_a_rank, arguments.length, done, timeout=1200.0)
-            rows += [{"length": arguments.length, **largest(list(each))} for each in zip(*found, strict=True)]
+            for each in zip(*found, strict=True):
+                far = max(rank["error"] for rank in each)
+                rows.append({"length": arguments.length, **largest(list(each)), "error": far})
     rows.sort(key=lambda row: (row["pattern"], row["strategy"], row["ranks"]))
     sums = totals(rows)
     title = f"Most memory of a rank, {arguments.length} rows, {HEADS.q_heads} heads of {HEADS.key_dim}, float32; MiB"
@@ -97,11 +99,14 @@ def largest(found: list[Row]) -> Row:
 def totals(rows: list[Row]) -> Row:
     """`off`: the farthest prediction. `slope`: of the ring's forward, bytes times ranks, the farthest from those of the
     fewest ranks; None of one number of ranks."""
+    from ringopt.tools.benchmarks.numbers import WRONG
+
     ring = {row["ranks"]: row["forward"] for row in rows if (row["pattern"], row["strategy"]) == ("full", "ring")}
     few = min(ring)
     slopes = [size * ranks / (ring[few] * few) for ranks, size in ring.items() if ranks != few]
     return {
         "rows": len(rows),
+        "wrong": sum(row["error"] > WRONG for row in rows),
         "off": max(abs(row[f"{way} off"]) for row in rows for way in WAYS),
         "slope": max(slopes, key=lambda slope: abs(slope - 1), default=None),
     }
@@ -128,9 +133,11 @@ COLUMNS = (
     Column("ranks", lambda row: str(row["ranks"])),
     *(column for way in WAYS for column in (size(way), size(f"{way} predicted"), off(way))),
     Column("f\nx ranks", lambda row: f"{row['forward'] * row['ranks'] / MIB:.1f}"),
+    Column("error", error("error")),
 )
 NOTES = (
     "f: forward, f+b: and backward; of tensors, beside the rank's own q, k, v and the gradient that comes in.",
     "of the rank that holds most, and of the one that is predicted to.",
+    "error: from SDPA on one process, relative to the largest entry, gradients included.",
     f"documents: one a rank; {FEW} queries: on every rank, as in decoding.",
 )

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from multiprocessing.queues import Queue
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.attention.choose import Case
 from ringopt.attention.layouts import layout_of
 from ringopt.attention.memory import memory_of
+from ringopt.attention.patterns import pattern_of
 from ringopt.attention.plans import Plan
 from ringopt.attention.predict import Heads
 from ringopt.attention.routes import MERGE
-from ringopt.attention.rows import count
+from ringopt.attention.seen import seen
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.errors import OptionError
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.memory import FEW, PATTERNS, STRATEGIES
+from ringopt.tools.benchmarks.numbers import distance
 from ringopt.tools.benchmarks.on_a_link import Mute, begin
 from ringopt.tools.benchmarks.result import Row
 from ringopt.tools.benchmarks.tensor_bytes import peak_bytes
@@ -71,7 +75,7 @@ def on_a_rank(rank: int, ranks: int, length: int, done: Queue[str]) -> list[Row]
     """`done` is told of each row, by one rank."""
     mesh, rows = begin(), list[Row]()
     for each in planned(ranks, length, HEADS, list(PATTERNS.items())):
-        rows.append(row_of(mesh, each))
+        rows.append(row_of(mesh, each) | {"error": error(mesh, each)})
         if rank == 0:
             done.put(f"{ranks} ranks, {each.label}, {each.strategy}")
     return rows
@@ -102,26 +106,65 @@ def row_of(mesh: Mesh, each: Planned) -> Row:
 
 def held(mesh: Mesh, each: Planned, training: bool) -> int:
     """The most bytes of the operator, and in training of its backward, beside their operands."""
-    case, plan, heads = each.case, each.plan, each.case.heads
-    dtype = getattr(torch, heads.dtype)
-    queries, keys = (count(layout.ranges(mesh.rank)) for layout in (plan.q_layout, plan.kv_layout))
-    sizes = ((queries, heads.q_heads), (keys, heads.kv_heads), (keys, heads.kv_heads), (queries, heads.q_heads))
-    # As projections leave them, heads beside one another in each row.
-    rows = (torch.randn(heads.batch, *size, heads.key_dim, dtype=dtype) for size in sizes)
-    q, k, v, dout = (x.transpose(1, 2) for x in rows)
+    given = own(mesh, each, whole(each.case))
+    return peak_bytes(lambda: called(mesh, each, given, training))
+
+
+def called(mesh: Mesh, each: Planned, given: Sequence[Tensor], training: bool) -> list[Tensor]:
+    """The output, or the gradients of q, k and v."""
+    case, plan = each.case, each.plan
     place: tuple[Any, ...] = (plan.q_layout.name, plan.kv_layout.name, each.strategy, "auto", mesh.name, VERSION)
-    how = (case.pattern, "", [], 0.0, heads.key_dim**-0.5, *place)
+    how = (case.pattern, "", [], 0.0, case.heads.key_dim**-0.5, *place)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = torch.ops.ringopt.ring_attention(q, k, v, [], None, None, case.q_length, case.kv_length, *how)[0]
         return out
 
-    def forward() -> object:
+    *operands, dout = given
+    if not training:
         with torch.no_grad():
-            return attend(q, k, v)
+            return [attend(*operands)]
+    leaves = [x.detach().requires_grad_() for x in operands]
+    return list(torch.autograd.grad(attend(*leaves), leaves, dout))
 
-    def both() -> object:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(attend(*leaves), leaves, dout)
 
-    return peak_bytes(both if training else forward)
+def error(mesh: Mesh, each: Planned) -> float:
+    """Of the output and the gradients of this rank's rows, from one process."""
+    given = own(mesh, each, whole(each.case))
+    found = [tensor for training in (False, True) for tensor in called(mesh, each, given, training)]
+    if each.strategy == MERGE:  # every rank has a part of the gradient of the queries that all have
+        found[1] = mesh.all_reduce(found[1], "dq")
+    *gradients, out = own(mesh, each, on_one_process(each.case))
+    return distance(found, [out, *gradients])
+
+
+def own(mesh: Mesh, each: Planned, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's rows of four tensors, of which the second and the third are of keys. As projections leave them, heads
+    beside one another in each row."""
+    layouts = (each.plan.q_layout, each.plan.kv_layout, each.plan.kv_layout, each.plan.q_layout)
+    pairs = zip(tensors, layouts, strict=True)
+    return [
+        torch.cat([x.transpose(1, 2)[:, rows.start : rows.stop] for rows in layout.ranges(mesh.rank)], 1).transpose(
+            1, 2
+        )
+        for x, layout in pairs
+    ]
+
+
+@lru_cache(maxsize=1)
+def whole(case: Case) -> list[Tensor]:
+    """q, k, v and the gradient that comes in, of all rows, the same on all ranks."""
+    heads, draw = case.heads, torch.Generator().manual_seed(0)
+    queries, keys = (heads.q_heads, case.q_length), (heads.kv_heads, case.kv_length)
+    sizes = ((heads.batch, *side, heads.key_dim) for side in (queries, keys, keys, queries))
+    return [torch.randn(*size, dtype=getattr(torch, heads.dtype), generator=draw) for size in sizes]
+
+
+@lru_cache(maxsize=1)
+def on_one_process(case: Case) -> list[Tensor]:
+    """The gradients of q, k and v, and the output, of all rows."""
+    *operands, dout = whole(case)
+    q, k, v = leaves = [x.clone().requires_grad_() for x in operands]
+    mask = seen(pattern_of(case.pattern, case.q_length, case.kv_length), range(case.q_length), range(case.kv_length))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return [*torch.autograd.grad(out, leaves, dout), out.detach()]
