@@ -137,7 +137,7 @@ class Parallel(Block):
         return (x + self.attend(x) + self.down(F.gelu(self.up(x)))).square().mean()
 
 
-@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("p", [pytest.param(2, marks=pytest.mark.zoo), 3])
 def test_a_branch_that_is_written_behind_the_attention_is_computed_before_it(p: int) -> None:
     found, report = on_ranks(p, Parallel().double(), data(), ordered, strategy="ring")
     for (values, ran), expected in found:
@@ -157,7 +157,7 @@ def test_sums_of_gradients_are_waited_for_in_the_end(monkeypatch: pytest.MonkeyP
         assert set(names[ended:]) <= {"reduce", "reduced"}
 
 
-@pytest.mark.parametrize(("p", "strategy"), [(2, "gather"), (3, "ring"), (4, "ring2")])
+@pytest.mark.parametrize(("p", "strategy"), [(2, "gather"), (4, "ring2")])
 def test_numbers(p: int, strategy: str) -> None:
     found, _ = on_ranks(p, Model().double(), data(13), values_and_gradients, strategy=strategy)
     for values, expected in found:

@@ -185,8 +185,7 @@ def test_what_is_done_to_scores(name):
     assert [node for node in whole if shape_of(node).count(ROWS) > 1] == []  # no rank holds a number for every pair
 
 
-@pytest.mark.parametrize("value", [LOWEST, -1e9, -1e4])
-@pytest.mark.parametrize("p", (2, 3))
+@pytest.mark.parametrize("value, p", [(LOWEST, 3), (-1e9, 2), (-1e4, 3)])
 def test_rows_that_see_nothing_but_finite_fills(value, p):
     """All their weights are equal, and no gradient reaches their scores."""
     x, m = given()
