@@ -15,11 +15,15 @@ import torch.distributed as dist
 
 from ringopt.distributed.process import process_mesh
 from ringopt.errors import RingCommError
-from ringopt.tools.benchmarks import link_lab
+from ringopt.tools import bench
+from ringopt.tools.benchmarks import link_lab, overlap
 from ringopt.tools.benchmarks.emulated_link import EmulatedLink
 from ringopt.tools.benchmarks.link_lab import LabError, LinkLab, as_ranks, why_unavailable
+from ringopt.tools.benchmarks.machine import this_machine
 from ringopt.tools.benchmarks.on_a_link import Case, rows_of
+from ringopt.tools.benchmarks.result import Result
 from ringopt.tools.cli import main
+from ringopt.tools.command import WIDTH
 from tests.threads import ThreadMesh, run_on_threads
 
 STARTED_OUTSIDE = link_lab.context  # the tests fork their ranks, see tests/conftest.py
@@ -167,6 +171,15 @@ def test_rows_of_overlap() -> None:
     for row in rows:
         assert row["error"] < 1e-5
         assert row["rate"] > 0 and row["total"] > 0 and row["moving"] >= 0 and row["exposed"] >= 0
+
+
+def test_the_table_of_overlap_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"pattern": "causal", "length": 16384, "ranks": 8, "slept": False, "hoisted": True, "pass": "backward"}
+    row |= dict.fromkeys(("compute", "exchange", "moving", "total", "exposed", "written"), 12.345)
+    row |= {"rate": 1.25e9, "hidden": 1.01, "over_longer": 12.25, "error": 1.5e-7}
+    bench.show(this_machine(), Result("title", overlap.COLUMNS, [row], {}, (), (), overlap.KEYS))
+    printed = capsys.readouterr().out
+    assert "…" not in printed and "hoisted b" in printed and max(map(len, printed.splitlines())) <= WIDTH
 
 
 @pytest.mark.parametrize(

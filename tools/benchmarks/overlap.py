@@ -95,35 +95,36 @@ def totals(rows: list[Row]) -> dict[str, Any]:
 
 
 def ms(key: str, heading: str) -> Column:
-    return Column(f"{heading},\nms", lambda row: "-" if row[key] is None else f"{row[key] * 1e3:,.0f}")
+    return Column(heading, lambda row: "-" if row[key] is None else f"{row[key] * 1e3:.0f}")
 
 
 KEYS = ("pattern", "length", "ranks", "slept", "hoisted", "emulated", "share", "pass")
 COLUMNS = (
     Column("n", lambda row: str(row["length"])),
     Column("p", lambda row: str(row["ranks"])),
-    Column("blocks", lambda row: KINDS[row["slept"]], right=False),
-    Column("", lambda row: f"{row['pattern']}, {row['pass']}{', hoisted' * row['hoisted']}", right=False),
-    Column("link,\nMB/s", lambda row: f"{row['rate'] / 1e6:,.0f}"),
+    Column("blocks", lambda row: "slept" if row["slept"] else "real", right=False),
+    Column("", lambda row: f"{'hoisted' if row['hoisted'] else row['pattern']} {row['pass'][0]}", right=False),
+    Column("link\nMB/s", lambda row: f"{row['rate'] / 1e6:.0f}"),
     ms("compute", "compute"),
-    ms("exchange", "exchange"),
-    ms("moving", "moving"),
+    ms("exchange", "exch."),
     ms("total", "both"),
     ms("exposed", "exposed"),
-    ms("written", "both, as\nwritten"),
+    ms("written", "late"),
     Column("hidden", lambda row: f"{row['hidden']:.0%}"),
-    Column("total /\nlonger", lambda row: f"{row['over_longer']:.2f}"),
+    Column("both /\nlonger", lambda row: f"{row['over_longer']:.2f}"),
     Column("error", error("error")),
 )
 NOTES = (
-    "compute: without messages; exchange: messages alone; both: ring attention. Medians of the slowest rank, by turns.",
-    "blocks: computed; or slept for as long as a core of 50 GFLOP/s takes, so that who moves bytes has a processor, as "
-    "beside a GPU: all there is where ranks are more than cores. Their error is that of the same call, computed.",
-    "moving: what a rank's process computes for the exchange alone, to send and receive; with computed blocks, and no "
-    "more cores than ranks, it cannot be hidden.",
+    "f: forward, b: backward; milliseconds, medians of the slowest rank, by turns. compute: without messages; "
+    "exch.: messages alone; both: ring attention.",
+    "blocks: computed (real); or slept for as long as a core of 50 GFLOP/s takes, so that who moves bytes has a "
+    "processor, as beside a GPU: all there is where ranks are more than cores. Their error is that of the same call, "
+    "computed.",
+    "With computed blocks, and no more cores than ranks, what a rank's process computes to send and receive cannot be "
+    'hidden: "moving" in the JSON.',
     "exposed: of both, the time in which a rank waits for messages and computes nothing, off the timeline.",
-    "hoisted: attention in a compiled model, with wide layers that need no keys before it and beside it; the exchange "
-    "starts ahead of them, and as written with the attention.",
+    "hoisted: causal attention in a compiled model, with wide layers that need no keys before it and beside it; the "
+    "exchange starts ahead of them. late: both, as written, the exchange with the attention.",
     "hidden: (compute + exchange - both) / the shorter of the two. MB/s: bytes sent in the time of the exchange alone.",
     "error: from one process, relative to the largest entry; outputs, or the gradients of q, k and v.",
 )
