@@ -301,6 +301,24 @@ def test_messages_travel_under_the_blocks_of_their_step(strategy: str) -> None:
         assert log == expected
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ring_q"])
+def test_messages_are_attended_to_after_every_tile(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of transports without threads, which move nothing while a rank computes."""
+    done: list[str] = []
+    for owner, names in ((Math, ("forward", "backward")), (ThreadMesh, ("attend",))):
+        for name in names:
+            original = getattr(owner, name)
+
+            def noted(*given: Any, _name: str = name, _original: Any = original) -> Any:
+                done.append(_name)
+                return _original(*given)
+
+            monkeypatch.setattr(owner, name, noted)
+    case = problem(64)
+    run(case, attention(case, 2, "causal", "zigzag", strategy, kernel="math"), "zigzag")
+    assert done.count("attend") == done.count("forward") + done.count("backward") > 0
+
+
 def test_a_buffer_that_arrived_is_sent_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     p, case, sent, received = 4, problem(64, dtype=torch.float32), [], []
     exchange = ThreadMesh.exchange
