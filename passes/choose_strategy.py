@@ -30,7 +30,7 @@ from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import op_name, requires_grad, shape_of, source_line, value_of
 from ringopt.graph.pairs import NO_SITE, query_rows
 from ringopt.graph.placement import Layouts, Sharded
-from ringopt.graph.sizes import at_hand, formula
+from ringopt.graph.sizes import at_hand, formula, is_open
 from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.passes.dilated_sites import choose_dilated, dilated_layout
 from ringopt.pipeline import Context, Pass, SiteInfo
@@ -161,7 +161,8 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
         few = at_hand(min(lengths(node, context)))
         info.notes.append(f"{few} rows of {info.whole} for {context.mesh.size} ranks: all on every rank")
     elif info.strategy == "auto":
-        choice = choose(case_of(node, context), looked_at(context), info.layout, rates_for(context, node))
+        fixed = context.mesh.name != ANY and not any(map(is_open, lengths(node, context)))
+        choice = choose(case_of(node, context), looked_at(context), info.layout, rates_for(context, node), fixed)
         info.strategy = choice.strategy
         info.reason = choice.reason
         info.notes.append(info.reason)

@@ -71,6 +71,17 @@ def test_the_second_length_is_the_last_to_be_compiled():
     assert second.sharded_fraction == 1.0
 
 
+def test_chunks_that_one_length_cuts_nowhere_are_cut_by_another():
+    class Chunks(nn.Module):
+        def forward(self, x):
+            chunk = torch.arange(x.shape[2]) // 4
+            return F.scaled_dot_product_attention(x, x, x, chunk[:, None] == chunk)
+
+    calls = [(torch.randn(1, 1, n, 4, dtype=torch.float64),) for n in (12, 17, 24)]
+    (report,) = run_over(Chunks(), calls, 3, dynamic=True).reports
+    assert report.sites[0].pattern == "chunked(4,both)" and report.sites[0].bytes_sent == 0
+
+
 def test_the_batch_may_be_open_too():
     found = run_over(Decoder().double(), [(ids(b, n),) for b, n in ((3, 20), (2, 21), (5, 33))], 2, dynamic=True)
     assert [report.sharded_fraction for report in found.reports] == [1.0]

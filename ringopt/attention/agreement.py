@@ -20,7 +20,8 @@ from ringopt.attention.seen import seen
 from ringopt.graph.mask import places
 from ringopt.graph.peel import HIDES_FLOAT16
 from ringopt.graph.reading import Reading
-from ringopt.graph.scores import Scores, widened
+from ringopt.graph.score_functions import widened
+from ringopt.graph.scores import Scores
 from ringopt.graph.term_readers import evaluate
 from ringopt.graph.terms import Term, walk
 

@@ -136,14 +136,15 @@ def unrolled_estimate(case: Case, ranks: int, layout: str, strategy: str, rates:
 
 
 @lru_cache(maxsize=4096)
-def choose(case: Case, ranks: int, layout: str, rates: Rates) -> Choice:
-    """The strategy of one attention in `layout`. The ring can do all, so there always is one."""
+def choose(case: Case, ranks: int, layout: str, rates: Rates, fixed: bool = True) -> Choice:
+    """The strategy of one attention in `layout`. The ring can do all, so there always is one. Where lengths or ranks
+    are not `fixed`, none that holds for those at hand alone: chunks that are cut nowhere here may be cut elsewhere."""
     found = []
     # Between nodes with one link for all, heads are as well traded by all ranks.
     over_nodes = [hybrid(rates.node)] if rates.tiers(ranks) and rates.node > 1 else []
     for strategy in sorted([*NAMES, *over_nodes], key=order):
-        if strategy == MERGE:
-            continue  # for queries that are not spread
+        if strategy == MERGE or (strategy == "local" and not fixed):
+            continue  # for queries that are not spread; and gathering sends as little where nothing is missing
         try:
             found.append(estimate(case, ranks, layout, strategy, rates))
         except OptionError:

@@ -24,18 +24,15 @@ from ringopt.graph.cone import Cone
 from ringopt.graph.nodes import op_name
 from ringopt.graph.peel import HIDES, HIDES_FLOAT16, Peeled, every_row_sees_a_key, folded, hide, is_small, rest_of
 from ringopt.graph.provenance import is_of_model
+from ringopt.graph.score_functions import learns, stays_finite, widened
 from ringopt.graph.term_bounds import bounds
 from ringopt.graph.term_folding import apply, literal, logic, negate, substitute, where
 from ringopt.graph.terms import (
     Apply,
     Cast,
     Load,
-    Score,
     Term,
-    applied,
-    children,
     constant,
-    converted,
     loads,
     number,
     score,
@@ -269,6 +266,8 @@ class Walker:
         result = Scores(self.constant, self.factors, conditions, self.found.bias, shifts=self.shifts)
         if self.rest is not self.product:
             self.modifier(result)
+        if learned(self.product.source) and not learns(result.score):
+            raise NotAttention("no gradient reaches its scores")
         if self.gate is not TRUE:
             kind = wide(self.product.dtype)
             result.score = where(self.gate, result.score or score(kind), 0, kind)
@@ -307,34 +306,6 @@ RULES: dict[str, Callable[[Walker, Apply], Term | None]] = {
 }
 
 
-# Of anything they make no infinity; of finite numbers the others make none.
-BOUNDED = frozenset(("tanh", "sigmoid", "erf", "sin", "cos", "atan"))
-FINITE = BOUNDED | {"add", "sub", "mul", "neg", "abs", "square", "where", "clamp", "maximum", "minimum", "detach"}
-FINITE |= {"relu", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "log_sigmoid"}
-
-
-def stays_finite(score: Term | None, cone: Cone, learned: Callable[[fx.Node], bool]) -> bool:
-    """Whether a function of scores is known to hide no key: to be finite where its score is."""
-    found: dict[Term, bool] = {}
-    for each in walk(score):
-        number = constant(each)
-        if number is not None:
-            found[each] = math.isfinite(number)
-        elif isinstance(each, Load) and each.dtype.is_floating_point and not learned(each.source):
-            found[each] = all(map(math.isfinite, bounds(each, cone.spans, cone.known)))
-        elif isinstance(each, Apply) and each.dtype.is_floating_point:
-            given = [
-                found[arg] if isinstance(arg, Term) else arg is None or math.isfinite(float(arg))
-                for arg in each.args
-                if not isinstance(arg, str)
-            ]
-            by_number = each.op == "div" and bool(constant(each.args[1]))
-            found[each] = each.op in BOUNDED or ((each.op in FINITE or by_number) and all(given))
-        else:
-            found[each] = all(found[child] for child in children(each))
-    return score is None or found[score]
-
-
 def source_of(node: fx.Node) -> fx.Node:
     """The call that a tuple's entry comes from."""
     return node.all_input_nodes[0] if op_name(node) == "getitem" else node
@@ -370,26 +341,3 @@ def operands(term: Term) -> tuple[Term, ...]:
     if isinstance(term, Cast):
         return (term.operand,)
     return tuple(arg for arg in term.args if isinstance(arg, Term)) if isinstance(term, Apply) else ()
-
-
-def widened(term: Term, kind: torch.dtype) -> Term:
-    """The same with what is made of the score in `kind`: rounding to 16 bits between two ops is not part of a
-    function. What is made of coordinates and tensors alone has the bits that the program gives it."""
-    new: dict[Term, Term] = {}
-    for each in walk(term):
-        floating = each.dtype.is_floating_point
-        if isinstance(each, Score):
-            new[each] = score(kind)
-        elif all(new[child] is child for child in children(each)):
-            new[each] = each
-        elif isinstance(each, Cast):
-            operand = new[each.operand]
-            new[each] = literal(operand, kind) if floating else converted(operand, each.dtype)
-        elif isinstance(each, Apply):
-            args = [of_kind(new[arg], kind) if isinstance(arg, Term) else arg for arg in each.args]
-            new[each] = applied(each.op, args, kind if floating else each.dtype, each.kwargs)
-    return of_kind(new[term], kind)
-
-
-def of_kind(term: Term, kind: torch.dtype) -> Term:
-    return literal(term, kind) if term.dtype.is_floating_point else term

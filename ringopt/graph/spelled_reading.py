@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch.fx as fx
 from torch import Tensor
@@ -19,7 +20,7 @@ from ringopt.graph.nodes import argument, op_name, shape_of, value_of
 from ringopt.graph.provenance import is_learned, is_row, origins
 from ringopt.graph.row_tables import OwnRows, element
 from ringopt.graph.scores import NotAttention, Scores, peel_scores
-from ringopt.graph.sizes import is_open
+from ringopt.graph.sizes import is_open, same
 from ringopt.graph.spelled import Candidate, Roles
 from ringopt.graph.term_folding import apply, literal, negate, substitute
 from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, conjuncts, constant, load, loads, score
@@ -77,6 +78,10 @@ def check_axes(candidate: Candidate) -> None:
         raise NotAttention(f"{said}: its axis is none that one operand alone brings to the product below", True)
     if sorted(candidate.summed) != sorted(keys):
         raise NotAttention(f"{said}: the values are summed over other axes than the softmax normalises", True)
+    values = candidate.values
+    met = prod(size for letter, size in values.sizes().items() if letter in values.contracted)
+    if not same(met, candidate.axes.size(keys)):
+        raise NotAttention(f"{said}: {met} weights meet values, of {candidate.axes.size(keys)} keys")
 
 
 def check_meaning(candidate: Candidate, roles: Roles) -> None:

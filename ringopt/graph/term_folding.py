@@ -25,13 +25,13 @@ from ringopt.graph.terms import (
     Cast,
     Load,
     Plain,
+    Score,
     Term,
     affine,
     applied,
     constant,
     converted,
     load,
-    loads,
     number,
     walk,
 )
@@ -240,7 +240,7 @@ def negate(term: Term) -> Term:
 def _neutral(op: str, args: Sequence[Arg], dtype: torch.dtype) -> Term | None:
     """x + (-0.0), x - 0, x * 1, which are x to the last bit; detach where nothing carries a gradient."""
     first = args[0]
-    if op == "detach" and isinstance(first, Term) and not any(each.dtype.is_floating_point for each in loads(first)):
+    if op == "detach" and isinstance(first, Term) and not any(map(carries_gradient, walk(first))):
         return first
     if op == "mul" and dtype == torch.bool and len(args) == 2:
         return logic("logical_and", as_bool(first), as_bool(args[1]))
@@ -253,6 +253,11 @@ def _neutral(op: str, args: Sequence[Arg], dtype: torch.dtype) -> Term | None:
         if isinstance(kept, Term) and kept.dtype == dtype and repr(constant(other)) == neutral:
             return kept
     return None
+
+
+def carries_gradient(term: Term) -> bool:
+    """Whether a gradient may end in the leaf `term`."""
+    return isinstance(term, (Load, Score)) and term.dtype.is_floating_point
 
 
 # ---- the same term elsewhere -----------------------------------------------------------------------------------------

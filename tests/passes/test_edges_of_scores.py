@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.translation import validate_function
 
@@ -104,3 +105,36 @@ def test_scores_of_16_bits(name, dtype):
     exact = ROUNDED[name](q @ k.mT).softmax(-1) @ v
     for (out, *_), _gradients in verdict.found:
         assert (out - exact).abs().max() < 4 * torch.finfo(dtype).eps
+
+
+# ---- gradients that are stopped --------------------------------------------------------------------------------------
+STOPPED = {
+    "a factor": lambda s: s * s.detach(),
+    "rounded, with the gradient of what was not": lambda s: s + (s.mul(4).round() / 4 - s).detach(),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("p", (2, 3))
+def test_gradients_that_are_stopped_in_a_function_of_the_score(name, p):
+    verdict, site = attended(p, STOPPED[name])
+    assert "detach" in site.pattern and site.refusal is None and verdict.wrong == ""
+
+
+@pytest.mark.parametrize("change", [lambda s: s.detach(), lambda s: (s > 0).double()], ids=("detached", "compared"))
+def test_scores_without_a_gradient_are_refused(change):
+    verdict, site = attended(2, change)
+    assert site.refusal == "no gradient reaches its scores" and verdict.wrong == ""
+
+
+# ---- weights that are cut or padded ----------------------------------------------------------------------------------
+MET = {
+    "over dim -1: 5 weights meet values, of 7 keys": lambda w, v: w[..., :5] @ v[:, :, :5],
+    "over dim -1: 8 weights meet values, of 7 keys": lambda w, v: F.pad(w, (0, 1)) @ F.pad(v, (0, 0, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("sentence", MET)
+def test_weights_that_are_not_those_of_all_keys_are_refused(sentence):
+    verdict = validate_function(2, lambda q, k, v: (MET[sentence]((q @ k.mT).softmax(-1), v),), given())
+    assert [site.refusal for site in verdict.report.sites] == [sentence] and verdict.wrong == ""
