@@ -146,14 +146,17 @@ EXACT = {
         "t = p(1, 1, 8).expand(x.shape[0], 1, 8); q, = heads(t, 1); k, = heads(x, 1); "
         "t = t + merge(sdpa(q, k, k)); x = x * t.sigmoid()"
     ),
-}
-
-#: some operand is needed whole
-GATHERED = {
     "a view that other strides do not allow": (
         "y = x.permute(1, 2, 0).index_fill(2, torch.zeros(1, dtype=torch.int64), 0.5).permute(2, 0, 1); "
         "x = x + y.view(4, -1, 8).mean((0, 1))"
     ),
+    "in-place on a view of a view": (
+        "y = x * 1; z = y.view(y.shape[0], -1); z[:, ::2] *= 0.5; y[:, 1:3].transpose(1, 2)[:, 0] = 0; x = y"
+    ),
+}
+
+#: some operand is needed whole
+GATHERED = {
     "1-D from the sequence": "w = x[0, :, 0]; x = x + torch.outer(w, w)[None].mean(-1, True)",
     "broadcast from the sequence axis": "x = x + (x[:, :, None] - x[:, None]).abs().mean((2, 3))[..., None]",
     "scan over unbind": (
@@ -193,9 +196,6 @@ GATHERED = {
     "cosine of all pairs": "y = F.normalize(x, dim=-1); x = x + (y @ y.mT).tanh() @ x",
     "rot90": "x = torch.rot90(x, 2, (1, 2))",
     "quantile": "x = x - x.quantile(0.5, 1, True)",
-    "in-place on a view of a view": (
-        "y = x * 1; z = y.view(y.shape[0], -1); z[:, ::2] *= 0.5; y[:, 1:3].transpose(1, 2)[:, 0] = 0; x = y"
-    ),
     "index_put accumulate": (
         "y = torch.zeros_like(x); y.index_put_((torch.arange(x.shape[0])[:, None], "
         "torch.arange(x.shape[1])[None] // 2), x, accumulate=True); x = y"
