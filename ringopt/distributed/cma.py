@@ -7,6 +7,7 @@ read whom is what ptrace(2) allows: processes of one user, unless the system is 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 PR_SET_PTRACER = 0x59616D61  # of linux/prctl.h
+LAUNCHER_ENDED = " (under Yama, whoever has started the ranks must run as long as they do)"
 
 
 class Span(ctypes.Structure):
@@ -41,9 +43,9 @@ def scope() -> int:
 
 def permit() -> None:
     """Names those who may read this process, where they must be named: the processes that its parent has started, for
-    ranks have one launcher. Nothing else is loosened: the user must still be the same."""
-    if scope() == 1:
-        _libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+    ranks have one launcher. Nothing else is loosened: the user must still be the same. Where there is no Yama the call
+    does nothing."""
+    _libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def read(process: int, address: int, into: int, size: int) -> None:
@@ -56,5 +58,6 @@ def read(process: int, address: int, into: int, size: int) -> None:
         )
         if copied <= 0:
             number = ctypes.get_errno()
-            raise OSError(number, f"the memory of process {process} cannot be read: {os.strerror(number)}")
+            why = os.strerror(number) + (LAUNCHER_ENDED if number == errno.EPERM else "")
+            raise OSError(number, f"the memory of process {process} cannot be read: {why}")
         done += copied

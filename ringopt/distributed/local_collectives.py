@@ -89,16 +89,20 @@ class Chunk:
             return
         for _, brought in sorted(self.offers.items()):
             error = self.links.take(brought, self._added(), self.mine.nbytes)
+            self.links.taken(brought)
             if error:
                 self.ends.append(End(self.links, brought.line, done=True, error=error))
-        self.ends += [self.links.offer(brought.line, self.mine, self.key) for brought in self.offers.values()]
+        # A sum that lacks a part is nobody's: peers are sent nothing in its place, which is an error of theirs, too.
+        found = self.mine[:0] if self.ends else self.mine
+        self.ends += [self.links.offer(brought.line, found, self.key) for brought in self.offers.values()]
 
     def _added(self) -> Iterator[tuple[int, Tensor]]:
         """Places to read into, each of which is added when the next is asked for."""
-        items = self.mine.element_size()
-        room = self.mine.new_empty(min(PIECE // items, self.mine.numel()))
-        for start in range(0, self.mine.numel(), len(room)):
-            piece = room[: self.mine.numel() - start]
+        items, numbers = self.mine.element_size(), self.mine.numel()
+        most = PIECE // items
+        room = self.mine.new_empty(min(most, numbers))
+        for start in range(0, numbers, most):
+            piece = room[: numbers - start]
             yield start * items, piece
             self.mine[start : start + len(piece)] += piece
 

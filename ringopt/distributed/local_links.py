@@ -5,7 +5,8 @@ A sender offers a message over a Unix socket: where it lies and how long it is. 
 copies, and the threads that make them, which on a busy node wait for a core that computes.
 
 Bytes move when a rank posts, waits, or attends to its messages between two blocks of computation. Whoever waits for one
-message serves all others too, so that no order in which the ranks wait can block them.
+message serves all others too, so that no order in which the ranks wait can block them. A message has left when nothing
+is left to do for it here, so that whoever has waited may go and do something else for as long as it likes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
@@ -88,7 +90,8 @@ class Line:
     gone: bool = False
     sent: int = 0
     received: int = 0
-    unsent: deque[bytes] = field(default_factory=deque)  # packets that did not fit into the socket
+    # Packets that did not fit into the socket, and the end that has nothing more to do when it is sent.
+    unsent: deque[tuple[bytes, End | None]] = field(default_factory=deque)
     offers: dict[Key, Offer] = field(default_factory=dict)
     awaited: dict[Key, Callable[[Offer], None]] = field(default_factory=dict)
     untaken: dict[Key, tuple[End, Tensor]] = field(default_factory=dict)  # with what is read meanwhile
@@ -102,7 +105,7 @@ class LocalLinks:
 
     def __init__(self, peers: Mapping[int, tuple[socket.socket, int]], timeout: float):
         self.lines = {peer: Line(peer, process, sock) for peer, (sock, process) in sorted(peers.items())}
-        self._timeout, self._open = timeout, 0
+        self._timeout = timeout
         # Reentrant: what has come may be the last part of a sum, which is then sent.
         self.lock = threading.RLock()
         self._turn = threading.Lock()  # a poll object serves one thread at a time
@@ -115,6 +118,14 @@ class LocalLinks:
     def close(self) -> None:
         for line in self.lines.values():
             line.socket.close()
+
+    def fail(self) -> None:
+        """After an error this rank is not at the message any more at which its peers are, so none may meet the next one
+        from here. Whoever waits for this rank is told at once."""
+        with self.lock:
+            for line in self.lines.values():
+                with suppress(OSError):  # the peer is gone
+                    line.socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, peer: int, buffer: Tensor) -> End:
         """`buffer`, contiguous, stays as it is until it was waited for. The n-th message to a peer is the n-th that it
@@ -132,15 +143,36 @@ class LocalLinks:
 
     def attend(self) -> None:
         """Moves what can be moved, and waits for nothing."""
-        if self._open:
+        if self.busy:
             self._serve(0.0)
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """For a thread that blocks in something else: another one serves meanwhile what is under way."""
+        over = threading.Event()
+
+        def serve() -> None:
+            while self.busy and not over.is_set():
+                self._serve(SLICE)
+
+        if self.busy:
+            threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is left to do here for a message."""
+        return any(line.awaited or line.untaken or line.unsent for line in self.lines.values())
 
     def until(self, end: End) -> None:
         """Serves all messages until this one has ended. Raises RuntimeError where it cannot any more."""
         deadline = time.monotonic() + self._timeout
         while not end.done:
             left = deadline - time.monotonic()
-            if end.line.gone:
+            if end.line.gone and not end.done:  # another thread may have served its last message since
                 raise RuntimeError(f"Connection closed by rank {end.line.peer}, process {end.line.process}")
             if left <= 0:
                 raise RuntimeError(f"Timed out waiting {self._timeout * 1000:.0f}ms for rank {end.line.peer}")
@@ -150,11 +182,9 @@ class LocalLinks:
     def offer(self, line: Line, buffer: Tensor, key: Key) -> End:
         end, size = End(self, line), buffer.nbytes
         if size <= SHORT:
-            self._push(line, HEAD.pack(Kind.SHORT, *key, 0, size) + ctypes.string_at(buffer.data_ptr(), size))
-            end.done = True
+            self._push(line, HEAD.pack(Kind.SHORT, *key, 0, size) + ctypes.string_at(buffer.data_ptr(), size), end)
         else:
             line.untaken[key] = end, buffer
-            self._open += 1
             self._push(line, HEAD.pack(Kind.OFFER, *key, buffer.data_ptr(), size))
         return end
 
@@ -162,40 +192,42 @@ class LocalLinks:
         end = End(self, line)
 
         def take(offer: Offer) -> None:
-            end.error, end.done = self.take(offer, [(0, buffer)], buffer.nbytes), True
+            end.error = self.take(offer, [(0, buffer)], buffer.nbytes)
+            self.taken(offer, end)
 
         self.expect(line, key, take)
         return end
 
     def expect(self, line: Line, key: Key, take: Callable[[Offer], None]) -> None:
         """Calls `take` with the message of this key, now or as soon as it is offered."""
-        self._open += 1
         line.awaited[key] = take
         if key in line.offers:
             self._bring_together(line.offers.pop(key))
 
     def take(self, offer: Offer, pieces: Iterable[tuple[int, Tensor]], size: int) -> str:
         """Reads a message of `size` bytes: into each tensor, asked for one after the other, what it has from its start
-        on. Returns why it cannot, if so; the sender may go on in any case."""
-        error = ""
+        on. Returns why it cannot, if so."""
         if offer.size != size:
-            error = f"rank {offer.line.peer} has sent {offer.size} bytes where {size} are received"
-        else:
-            try:
-                for start, target in pieces:
-                    offer.read(target, start)
-            except OSError as problem:
-                error = str(problem)
+            return f"rank {offer.line.peer} has sent {offer.size} bytes where {size} are received"
+        try:
+            for start, target in pieces:
+                offer.read(target, start)
+        except OSError as problem:
+            return str(problem)
+        return ""
+
+    def taken(self, offer: Offer, end: End | None = None) -> None:
+        """Lets the sender of a message go on, whether it could be read or not: the last thing to do for `end`."""
         if offer.content is None:
-            self._push(offer.line, HEAD.pack(Kind.TAKEN, *offer.key, 0, 0))
-        return error
+            self._push(offer.line, HEAD.pack(Kind.TAKEN, *offer.key, 0, 0), end)
+        elif end is not None:
+            end.done = True
 
     def _bring_together(self, offer: Offer) -> None:
         take = offer.line.awaited.pop(offer.key, None)
         if take is None:
             offer.line.offers[offer.key] = offer
         else:
-            self._open -= 1
             take(offer)
 
     # ---- sockets -----------------------------------------------------------------------------------------------------
@@ -228,25 +260,27 @@ class LocalLinks:
         if kind == Kind.TAKEN:
             end, _ = line.untaken.pop((stream, number))
             end.done = True
-            self._open -= 1
         else:
             content = packet[HEAD.size :] if kind == Kind.SHORT else None
             self._bring_together(Offer(line, (stream, number), size, address, content))
         return True
 
-    def _push(self, line: Line, packet: bytes) -> None:
-        line.unsent.append(packet)
+    def _push(self, line: Line, packet: bytes, end: End | None = None) -> None:
+        line.unsent.append((packet, end))
         self._flush(line)
 
     def _flush(self, line: Line) -> None:
         while line.unsent and not line.gone:
+            packet, end = line.unsent[0]
             try:
-                line.socket.send(line.unsent[0])
+                line.socket.send(packet, socket.MSG_NOSIGNAL)  # a peer may be gone, and a program have SIGPIPE end it
             except BlockingIOError:  # the peer computes, and the socket is full
                 break
             except ConnectionError:  # the peer is gone; what it has said before is still to be read
                 line.unsent.clear()
                 break
             line.unsent.popleft()
+            if end is not None:
+                end.done = True
         if not line.gone:
             self._poll.modify(line.socket, select.POLLIN | (select.POLLOUT if line.unsent else 0))

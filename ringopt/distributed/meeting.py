@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ringopt.distributed import cma
-from ringopt.distributed.local_links import LocalLinks
+from ringopt.distributed.local_links import PACKET, LocalLinks
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
@@ -96,7 +96,8 @@ def _connected(name: bytes, rank: int) -> socket.socket | None:
     try:
         sock.settimeout(PATIENCE)
         sock.connect(_address(name))
-        sock.send(struct.pack("<Q", rank))
+        # As long as the longest packet: where a socket does not hold that, nobody is a neighbour.
+        sock.send(struct.pack("<Q", rank).ljust(PACKET, b"\0"))
     except OSError:
         sock.close()
         return None

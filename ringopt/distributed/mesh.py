@@ -64,20 +64,11 @@ class Pending:
             try:
                 transfer.work.wait()
             except RuntimeError as error:
-                raise comm_error(self._mesh, self.label, transfer.what, self._begin, error) from error
+                raise self._mesh.failed(self.label, transfer.what, self._begin, error) from error
         if self._buffers:
             self._buffers.clear()
             self._mesh.in_flight.discard(self)
             log_event("waited", self.label, self._mesh.rank, began=began)
-
-
-def comm_error(mesh: Mesh, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
-    """What this rank did, for how long since `begin`, and what the transport said of it."""
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return RingCommError(
-        f"rank {mesh.rank} of {mesh.size} ({mesh.name}), {label or 'exchange'}: {what} failed after "
-        f"{time.monotonic() - begin:.1f} s: {said}. {ADVICE}"
-    )
 
 
 class Mesh(ABC):
@@ -110,6 +101,14 @@ class Mesh(ABC):
         """The same ranks, with messages that cannot meet those of this mesh: for what a rank may do alone by mistake.
         Where that takes a new process group, all ranks make the first call together."""
         return self
+
+    def failed(self, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
+        """What to raise of a message: what was done, for how long since `begin`, and what the transport said of it."""
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return RingCommError(
+            f"rank {self.rank} of {self.size} ({self.name}), {label or 'exchange'}: {what} failed after "
+            f"{time.monotonic() - begin:.1f} s: {said}. {ADVICE}"
+        )
 
     def attend(self) -> None:  # noqa: B027 (most transports have threads)
         """For long computations to call now and then: a transport without threads moves what has come meanwhile."""

@@ -6,6 +6,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.distributed.local_collectives import LocalCollectives
+from ringopt.distributed.local_links import LocalLinks
 from ringopt.distributed.meeting import Met, meet
-from ringopt.distributed.mesh import Mesh, Transfer, Work, comm_error, register, registered
+from ringopt.distributed.mesh import Mesh, Transfer, Work, register, registered
 from ringopt.errors import OptionError, RingCommError
 
 if TYPE_CHECKING:
@@ -27,6 +29,19 @@ DEFAULT_TIMEOUT = 600.0
 T = TypeVar("T")
 
 Messages: TypeAlias = Sequence[tuple[int, Tensor]]  # peer, 1-D buffer
+
+
+@dataclass(frozen=True)
+class Far:
+    """What the process group carries. While it is waited for, messages between ranks on this node go on: a peer may
+    wait for one of them before it sends this."""
+
+    work: Work
+    links: LocalLinks
+
+    def wait(self) -> None:
+        with self.links.attended():
+            self.work.wait()
 
 
 class ProcessMesh(Mesh):
@@ -42,6 +57,8 @@ class ProcessMesh(Mesh):
         self.world = dist.group.WORLD
         self.device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         self._apart: ProcessMesh | None = None
+        self._failed = False
+        self._links: LocalLinks | None = None
         met = self._meet()
         self._links = met.links
         self._together = LocalCollectives(met.links, self._rank) if met.links and met.everybody else None
@@ -58,7 +75,7 @@ class ProcessMesh(Mesh):
 
     def _of_all(self, mine: bytes) -> list[bytes]:
         """What each rank brings, in rank order, through the group."""
-        brought = torch.tensor(list(mine), dtype=torch.uint8)
+        brought = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")  # whatever the default device is
         parts = [torch.empty_like(brought) for _ in self.ranks]
         self._guarded("meeting", "all_gather", lambda: dist.all_gather(parts, brought, group=self.group))
         return [bytes(part.tolist()) for part in parts]
@@ -86,6 +103,13 @@ class ProcessMesh(Mesh):
             self._apart = ProcessMesh(f"{self._name} apart", self.ranks, self.timeout, group)
             register(self._apart)
         return self._apart
+
+    def failed(self, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
+        # The ranks are not at the same message any more: what is sent next would be taken for what was to come.
+        self._failed = True
+        if self._links is not None:
+            self._links.fail()
+        return super().failed(label, what, begin, error)
 
     def attend(self) -> None:
         if self._links is not None:
@@ -124,7 +148,10 @@ class ProcessMesh(Mesh):
         works = self._guarded(label, ", ".join(whats), lambda: dist.batch_isend_irecv(ops))
         if len(works) != len(ops):
             whats = [", ".join(whats)] * len(works)
-        return [Transfer(what, work) for what, work in zip(whats, works, strict=True)]
+        return [Transfer(what, self._far(work)) for what, work in zip(whats, works, strict=True)]
+
+    def _far(self, work: Work) -> Work:
+        return Far(work, self._links) if self._links is not None else work
 
     def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
         if not x.numel():
@@ -147,8 +174,7 @@ class ProcessMesh(Mesh):
             parts[self._rank].copy_(mine)
             return self._together.gather(dict(enumerate(parts)))
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
-        work: Work = gather(whole, mine, group=self.group, async_op=True)
-        return work
+        return self._far(gather(whole, mine, group=self.group, async_op=True))
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -163,8 +189,7 @@ class ProcessMesh(Mesh):
     def _reduce(self, x: Tensor) -> Work:
         if self._together is not None and x.device.type == "cpu":
             return self._together.sum(x.view(-1))
-        work: Work = dist.all_reduce(x, group=self.group, async_op=True)
-        return work
+        return self._far(dist.all_reduce(x, group=self.group, async_op=True))
 
     def _guarded(self, label: str, what: str, call: Callable[[], T]) -> T:
         if not self.usable:
@@ -172,11 +197,16 @@ class ProcessMesh(Mesh):
                 f"mesh {self._name!r} belongs to a process group that was destroyed; make it again with "
                 "ringopt.distributed.process.process_mesh"
             )
+        if self._failed:
+            raise RingCommError(
+                f"rank {self.rank} of {self.size} ({self.name}), {label or 'exchange'}: {what} was not begun: an "
+                "earlier message has failed, and the ranks are not at the same one any more. Restart the ranks"
+            )
         begin = time.monotonic()
         try:
             return call()
         except RuntimeError as error:
-            raise comm_error(self, label, what, begin, error) from error
+            raise self.failed(label, what, begin, error) from error
 
 
 def received(buffer: Tensor, peer: int) -> str:

@@ -44,7 +44,7 @@ _lock = threading.Lock()  # the backward of an accelerator runs in a thread of t
 
 def issue(mesh: Mesh, about: object, state: Any, pending: Sequence[Pending]) -> Tensor:
     """A ticket for what is under way on this rank of `mesh`."""
-    ticket = torch.tensor(next(_numbers))
+    ticket = torch.tensor(next(_numbers), device="cpu")
     entry = Started(mesh, mesh.rank, about, state, pending, StorageWeakRef(ticket.untyped_storage()))
     with _lock:
         _started[int(ticket)] = entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ def joined(p: int, timeout: float = 20.0) -> list[LocalLinks]:
 def run(body: Callable[[int, LocalLinks], T], links: list[LocalLinks]) -> list[T]:
     with ThreadPoolExecutor(len(links)) as pool:
         found = list(pool.map(body, range(len(links)), links))
-    assert all(not each._open for each in links), "both ends of every message have met"
+    assert all(not each.busy for each in links), "both ends of every message have met"
     return found
 
 
@@ -104,6 +105,41 @@ def test_a_peer_that_computes_blocks_nobody_who_sends_short_messages() -> None:
     assert run(body, joined(2)) == [640.0, 639 * 320]
 
 
+@pytest.mark.parametrize(("short", "long"), [(20, 0), (11, 8)])
+def test_who_has_waited_need_not_come_back(short: int, long: int) -> None:
+    """Rank 0 sends short messages and takes long ones, more than a socket holds packets for a peer that computes."""
+
+    def body(rank: int, links: LocalLinks) -> set[float]:
+        there = [torch.full((LONG - 1,), float(rank)) for _ in range(short)]
+        back = [torch.full((LONG,), float(rank)) for _ in range(long)]
+        ends = [(links.receive if rank else links.send)(1 - rank, buffer) for buffer in there]
+        ends += [(links.send if rank else links.receive)(1 - rank, buffer) for buffer in back]
+        if rank == 1:
+            time.sleep(0.2)
+        for end in ends:
+            end.wait()
+        return {float(buffer.unique()) for buffer in (there if rank else back)}
+
+    assert run(body, joined(2, timeout=3.0)) == [{1.0} if long else set(), {0.0}]
+
+
+def test_messages_are_served_while_their_rank_is_blocked_elsewhere() -> None:
+    taken = threading.Event()
+
+    def body(rank: int, links: LocalLinks) -> bool:
+        if rank == 1:
+            links.send(0, torch.ones(LONG)).wait()
+            taken.set()
+            return True
+        end = links.receive(1, torch.empty(LONG))
+        with links.attended():
+            blocked = taken.wait(10)
+        end.wait()
+        return blocked
+
+    assert run(body, joined(2)) == [True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize(("p", "numbers"), [(2, 1), (3, 1001), (2, 40_001), (3, 40_001), (4, PIECE)])
 def test_sums(p: int, numbers: int, dtype: torch.dtype) -> None:
@@ -155,6 +191,34 @@ def test_two_ends_of_unequal_length(numbers: int) -> None:
 
     sent, received = run(body, joined(2))
     assert (sent, received) == ("", f"rank 0 has sent {4 * numbers} bytes where {4 * numbers + 4} are received")
+
+
+def test_a_sum_that_lacks_a_part_reaches_nobody() -> None:
+    """One of three brings a number more: the first chunk cannot be summed, the others could."""
+
+    def body(rank: int, links: LocalLinks) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            LocalCollectives(links, rank).sum(torch.ones(3 * LONG + (rank == 2))).wait()
+        return str(raised.value)
+
+    size = 4 * LONG
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(body, range(3), joined(3)))
+    assert found == [
+        f"rank 2 has sent {size + 4} bytes where {size} are received",
+        f"rank 0 has sent 0 bytes where {size} are received",
+        f"rank 0 has sent 0 bytes where {size + 4} are received",
+    ]
+
+
+def test_a_rank_that_has_failed_is_gone_for_its_peers() -> None:
+    here, there = joined(2)
+    there.send(0, torch.ones(4)).wait()
+    there.fail()
+    here.receive(1, torch.empty(4)).wait()
+    for end in (here.send(1, torch.ones(LONG)), here.receive(1, torch.empty(4))):
+        with pytest.raises(RuntimeError, match="Connection closed by rank 1"):
+            end.wait()
 
 
 def test_a_peer_that_goes() -> None:

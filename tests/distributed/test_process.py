@@ -66,6 +66,22 @@ def test_messages_and_collectives(ranks: Ranks, transport: str) -> None:
         assert (name, found, left) == ("world", True, 0)
 
 
+def in_a_circle(mesh: ProcessMesh) -> list[float]:
+    """Rank 0 waits for rank 1, through the group, which waits for rank 2, which waits until rank 0 has read from it."""
+    first, second = (torch.full((100_000,), float(mesh.rank)) for _ in range(2))
+    if mesh.rank == 0:
+        early = mesh.exchange([], [(2, first)], "early")
+        mesh.exchange([], [(1, second)], "step").wait()
+        early.wait()
+    elif mesh.rank == 1:
+        mesh.exchange([], [(2, first)], "step").wait()
+        mesh.exchange([(0, second)], [], "step").wait()
+    else:
+        mesh.exchange([(0, first)], [], "early").wait()
+        mesh.exchange([(1, second)], [], "step").wait()
+    return [float(first.unique()), float(second.unique())]
+
+
 def near() -> tuple[list[int], list[int]]:
     """Ranks whose memory this one reads: of all, and where rank 1 finds that it cannot read rank 0's."""
     every = process_mesh(timeout_s=30.0)
@@ -83,6 +99,7 @@ def near() -> tuple[list[int], list[int]]:
         assert [got[peer].unique().tolist() for peer in peers] == [[10.0 * peer + mesh.rank] for peer in peers]
         assert [float(x.unique()) for x in mesh.all_gather(torch.full((9999,), 1.0 + mesh.rank))] == [1.0, 2.0, 3.0]
         assert mesh.all_reduce(torch.full((9999,), 1.0 + mesh.rank)).unique().tolist() == [6.0]
+        assert in_a_circle(mesh) == [2.0, 2.0 if mesh.rank == 2 else 1.0]
         found.append([] if mesh._links is None else sorted(mesh._links.lines))
     process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
     return found[0], found[1]
@@ -140,7 +157,39 @@ def test_without_a_process_group() -> None:
         process_mesh()
 
 
-# ---- faults: uncaught, for the group is of no use after them, and the pool starts its ranks anew ---------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
+def after_an_error() -> list[str]:
+    """Rank 0 loses patience; rank 1 comes later. What either is told then, and of the message after that."""
+    mesh = process_mesh(timeout_s=32.0)
+    assert mesh._links is not None
+    if mesh.rank == 0:
+        mesh._links._timeout = 0.3
+    else:
+        time.sleep(1.0)
+    said = []
+    for label in ("first", "second"):
+        with pytest.raises(RingCommError) as raised:
+            mesh.exchange([], [(1 - mesh.rank, torch.empty(4))], label).wait()
+        said.append(str(raised.value))
+    process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
+    return said
+
+
+@pytest.mark.skipif(not cma.available(), reason="needs process_vm_readv, which Linux has")
+def test_after_an_error_nothing_is_taken_for_what_was_to_come(ranks: Ranks) -> None:
+    (early, second), (late, other) = ranks(2, after_an_error)
+    assert "(world), first: receive of 16 bytes from rank 1 failed after 0." in early
+    assert "Timed out waiting 300ms for rank 1. A peer died, hung" in early
+    assert "(world), first: receive of 16 bytes from rank 0 failed after" in late
+    assert "Connection closed by rank 0" in late
+    for rank, sentence in enumerate((second, other)):
+        assert sentence == (
+            f"rank {rank} of 2 (world), second: exchange was not begun: an earlier message has failed, and the ranks "
+            "are not at the same one any more. Restart the ranks"
+        )
+
+
+# Those of a group are uncaught: it is of no use after them, and the pool starts its ranks anew.
 def lose_rank_1(how: str, transport: str) -> None:
     mesh = mesh_over(transport, 2.0)
     mesh.all_reduce(torch.ones(1))
