@@ -120,6 +120,8 @@ class ProcessMesh(Mesh):
         near_sends, far_sends = self._split(sends)
         near_receives, far_receives = self._split(receives)
         far = self._post_far(far_sends, far_receives, label) if far_sends or far_receives else []
+        # In the order in which they are waited for: who waits for the group serves no neighbour meanwhile, and none may
+        # still wait for this rank to fetch a message of the same exchange.
         return [*self._post_near(near_sends, near_receives, label), *far]
 
     def _split(self, messages: Messages) -> tuple[Messages, Messages]:
