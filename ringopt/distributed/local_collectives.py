@@ -88,7 +88,8 @@ class Chunk:
         if len(self.offers) < self.peers:
             return
         for _, brought in sorted(self.offers.items()):
-            error = self.links.take(brought, self._added(), self.mine.nbytes)
+            with torch.inference_mode():  # whoever serves this message may not be in the mode of whoever posted it
+                error = self.links.take(brought, self._added(), self.mine.nbytes)
             self.links.taken(brought)
             if error:
                 self.ends.append(End(self.links, brought.line, done=True, error=error))
@@ -108,4 +109,5 @@ class Chunk:
 
 
 def _add_up(x: Tensor, parts: Tensor) -> None:
-    torch.sum(parts, 0, dtype=x.dtype, out=x)
+    with torch.inference_mode():
+        torch.sum(parts, 0, dtype=x.dtype, out=x)

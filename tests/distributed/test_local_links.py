@@ -160,6 +160,18 @@ def test_sums(p: int, numbers: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(totals[0].double(), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("numbers", [3, LONG])
+def test_a_sum_goes_by_no_mode_of_who_serves_it(numbers: int) -> None:
+    def body(rank: int, links: LocalLinks) -> list[float]:
+        with torch.inference_mode():
+            total = torch.ones(numbers)
+            end = LocalCollectives(links, rank).sum(total)
+        end.wait()
+        return total.unique().tolist()
+
+    assert run(body, joined(2)) == [[2.0]] * 2
+
+
 @pytest.mark.parametrize("numbers", [3, 5000])
 def test_gathers_meet_each_other_and_no_message(numbers: int) -> None:
     def body(rank: int, links: LocalLinks) -> list[float]:
