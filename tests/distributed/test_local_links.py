@@ -17,6 +17,9 @@ import torch
 
 from ringopt.distributed.local_collectives import PIECE, LocalCollectives
 from ringopt.distributed.local_links import SHORT, LocalLinks
+from tests.distributed.reading import needs_reading
+
+pytestmark = needs_reading
 
 T = TypeVar("T")
 

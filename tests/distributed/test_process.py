@@ -22,6 +22,7 @@ from ringopt.distributed.process import DEFAULT_TIMEOUT, ProcessMesh, process_me
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingCommError, RingMismatchError
 from tests.attention.reference import assert_near, join, problem, sdpa, shard, visible
+from tests.distributed.reading import READS, needs_reading
 from tests.harness.pool import RankError
 
 Ranks = Callable[..., list[Any]]
@@ -36,7 +37,7 @@ def mesh_over(transport: str, timeout: float) -> ProcessMesh:
         if transport == "group":
             patch.setattr(cma, "available", lambda: False)
         mesh = process_mesh(timeout_s=timeout)
-    assert (mesh._links is None) == (transport == "group" or not cma.available())
+    assert (mesh._links is None) == (transport == "group" or not READS)
     return mesh
 
 
@@ -105,7 +106,7 @@ def near() -> tuple[list[int], list[int]]:
     return found[0], found[1]
 
 
-@pytest.mark.skipif(not cma.available(), reason="needs process_vm_readv, which Linux has")
+@needs_reading
 def test_ranks_on_a_node_read_each_other_where_they_can(ranks: Ranks) -> None:
     assert ranks(3, near) == [([1, 2], [2]), ([0, 2], [2]), ([0, 1], [0, 1])]
 
@@ -175,7 +176,7 @@ def after_an_error() -> list[str]:
     return said
 
 
-@pytest.mark.skipif(not cma.available(), reason="needs process_vm_readv, which Linux has")
+@needs_reading
 def test_after_an_error_nothing_is_taken_for_what_was_to_come(ranks: Ranks) -> None:
     (early, second), (late, other) = ranks(2, after_an_error)
     assert "(world), first: receive of 16 bytes from rank 1 failed after 0." in early

@@ -1,0 +1,25 @@
+"""May processes here read each other's memory? Some kernels and containers forbid it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+
+from ringopt.distributed import cma
+
+
+def allowed() -> bool:
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    if not cma.available() or cma.scope() > 1:
+        return False
+    try:
+        cma.read(os.getpid(), ctypes.addressof(source), ctypes.addressof(target), 1)
+    except OSError:
+        return False
+    return True
+
+
+READS = allowed()
+needs_reading = pytest.mark.skipif(not READS, reason="processes may not read each other's memory here")
