@@ -102,6 +102,7 @@ def attend_dilated(
     def alone() -> None:
         for whole in wholes(attention, mesh.rank, given):
             whole.merge_into(out, lse)
+            mesh.attend()
 
     in_lockstep(mesh, cuts, "forward", alone, begun)
     for cut in cuts:
@@ -129,6 +130,7 @@ def attend_dilated_backward(
     def alone() -> None:
         for whole in wholes(attention, mesh.rank, given):
             whole.add_gradients(dout, saved, totals)
+            mesh.attend()
 
     in_lockstep(mesh, cuts, "backward", alone, begun)
     for cut in cuts:
@@ -152,7 +154,8 @@ def in_lockstep(
         if number == 0:
             alone()
         for cut in cuts:
-            cut.compute(number)
+            for _tile in cut.compute(number):
+                mesh.attend()
         log_event("computed", f"{label} {number}", mesh.rank)
         posted.pending.wait()
         for cut in cuts:
@@ -234,11 +237,13 @@ class Cut(Keys):
         self.merged = Merged(self.q, self.v.shape[3])
         self.seen = None if given.seen is None else seen_of(given.seen, part)
 
-    def compute(self, number: int) -> None:
+    def compute(self, number: int) -> Iterator[None]:
+        """Stops behind every tile."""
         for block in self._step(number).blocks:
             rows, keys, values, mask, causal = self._tile(block)
             how = (mask, causal, self.attention.scale)
             self.merged.add(rows, *self._kernel(block).forward(self.q[:, :, rows], keys, values, *how))
+            yield
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The partial softmax of this term: [B, heads, rows of the pieces, Dv] and [B, heads, rows of the pieces]."""
@@ -298,7 +303,7 @@ class CutBackward(Cut):
         own_rows = self.exchange.kv_pieces(rank)
         self.gradients = Gradients(shape, own_rows, self.local, self.k.shape[2], leaving)
 
-    def compute(self, number: int) -> None:
+    def compute(self, number: int) -> Iterator[None]:
         for block in self._step(number).blocks:
             rows, keys, values, mask, causal = self._tile(block)
             dout, q, out, lse = (x[:, :, rows] for x in (self.dout, self.q, self.out, self.lse))
@@ -307,6 +312,7 @@ class CutBackward(Cut):
             )
             self.dq[:, :, rows] += dq
             self.gradients.add(block.keys, collected(dk, self.term), collected(dv, self.term))
+            yield
 
     def add_gradients(self, totals: Sequence[Tensor]) -> None:
         of = (self.term.heads, self.term.kv_heads, self.term.kv_heads)

@@ -14,6 +14,7 @@ from ringopt import attention, record_traffic, shard, unshard
 from ringopt.attention.dropout import Dropout
 from ringopt.attention.layouts import layout_of
 from ringopt.errors import OptionError, RingMismatchError
+from ringopt.kernels.math import Math
 from ringopt.ops.ring import VERSION
 from tests.attention.reference import Problem, problem
 from tests.dilated.reference import Patterns, dilated, needed, torchscale
@@ -98,6 +99,22 @@ def test_padding_is_not_attended(p: int, causal: bool, kernel: str) -> None:
     seen = torch.rand(2, 67, generator=torch.Generator().manual_seed(0)) > 0.3
     seen[0, :20], seen[1, 50:] = False, False  # segments of nothing but padding on either side
     assert_right(p, problem(67), Patterns((8, 23, 40), (1, 2, 4), causal), seen, kernel=kernel)
+
+
+def test_messages_are_attended_to_after_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of segments that are cut and of those that are whole on a rank."""
+    done: list[str] = []
+    for owner, names in ((Math, ("forward", "backward")), (ThreadMesh, ("attend",))):
+        for name in names:
+            original = getattr(owner, name)
+
+            def noted(*given: Any, _name: str = name, _original: Any = original) -> Any:
+                done.append(_name)
+                return _original(*given)
+
+            monkeypatch.setattr(owner, name, noted)
+    run_on_threads(2, lambda mesh: attended(problem(67), SCHEDULES["straddling"], mesh=mesh, kernel="math"))
+    assert done.count("attend") == done.count("forward") + done.count("backward") > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
