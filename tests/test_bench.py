@@ -19,7 +19,7 @@ import ringopt
 from ringopt.kernels.choose import KERNELS
 from ringopt.kernels.math import Math
 from ringopt.tools import bench
-from ringopt.tools.benchmarks import forms, memory
+from ringopt.tools.benchmarks import forms
 from ringopt.tools.benchmarks.against import compared
 from ringopt.tools.benchmarks.finding import by_inductor, by_ringopt
 from ringopt.tools.benchmarks.machine import this_machine
@@ -208,34 +208,6 @@ def test_rows_of_speedup(tmp_path: Path) -> None:
     found = tables("speedup", "--lengths", "67", "--repeats", "1", str(tmp_path / "speedup.json"))
     assert [(row["length"], row["ranks"], row["training"]) for row in found["rows"]] == [(67, 2, False), (67, 2, True)]
     assert max(row["error"] for row in found["rows"]) < WRONG
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.zoo  # 28 attentions, each on two processes
-def test_rows_of_memory(tmp_path: Path) -> None:
-    found = tables("memory", "--length", "64", "--ranks", "2", str(tmp_path / "memory.json"))
-    assert {row["strategy"] for row in found["rows"]} == set(memory.STRATEGIES)
-    assert {row["ranks"] for row in found["rows"]} == {2} and found["totals"]["slope"] is None
-    assert max(row["error"] for row in found["rows"]) < WRONG and found["totals"]["wrong"] == 0
-
-
-def test_the_memory_of_one_rank_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "memory", "--ranks", "1", "2"]) == 2
-    said = "ringopt: error: --ranks 1: one process has nobody to exchange with; expected 2 or more\n"
-    assert capsys.readouterr().err == said
-
-
-def test_the_memory_of_the_ring_beside_1_over_p() -> None:
-    def row(ranks: int, held: int) -> dict[str, Any]:
-        sizes = {"forward": held, "forward off": 0.02, "training off": -0.03, "error": 1e-6}
-        return {"pattern": "full", "strategy": "ring", "ranks": ranks, **sizes}
-
-    sums = memory.totals([row(2, 100), row(4, 52), row(8, 23)])
-    said = "ring falls as 1/p within 8%; predictions within 3% of measured"
-    assert memory.sentences(sums) == (said,)
-    assert memory.sentences(memory.totals([row(4, 52)])) == ("predictions within 3% of measured",)
 
 
 # ---- dilated ---------------------------------------------------------------------------------------------------------

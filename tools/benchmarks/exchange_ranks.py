@@ -8,10 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
 from ringopt.attention.choose import Case, choose, choose_layout
 from ringopt.attention.exchange import Exchange
@@ -29,12 +27,12 @@ from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.exchange import OURS, TORCH
 from ringopt.tools.benchmarks.numbers import distance
 from ringopt.tools.benchmarks.on_a_link import Mute, Times, begin, nothing, together
+from ringopt.tools.benchmarks.peers import Run, all_gather, torch_ring
 from ringopt.tools.benchmarks.result import MODES, Row
 
 DIM = 64
 LONG, MOST = 0.3, 60  # seconds of timed calls of each, and the most calls
 SAMPLED = 64  # queries whose outputs and gradients are compared
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def on_a_rank(rank: int, ranks: int, patterns: list[str], length: int, heads: int, repeats: int) -> list[Row]:
@@ -131,28 +129,12 @@ class Problem:
         return run
 
     def all_gather(self, pattern: str) -> Entrant:
-        """Contiguous shards: all keys and values to every rank, and one attention with a mask for its own queries."""
         mine = layout_of("contiguous", self.length, self.mesh.size).ranges(self.mesh.rank)[0]
         mask = None if pattern == "full" else self.seen(pattern, torch.arange(mine.start, mine.stop))
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = AllGather.apply(torch.stack([k, v])).unbind()  # type: ignore[no-untyped-call]
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
-        return Entrant(run, "contiguous")
+        return Entrant(all_gather(mask, at_once=True), "contiguous")
 
     def torch_ring(self, causal: bool, rotation: str) -> Entrant:
-        """The only ring of torch that runs on a CPU: private, forward only; causal with its own balanced shards. Its
-        keys and values go round by "allgather" or by "alltoall"."""
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            torch_cp._cp_options.enable_load_balance = causal
-            torch_cp.set_rotate_method(rotation)
-            out: Tensor = torch_cp._templated_ring_attention(self.mesh.group, 2, op, q, k, v, is_causal=causal)[0]
-            return out
-
-        return Entrant(run, "zigzag" if causal else "contiguous")
+        return Entrant(torch_ring(self.mesh.group, causal, rotation), "zigzag" if causal else "contiguous")
 
     def on_one_process(self, causal: bool, training: bool) -> Callable[[], object]:
         """All rows on the first rank, while the others wait."""
@@ -189,22 +171,6 @@ class Problem:
     def seen(self, pattern: str, queries: Tensor) -> Tensor:
         whole, rows = pattern_of(pattern, self.length, self.length), range(self.length)
         return torch.cat([seen(whole, range(query, query + 1), rows) for query in queries.tolist()])
-
-
-class AllGather(torch.autograd.Function):
-    """Contiguous shards [2, B, H, S_local, D] of all ranks, along the rows; their gradients summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
-        return torch.cat(parts, 3)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        return grad.chunk(dist.get_world_size(), 3)[dist.get_rank()]
 
 
 def sdpa(causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

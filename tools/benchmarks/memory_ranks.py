@@ -7,15 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.queues import Queue
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.attention.choose import Case
-from ringopt.attention.layouts import layout_of
-from ringopt.attention.memory import memory_of
+from ringopt.attention.layouts import Layout, layout_of
+from ringopt.attention.memory import Memory, memory_of
 from ringopt.attention.patterns import pattern_of
 from ringopt.attention.plans import Plan
 from ringopt.attention.predict import Heads
@@ -25,8 +25,10 @@ from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.errors import OptionError
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.memory import FEW, PATTERNS, STRATEGIES
+from ringopt.tools.benchmarks.memory_peers import Peer, peers
 from ringopt.tools.benchmarks.numbers import distance
 from ringopt.tools.benchmarks.on_a_link import Mute, begin
+from ringopt.tools.benchmarks.peers import Run
 from ringopt.tools.benchmarks.result import Row
 from ringopt.tools.benchmarks.tensor_bytes import peak_bytes
 
@@ -66,19 +68,45 @@ class Planned:
     strategy: str
     plan: Plan
 
+    trains: ClassVar[bool] = True
+    calls: ClassVar[int] = 1
+
     @property
     def label(self) -> str:
         return f"{FEW} queries" if self.case.whole else self.case.pattern.partition("(0,")[0]
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Of queries and of keys."""
+        return self.plan.q_layout, self.plan.kv_layout
+
+    def on(self, mesh: Mesh) -> Run:
+        """What the compiler inserts."""
+        case = self.case
+        place: tuple[Any, ...] = (*(layout.name for layout in self.layouts), self.strategy, "auto", mesh.name, VERSION)
+        how = (case.pattern, "", [], 0.0, case.heads.key_dim**-0.5, *place)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            lengths = (case.q_length, case.kv_length)
+            out: Tensor = torch.ops.ringopt.ring_attention(q, k, v, [], None, None, *lengths, *how)[0]
+            return out
+
+        return run
 
 
 def on_a_rank(rank: int, ranks: int, length: int, done: Queue[str]) -> list[Row]:
     """`done` is told of each row, by one rank."""
     mesh, rows = begin(), list[Row]()
-    for each in planned(ranks, length, HEADS, list(PATTERNS.items())):
+    for each in everyone(ranks, length):
         rows.append(row_of(mesh, each) | {"error": error(mesh, each)})
         if rank == 0:
             done.put(f"{ranks} ranks, {each.label}, {each.strategy}")
     return rows
+
+
+def everyone(ranks: int, length: int) -> Iterator[Planned | Peer]:
+    yield from planned(ranks, length, HEADS, list(PATTERNS.items()))
+    yield from peers(ranks, length, HEADS, list(PATTERNS))
 
 
 def planned(ranks: int, length: int, heads: Heads, patterns: Sequence[tuple[str, str]]) -> Iterator[Planned]:
@@ -93,56 +121,49 @@ def planned(ranks: int, length: int, heads: Heads, patterns: Sequence[tuple[str,
                 yield Planned(case, strategy, case.plan(ranks, layout, strategy))
 
 
-def row_of(mesh: Mesh, each: Planned) -> Row:
-    """On this rank."""
-    predicted = memory_of(each.plan, each.case.heads, mesh.rank)
-    forward, training = (held(mesh, each, way) for way in (False, True))
+def row_of(mesh: Mesh, each: Planned | Peer) -> Row:
+    """On this rank. What a peer holds is not predicted."""
+    predicted: Memory | None = memory_of(each.plan, each.case.heads, mesh.rank) if isinstance(each, Planned) else None
     return {
         "pattern": each.label, "strategy": each.strategy, "ranks": mesh.size,
-        "forward": forward, "training": training,
-        "forward predicted": predicted.forward, "training predicted": predicted.training,
+        "forward": held(mesh, each, False), "training": held(mesh, each, True) if each.trains else None,
+        "forward predicted": predicted and predicted.forward, "training predicted": predicted and predicted.training,
     }  # fmt: skip
 
 
-def held(mesh: Mesh, each: Planned, training: bool) -> int:
-    """The most bytes of the operator, and in training of its backward, beside their operands."""
-    given = own(mesh, each, whole(each.case))
-    return peak_bytes(lambda: called(mesh, each, given, training))
+def held(mesh: Mesh, each: Planned | Peer, training: bool) -> int:
+    """The most bytes of a call, and in training of its backward, beside their operands. Of a peer the least of a few
+    calls: where a thread of gloo is the last to let go of a message, nobody counts that it is freed."""
+    given, run = own(mesh, each, whole(each.case)), each.on(mesh)
+    return min(peak_bytes(lambda: called(run, given, training)) for _ in range(each.calls))
 
 
-def called(mesh: Mesh, each: Planned, given: Sequence[Tensor], training: bool) -> list[Tensor]:
+def called(run: Run, given: Sequence[Tensor], training: bool) -> list[Tensor]:
     """The output, or the gradients of q, k and v."""
-    case, plan = each.case, each.plan
-    place: tuple[Any, ...] = (plan.q_layout.name, plan.kv_layout.name, each.strategy, "auto", mesh.name, VERSION)
-    how = (case.pattern, "", [], 0.0, case.heads.key_dim**-0.5, *place)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = torch.ops.ringopt.ring_attention(q, k, v, [], None, None, case.q_length, case.kv_length, *how)[0]
-        return out
-
     *operands, dout = given
     if not training:
         with torch.no_grad():
-            return [attend(*operands)]
+            return [run(*operands)]
     leaves = [x.detach().requires_grad_() for x in operands]
-    return list(torch.autograd.grad(attend(*leaves), leaves, dout))
+    return list(torch.autograd.grad(run(*leaves), leaves, dout))
 
 
-def error(mesh: Mesh, each: Planned) -> float:
-    """Of the output and the gradients of this rank's rows, from one process."""
-    given = own(mesh, each, whole(each.case))
-    found = [tensor for training in (False, True) for tensor in called(mesh, each, given, training)]
+def error(mesh: Mesh, each: Planned | Peer) -> float:
+    """Of the output and the gradients, where there are, of this rank's rows, from one process."""
+    given, run = own(mesh, each, whole(each.case)), each.on(mesh)
+    ways = (False, True) if each.trains else (False,)
+    found = [tensor for training in ways for tensor in called(run, given, training)]
     if each.strategy == MERGE:  # every rank has a part of the gradient of the queries that all have
         found[1] = mesh.all_reduce(found[1], "dq")
     *gradients, out = own(mesh, each, on_one_process(each.case))
-    return distance(found, [out, *gradients])
+    return distance(found, [out, *gradients][: len(found)])
 
 
-def own(mesh: Mesh, each: Planned, tensors: Sequence[Tensor]) -> list[Tensor]:
+def own(mesh: Mesh, each: Planned | Peer, tensors: Sequence[Tensor]) -> list[Tensor]:
     """This rank's rows of four tensors, of which the second and the third are of keys. As projections leave them, heads
     beside one another in each row."""
-    layouts = (each.plan.q_layout, each.plan.kv_layout, each.plan.kv_layout, each.plan.q_layout)
-    pairs = zip(tensors, layouts, strict=True)
+    queries, keys = each.layouts
+    pairs = zip(tensors, (queries, keys, keys, queries), strict=True)
     return [
         torch.cat([x.transpose(1, 2)[:, rows.start : rows.stop] for rows in layout.ranges(mesh.rank)], 1).transpose(
             1, 2
@@ -151,7 +172,7 @@ def own(mesh: Mesh, each: Planned, tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
 def whole(case: Case) -> list[Tensor]:
     """q, k, v and the gradient that comes in, of all rows, the same on all ranks."""
     heads, draw = case.heads, torch.Generator().manual_seed(0)
@@ -160,7 +181,7 @@ def whole(case: Case) -> list[Tensor]:
     return [torch.randn(*size, dtype=getattr(torch, heads.dtype), generator=draw) for size in sizes]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
 def on_one_process(case: Case) -> list[Tensor]:
     """The gradients of q, k and v, and the output, of all rows."""
     *operands, dout = whole(case)

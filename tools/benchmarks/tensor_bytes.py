@@ -11,8 +11,8 @@ from torch.profiler import _ExperimentalConfig
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that `run` allocates above what was allocated before; its result included, of this thread. Meanwhile no
-    garbage is collected, so that what is freed is of its own."""
+    """The most that `run` allocates above what was allocated before; its result included, of this thread and of those
+    of gloo that work for it. Meanwhile no garbage is collected, so that what is freed is of its own."""
     collects = gc.isenabled()
     gc.disable()
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
@@ -23,8 +23,9 @@ def peak_bytes(run: Callable[[], object]) -> int:
         if collects:
             gc.enable()
     del kept
+    events = [event for of_thread in threads for event in of_thread]
     level = most = 0
-    for event in (event for events in threads for event in events):
+    for event in sorted(events, key=events[0].cpu_elapsed_us):
         if str(event.kind()) == "memory_alloc":
             level += event.cpu_memory_usage()
             most = max(most, level)
