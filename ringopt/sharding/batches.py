@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
+from ringopt.attention.dilation import is_dilated
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import shape_of, value_of
 from ringopt.graph.placement import Sharded
@@ -36,6 +37,8 @@ def attended(sharder: Sharder, node: fx.Node) -> bool:
     found = (sharder.placements[x] for x in (q, k, v))
     place = next((at for at in found if at is not None and at.dim < 2), None)
     if place is None or told_apart(node) or not same(shape_of(q)[place.dim], shape_of(k)[place.dim]):
+        return False
+    if is_dilated(pattern) and seed is not None:  # it numbers what it drops from the first row of the batch on
         return False
     step, mask, name = Steps(sharder, node), Mask.parse(text), "bh"[place.dim]
     along = spread(mask, name, [shape_of(source) for source in sources], place.size)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import op_name, shape_of, value_of
+from ringopt.graph.nodes import op_name, shape_of, tensor_args, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import same
 from ringopt.sharding.joins import kept_whole
 from ringopt.sharding.rows import sequence_among
 from ringopt.sharding.steps import Handler, Steps, enough_rows
@@ -52,14 +53,17 @@ def index_put(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def rows_of(sharder: Sharder, node: fx.Node, dims: Sequence[int]) -> Sharded | None:
-    """How what is written to along `dims` is sharded, or is to be: also a replicated value, such as zeros, where the
+    """How what is written to along `dims` is sharded, or is to be: also a replicated value, such as zeros, that is as
+    long as a sequence of which there are rows to write (another is a table, of which rows are picked next), where the
     whole is not asked for next."""
     x = node.args[0]
     if sharder.placements[x] is not None:
         found = sequence_among(sharder, x, dims)
         place = found[0] if found is not None else None
     else:
-        place = Sharded(dims[0], 1, shape_of(x)[dims[0]], 1) if len(dims) == 1 and not kept_whole(node) else None
+        size, held = shape_of(x)[dims[0]], filter(None, map(sharder.placements.get, tensor_args(node)))
+        spread = len(dims) == 1 and any(same(at.size, size) for at in held) and not kept_whole(node)
+        place = Sharded(dims[0], 1, size, 1) if spread else None
     return place if place is not None and enough_rows(sharder, place.length) else None
 
 

@@ -122,16 +122,29 @@ DROPPED = {
 @pytest.mark.parametrize("p, b", [(2, 1), (3, 2)])
 @pytest.mark.parametrize("name", DROPPED)
 def test_the_same_weights_are_dropped_as_on_one_process(name, p, b):
-    gm, given = captured(Windows(DROPPED[name]).double(), *inputs(b))
-    one, context = capture(gm, given), Context(Options(), mesh_of("pretend:0/1"))
+    report = dropped_alike(p, Windows(DROPPED[name]).double(), inputs(b))
+    assert report.sites[1].strategy == "none" and not report.gathers, report
+
+
+def test_dilated_attention_of_windows_that_drops_weights_is_computed_whole():
+    """What it drops is numbered from the first window on that it is given."""
+    how = {"segment_lengths": (W,), "dilation_rates": (2,), "layout": "contiguous"}
+    report = dropped_alike(2, Windows(DROPPED["SDPA"]).double(), inputs(2), **how)
+    assert report.sites[1].strategy == "none" and {gather.op for gather in report.gathers} == {"attention"}, report
+
+
+def dropped_alike(p, model, given, **options):
+    """The report, after p ranks have been compared with one process, all with one seed."""
+    gm, given = captured(model, *given)
+    one, context = capture(gm, given), Context(Options(**options), mesh_of("pretend:0/1"))
     context.values = known(one)
     Pipeline(UNDERSTAND).run(one, context)
     expected = values_and_gradients(with_seed(one), given)
-    made = [transform(gm, given, Options(), Seat(rank, p)) for rank in range(p)]
-    assert made[0][1].sites[1].strategy == "none" and not made[0][1].gathers, made[0][1]
+    made = [transform(gm, given, Options(**options), Seat(rank, p)) for rank in range(p)]
     graphs = [with_seed(flat) for flat, _, _ in made]
     for found in run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], given)):
         assert not different(expected, found)
+    return made[0][1]
 
 
 def test_heads_of_dilated_attention_keep_rows_of_their_own():

@@ -107,6 +107,17 @@ def test_of_as_many_rows_as_there_are_only_what_is_written_is_gathered(op):
     assert [gather.op for gather in verdict.report.gathers] == [op, "output"]
 
 
+def test_a_table_in_which_rows_are_looked_up_stays_whole():
+    """It is no sequence, and every rank would have it gathered again."""
+
+    def seen_before(m, x):
+        tokens = m.linear(x).argmax(-1)
+        return x * (1 + x.new_zeros(B, 4 * N).scatter(1, tokens, 1.0)[:, None, :D])
+
+    verdict = check(seen_before, p=2, n=N)
+    assert [gather.op for gather in verdict.report.gathers] == ["scatter", "output"]
+
+
 def halves(x):
     y = torch.empty_like(x)
     first, second = y.chunk(2, 1)
