@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from ringopt.graph.nodes import named, op_name, shape_of
 from ringopt.graph.sharder import Sharder
+from ringopt.graph.sizes import is_open
 from ringopt.sharding.neighbours import sizes
 from ringopt.sharding.steps import Handler, Steps
 
@@ -36,11 +37,12 @@ def nearest(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def transposed(sharder: Sharder, node: fx.Node) -> bool:
-    """Along a dim in which the kernel is as long as its stride: no two rows lead to one."""
+    """Along a dim in which the kernel is as long as its stride: no two rows lead to one. Not of open length: Inductor
+    lowers no convolution over a number of rows that is known when it runs."""
     x, weight, bias = (named(node, name) for name in ("input", "weight", "bias"))
     moving, place = len(shape_of(weight)) - 2, sharder.placements[x]
     at = place.dim - (len(shape_of(x)) - moving) if place is not None else -1
-    if place is None or at < 0:
+    if place is None or at < 0 or sharder.asks or is_open(place.length):
         return False
     stride, *rest = (
         sizes(named(node, name), moving)[at] for name in ("stride", "padding", "output_padding", "dilation")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from ringopt.graph.nodes import op_name
 from tests.sharding.programs import D, H, Model, case, check, inputs
+from tests.test_lengths import run_over
 from tests.translation import validate
 
 N = 13
@@ -71,6 +72,14 @@ def test_rows_that_a_kernel_as_long_as_its_stride_makes(how, p, layout):
     verdict = validate(p, Convolved(Doubled(**how)).double(), *inputs(N), layout=layout)
     assert not verdict.wrong, verdict.wrong
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def test_of_open_length_such_rows_are_made_whole():
+    """Inductor lowers no convolution over rows whose number is known only when it runs."""
+    torch.manual_seed(0)
+    closed, opened = run_over(Convolved(Doubled()).double(), [inputs(N), inputs(N + 2)], 2).reports
+    assert [gather.op for gather in closed.gathers] == ["output"]
+    assert [gather.op for gather in opened.gathers] == ["conv_transpose1d", "output"]
 
 
 def causal(m, x):
