@@ -31,6 +31,8 @@ UNDERSTAND = (
     Dilate(),  # where options ask for it, self-attention is dilated or says why not
 )
 
+ALONE = (*UNDERSTAND, Lower())  # of one process: nothing is spread, and outputs have their strides
+
 LINE = (
     *UNDERSTAND,
     ChooseStrategy(),  # every site has a strategy and a kernel, or a refusal

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 from ringopt.graph.custom_gradient import custom_gradients
 from ringopt.graph.fakes import Answers
-from ringopt.graph.nodes import is_tensor, value_of
+from ringopt.graph.nodes import is_tensor, outputs_of, value_of
 from ringopt.graph.sizes import divides, into_nodes, same
 from ringopt.pipeline import Context, Pass
 
@@ -35,9 +35,10 @@ class Lower(Pass):
         if not context.shards:
             return
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-        modes = [value.fake_mode for value in inputs if isinstance(value, torch._subclasses.FakeTensor)]
+        values = map(value_of, gm.graph.nodes)
+        mode = next(value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor))
         answers = Answers()
-        with modes[0], torch.no_grad(), open_sizes(modes[0]):
+        with mode, torch.no_grad(), open_sizes(mode):
             LocalValues(gm, answers).run(*inputs)
             for node in custom_gradients(gm.graph):
                 outputs, _inputs, saved = node.args
@@ -92,13 +93,13 @@ def check_sizes(graph: fx.Graph) -> None:
 
 
 def restore_strides(graph: fx.Graph) -> None:
+    """As the captured program had them (its values say so no longer: the passes have put others in their places)."""
     output = graph.output_node()
 
-    def restored(node: fx.Node) -> fx.Node:
-        whole = node.meta.get("whole")
-        if not isinstance(whole, torch.Tensor) or not is_tensor(node) or value_of(node).stride() == whole.stride():
+    def restored(node: fx.Node, stride: tuple[int, ...]) -> fx.Node:
+        if value_of(node).stride() == stride:
             return node
-        order = sorted(range(whole.dim()), key=whole.stride().__getitem__, reverse=True)
+        order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
         if value_of(node).permute(order).is_contiguous():
             return node  # the original was a view into something larger, which is not made here
         back = [order.index(dim) for dim in range(len(order))]
@@ -109,4 +110,6 @@ def restore_strides(graph: fx.Graph) -> None:
             node = new
         return node
 
-    output.args = (fx.map_arg(output.args[0], restored),)
+    found = zip(outputs_of(graph), output.meta["strides"], strict=True)
+    outputs = [restored(x, stride) if stride is not None else x for x, stride in found]
+    output.args = (tuple(outputs) if isinstance(output.args[0], (tuple, list)) else outputs[0],)

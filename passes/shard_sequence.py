@@ -200,7 +200,7 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
     context.left.clear()  # of an earlier walk
     outputs = list(node.args[0]) if isinstance(node.args[0], (tuple, list)) else []
     if context.options.outputs == "gather" or not outputs:
-        sharder.graph.output(fx.map_arg(node.args[0], sharder.replicated))
+        sharder.graph.output(fx.map_arg(node.args[0], sharder.replicated)).meta.update(node.meta)
         return
     for i, out in enumerate(outputs):
         placement = sharder.placements.get(out) if isinstance(out, fx.Node) else None
@@ -208,14 +208,14 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
             value, where = value_of(out), module_path(out) or source_line(out)
             name = f"output {i} ({out.name}{', ' + where if where else ''})"
             # Whoever reads the rows later has no symbols: what is open is fixed.
-            size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
+            size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, node.meta["strides"][i]))
             context.left[i] = Spread(
                 placement.fixed(), sharder.layout(placement.length), sharder.group, size, stride, name
             )
             outputs[i] = sharder.values[out]
         else:
             outputs[i] = fx.map_arg(out, sharder.replicated)
-    sharder.graph.output(tuple(outputs))
+    sharder.graph.output(tuple(outputs)).meta.update(node.meta)
 
 
 BESIDE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"

@@ -33,7 +33,7 @@ from ringopt.lazy import Lazy
 from ringopt.measure import report_of
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
-from ringopt.passes import LINE, UNDERSTAND
+from ringopt.passes import ALONE, LINE
 from ringopt.pipeline import Context, GraphRefused, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.timeline import trace_to, traced
@@ -128,7 +128,7 @@ def transform(
         dump.captured(flat)
         inputs = flat.graph.find_nodes(op="placeholder")
         context.given = {inputs[i]: where for i, where in given.items()}
-        Pipeline(LINE if mesh.size > 1 else UNDERSTAND, passed).run(flat, context)
+        Pipeline(LINE if mesh.size > 1 else ALONE, passed).run(flat, context)
     except GuardOnDataDependentSymNode as problem:
         return for_one_size(gm, example_inputs, options, mesh, problem)
     except GraphRefused as refused:

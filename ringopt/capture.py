@@ -30,7 +30,7 @@ from ringopt.graph import flex
 from ringopt.graph.block_tables import Claim, claims, erase_tables
 from ringopt.graph.custom_gradient import CustomGradient
 from ringopt.graph.lengths import open_value
-from ringopt.graph.nodes import readable
+from ringopt.graph.nodes import outputs_of, readable, value_of
 from ringopt.graph.refusal import Refusal
 from ringopt.graph.sizes import into_arguments
 from ringopt.lazy import Lazy
@@ -57,6 +57,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         flex.with_mods(gm, lambda value: fake(value, mode))
         flat = flatten(gm, inputs)
     into_arguments(flat.graph)
+    note_strides(flat.graph)
     flat.meta["claims"] = claimed
     originals = given.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
@@ -69,6 +70,14 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return flat
+
+
+def note_strides(graph: fx.Graph) -> None:
+    """How the outputs lie in memory, by place: what the passes put there may lie in another order, and views that the
+    caller makes of it depend on that."""
+    values = map(value_of, outputs_of(graph))
+    strides = [value.stride() if isinstance(value, torch.Tensor) else None for value in values]
+    graph.output_node().meta["strides"] = strides
 
 
 def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

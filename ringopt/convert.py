@@ -42,7 +42,7 @@ from ringopt.graph.refusal import Refusal
 from ringopt.graph.sizes import formula, into_assertions
 from ringopt.measure import report_of
 from ringopt.options import Options
-from ringopt.passes import LINE, UNDERSTAND
+from ringopt.passes import ALONE, LINE
 from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
 from ringopt.report import Report
 
@@ -231,7 +231,7 @@ def lowered(
         context.values = {node: value for node, value in known(gm).items() if node.op == "get_attr"}
         context.values |= lifted_constants(program, gm)
         dump.captured(gm)
-        Pipeline(LINE if mesh.size > 1 else UNDERSTAND, dump.passed, told).run(gm, context)
+        Pipeline(LINE if mesh.size > 1 else ALONE, dump.passed, told).run(gm, context)
     except GuardOnDataDependentSymNode as problem:
         said = str(problem).splitlines()[0]
         raise ProgramError(f"something depends on how many rows a rank has: {said}") from problem

@@ -43,6 +43,12 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, by place."""
+    found = graph.output_node().args[0]
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 

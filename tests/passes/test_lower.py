@@ -1,0 +1,50 @@
+"""What the caller gets lies in memory as the program had it: views that follow are made for that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.translation import validate_function
+
+BATCH, ROWS, HEADS, DEPTH = 2, 7, 3, 4
+
+
+def given():
+    torch.manual_seed(0)
+    sizes = (ROWS, HEADS, DEPTH), (ROWS, DEPTH), (ROWS, DEPTH)
+    return [torch.randn(BATCH, *size, dtype=torch.float64, requires_grad=True) for size in sizes]
+
+
+def multi_query(q, k, v):
+    weights = torch.einsum("bnhd,bmd->bhnm", q, k).softmax(-1)
+    return (torch.einsum("bhnm,bmd->bnhd", weights, v),)
+
+
+def heads_first(q, k, v):
+    q, k, v = q.transpose(1, 2), k[:, None], v[:, None]
+    out = (q @ k.mT).softmax(-1) @ v
+    return out, out.mT
+
+
+@pytest.mark.parametrize("program", (multi_query, heads_first))
+@pytest.mark.parametrize("p", (2, 3))
+def test_outputs_of_attention_that_was_spelled_out_keep_their_strides(program, p):
+    verdict = validate_function(p, program, given())
+    assert verdict.wrong == "" and [site.refusal for site in verdict.report.sites] == [None]
+    expected = [out.stride() for out in program(*given())]
+    for found, _gradients in verdict.found:
+        assert [out.stride() for out in found[: len(expected)]] == expected
+
+
+def test_a_view_behind_a_graph_break_on_one_process():
+    """SDPA lays its output out as queries were given, and matmul does not."""
+
+    def program(q, k, v):
+        out, _ = heads_first(q, k, v)
+        torch._dynamo.graph_break()
+        return out.view(BATCH * HEADS, ROWS, DEPTH)
+
+    expected = program(*given())
+    compiled = torch.compile(program, backend="ring", options={"inner_backend": "eager"})
+    assert (compiled(*given()) - expected).abs().max() < 1e-12
