@@ -165,6 +165,8 @@ class Math(Kernel):
             scores = scores.clone()
         if mask is not None:
             scores += mask[:, :, rows]
+            if self.modifier is not None:  # a function may be infinite where it is hidden, and inf - inf is no number
+                scores.masked_fill_(mask[:, :, rows] == HIDDEN, HIDDEN)
         if self.level is not None:
             scores -= self.level[:, :, rows]
         if causal:

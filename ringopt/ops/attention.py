@@ -96,6 +96,8 @@ def written_out(
     scores = mask.modified(scores, queries, keys, sources)
     whole = whole_mask(q, k, given, sources, pattern, mask, wide)
     scores = scores if whole is None else scores + whole
+    if mask.score is not None and whole is not None:  # which may be infinite where it is hidden
+        scores = scores.masked_fill(whole == HIDDEN, HIDDEN)
     if sinks is not None:
         logits = sinks[..., None, None].to(wide).expand(batch, heads, rows, 1)
         weights = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]

@@ -63,6 +63,13 @@ def test_rows_hidden_by_a_function_of_their_scores_are_nan(name, p):
         assert out[1].isnan().all() and out[0].isfinite().all()
 
 
+@pytest.mark.parametrize("p", (2, 3))
+def test_what_is_hidden_may_be_infinite(p):
+    verdict, site = attended(p, lambda s, m: torch.where(m, s / m, -math.inf), padding(3)[:, None, None])
+    assert site.refusal is None and "score(div" in site.pattern and verdict.wrong == ""
+    assert all(out.isfinite().all() for (out, *_), _gradients in verdict.found)
+
+
 def test_a_factor_that_is_no_number_is_made_0_with_its_weights():
     def program(q, k, v, m):
         weights = (q @ k.mT).softmax(-1) * (m / m.sum(-1, keepdim=True))[:, None, None]
