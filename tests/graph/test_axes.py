@@ -186,6 +186,11 @@ def test_the_law(name):
     assert found == along or isinstance(rule_of(last), ViewRule)
 
 
+def test_systems_of_vectors_have_no_rule():
+    gm, _ = captured(lambda x, y: torch.linalg.solve(x + torch.eye(2), y), ((3, 3, 2, 2), (3, 3, 2)))
+    assert rule_of(gm.graph.output_node().args[0]) is None
+
+
 @pytest.mark.parametrize(
     "function, shapes",
     [
