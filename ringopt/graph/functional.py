@@ -254,11 +254,17 @@ def part_by_part(graph: fx.Graph) -> None:
         elif node.target is aten.narrow.default and storage(node.args[0]) in written:
             start = place_of(node.args[2], shape_of(node.args[0])[node.args[1]])
             node.target, node.args = aten.slice.Tensor, (*node.args[:2], start, start + node.args[3])
-        elif is_aten(node) and op_name(node) in MANY and storage(node.args[0]) in written:
+        elif is_aten(node) and op_name(node) in MANY and storage(node.args[0]) in written and in_order(node):
             for part in [user for user in node.users if user.target is operator.getitem]:
                 part.target, part.args = cut_out(node, part.args[1])
             if not node.users:
                 graph.erase_node(node)
+
+
+def in_order(node: fx.Node) -> bool:
+    """Whether the views follow each other: those of tensor_split may be taken back and forth, and overlap."""
+    size = shape_of(node.args[0])[named(node, "dim")]
+    return op_name(node) == "unbind" or same(sum(value.shape[named(node, "dim")] for value in value_of(node)), size)
 
 
 def cut_out(node: fx.Node, index: int) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from tests.sharding.programs import B, D, H, Model, case, check, inputs
-from tests.translation import validate
+from tests.translation import validate, validate_function
 
 N = 13
 EACH = torch.arange(B)[:, None]
@@ -169,3 +169,13 @@ def test_through_one_of_many_views(step, p, layout):
     verdict = validate(p, WithoutGradient(step).double(), *inputs(N), layout=layout)
     assert not verdict.wrong, verdict.wrong
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def test_views_that_overlap_are_no_parts():
+    def program(x):
+        y = x * 2
+        y.tensor_split((3, 1), 1)[2].mul_(2)
+        return (y,)
+
+    refusal = validate_function(2, program, [torch.randn(B, N, D, dtype=torch.float64)]).report.refusal
+    assert "writes to memory that several views share" in refusal
