@@ -95,9 +95,9 @@ def written_out(
     scores = spread(fold(q, groups) @ k.mT, groups).to(wide) * scale
     scores = mask.modified(scores, queries, keys, sources)
     whole = whole_mask(q, k, given, sources, pattern, mask, wide)
+    if mask.score is not None and whole is not None:  # infinite where it is hidden, it would be no number
+        scores = scores.masked_fill((whole == HIDDEN) & ~scores.isfinite(), 0.0)
     scores = scores if whole is None else scores + whole
-    if mask.score is not None and whole is not None:  # which may be infinite where it is hidden
-        scores = scores.masked_fill(whole == HIDDEN, HIDDEN)
     if sinks is not None:
         logits = sinks[..., None, None].to(wide).expand(batch, heads, rows, 1)
         weights = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]

@@ -50,13 +50,13 @@ def test_answers_about_a_tile_are_those_of_enumeration(pattern: Pattern, queries
 
     wanted = pairs(pattern, queries, keys)
     assert pattern.pairs(queries, keys) == len(wanted)
-    assert pattern.kind(queries, keys) is kind_of(wanted, queries, keys)
+    assert pattern.kind(queries, keys) in kinds(pattern, wanted, queries, keys)
 
     tiles = list(pattern.tiles(queries, keys))
     covered = [pair for some, others, _ in tiles for pair in pairs(pattern, some, others)]
     assert len(covered) == len(set(covered)) and set(covered) == wanted
     for some, others, kind in tiles:
-        assert kind is kind_of(pairs(pattern, some, others), some, others) is not Kind.EMPTY
+        assert kind in kinds(pattern, pairs(pattern, some, others), some, others) and kind is not Kind.EMPTY
 
 
 def kind_of(seen: set[tuple[int, int]], queries: range, keys: range) -> Kind:
@@ -66,6 +66,12 @@ def kind_of(seen: set[tuple[int, int]], queries: range, keys: range) -> Kind:
         return Kind.FULL
     triangle = queries == keys and seen == {(query, key) for query in queries for key in keys if key <= query}
     return Kind.CAUSAL if triangle else Kind.PARTIAL
+
+
+def kinds(pattern: Pattern, seen: set[tuple[int, int]], queries: range, keys: range) -> set[Kind]:
+    """The right one; and where a pattern that is not causal shows a triangle by chance, that a mask is made for it."""
+    kind = kind_of(seen, queries, keys)
+    return {kind, Kind.PARTIAL} if kind is Kind.CAUSAL and not pattern.causal else {kind}
 
 
 @given(st.integers(1, 30), st.integers(1, 30), spans, spans)
