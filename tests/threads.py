@@ -15,11 +15,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -262,6 +263,20 @@ def poison(buffer: Tensor) -> None:
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def calls_of(patch: pytest.MonkeyPatch, methods: Mapping[type, Sequence[str]]) -> list[str]:
+    """The names of these methods, as they are called from now on."""
+    called: list[str] = []
+    for owner, name in ((owner, name) for owner, names in methods.items() for name in names):
+        original = getattr(owner, name)
+
+        def noted(*given: Any, _name: str = name, _original: Any = original) -> Any:
+            called.append(_name)
+            return _original(*given)
+
+        patch.setattr(owner, name, noted)
+    return called
 
 
 def run_on_threads(p: int, body: Callable[[ThreadMesh], T]) -> list[T]:

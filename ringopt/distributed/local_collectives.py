@@ -81,7 +81,7 @@ class Chunk:
     peers: int
     key: tuple[int, int]
     offers: dict[int, Offer] = field(default_factory=dict)
-    ends: list[End | Together] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
 
     def bring(self, offer: Offer) -> None:
         self.offers[offer.line.peer] = offer

@@ -114,7 +114,7 @@ def _accepted(listener: socket.socket | None, callers: list[int]) -> dict[int, s
             sock, _ = listener.accept()
             sock.settimeout(PATIENCE)
             (peer,) = struct.unpack("<Q", sock.recv(8))
-        except (OSError, struct.error):
+        except (OSError, struct.error):  # no neighbour then: all ranks hear of it in what is gathered last
             continue
         found[peer] = sock
     return {peer: sock for peer, sock in found.items() if peer in callers}

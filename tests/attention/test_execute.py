@@ -24,7 +24,7 @@ from ringopt.kernels.choose import choose
 from ringopt.kernels.cpu_flash import CpuFlash
 from ringopt.kernels.math import Math
 from tests.attention.reference import Problem, assert_near, join, problem, sdpa, shard, visible
-from tests.threads import ThreadMesh, run_on_threads
+from tests.threads import ThreadMesh, calls_of, run_on_threads
 
 PATTERNS = ("full", "causal", "window(5)", "window(5,both)")
 
@@ -304,16 +304,7 @@ def test_messages_travel_under_the_blocks_of_their_step(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ring", "ring_q"])
 def test_messages_are_attended_to_after_every_tile(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of transports without threads, which move nothing while a rank computes."""
-    done: list[str] = []
-    for owner, names in ((Math, ("forward", "backward")), (ThreadMesh, ("attend",))):
-        for name in names:
-            original = getattr(owner, name)
-
-            def noted(*given: Any, _name: str = name, _original: Any = original) -> Any:
-                done.append(_name)
-                return _original(*given)
-
-            monkeypatch.setattr(owner, name, noted)
+    done = calls_of(monkeypatch, {Math: ("forward", "backward"), ThreadMesh: ("attend",)})
     case = problem(64)
     run(case, attention(case, 2, "causal", "zigzag", strategy, kernel="math"), "zigzag")
     assert done.count("attend") == done.count("forward") + done.count("backward") > 0

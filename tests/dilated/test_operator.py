@@ -18,7 +18,7 @@ from ringopt.kernels.math import Math
 from ringopt.ops.ring import VERSION
 from tests.attention.reference import Problem, problem
 from tests.dilated.reference import Patterns, dilated, needed, torchscale
-from tests.threads import ThreadMesh, run_on_threads
+from tests.threads import ThreadMesh, calls_of, run_on_threads
 
 SCHEDULES = {
     "dividing": Patterns((8, 16, 32), (1, 2, 4)),
@@ -103,16 +103,7 @@ def test_padding_is_not_attended(p: int, causal: bool, kernel: str) -> None:
 
 def test_messages_are_attended_to_after_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments that are cut and of those that are whole on a rank."""
-    done: list[str] = []
-    for owner, names in ((Math, ("forward", "backward")), (ThreadMesh, ("attend",))):
-        for name in names:
-            original = getattr(owner, name)
-
-            def noted(*given: Any, _name: str = name, _original: Any = original) -> Any:
-                done.append(_name)
-                return _original(*given)
-
-            monkeypatch.setattr(owner, name, noted)
+    done = calls_of(monkeypatch, {Math: ("forward", "backward"), ThreadMesh: ("attend",)})
     run_on_threads(2, lambda mesh: attended(problem(67), SCHEDULES["straddling"], mesh=mesh, kernel="math"))
     assert done.count("attend") == done.count("forward") + done.count("backward") > 0
 
