@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -70,6 +71,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return flat
+
+
+def unseen() -> saved_tensors_hooks:
+    """For what is run beside the program: hooks of the program that see what is saved for a backward do not see it. A
+    checkpoint around a call that is compiled would count it, and miss it when it computes again."""
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def note_strides(graph: fx.Graph) -> None:

@@ -200,6 +200,24 @@ def test_dropout_drops_the_same_again(ranks, inner_backend):
         assert little < much / 2
 
 
+def around_compiled_blocks(verify):
+    """Each block compiled by itself, and called in a checkpoint: the errors of two steps against one process. What is
+    computed again stops in the midst of a call, by an error that cuts nothing short; what compiles and verifies saves
+    nothing that the checkpoint would see."""
+    torch._dynamo.reset()
+    model, inputs = Blocks("plain"), {"x": data(12, torch.float32)}
+    expected = run(model, model, inputs)
+    for block in model.blocks:
+        block.compile(backend="ring", options={"inner_backend": "aot_eager", "verify": verify})
+    return [difference(run(model, model, inputs), expected) for _ in range(2)]
+
+
+@pytest.mark.parametrize("verify", (False, True))
+def test_blocks_compiled_inside_checkpoints(ranks, verify):
+    for errors in ranks(2, around_compiled_blocks, verify):
+        assert max(errors) < 1e-5
+
+
 # ---- whole models, refusals ----------------------------------------------------------------------------------------
 def test_llama_with_gradient_checkpointing():
     model, inputs = build("llama", 21, torch.float64)
