@@ -20,13 +20,13 @@ PIECE = 1 << 18  # bytes
 class Together:
     """Several ends as one; `then` follows the last."""
 
-    ends: Sequence[End | Together]
+    links: LocalLinks
+    ends: Sequence[End]
     then: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Raises RuntimeError."""
-        for end in self.ends:
-            end.wait()
+        self.links.wait(self.ends)
         if self.then is not None:
             self.then()
 
@@ -44,7 +44,7 @@ class LocalCollectives:
             self._number += 1
             key, mine = (PARTS, self._number), parts[self._rank]
             ends = [links.accept(line, parts[line.peer], key) for line in lines]
-            return Together([*ends, *[links.offer(line, mine, key) for line in lines]])
+            return Together(links, [*ends, *[links.offer(line, mine, key) for line in lines]])
 
     def sum(self, x: Tensor) -> Together:
         """Sums `x`, 1-D and contiguous, in place: the same bits on all ranks and in every run.
@@ -52,12 +52,12 @@ class LocalCollectives:
         Short ones are gathered, and added in the order of the ranks. Of a long one each rank adds up a chunk, and sends
         what comes out to the others (reduce-scatter, then all-gather), so that it reads 2 (p - 1) / p of its size.
         """
-        x, size = x.detach(), len(self._links.lines) + 1
+        x, links, lines = x.detach(), self._links, self._links.lines.values()
+        size = len(lines) + 1
         if x.nbytes <= local_links.SHORT:
             parts = x.new_empty(size, x.numel())
             parts[self._rank] = x
-            return Together([self.gather(dict(enumerate(parts)))], lambda: _add_up(x, parts))
-        links, lines = self._links, self._links.lines.values()
+            return Together(links, self.gather(dict(enumerate(parts))).ends, lambda: _add_up(x, parts))
         with links.lock:
             self._number += 1
             parts_key, sums_key = (PARTS, self._number), (SUMS, self._number)
@@ -69,7 +69,7 @@ class LocalCollectives:
             for line in lines:
                 links.expect(line, parts_key, chunk.bring)
             # Whoever has sent its sum has brought its part before: after `sums` this rank's own is on its way, too.
-            return Together([*brought, *sums, Together(chunk.ends)])
+            return Together(links, [*brought, *sums], lambda: links.wait(chunk.ends))
 
 
 @dataclass

@@ -12,17 +12,19 @@ is left to do for it here, so that whoever has waited may go and do something el
 from __future__ import annotations
 
 import ctypes
+import os
 import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -32,6 +34,8 @@ from ringopt.distributed import cma
 SHORT = 1 << 14  # bytes
 # Of two threads that wait at a time one may take what the other waits for: none sleeps longer than this.
 SLICE = 0.05  # seconds
+# A process that is stopped (a job suspended, a debugger) has not waited meanwhile: one look counts for this at most.
+LOOK = 1.0  # seconds
 
 Key: TypeAlias = tuple[int, int]  # stream, number within it
 
@@ -57,9 +61,7 @@ class End:
 
     def wait(self) -> None:
         """Raises RuntimeError."""
-        self.links.until(self)
-        if self.error:
-            raise RuntimeError(self.error)
+        self.links.wait([self])
 
 
 @dataclass
@@ -96,6 +98,12 @@ class Line:
     awaited: dict[Key, Callable[[Offer], None]] = field(default_factory=dict)
     untaken: dict[Key, tuple[End, Tensor]] = field(default_factory=dict)  # with what is read meanwhile
 
+    def is_cut(self) -> bool:
+        """Whether the peer has left, also if what it has said before is still to be read."""
+        poll = select.poll()
+        poll.register(self.socket, 0)
+        return bool(poll.poll(0))
+
 
 class LocalLinks:
     """This rank's connections to others on its node: the socket to each peer, and the number of its process. An error
@@ -114,6 +122,7 @@ class LocalLinks:
             line.socket.setblocking(False)
             self._by_number[line.socket.fileno()] = line
             self._poll.register(line.socket, select.POLLIN)
+        _open.add(self)
 
     def close(self) -> None:
         for line in self.lines.values():
@@ -167,16 +176,24 @@ class LocalLinks:
         """Whether something is left to do here for a message."""
         return any(line.awaited or line.untaken or line.unsent for line in self.lines.values())
 
-    def until(self, end: End) -> None:
-        """Serves all messages until this one has ended. Raises RuntimeError where it cannot any more."""
-        deadline = time.monotonic() + self._timeout
-        while not end.done:
-            left = deadline - time.monotonic()
-            if end.line.gone and not end.done:  # another thread may have served its last message since
-                raise RuntimeError(f"Connection closed by rank {end.line.peer}, process {end.line.process}")
-            if left <= 0:
-                raise RuntimeError(f"Timed out waiting {self._timeout * 1000:.0f}ms for rank {end.line.peer}")
-            self._serve(min(left, SLICE))
+    def wait(self, ends: Sequence[End]) -> None:
+        """Serves all messages until these have ended. Raises RuntimeError as soon as one of them has failed, or cannot
+        end any more: another may be waited for that hangs on it."""
+        patience = self._timeout
+        while True:
+            for end in ends:
+                if end.line.gone and not end.done:  # in this order: another thread may serve its last message
+                    raise RuntimeError(_closed(end.line))
+                if end.error:
+                    raise RuntimeError(end.error)
+            waited_for = next((end.line.peer for end in ends if not end.done), None)
+            if waited_for is None:
+                return
+            if patience <= 0:
+                raise RuntimeError(f"Timed out waiting {self._timeout * 1000:.0f}ms for rank {waited_for}")
+            begin = time.monotonic()
+            self._serve(min(patience, SLICE))
+            patience -= min(time.monotonic() - begin, LOOK)
 
     # ---- the two ends of a message; under the lock -------------------------------------------------------------------
     def offer(self, line: Line, buffer: Tensor, key: Key) -> End:
@@ -214,7 +231,8 @@ class LocalLinks:
                 offer.read(target, start)
         except OSError as problem:
             return str(problem)
-        return ""
+        # Who leaves in the midst of its messages does so before it gives up their memory: this may be something else.
+        return _closed(offer.line) if offer.content is None and offer.line.is_cut() else ""
 
     def taken(self, offer: Offer, end: End | None = None) -> None:
         """Lets the sender of a message go on, whether it could be read or not: the last thing to do for `end`."""
@@ -284,3 +302,21 @@ class LocalLinks:
                 end.done = True
         if not line.gone:
             self._poll.modify(line.socket, select.POLLIN | (select.POLLOUT if line.unsent else 0))
+
+
+def _closed(line: Line) -> str:
+    return f"Connection closed by rank {line.peer}, process {line.process}"
+
+
+_open: WeakSet[LocalLinks] = WeakSet()
+
+
+def _close_all() -> None:
+    for links in _open:
+        links.close()
+
+
+# A process that a rank forks (a worker of a DataLoader) is no rank. As long as it had the sockets, nobody could see
+# that the rank is gone.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ringopt.distributed.traffic import log_event
-from ringopt.errors import RingCommError
+from ringopt.errors import RingCommError, RingError, first_line
 
 ADVICE = (
     "A peer died, hung, or did not make the same call; look at the output of the other ranks. The process group cannot "
@@ -104,11 +106,28 @@ class Mesh(ABC):
 
     def failed(self, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
         """What to raise of a message: what was done, for how long since `begin`, and what the transport said of it."""
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        said = first_line(error).rstrip(".")
         return RingCommError(
             f"rank {self.rank} of {self.size} ({self.name}), {label or 'exchange'}: {what} failed after "
             f"{time.monotonic() - begin:.1f} s: {said}. {ADVICE}"
         )
+
+    def end(self, why: str) -> None:  # noqa: B027 (most meshes are of one process, which an error ends)
+        """This rank takes no more part, and its peers are told where the transport can tell them."""
+
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """For a program that talks. An error in its midst may be this rank's alone (a number out of range in its rows,
+        no memory left): its peers are then at a message that never comes, and whoever goes on with another call would
+        send them that one's. So the mesh ends. Errors of ringopt are raised on all ranks alike, or have ended it; so is
+        the one by which a checkpoint stops to compute again."""
+        try:
+            yield
+        except (RingError, _StopRecomputationError):
+            raise
+        except BaseException as error:
+            self.end(f"an earlier call was cut short by {type(error).__name__}: {first_line(error)}")
+            raise
 
     def attend(self) -> None:  # noqa: B027 (most transports have threads)
         """For long computations to call now and then: a transport without threads moves what has come meanwhile."""
@@ -225,6 +244,9 @@ class SubMesh(Mesh):
     @property
     def teller(self) -> int:
         return self.whole.teller
+
+    def end(self, why: str) -> None:
+        self.whole.end(why)
 
     def attend(self) -> None:
         self.whole.attend()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -57,7 +58,8 @@ class ProcessMesh(Mesh):
         self.world = dist.group.WORLD
         self.device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         self._apart: ProcessMesh | None = None
-        self._failed = False
+        self._process = os.getpid()
+        self._ended = ""  # by what
         self._links: LocalLinks | None = None
         met = self._meet()
         self._links = met.links
@@ -105,11 +107,14 @@ class ProcessMesh(Mesh):
         return self._apart
 
     def failed(self, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
+        self.end("an earlier message has failed")
+        return super().failed(label, what, begin, error)
+
+    def end(self, why: str) -> None:
         # The ranks are not at the same message any more: what is sent next would be taken for what was to come.
-        self._failed = True
+        self._ended = self._ended or why
         if self._links is not None:
             self._links.fail()
-        return super().failed(label, what, begin, error)
 
     def attend(self) -> None:
         if self._links is not None:
@@ -194,15 +199,20 @@ class ProcessMesh(Mesh):
         return self._far(dist.all_reduce(x, group=self.group, async_op=True))
 
     def _guarded(self, label: str, what: str, call: Callable[[], T]) -> T:
+        if os.getpid() != self._process:
+            raise RingCommError(
+                f"mesh {self._name!r} belongs to process {self._process}, and this is process {os.getpid()}, forked "
+                "from it, which is no rank. Call what was compiled in the process of the rank"
+            )
         if not self.usable:
             raise RingCommError(
                 f"mesh {self._name!r} belongs to a process group that was destroyed; make it again with "
                 "ringopt.distributed.process.process_mesh"
             )
-        if self._failed:
+        if self._ended:
             raise RingCommError(
-                f"rank {self.rank} of {self.size} ({self.name}), {label or 'exchange'}: {what} was not begun: an "
-                "earlier message has failed, and the ranks are not at the same one any more. Restart the ranks"
+                f"rank {self.rank} of {self.size} ({self.name}), {label or 'exchange'}: {what} was not begun: "
+                f"{self._ended}, and the ranks are not at the same message any more. Restart the ranks"
             )
         begin = time.monotonic()
         try:

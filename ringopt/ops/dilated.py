@@ -86,7 +86,7 @@ def dilated_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tens
     attention, mesh = prepare("dilated_attention", given, beside[0], config)
     if given.seed is not None:
         agree_on_seed(mesh, given.seed)
-    with torch.autocast(q.device.type, enabled=False):
+    with mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         return attend_dilated(attention, mesh, given, begun(k, v, False, config))
 
 
@@ -111,7 +111,7 @@ def dilated_attention_backward(
     beside, config = rest[:3], Config(*rest[3:])
     given = operands_of(q, k, v, *beside)
     attention, mesh = prepare("dilated_attention_backward", given, beside[0], config)
-    with torch.autocast(q.device.type, enabled=False):
+    with mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         return attend_dilated_backward(attention, mesh, dout, Saved(given, out, lse), begun(k, v, True, config))
 
 

@@ -46,7 +46,7 @@ def ring_backward_begin(
     """See `ring_attention_backward`; a ticket in place of dK and dV."""
     given, chosen = Operands(q, k, v, sources, sinks, seed), Config(*config)
     site = prepare("ring_attention_backward", given, chosen)
-    with torch.autocast(q.device.type, enabled=False):
+    with site.mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         found = backward_until_home(site.attention, site.mesh, dout, Saved(given, out, lse), begun(given, True, chosen))
     ticket = issue(site.mesh, about(k, v), found.keys, found.keys.pending)
     beside = rounded_parts(found.parts, found.dsinks, given, site.attention.learned)

@@ -115,7 +115,7 @@ def ring_attention(
     site = prepare("ring_attention", given, Config(*config))
     if seed is not None:
         agree_on_seed(site.mesh, seed)
-    with torch.autocast(q.device.type, enabled=False):
+    with site.mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         return attend(site.attention, site.mesh, given, begun(given, False, Config(*config)))
 
 
@@ -153,7 +153,7 @@ def ring_attention_backward(
     "replicated"."""
     given = Operands(q, k, v, sources, sinks, seed)
     site = prepare("ring_attention_backward", given, Config(*config))
-    with torch.autocast(q.device.type, enabled=False):
+    with site.mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         first = begun(given, True, Config(*config))
         return attend_backward(site.attention, site.mesh, dout, Saved(given, out, lse), first)
 

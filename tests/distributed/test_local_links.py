@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
+from itertools import combinations, count
 from typing import TypeVar
 
 import pytest
 import torch
 
+from ringopt.distributed import local_links
 from ringopt.distributed.local_collectives import PIECE, LocalCollectives
 from ringopt.distributed.local_links import SHORT, LocalLinks
 from tests.distributed.reading import needs_reading
@@ -247,6 +248,47 @@ def test_a_peer_that_goes() -> None:
     for end in (lost, here.send(1, torch.ones(LONG)), here.receive(1, torch.empty(LONG))):
         with pytest.raises(RuntimeError, match=rf"Connection closed by rank 1, process {os.getpid()}"):
             end.wait()
+
+
+def test_what_a_peer_has_offered_is_not_read_when_it_has_left() -> None:
+    """Its memory may hold something else by then."""
+    here, there = joined(2)
+    there.send(0, torch.ones(LONG))
+    there.fail()
+    with pytest.raises(RuntimeError, match="Connection closed by rank 1"):
+        here.receive(1, torch.empty(LONG)).wait()
+
+
+@pytest.mark.parametrize("numbers", [4, 3 * LONG])
+def test_a_rank_that_goes_ends_a_sum_of_three(numbers: int) -> None:
+    """The other two wait for each other to add up what it has not brought."""
+
+    def body(rank: int, links: LocalLinks) -> str:
+        if rank == 2:
+            links.close()
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            LocalCollectives(links, rank).sum(torch.ones(numbers)).wait()
+        return str(raised.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(body, range(3), joined(3)))
+    assert found == [f"Connection closed by rank 2, process {os.getpid()}"] * 2 + [""]
+
+
+def test_who_was_stopped_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on while nobody looks: a job that is suspended, and all its ranks with it."""
+    looks, monotonic = count(), time.monotonic
+    here, there = joined(2, timeout=5.0)
+    got = torch.empty(4)
+    end = here.receive(1, got)
+    later = threading.Timer(0.2, lambda: there.send(0, torch.ones(4)))
+    later.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(local_links.time, "monotonic", lambda: monotonic() + (3600 if next(looks) else 0))
+        end.wait()
+    later.join()
+    assert got.tolist() == [1.0] * 4
 
 
 def test_a_peer_that_hangs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringopt
 import ringopt.ops.ring
 from ringopt.attention.exchange import Cargo, exchange_of
+from ringopt.attention.execute import KeysMove
 from ringopt.distributed import cma, meeting
 from ringopt.distributed.mesh import forget_all, mesh_of
 from ringopt.distributed.process import DEFAULT_TIMEOUT, ProcessMesh, process_mesh
@@ -186,8 +188,88 @@ def test_after_an_error_nothing_is_taken_for_what_was_to_come(ranks: Ranks) -> N
     for rank, sentence in enumerate((second, other)):
         assert sentence == (
             f"rank {rank} of 2 (world), second: exchange was not begun: an earlier message has failed, and the ranks "
-            "are not at the same one any more. Restart the ranks"
+            "are not at the same message any more. Restart the ranks"
         )
+
+
+class Tokens(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 8)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = self.table(numbers)[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def cut_short(where: str) -> list[str]:
+    """Calls of a compiled model of which one is cut short on rank 0 alone: by a number that only its rows have, or in a
+    block of the backward."""
+    options = {"inner_backend": "aot_eager", "timeout": 34.0 + len(where)}
+    model = torch.compile(Tokens(), backend="ring", options=options)
+    odd, said = dist.get_rank() == 0, []
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    for bad in (False, True, False):
+        numbers = torch.arange(12)[None] % 10
+        numbers[0, 0] = 10 if bad and where == "rows" else 0
+        with pytest.MonkeyPatch.context() as patch:
+            if bad and odd and where == "backward":
+                patch.setattr(KeysMove, "add", no_memory)
+            try:
+                model(numbers).sum().backward()
+                said.append("")
+            except (IndexError, MemoryError, RingCommError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
+    return said
+
+
+@needs_reading
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [("rows", "IndexError: index out of range in self"), ("backward", "MemoryError: none left")],
+)
+def test_what_cuts_a_call_short_on_one_rank_ends_the_mesh(ranks: Ranks, where: str, told: str) -> None:
+    """A program that catches it would send its next batch to ranks that are still in this one."""
+    (fine, raised, after), (others_fine, others_raised, others_after) = ranks(2, cut_short, where)
+    assert fine == others_fine == ""
+    assert raised == told
+    assert "Connection closed by rank 0" in others_raised
+    assert f"was not begun: an earlier call was cut short by {told}, and the ranks are not at the same" in after
+    assert "was not begun: an earlier message has failed" in others_after
+
+
+def forked() -> tuple[str, set[int], float]:
+    """What a process is told that was forked from a rank, the sockets that it has, and what the rank finds after it."""
+    mesh = process_mesh(timeout_s=33.0)
+    mesh.all_reduce(torch.ones(1))
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            mesh.all_reduce(torch.ones(1))
+        except RingCommError as error:
+            lines = mesh._links.lines.values() if mesh._links is not None else ()
+            os.write(theirs, pickle.dumps((str(error), {line.socket.fileno() for line in lines})))
+        os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as told:
+        said, sockets = pickle.loads(told.read())
+    os.waitpid(child, 0)
+    total = mesh.all_reduce(torch.ones(1)).item()
+    process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
+    return said, sockets, total
+
+
+@needs_reading
+def test_a_process_forked_from_a_rank_is_no_rank(ranks: Ranks) -> None:
+    """Such as a worker of a DataLoader. Its peers would read the memory of the rank, at the addresses of its own."""
+    for said, sockets, total in ranks(2, forked):
+        assert said.startswith("mesh 'world' belongs to process ") and "forked from it, which is no rank" in said
+        assert sockets == {-1} and total == 2.0, "closed in the fork, open in the rank"
 
 
 # Those of a group are uncaught: it is of no use after them, and the pool starts its ranks anew.
