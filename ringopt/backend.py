@@ -7,6 +7,7 @@ twice.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,9 +26,10 @@ from ringopt.distributed.process import process_mesh
 from ringopt.dump import Dump
 from ringopt.errors import RefusedError
 from ringopt.flatten import has_custom
-from ringopt.graph.lengths import OpenSizes, fix_floats, shape_env_of, specialize
+from ringopt.graph.lengths import OpenSizes, shape_env_of, specialize
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import readable, requires_grad, shape_of, value_of
+from ringopt.graph.open_floats import floats_as_tensors
 from ringopt.graph.recompute import police, tags_of
 from ringopt.lazy import Lazy
 from ringopt.measure import report_of
@@ -91,6 +93,13 @@ def ring(
 
 def mesh_for(options: Options) -> Mesh:
     if options.mesh is None and not (dist.is_available() and dist.is_initialized()):
+        launched = os.environ.get("WORLD_SIZE", "1")
+        if launched not in ("", "1"):
+            log.warning(
+                "compiled for this process alone, which was launched as one of %s (WORLD_SIZE): torch.distributed is "
+                "not initialized. Call torch.distributed.init_process_group before the model is first called",
+                launched,
+            )
         return mesh_of("pretend:0/1")
     return process_mesh(options.mesh, options.timeout)
 
@@ -108,7 +117,7 @@ def transform(
     context, sizes = Context(options, mesh), OpenSizes(gm)
     given = arriving(example_inputs, mesh)
     if not anew:
-        fix_floats(gm)
+        floats_as_tensors(gm)
         # Rows arrive as they were cut: of one length. A custom backward is a graph for one length, and one process
         # keeps no sizes open.
         if given or has_custom(gm) or (options.dilates and mesh.size == 1):

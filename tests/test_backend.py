@@ -58,6 +58,13 @@ def test_an_option_that_cannot_be_used(options, sentence):
         torch.compile(Attention(), backend="ring", options=options)(data())
 
 
+def test_a_launched_process_without_a_group_is_told(monkeypatch, caplog):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    torch._dynamo.reset()
+    torch.compile(Attention(), backend="ring", options={"inner_backend": "eager"})(data())
+    assert "launched as one of 2 (WORLD_SIZE): torch.distributed is not initialized" in caplog.text
+
+
 @pytest.mark.parametrize("options, n", [({"strategy": "ring"}, 3), ({"layout": "zigzag"}, 7)])
 def test_a_forced_choice_needs_enough_rows(options, n):
     with pytest.raises(Exception, match=f"{n} rows"):

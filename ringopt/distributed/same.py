@@ -24,7 +24,7 @@ def compare(mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequen
         raise RingMismatchError(
             f"ranks {sorted(odd)} compiled another program, or were given inputs of other shapes, than rank 0; "
             f"this is rank {mesh.rank} with {[shape for shape in shapes if shape is not None][:8]}. Every rank must "
-            "make the same call with the same full batch"
+            "make the same call with the same full batch, and the model must not ask for its rank (if rank == 0: print)"
         )
     rows = torch.tensor([digest(bytes_of(x)) for x in inputs], device=mesh.device).reshape(-1, WORDS)
     odd = differing(mesh, rows)

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ringopt.graph.nodes import readable
 from ringopt.graph.sizes import is_open
@@ -55,17 +52,6 @@ def specialize(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
         for size in sizes_of(node.meta.get("example_value")):
             int(size)
-
-
-def fix_floats(gm: fx.GraphModule) -> None:
-    """Have Dynamo start again where it left a float of the program open: only sizes are of use as symbols."""
-    items = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="call_method", target="item")]
-    symbols = [value.node._expr for value in items if isinstance(value, torch.SymFloat)]  # not what has replaced it
-    names = {str(symbol) for symbol in symbols if symbol.is_Symbol and symbol_is_type(symbol, SymT.FLOAT)}
-    for name in names:
-        TensorifyState.specialize(name)
-    if names:
-        raise TensorifyScalarRestartAnalysis
 
 
 class OpenSizes:

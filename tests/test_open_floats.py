@@ -1,0 +1,78 @@
+"""Floats that change from call to call (a weight that is annealed, a temperature): one graph serves all of them."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from tests.test_lengths import run_over
+
+NUMBERS = (0.1, 0.3, 0.7, 1.9, 0.0, -2.5)
+
+
+class Layer(nn.Module):
+    """Attention between two uses of a number."""
+
+    def __init__(self, use, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.use, self.qkv = use, nn.Linear(8, 24).to(dtype)
+
+    def forward(self, x, number):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.use(F.scaled_dot_product_attention(q, k, v, is_causal=True), number)
+
+
+def written(x, number):
+    y = x.clone()
+    y *= number
+    return y.sub_(number)
+
+
+def weighted_losses(x, number):
+    return x.square().mean() + number * x.abs().mean() + (1 - number) * x.sum()
+
+
+USES = {
+    "times": operator.mul,
+    "from the left": lambda x, number: number * x,
+    "by torch": lambda x, number: torch.add(x, number).mul(number),
+    "less": lambda x, number: number - x,
+    "in its own sum": lambda x, number: x * (1 - 0.5 * number) / (number + 3),
+    "losses": weighted_losses,
+    "written": written,
+    "temperature": lambda x, number: torch.softmax(x @ x.mT * number, -1) @ x,
+}
+
+
+def calls(dtype=torch.float64, numbers=NUMBERS):
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(2, 11, 8, generator=draw).to(dtype), number) for number in numbers]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_one_graph_serves_all_numbers(use):
+    assert len(run_over(Layer(USES[use]), calls(), 3).reports) == 2  # the first number is a constant to Dynamo
+
+
+@pytest.mark.parametrize("use", ["times", "in its own sum", "losses"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtypes_are_those_of_eager(use, dtype):
+    """A number is not rounded to the dtype of the tensor that it is multiplied with."""
+    torch._dynamo.reset()
+    layer = Layer(USES[use], dtype)
+    compiled = torch.compile(layer, backend="ring", options={"inner_backend": "eager"})
+    with torch.no_grad():
+        for x, number in calls(dtype):
+            found, expected = compiled(x, number), layer(x, number)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_number_that_an_operator_takes_is_fixed():
+    """Another one compiles another graph."""
+    scaled = Layer(lambda x, number: F.scaled_dot_product_attention(x, x, x, scale=number))
+    assert len(run_over(scaled, calls(), 2).reports) == len(NUMBERS)
+    divided = Layer(lambda x, number: x * (1 / number))  # of 0 Python makes an error
+    assert len(run_over(divided, calls(numbers=(0.1, 0.3, 0.7)), 2).reports) == 3
