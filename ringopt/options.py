@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from ringopt.errors import OptionError
@@ -80,7 +81,7 @@ class Options:
         for name in ("sync_gradients", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name}={getattr(self, name)!r}: expected True or False")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < inf:
             raise OptionError(f"option timeout={self.timeout!r}: expected a number of seconds above 0")
         for name, folder in (("dump", self.dump), ("trace", self.trace)):
             if folder is not None and not (isinstance(folder, str) and folder):

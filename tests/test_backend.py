@@ -48,6 +48,7 @@ def data(n=12, width=16, seed=1):
         ({"sharding": 1}, "unknown option 'sharding'; the options are mesh, shard, strategy, layout"),
         ({"strategy": "fastest"}, "option strategy='fastest': expected one of 'auto', 'local', 'halo'"),
         ({"timeout": 0}, "option timeout=0: expected a number of seconds above 0"),
+        ({"timeout": float("inf")}, "option timeout=inf: expected a number of seconds above 0"),
         ({"mesh": 4}, "option mesh=4: expected a torch.distributed DeviceMesh"),
     ],
 )

@@ -207,7 +207,8 @@ class ProcessMesh(Mesh):
         if not self.usable:
             raise RingCommError(
                 f"mesh {self._name!r} belongs to a process group that was destroyed; make it again with "
-                "ringopt.distributed.process.process_mesh"
+                "ringopt.distributed.process.process_mesh. A compiled model is compiled anew, over the process group "
+                "that there is then or on one process, after torch._dynamo.reset()"
             )
         if self._ended:
             raise RingCommError(
