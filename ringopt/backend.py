@@ -39,6 +39,7 @@ from ringopt.passes import ALONE, LINE
 from ringopt.pipeline import Context, GraphRefused, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.timeline import trace_to, traced
+from ringopt.traceable import teach
 from ringopt.verify import Original, Verified
 from ringopt.watch import Made, Watched
 
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 
 _reports: list[Report] = []
+
+teach()  # before Dynamo traces: it looks the backend up first
 
 
 def reports() -> list[Report]:

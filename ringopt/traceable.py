@@ -1,0 +1,50 @@
+"""What Dynamo cannot trace in torch's own Transformer, in a form that it can.
+
+Where Dynamo breaks inside `torch.nn`, it runs the rest of that module as it is: no backend sees the attention of an
+`nn.TransformerEncoder` that is given a mask, or of any `nn.MultiheadAttention` whose two masks are of unequal types.
+These functions stand in for the originals while a program is traced, with the same results; eager code keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules import transformer
+
+
+def detect_is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether the caller says so. The original also looks at the numbers, on which no trace can depend; the answer is a
+    hint beside the mask, which is applied all the same."""
+    return is_causal is True
+
+
+def canonical_mask(
+    mask: Tensor | None,
+    mask_name: str,
+    other_type: torch.dtype | None,
+    other_name: str,
+    target_type: torch.dtype,
+    check_other: bool = True,
+) -> Tensor | None:
+    """A mask of bools as numbers to be added. The original also warns where the other mask is of another type."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    if mask.dtype != torch.bool:
+        raise AssertionError(f"only bool and floating types of {mask_name} are supported")
+    return torch.zeros_like(mask, dtype=target_type).masked_fill_(mask, float("-inf"))
+
+
+def teach() -> None:
+    """Registers them with Dynamo, for all that is compiled in this process."""
+    forms: dict[Callable[..., Any], Callable[..., Any]] = {
+        transformer._detect_is_causal_mask: detect_is_causal_mask,
+        F._canonical_mask: canonical_mask,
+    }
+    for original, form in forms.items():
+        with suppress(ValueError):  # torch takes one form of a function: another library has given it
+            torch.compiler.substitute_in_graph(original)(form)
