@@ -19,6 +19,15 @@ from tests.harness.rank import collect_rarely, compile_without_measuring
 logging.getLogger("torch.__trace").propagate = True
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests start processes come first, so that one of several workers has most of them: in each worker
+    that has any, a fork server imports torch, and its ranks compile for the first time. What runs longest, and by
+    itself, is begun before all."""
+    forking = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
+    forking |= {item.path for item in items if item.path.stem.startswith(("test_bench", "test_link_lab"))}
+    items.sort(key=lambda item: (item.path.stem != "test_static", item.path not in forking))
+
+
 def pytest_collection_finish() -> None:
     collect_rarely()
     compile_without_measuring()

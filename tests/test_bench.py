@@ -80,7 +80,7 @@ class Silent:
         return items
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.zoo), True])
 def test_inductor_is_asked_by_its_own_counter(training: bool) -> None:
     """The first of Inductor's patterns, and one that is not among them."""
     assert by_inductor("div_scale", training).rewritten

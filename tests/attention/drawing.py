@@ -77,9 +77,9 @@ def sees(pattern: Pattern, query: int, key: int) -> bool:
     return past
 
 
-def exchanges(number: int, most_rows: int) -> Iterator[Exchange]:
-    """That many plans, of any kind and always the same; ranks may outnumber rows."""
-    return (exchange_from(Random(seed), most_rows) for seed in range(number))
+def exchanges(number: int, most_rows: int, first: int = 0) -> Iterator[Exchange]:
+    """That many plans, from seed `first` on, of any kind and always the same; ranks may outnumber rows."""
+    return (exchange_from(Random(seed), most_rows) for seed in range(first, first + number))
 
 
 def exchange_from(draw: Random, most_rows: int) -> Exchange:

@@ -57,8 +57,8 @@ class Failure:
 
 
 def collect_rarely() -> None:
-    """What is imported stays: a look at all of it for every few hundred nodes of a graph was a tenth of the time."""
-    gc.collect()
+    """What is imported stays: a look at all of it for every few hundred nodes of a graph was a tenth of the time.
+    Nor is it looked at now: a rank would copy each page that it shares with the fork server."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
