@@ -161,8 +161,12 @@ class LocalLinks:
         over = threading.Event()
 
         def serve() -> None:
-            while self.busy and not over.is_set():
-                self._serve(SLICE)
+            try:
+                while self.busy and not over.is_set():
+                    self._serve(SLICE)
+            except BaseException:  # such as no memory left: the message at hand is lost, and would be waited for
+                self.fail()
+                raise
 
         if self.busy:
             threading.Thread(target=serve, daemon=True).start()

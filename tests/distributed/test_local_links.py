@@ -144,6 +144,25 @@ def test_messages_are_served_while_their_rank_is_blocked_elsewhere() -> None:
     assert run(body, joined(2)) == [True, True]
 
 
+def test_an_error_while_a_rank_is_blocked_elsewhere_ends_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = joined(2)
+    end = here.receive(1, torch.empty(4))
+    told: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+
+    def no_memory(_offer: object) -> None:
+        raise MemoryError
+
+    here.expect(here.lines[1], (5, 1), no_memory)
+    there.offer(there.lines[0], torch.ones(4), (5, 1))
+    with here.attended():
+        while not told:
+            time.sleep(0.01)
+    assert told == [MemoryError]
+    with pytest.raises(RuntimeError, match="Connection closed by rank 1"):
+        end.wait()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize(("p", "numbers"), [(2, 1), (3, 1001), (2, 40_001), (3, 40_001), (4, PIECE)])
 def test_sums(p: int, numbers: int, dtype: torch.dtype) -> None:
