@@ -25,9 +25,9 @@ from ringopt.tools.benchmarks.finding import by_inductor, by_ringopt
 from ringopt.tools.benchmarks.machine import this_machine
 from ringopt.tools.benchmarks.numbers import WRONG, distance, numbers
 from ringopt.tools.benchmarks.result import Result
+from ringopt.tools.benchmarks.small_models import CASES
 from ringopt.tools.benchmarks.spellings import FORMS, LOOKALIKES
 from ringopt.tools.benchmarks.timing import interleaved
-from ringopt.tools.benchmarks.unfused import CASES
 from ringopt.tools.cli import main, parser
 from tests.benches import tables
 

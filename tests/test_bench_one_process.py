@@ -14,7 +14,7 @@ from ringopt.tools import bench
 from ringopt.tools.benchmarks import beside, one_process
 from ringopt.tools.benchmarks.machine import this_machine
 from ringopt.tools.benchmarks.numbers import WRONG
-from ringopt.tools.benchmarks.unfused import CASES, DEPTH, HEADS, build
+from ringopt.tools.benchmarks.small_models import CASES, DEPTH, HEADS, build
 from ringopt.tools.command import WIDTH
 from ringopt.tools.resident import STATUS
 from tests.benches import tables
@@ -28,11 +28,13 @@ def without_code_generation(model: torch.nn.Module, backend: str, compile: Any =
 
 
 def test_rows_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["one-process", "--lengths", "16", "--repeats", "1", "--only", "causal"]
+    asked = ["one-process", "--lengths", "16", "--repeats", "1", "--only", "causal", "sdpa"]
     held = dict.fromkeys(("inference", "training"), 2**20 if STATUS.exists() else None)
     with patch.object(torch, "compile", without_code_generation), patch.object(beside, "peaks", lambda *_: held):
         result = tables(*asked, str(tmp_path / "one.json"))
     assert [(row["model"], row["length"], row["mode"]) for row in result["rows"]] == [
+        ("sdpa", 16, "inference"),
+        ("sdpa", 16, "training"),
         ("causal", 16, "inference"),
         ("causal", 16, "training"),
     ]
@@ -40,7 +42,8 @@ def test_rows_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert row["ring_error"] < WRONG and row["inductor_error"] < WRONG
         assert row["time_ratio"] == pytest.approx(row["ring_seconds"] / row["inductor_seconds"])
         assert (row["ring_bytes"] is not None) == STATUS.exists()
-    assert result["totals"]["rows"] == 2 and result["totals"]["ring_wrong"] == 0
+    assert result["totals"]["rows"] == 4 and result["totals"]["ring_wrong"] == 0
+    assert list(result["totals"]["ratios"]) == ["SDPA", "spelled out"]
     printed = capsys.readouterr().out.splitlines()
     assert max(map(len, printed)) <= WIDTH and "\x1b" not in "".join(printed)
     assert printed[0].endswith(f"torch {torch.__version__}, ringopt {ringopt.__version__}")
@@ -56,7 +59,7 @@ def test_the_peak_is_that_of_one_call() -> None:
 
 def test_wide_numbers_fit_too(capsys: pytest.CaptureFixture[str]) -> None:
     numbers_of = {f"{who}_{what}": value for who in one_process.BACKENDS for what, value in WIDE.items()}
-    row = {"model": "dropout", "length": 65536, "mode": "inference", "time_ratio": 10.25, "memory_ratio": 0.01}
+    row = {"model": "sdpa-causal", "length": 65536, "mode": "inference", "time_ratio": 10.25, "memory_ratio": 0.01}
     result = one_process.Result("title", one_process.COLUMNS, [row | numbers_of], {}, (), (), one_process.KEYS)
     bench.show(this_machine(), result)
     printed = capsys.readouterr().out
@@ -94,6 +97,8 @@ def slopes(kept: torch.Tensor) -> torch.Tensor:
 MASKS = {
     "causal": triangle,
     "gqa": triangle,
+    "sdpa-causal": triangle,
+    "sdpa-gqa": triangle,
     "alibi": slopes,
     "padding": lambda kept: kept.bool()[:, None, None],
 }

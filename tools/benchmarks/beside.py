@@ -1,4 +1,4 @@
-"""One unfused model under backend="ring" and backend="inductor": seconds, bytes, and the distance from eager."""
+"""One small model under backend="ring" and backend="inductor": seconds, bytes, and the distance from eager."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from ringopt.tools.benchmarks.numbers import distance, numbers
 from ringopt.tools.benchmarks.one_process import BACKENDS
 from ringopt.tools.benchmarks.result import MODES, Row
+from ringopt.tools.benchmarks.small_models import CASES, build
 from ringopt.tools.benchmarks.timing import interleaved
-from ringopt.tools.benchmarks.unfused import CASES, build
 from ringopt.tools.command import CommandError
 from ringopt.tools.resident import STATUS, reset_peak, resident
 

@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 class SleptProducts(TorchDispatchMode):
-    """Products of matrices take the time of a core that does FLOPS and the processor of none, and give zeros."""
+    """Products of matrices take the time of a processor that does FLOPS and itself none, and give zeros."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op not in PRODUCTS:

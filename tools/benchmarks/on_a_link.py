@@ -33,7 +33,7 @@ from ringopt.tools.benchmarks.wrapped import Wrapped
 
 HEADS, DIM = 4, 64
 FAST = 10_000.0  # megabits a second: nothing waits for such a link
-TIMEOUT = 900.0  # seconds for all cases of as many ranks
+LONGEST = 60.0  # seconds of a turn of one case, forward and backward
 OVERHEAD = 1.06  # bytes on the wire for each byte of a message
 
 
@@ -145,12 +145,12 @@ class Rank:
 
 def rows_of(cases: Sequence[Case], shares: Sequence[float], repeats: int, emulated: bool) -> list[Row]:
     """A row for each case, pass and share; the cases have equally many ranks. Raises LabError."""
-    ranks = cases[0].ranks
+    ranks, timeout = cases[0].ranks, LONGEST * len(cases) * (len(shares) + 1) * (repeats + 1)
     if emulated:
-        found = as_ranks(ranks, on_a_rank, cases, shares, repeats, None, timeout=TIMEOUT)
+        found = as_ranks(ranks, on_a_rank, cases, shares, repeats, None, timeout=timeout)
     else:
         with LinkLab(ranks, FAST) as lab:
-            found = lab.run(on_a_rank, cases, shares, repeats, lab.links, timeout=TIMEOUT)
+            found = lab.run(on_a_rank, cases, shares, repeats, lab.links, timeout=timeout)
     return [row_of(list(of_ranks)) for of_ranks in zip(*found, strict=True)]
 
 

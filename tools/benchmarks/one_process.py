@@ -1,4 +1,5 @@
-"""Unfused models on one process, with no rank to share with: backend="ring" beside backend="inductor"."""
+"""Models on one process, with no rank to share with: backend="ring" beside backend="inductor". Their attention is one
+call (sdpa) or spelled out."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser = tables.add_parser(
         "one-process",
         parents=[common],
-        help="time, peak memory and error of unfused models, beside Inductor",
+        help="time, peak memory and error of models with nobody to share with, beside Inductor",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,31 +45,40 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     """Raises CommandError for an unknown MODEL, and where memory does not suffice."""
     from ringopt.tools.benchmarks.beside import rows_of
-    from ringopt.tools.benchmarks.unfused import CASES, HEADS, LAYERS, WIDTH
+    from ringopt.tools.benchmarks.small_models import CASES, HEADS, LAYERS, WIDTH
 
     names = chosen(arguments.only, list(CASES))
     cases = [(name, length) for length in arguments.lengths for name in names]
     rows: list[Row] = []
     for name, length in progress.track(cases, description="models"):
         rows += rows_of(name, length, arguments.repeats)
-    title = f"Unfused attention on one process: {LAYERS} layers, {HEADS} heads, width {WIDTH}, float32"
+    title = f"Attention on one process: {LAYERS} layers, {HEADS} heads, width {WIDTH}, float32"
     sums = totals(rows)
     return Result(title, COLUMNS, rows, sums, (sentence(sums),), NOTES, KEYS)
 
 
 def totals(rows: list[Row]) -> Row:
     from ringopt.tools.benchmarks.numbers import WRONG
+    from ringopt.tools.benchmarks.small_models import CASES
 
     wrong = {f"{backend}_wrong": sum((row[f"{backend}_error"] or 0) > WRONG for row in rows) for backend in BACKENDS}
-    ratios = {f"{what}_ratio": [row[f"{what}_ratio"] for row in rows if row[f"{what}_ratio"]] for what in WHAT}
-    means = {key: statistics.geometric_mean(found) if found else None for key, found in ratios.items()}
-    return {"rows": len(rows), **means, **wrong}
+    kinds = {SPELLED[fused]: [row for row in rows if CASES[row["model"]].fused is fused] for fused in (True, False)}
+    return {"rows": len(rows), **wrong, "ratios": {kind: means(found) for kind, found in kinds.items() if found}}
+
+
+def means(rows: list[Row]) -> Row:
+    """Geometric ones of the ratios, None where there are none."""
+    ratios = {what: [row[f"{what}_ratio"] for row in rows if row[f"{what}_ratio"]] for what in WHAT}
+    return {what: statistics.geometric_mean(found) if found else None for what, found in ratios.items()}
 
 
 def sentence(sums: Row) -> str:
-    means = " and ".join(f"{what} {ratio(sums[f'{what}_ratio'])}" for what in WHAT)
+    kinds = [
+        f"{kind}: " + " and ".join(f"{what} {ratio(found[what])}" for what in WHAT)
+        for kind, found in sums["ratios"].items()
+    ]
     wrong = ", ".join(f"{backend} {sums[f'{backend}_wrong']}" for backend in BACKENDS)
-    return f"ring / inductor, geometric mean of {sums['rows']} rows: {means}; wrong numbers: {wrong}"
+    return f"ring / inductor, geometric means of {sums['rows']} rows; {'; '.join(kinds)}; wrong numbers: {wrong}"
 
 
 def ratio(value: float | None) -> str:
@@ -85,11 +95,12 @@ def mebibytes(backend: str) -> Column:
 
 
 WHAT = ("time", "memory")
+SPELLED = {True: "SDPA", False: "spelled out"}
 KEYS = ("model", "length", "mode")
 COLUMNS = (
     Column("model", lambda row: row["model"], right=False),
     Column("n", lambda row: str(row["length"])),
-    Column("", lambda row: row["mode"], right=False),
+    Column("", lambda row: row["mode"][:5], right=False),
     *(milliseconds(backend) for backend in BACKENDS),
     Column("ratio", lambda row: ratio(row["time_ratio"])),
     *(mebibytes(backend) for backend in BACKENDS),
@@ -97,7 +108,7 @@ COLUMNS = (
     *(Column(f"{backend},\nerror", error(f"{backend}_error")) for backend in BACKENDS),
 )
 NOTES = (
-    "training: forward and backward. ratio: ring / inductor. ms: median, the two by turns in one process.",
+    "infer: forward; train: and backward. ratio: ring / inductor. ms: median, the two by turns in one process.",
     "MiB: peak of a call above what was resident before it, in a process of its own.",
     "error: from eager, relative to the largest entry, gradients included; none where dropout draws.",
 )

@@ -27,7 +27,7 @@ examples:
   ringopt bench overlap --emulated --lengths 2048 --json overlap.json
 """
 
-ROWS = 2048  # of a rank: with fewer, who moves the bytes of several ranks is what a small machine times
+ROWS = {False: 2048, True: 1024}  # of a rank, with blocks computed and slept through
 PASSES = ("forward", "backward")
 KINDS = {False: "computed", True: "slept"}
 
@@ -43,12 +43,16 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     )
     parser.add_argument("--ranks", metavar="P", nargs="+", type=several, default=[2, 4], help="2 or more (2 4)")
     parser.add_argument(
-        "--lengths", metavar="N", nargs="+", type=whole, help=f"of the sequence ({ROWS} for each of the ranks)"
+        "--lengths",
+        metavar="N",
+        nargs="+",
+        type=whole,
+        help=f"of the sequence (for each of the ranks {ROWS[False]} where computed, {ROWS[True]} where slept)",
     )
     parser.add_argument(
         "--shares", metavar="X", nargs="+", type=share, default=[0.3, 0.6, 0.9], help="exchange / compute (0.3 0.6 0.9)"
     )
-    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
+    parser.add_argument("--repeats", metavar="N", type=whole, default=3, help="timed calls of each, by turns (3)")
     parser.add_argument("--emulated", action="store_true", help="hold messages back instead of making links")
     parser.set_defaults(measure=measure)
 
@@ -78,7 +82,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         cases = [
             Case(pattern, length, ranks, slept, hoisted)
             for slept in kinds
-            for length in arguments.lengths or [ROWS * ranks]
+            for length in arguments.lengths or [ROWS[slept] * ranks]
             for pattern, hoisted in (("causal", False), ("full", False), ("causal", True))
         ]
         rows += [row | {"emulated": emulated} for row in rows_of(cases, arguments.shares, arguments.repeats, emulated)]
@@ -117,9 +121,9 @@ COLUMNS = (
 NOTES = (
     "f: forward, b: backward; milliseconds, medians of the slowest rank, by turns. compute: without messages; "
     "exch.: messages alone; both: ring attention.",
-    "blocks: computed (real); or slept for as long as a core of 50 GFLOP/s takes, so that who moves bytes has a "
-    "processor, as beside a GPU: all there is where ranks are more than cores. Their error is that of the same call, "
-    "computed.",
+    "blocks: computed (real); or slept for as long as 5 GFLOP/s take, so that moving the bytes meanwhile takes next "
+    "to nothing of the processors, as beside a GPU: all there is where ranks are more than cores. Their error is that "
+    "of the same call, computed.",
     "With computed blocks, and no more cores than ranks, what a rank's process computes to send and receive cannot be "
     'hidden: "moving" in the JSON.',
     "exposed: of both, the time in which a rank waits for messages and computes nothing, off the timeline.",

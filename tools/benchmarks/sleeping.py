@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ringopt.kernels.base import Kernel, accumulator
 
-FLOPS = 5e10  # a second: a core of a server, in float32
+# A second. So few, and with the link's rate made for them, that who moves the bytes needs next to nothing of the cores,
+# as beside a GPU: where ranks are more than cores, a faster one's sums and messages get in each other's way.
+FLOPS = 5e9
 BACKWARD = 2.5  # times the products of the forward
 
 
@@ -46,7 +48,7 @@ class Idle(Kernel, ABC):
 
 
 class Sleeping(Idle):
-    """Takes the time of a core that does FLOPS and the processor of none."""
+    """Takes the time of a processor that does FLOPS and itself none."""
 
     name = "sleeping"
 

@@ -1,4 +1,4 @@
-"""Small models whose attention is spelled out, each with another mask."""
+"""Small models whose attention is one call, or spelled out, each with another mask."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ WIDTH = HEADS * DEPTH
 
 @dataclass(frozen=True)
 class Case:
-    """`mask(layer, scores [B, H, S, S], kept [B, S])` gives the scores to normalise."""
+    """`mask(layer, scores [B, H, S, S], kept [B, S])` gives the scores to normalise. `fused`: by
+    F.scaled_dot_product_attention, which is told nothing but `is_causal`."""
 
     mask: Callable[[Attention, Tensor, Tensor], Tensor] = lambda layer, scores, kept: scores
     kv_heads: int = HEADS
     dropout: float = 0.0
+    fused: bool = False
+    is_causal: bool = False
 
 
 class Attention(nn.Module):
@@ -41,15 +44,22 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, kept: Tensor) -> Tensor:
         sizes = [WIDTH, self.case.kv_heads * DEPTH, self.case.kv_heads * DEPTH]
         q, k, v = (part.unflatten(-1, (-1, DEPTH)).transpose(1, 2) for part in self.project(x).split(sizes, -1))
+        if self.case.fused:
+            grouped = self.case.kv_heads < HEADS
+            heads = F.scaled_dot_product_attention(q, k, v, is_causal=self.case.is_causal, enable_gqa=grouped)
+        else:
+            heads = self.spelled_out(q, k, v, kept)
+        mixed: Tensor = self.out(heads.transpose(1, 2).flatten(2))
+        return mixed
+
+    def spelled_out(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
         if self.case.kv_heads < HEADS:
             k, v = (part.repeat_interleave(HEADS // self.case.kv_heads, dim=1) for part in (k, v))
         scores = self.case.mask(self, q @ k.transpose(-2, -1) / math.sqrt(DEPTH), kept)
-        weights = F.dropout(scores.softmax(-1), self.case.dropout, self.training)
-        mixed: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
-        return mixed
+        return F.dropout(scores.softmax(-1), self.case.dropout, self.training) @ v
 
 
-class Unfused(nn.Module):
+class Model(nn.Module):
     def __init__(self, name: str, length: int):
         super().__init__()
         self.layers = nn.ModuleList(Attention(CASES[name], length) for _ in range(LAYERS))
@@ -75,6 +85,9 @@ def alibi(layer: Attention, scores: Tensor, kept: Tensor) -> Tensor:
 
 
 CASES = {
+    "sdpa": Case(fused=True),
+    "sdpa-causal": Case(fused=True, is_causal=True),
+    "sdpa-gqa": Case(fused=True, is_causal=True, kv_heads=2),
     "plain": Case(),
     "causal": Case(causal),
     "padding": Case(padding),
@@ -84,8 +97,8 @@ CASES = {
 }
 
 
-def build(name: str, length: int) -> tuple[Unfused, Tensor, Tensor]:
+def build(name: str, length: int) -> tuple[Model, Tensor, Tensor]:
     """The model, x [1, length, WIDTH], and kept [1, length]: the last quarter is padding. The same on every call."""
     torch.manual_seed(0)
     kept = (torch.arange(length) < length - length // 4).long()[None]
-    return Unfused(name, length), torch.randn(1, length, WIDTH), kept
+    return Model(name, length), torch.randn(1, length, WIDTH), kept
