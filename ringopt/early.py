@@ -39,6 +39,7 @@ from ringopt.moves import KEYS_FIRST, dependents_among, is_fixed, is_product, is
 from ringopt.ops import homeward  # noqa: F401  (registers the operators)
 from ringopt.ops.dilated import Config as DilatedConfig
 from ringopt.ops.ring import Config
+from ringopt.row_major import say_row_major
 from ringopt.under_way import first_bytes
 
 RING = {"ring_attention": "forward", "ring_attention_backward": "backward", "ring_backward_begin": "backward"}
@@ -188,6 +189,7 @@ class InOrder(Lockstep):
         self.budget = budget
 
     def __call__(self, graph: fx.Graph) -> None:
+        say_row_major(graph)
         order(graph, self.budget)
         super().__call__(graph)
 
@@ -206,7 +208,7 @@ class InOrder(Lockstep):
         return dict(sorted(found.items(), key=lambda tie: places[tie[0]]))
 
     def uuid(self) -> str:
-        return f"{super().uuid()}, early 4, {self.budget}"
+        return f"{super().uuid()}, early 5, {self.budget}"
 
 
 def finish_of(start: fx.Node) -> fx.Node:
