@@ -203,7 +203,7 @@ def only_leaves(node: fx.Node) -> bool:
 def read(found: Found, carries: dict[fx.Node, bool]) -> Reading:
     """Raises NotAttention where the reading is not what the program does."""
     scores = found.scores
-    how = (scores.score, scores.nan, Known(found.known or {}, found.roles.sizes))
+    how = (scores.score, scores.nan, Known(found.known or {}, found.roles.sizes), scores.nan and scores.stops)
     reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, *how)
     if found.original is not None and not scores.shifts:
         sizes = {name: at_hand(size) for name, size in found.roles.sizes.items()}

@@ -205,6 +205,14 @@ class Saved:
     lse: Tensor
 
 
+def without_nan(attention: Attention, dout: Tensor, saved: Saved) -> tuple[Tensor, Saved]:
+    """Zeros in place of rows that are NaN because they see no key, where no gradient reaches their scores."""
+    if not (attention.nan_rows and attention.mask.stops):
+        return dout, saved
+    hidden = (saved.lse == HIDDEN).unsqueeze(-1)
+    return dout.masked_fill(hidden, 0.0), replace(saved, out=saved.out.masked_fill(hidden, 0.0))
+
+
 @dataclass(frozen=True)
 class Coming:
     """A backward of which all is computed, and the last sums of dK and dV are on their way here."""
@@ -223,9 +231,10 @@ def finished(found: Found, blocks: BlockBackward, mesh: Mesh) -> Found:
     """With the gradient of the sinks, and NaN where rows are."""
     found = replace(found, dsinks=blocks.dsinks())
     if blocks.attention.nan_rows:
-        hidden = blocks.saved.lse == HIDDEN
-        spread_nan(found.dq, found.parts, hidden)
-        spread_nan_to_keys(found.dk, found.dv, mesh, hidden)
+        hidden, stops = blocks.saved.lse == HIDDEN, blocks.attention.mask.stops
+        if not stops:
+            spread_nan(found.dq, found.parts, hidden)
+        spread_nan_to_keys([found.dv] if stops else [found.dk, found.dv], mesh, hidden)
     return found
 
 
@@ -272,12 +281,12 @@ def spread_nan(dq: Tensor, parts: Sequence[Tensor], hidden: Tensor) -> None:
             part.fill_(torch.nan)
 
 
-def spread_nan_to_keys(dk: Tensor, dv: Tensor, mesh: Mesh, hidden: Tensor) -> None:
-    """The same for the keys, and rows of any rank."""
-    batch, kv_heads = dk.shape[:2]
+def spread_nan_to_keys(grads: Sequence[Tensor], mesh: Mesh, hidden: Tensor) -> None:
+    """The same for gradients of keys and values, and rows of any rank."""
+    batch, kv_heads = grads[0].shape[:2]
     heads = hidden.any(-1).view(batch, kv_heads, -1).any(-1)
     heads = mesh.all_reduce(heads.to(mesh.device, torch.int32), "nan").to(hidden.device) > 0
-    for grad in (dk, dv):
+    for grad in grads:
         grad.masked_fill_(heads[:, :, None, None], torch.nan)
 
 

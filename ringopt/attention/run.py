@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringopt.attention.execute import Attention, Operands, Saved
+from ringopt.attention.execute import Attention, Operands, Saved, without_nan
 from ringopt.attention.execute_heads import attend_heads, backward_heads
 from ringopt.attention.execute_queries import attend_queries, backward_queries
 from ringopt.attention.posted import Posted
@@ -43,7 +43,7 @@ def backward_until_home(
     travel."""
     if attention.heads is not None or attention.exchange.queries_move:
         raise PlanError("what comes home last is more than dK and dV, so they cannot be waited for alone")
-    return backward_shares(attention, mesh, dout, saved, begun)
+    return backward_shares(attention, mesh, *without_nan(attention, dout, saved), begun)
 
 
 def attend_backward(
@@ -54,8 +54,9 @@ def attend_backward(
 
     What travelled in the forward travels again, and sums of gradients come home in the accumulator's dtype. Where a row
     is NaN because it sees no key, so are its gradients, those of all keys and values of its head, and those of the
-    learned sources. Raises RingCommError.
+    learned sources; of the values alone, where the mask `stops` gradients. Raises RingCommError.
     """
+    dout, saved = without_nan(attention, dout, saved)
     if attention.heads is not None:
         found = backward_heads(attention.heads, attention, mesh, dout, saved)
     elif attention.exchange.queries_move:

@@ -131,11 +131,13 @@ def backward_shares(
         blocks(share).at_home("backward home")
 
     hidden = saved.lse == HIDDEN if attention.nan_rows else None
-    if hidden is not None:
+    if hidden is not None and not attention.mask.stops:
         spread_nan(dq, parts, hidden)
     once = {share.heads: blocks(share) for share in shares}
     dsinks = [part for some in once.values() if (part := some.dsinks()) is not None]
-    return Homeward(dq, parts, torch.cat(dsinks, 1) if dsinks else None, Keys(mesh, homes, coming, hidden))
+    return Homeward(
+        dq, parts, torch.cat(dsinks, 1) if dsinks else None, Keys(mesh, homes, coming, hidden, attention.mask.stops)
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ class Keys:
     mesh: Mesh
     homes: Homes
     coming: Sequence[Coming]
-    hidden: Tensor | None  # rows whose gradients are NaN for all keys
+    hidden: Tensor | None  # rows whose gradients are NaN for all values, and for all keys unless
+    stops: bool
 
     @property
     def pending(self) -> list[Pending]:
@@ -171,7 +174,7 @@ class Keys:
             each.arrive()
         dk, dv = self.homes.pair
         if self.hidden is not None:
-            spread_nan_to_keys(dk, dv, self.mesh, self.hidden)
+            spread_nan_to_keys([dv] if self.stops else [dk, dv], self.mesh, self.hidden)
         return dk, dv
 
 

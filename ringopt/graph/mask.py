@@ -4,6 +4,8 @@
     bias      what is added to that
     visible   a condition: where it does not hold, the query does not see the key (its score is -inf)
     nan       a row that sees no key is NaN, as softmax makes it; without, 0, as SDPA does
+    stops     no gradient reaches the score of a key that is hidden (masked_fill); without, what is NaN has NaN
+              gradients (a mask that is added)
 
 What is added to hide a key belongs into `bias`, however it was spelled: masked_fill(score, c, -1e9) is the score
 where(c, 0, score) and the bias where(c, -1e9, 0).
@@ -58,6 +60,7 @@ class Mask:
     bias: Term | None = None
     score: Term | None = None
     nan: bool = False
+    stops: bool = False
 
     @staticmethod
     def parse(text: str) -> Mask:
@@ -71,7 +74,8 @@ class Mask:
         parts = {name: term for name, term in given if term is not None}
         if not parts and not self.nan:
             return ""
-        data = {"parts": list(parts), "terms": dumps(*parts.values())} | ({"nan": True} if self.nan else {})
+        flags = {name: True for name, said in (("nan", self.nan), ("stops", self.stops)) if said}
+        data = {"parts": list(parts), "terms": dumps(*parts.values())} | flags
         return json.dumps(data, separators=(",", ":"))
 
     @property
@@ -205,7 +209,8 @@ def _parse(text: str) -> Mask:
     if not text:
         return Mask()
     data = json.loads(text)
-    return Mask(**dict(zip(data["parts"], loads_terms(data["terms"]), strict=True)), nan=data.get("nan", False))
+    flags = {name: data.get(name, False) for name in ("nan", "stops")}
+    return Mask(**dict(zip(data["parts"], loads_terms(data["terms"]), strict=True)), **flags)
 
 
 def places(

@@ -47,6 +47,7 @@ def reading_of(
     score: Term | None = None,
     nan: bool = False,
     known: Known | None = None,
+    stops: bool = False,
 ) -> Reading:
     """A key is seen where all conditions hold; `bias` is added to the score, `score` done to it before."""
     pattern, rest = split(conditions, known)
@@ -56,7 +57,7 @@ def reading_of(
     sources = tuple(dict.fromkeys(load.source for load in loads(*terms)))
     numbers = {source: i for i, source in enumerate(sources)}
     visible, added, modifier = (part and substitute(part, sources=numbers) for part in terms)
-    mask = Mask(visible, added, modifier, nan)
+    mask = Mask(visible, added, modifier, nan, stops)
     return Reading(pattern, mask, sources, name_of_mask(pattern, rest, bias, learned, score))
 
 

@@ -61,6 +61,7 @@ class Scores:
     score     a term of `Score`, None for the score itself
     shifts    what was added to whole rows, which softmax does not see
     nan       a row may see no key, and softmax then makes it NaN
+    stops     where that is so, no gradient reaches its scores: they were filled
     """
 
     scale: float = 1.0
@@ -70,6 +71,7 @@ class Scores:
     score: Term | None = None
     shifts: list[Term] = field(default_factory=list)
     nan: bool = False
+    stops: bool = False
 
 
 def peel_scores(
@@ -120,6 +122,9 @@ class Walker:
         self.factors: list[Term] = []
         self.shifts: list[Term] = []
         self.floor = -math.inf
+        self.terms: list[Term] = []  # all that is added, from softmax down
+        self.outside = 0  # how many of them are added to what was filled before
+        self.hidden_by_sum = False
         self.sums: list[Term] = []  # what is added to scores, may be as low as the floor, and is raised to it
         self.rest: Term = product
 
@@ -176,10 +181,13 @@ class Walker:
         if self.floor > -math.inf and not self.small(term, self.floor):
             self.sums.append(term)
             self.found.fills.add(self.floor)
+        self.terms.append(term)
+        before = len(self.found.conditions)
         if self.gate is not TRUE:
             self.to_bias(where(self.gate, term, 0, term.dtype))
         elif (rest := rest_of(term, self.found, self.hiding)) is not None:
             self.to_bias(rest)
+        self.hidden_by_sum |= len(self.found.conditions) > before
 
     @property
     def hiding(self) -> float:
@@ -237,6 +245,7 @@ class Walker:
         value = max(value * self.constant, self.floor)
         if value <= self.hiding:
             hide(self.found, logic("logical_or", negate(self.gate), holds), value)
+            self.outside = len(self.terms)
         else:
             outside = logic("logical_and", self.gate, negate(holds))
             self.to_bias(where(outside, value, 0, wide(term.dtype)))
@@ -276,6 +285,8 @@ class Walker:
         quiet = result.bias is None or is_small(Peeled(bias=result.bias, fills={-1e12}), cone, learned)
         quiet = quiet and stays_finite(result.score, cone, learned)
         result.nan = not (quiet and every_row_sees_a_key(conditions, cone))
+        reached = any(learned(each.source) for term in self.terms[: self.outside] for each in loads(term))
+        result.stops = result.nan and quiet and not self.hidden_by_sum and not reached
         return result
 
     def modifier(self, result: Scores) -> None:

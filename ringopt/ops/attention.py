@@ -72,8 +72,12 @@ def attention_reference(
     out = F.scaled_dot_product_attention(q, k, v, whole, scale=scale, enable_gqa=grouped)
     if whole is None or not parsed.nan:
         return out
+    hidden = hidden_rows(whole)
+    if parsed.stops:  # NaN weights, in whose gradient the values have a part: the scores were filled
+        weight = torch.where(hidden, torch.nan, 0.0).to(out.dtype)
+        return out.masked_fill(hidden, 0.0) + weight * v.mean(2, True).repeat_interleave(q.shape[1] // v.shape[1], 1)
     # A factor, so that the gradients of such a row are NaN too, and those of all keys and values, as behind softmax.
-    return out * torch.where(hidden_rows(whole), torch.nan, 1.0).to(out.dtype)
+    return out * torch.where(hidden, torch.nan, 1.0).to(out.dtype)
 
 
 def written_out(
@@ -97,7 +101,8 @@ def written_out(
     whole = whole_mask(q, k, given, sources, pattern, mask, wide)
     if mask.score is not None and whole is not None:  # infinite where it is hidden, it would be no number
         scores = scores.masked_fill((whole == HIDDEN) & ~scores.isfinite(), 0.0)
-    scores = scores if whole is None else scores + whole
+    if whole is not None:
+        scores = (scores.masked_fill(whole == HIDDEN, 0.0) if mask.stops else scores) + whole
     if sinks is not None:
         logits = sinks[..., None, None].to(wide).expand(batch, heads, rows, 1)
         weights = torch.cat([scores, logits], -1).softmax(-1)[..., :-1]

@@ -85,7 +85,7 @@ def renumbered(mask: Mask, name: str, along: dict[int, int], numbers: int) -> Ma
     places = {name: load(numbers, [axis(name)], torch.int64)}
     kept: dict[Term, Term] = {each: each for each in loads(*mask.terms) if each.source in along}
     visible, bias, score = (term and substitute(term, places, leaves=kept) for term in mask.terms)
-    return Mask(visible, bias, score, mask.nan)
+    return Mask(visible, bias, score, mask.nan, mask.stops)
 
 
 def of_heads(sharder: Sharder, sinks: fx.Node, place: Sharded) -> fx.Node:

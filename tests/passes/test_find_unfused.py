@@ -200,10 +200,26 @@ def test_rows_that_see_nothing_but_a_bound():
     assert validate(2, model, given()[0], given()[1] * 0).wrong == ""
 
 
-def test_rows_that_see_nothing_are_nan_as_softmax_has_it():
+def relative(s):
+    return s.table[away() + ROWS].permute(2, 0, 1)[None]
+
+
+BLIND = {
+    "filled": lambda s, q, k, v, m: filled(q @ k.mT, m, -math.inf).softmax(-1) @ v,
+    "filled, then scaled": lambda s, q, k, v, m: (filled(q @ k.mT, m, -math.inf) * 0.3).softmax(-1) @ v,
+    "filled, a learned bias within": lambda s, q, k, v, m: filled(q @ k.mT + relative(s), m, -math.inf).softmax(-1) @ v,
+    "added": lambda s, q, k, v, m: (q @ k.mT + filled(q.new_zeros(ROWS), m, -math.inf)).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", BLIND)
+@pytest.mark.parametrize("p", (1, 2, 3))
+def test_rows_that_see_nothing_are_nan_as_softmax_has_it(name, p):
+    """Of scores that were filled no gradient reaches queries and keys; of those that a mask was added to, NaN does."""
     x, m = given()
     m[0] = 0
-    verdict = validate(2, Model(lambda s, q, k, v, m: filled(q @ k.mT, m, -math.inf).softmax(-1) @ v), x, m)
+    verdict = validate(p, Model(BLIND[name]), x, m)
+    assert verdict.wrong == ""
     for (out, *_), _gradients in verdict.found:
         assert out[0].isnan().all() and not out[1].isnan().any()
 
