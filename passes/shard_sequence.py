@@ -26,7 +26,8 @@ import torch.fx as fx
 import ringopt.ops.convert
 import ringopt.ops.dilated
 import ringopt.ops.respread
-import ringopt.ops.rows_here  # noqa: F401  (registers the operators)
+import ringopt.ops.rows_here
+import ringopt.ops.turn  # noqa: F401  (registers the operators)
 from ringopt.attention.dilation import is_dilated
 from ringopt.attention.layouts import LAYOUTS, layout_of
 from ringopt.distributed.mesh import ANY
@@ -55,6 +56,7 @@ from ringopt.pipeline import Context, GraphRefused, Pass, SiteInfo
 from ringopt.report import Gather
 from ringopt.sharding import HANDLERS, across
 from ringopt.sharding.batches import told_apart
+from ringopt.sharding.columns import MIXED
 from ringopt.sharding.custom_gradient import Functions, Places
 from ringopt.sharding.sources import Demand, sources, worked_on
 from ringopt.sharding.steps import enough_rows
@@ -86,7 +88,7 @@ class ShardSequence(Pass):
             whole = windows(sharder, in_windows(context), handled, worked)
             wanted = [*demands(context), *whole]
             pairs = {x: at for x, at in context.pairs.items() if enough_rows(sharder, at.length)}
-            sharder.sources = sources(sharder, wanted, handled, worked) | pairs | dict(whole)
+            sharder.sources = sources(sharder, wanted, handled | MIXED, worked) | pairs | dict(whole)
             random = walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
             if not (twice := functions.twice()):

@@ -19,8 +19,11 @@ from ringopt.graph.refusal import Refusal
 from ringopt.graph.sizes import at_hand, formula
 from ringopt.ops.respread import plan_respread
 from ringopt.ops.rows import Wanted, fetch_of
+from ringopt.ops.turn import bytes_turned
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
+
+CPU = torch.device("cpu")
 
 
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
@@ -91,14 +94,25 @@ def fetched(graph: fx.Graph, figures: Figures) -> int:
             x, dim, *sizes, form, numbers, _local, layout, _group = node.args
             outer, length, inner = map(figures, sizes)
             wanted = Wanted.of(form, [*map(figures, numbers)])
-            plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, torch.device("cpu"))
+            plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, CPU)
             row = value_of(x).element_size() * outer * inner * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
+            total += row * sum(len(rows) for _, rows in plan.sends)
+        elif op_name(node) == "convolve_rows":
+            x, _weight, _bias, dim, length, numbers, *_how, layout, _group = node.args
+            plan = fetch_of(
+                Wanted.of("halo", [*map(figures, numbers)]), layout, figures(length), mesh.size, mesh.rank, CPU
+            )
+            row = value_of(x).element_size() * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
             total += row * sum(len(rows) for _, rows in plan.sends)
         elif op_name(node) == "respread":
             x, dim, old, new, _local, *layouts, _group = node.args
-            moves = plan_respread(tuple(old), tuple(new), *layouts, mesh.size, mesh.rank, torch.device("cpu"))
+            moves = plan_respread(tuple(old), tuple(new), *layouts, mesh.size, mesh.rank, CPU)
             place = value_of(x).element_size() * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
             total += place * sum(len(rows) for _, rows in moves.sends)
+        elif op_name(node) == "turn":
+            x, _dim, _old, _new_dim, new, _local, _old_layout, layout, _group = node.args
+            size = value_of(x).element_size() * figures.product(shape_of(x))
+            total += bytes_turned(size, [*map(figures, new)], layout, mesh.size, mesh.rank)
     return total
 
 
@@ -121,7 +135,7 @@ def matrix_flops(node: fx.Node, figures: Figures) -> int:
         return 2 * figures.product((*shape_of(node), shape_of(node.args[0])[-1]))
     if name in ("addmm", "baddbmm"):
         return 2 * figures.product((*shape_of(node), shape_of(node.args[1])[-1]))
-    if name in ("conv1d", "conv2d", "conv3d"):
+    if name in ("conv1d", "conv2d", "conv3d", "convolve_rows"):
         return 2 * figures.product((*shape_of(node), *shape_of(node.args[1])[1:]))
     if name == "dilated_attention" or (name == "attention" and is_dilated(node.args[7])):
         return dilated_flops(node, figures)

@@ -18,6 +18,7 @@ from ringopt.attention.rows import count
 from ringopt.graph.nodes import op_name
 from ringopt.ops.respread import plan_respread
 from ringopt.ops.rows import Wanted, fetch_of
+from ringopt.ops.turn import bytes_turned
 
 CPU = torch.device("cpu")
 
@@ -87,9 +88,17 @@ def moved(node: fx.Node, name: str, ranks: int, rank: int) -> int:
             return 0
         places = rows_in(plan.sends if name == "fetch_rows" else plan.receives) * int(outer * inner)
         return places * row_of(x, dim)
+    if name in ("convolve_rows", "convolve_rows_backward"):
+        backward = name == "convolve_rows_backward"
+        x, (dim, length, numbers) = given[int(backward)], given[3:6]
+        plan = fetch_of(Wanted.of("halo", numbers), given[-2], length, ranks, rank, CPU)
+        return (rows_in(plan.sends) + backward * rows_in(plan.receives)) * row_of(x, dim)
     if name == "respread":
         x, dim, old, new, _local, *layouts, _group = given
         return rows_in(plan_respread(tuple(old), tuple(new), *layouts, ranks, rank, CPU).sends) * row_of(x, dim)
+    if name == "turn":
+        x, _dim, _old, _new_dim, new, _local, _old_layout, layout, _group = given
+        return bytes_turned(size_of(x), new, layout, ranks, rank)
     return 0
 
 
@@ -104,7 +113,7 @@ def held_meanwhile(node: fx.Node, ranks: int) -> int:
         parts = size_of(node) // length * longest(layout, length, ranks) * ranks
         apart = outer * prod(x.meta["val"].shape[:dim]) > 1 or length % ranks
         return int(parts + (parts // ranks if apart else 0))
-    if name in ("fetch_rows", "return_rows", "look_up_rows", "add_to_rows", "respread"):
+    if name in ("fetch_rows", "return_rows", "look_up_rows", "add_to_rows", "respread", "turn"):
         return min(size_of(given[0]), size_of(node))
     return 0
 

@@ -113,14 +113,14 @@ class Sorted(Function):
 
     @staticmethod
     def forward(ctx, x):
-        y, place = x.sort(1)
+        y, place = x.flatten().sort()
         ctx.save_for_backward(place)
-        return y
+        return y.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
         (place,) = ctx.saved_tensors
-        return torch.zeros_like(grad).scatter(1, place, grad) * 2
+        return torch.zeros_like(grad).flatten().scatter(0, place, grad.flatten()).view_as(grad) * 2
 
 
 class Ordered(Function):
@@ -132,7 +132,7 @@ class Ordered(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.sort(1).values
+        return torch.fft.fftn(grad).real
 
 
 class Broadcast(Function):
@@ -276,7 +276,7 @@ OTHERS = {
     "normed": lambda model, x: Normed.apply(x),
     "sorted": lambda model, x: Sorted.apply(x),
     "ordered": lambda model, x: Ordered.apply(x),
-    "clipped twice": lambda model, x: (lambda y: y + y.sort(1).values)(Clipped.apply(x)),
+    "clipped twice": lambda model, x: (lambda y: y + torch.fft.fftn(y).real)(Clipped.apply(x)),
 }
 
 

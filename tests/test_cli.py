@@ -174,22 +174,22 @@ def test_many_sites_that_are_alike_are_told_as_one() -> None:
     assert "head sdpa full" in told
 
 
-class Sorted(Causal):
-    """Attention whose mask is made of its own scores, and rows put in order."""
+class Mixed(Causal):
+    """Attention whose mask is made of its own scores, and frequencies of rows and columns."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores = x @ x.transpose(1, 2)
         kept = scores >= scores.topk(4, -1).values[..., -1:]
-        return scores.masked_fill(~kept, float("-inf")).softmax(-1) @ x + super().forward(x).sort(1).values
+        return scores.masked_fill(~kept, float("-inf")).softmax(-1) @ x + torch.fft.fftn(super().forward(x)).real
 
 
 def test_the_text_of_a_report_tells_reasons_lines_and_memory() -> None:
-    report = ringopt.explain(Sorted(), torch.zeros(1, 64, 16), world_size=4, options={"on_refusal": "ignore"})
+    report = ringopt.explain(Mixed(), torch.zeros(1, 64, 16), world_size=4, options={"on_refusal": "ignore"})
     printed = str(report)
     assert max(map(len, printed.splitlines())) <= 100
     told = " ".join(printed.replace("\u2502", " ").split())
     assert "by topk (test_cli.py:" in told
-    assert "sort needs all rows of " in told and "super().forward(x).sort(1).values)" in told
+    assert "fft_fftn needs all rows of " in told and "torch.fft.fftn(super().forward(x)).real)" in told
     sizes = report.memory
     assert f"memory of this rank: {readable(sum(sizes.values()))}\n" in printed
     bars = {cause: line for line in printed.splitlines() for cause in sizes if line.startswith(f"  {cause} ")}

@@ -37,6 +37,7 @@ from ringopt.lockstep import SILENT
 from ringopt.ops.respread import plan_respread
 from ringopt.ops.rows import Wanted, fetch_of
 from ringopt.ops.rows_here import check_enough
+from ringopt.ops.turn import bytes_turned
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
@@ -46,6 +47,7 @@ ATTENTION = ("aten::scaled_dot_product_attention", "ringopt::attention", *SPREAD
 PRODUCTS = {
     "aten::linear": 0, "aten::matmul": 0, "aten::mm": 0, "aten::bmm": 0, "aten::mv": 0, "aten::addmm": 1,
     "aten::baddbmm": 1, "aten::conv1d": 1, "aten::conv2d": 1, "aten::conv3d": 1,
+    "ringopt::convolve_rows": 1,
 }  # fmt: skip
 PLANNED = 1 << 24  # a fetch of more rows times ranks is not unrolled to be counted
 # Of an exchange, apart from the operator with which its bytes are counted.
@@ -133,10 +135,12 @@ class Reader:
             return self.attention_bytes(arguments)
         if name == "ringopt::dilated_attention":
             return self.dilated_bytes(arguments)
-        if name == "ringopt::fetch_rows":
+        if name in ("ringopt::fetch_rows", "ringopt::convolve_rows"):
             return self.fetch_bytes(arguments)
         if name == "ringopt::respread":
             return self.respread_bytes(arguments)
+        if name == "ringopt::turn":
+            return self.turned_bytes(arguments)
         ranks, sizes = self.ranks, self.sizes(value_of(node))
         if ranks is None or sizes is None or name not in ("ringopt::gather", "ringopt::reduce_from_group"):
             return None
@@ -154,7 +158,7 @@ class Reader:
         if ranks is None or sizes is None or ranks * length > PLANNED:
             return None
         here = count(layout_of(arguments["layout"], length, ranks).ranges(self.rank))
-        wanted = Wanted.of(arguments["form"], arguments["numbers"])
+        wanted = Wanted.of(arguments.get("form", "halo"), arguments["numbers"])
         plan = fetch_of(wanted, arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
         row = math.prod(sizes) * value_of(x).dtype.itemsize // max(here, 1)
         return sum(len(rows) for _peer, rows in plan.sends) * int(row)
@@ -167,6 +171,14 @@ class Reader:
         plan = plan_respread(old, new, *layouts, self.ranks, self.rank, torch.device("cpu"))
         place = math.prod(sizes) * value_of(arguments["x"]).dtype.itemsize // max(sizes[arguments["dim"]], 1)
         return sum(len(rows) for _peer, rows in plan.sends) * int(place)
+
+    def turned_bytes(self, arguments: Mapping[str, Any]) -> int | None:
+        x, new = arguments["x"], arguments["new"]
+        sizes = self.sizes(value_of(x))
+        if self.ranks is None or sizes is None or not all(isinstance(size, int) for size in new):
+            return None
+        size = math.prod(sizes) * value_of(x).dtype.itemsize
+        return bytes_turned(size, new, arguments["new_layout"], self.ranks, self.rank)
 
     def attention_bytes(self, arguments: Mapping[str, Any]) -> int | None:
         query, key, value = (self.sizes(value_of(arguments[name])) for name in "qkv")

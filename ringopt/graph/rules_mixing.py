@@ -149,6 +149,7 @@ MIXING: dict[str, RuleOf] = {
     **dict.fromkeys(("triu", "tril"), triangle),
     **dict.fromkeys(("sort", "argsort"), but_dim(1, -1)),
     **dict.fromkeys(("topk", "diff"), but_dim(2, -1)),
+    **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), but_dim(2, -1)),
     "glu": glu,
     **dict.fromkeys(("pad", "constant_pad_nd"), pad),
     **dict.fromkeys(("cosine_similarity", "pairwise_distance"), distance),
@@ -172,6 +173,7 @@ LAYERS: dict[str, RuleOf] = {
     **dict.fromkeys(("group_norm", "instance_norm", "conv1d", "conv2d", "conv3d"), by_sample),
     "prelu": prelu,
     **dict.fromkeys(("avg_pool1d", "max_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"), pooling(1)),
-    **dict.fromkeys(("upsample_nearest1d", "upsample_linear1d"), pooling(1)),
+    **dict.fromkeys(("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"), pooling(1)),
+    **dict.fromkeys(("_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"), pooling(2)),
     **dict.fromkeys(("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d"), pooling(2)),
 }

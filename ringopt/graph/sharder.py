@@ -169,17 +169,28 @@ class Sharder:
         return self.once(node, placement, lambda: next(filter(None, (make(node, placement) for make in made))))
 
     def respread(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
-        """From the sequence along which the value is sharded to another that the same dim is made of; None where that
-        is another dim, of open size, or too short."""
+        """From the sequence along which the value is sharded to another that the same dim is made of, or to another
+        dim; None where sizes are open, or it is too short."""
         held = self.placements[node]
-        if held is None or self.asks or held.dim != placement.dim:
+        if held is None or self.asks:
             return None
+        if held.dim != placement.dim:
+            fits = not is_open(placement.length) and placement.length >= self.least(placement.length)
+            whole = (node, "whole") in self.converted and node not in self.sources  # a source's is there to be dropped
+            return self.turn(node, held, placement) if fits and not whole else None
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
         if any(map(is_open, (*old, *new))) or placement.length < self.least(placement.length):
             return None
         layouts = map(self.layout, (held.length, placement.length))
         args = (self.values[node], held.dim, old, new, self.rows(placement.length), *layouts, self.group)
         return self.call(torch.ops.ringopt.respread.default, args, node, placement, name=f"{node.name}_respread")
+
+    def turn(self, node: fx.Node, held: Sharded, placement: Sharded) -> fx.Node:
+        """All of the dim along which the value is sharded, and this rank's part of another."""
+        old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
+        layouts = map(self.layout, (held.length, placement.length))
+        args = (self.values[node], held.dim, old, placement.dim, new, self.rows(placement.length), *layouts, self.group)
+        return self.call(torch.ops.ringopt.turn.default, args, node, placement, name=f"{node.name}_turned")
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
         local, layout = self.rows(placement.length), self.layout(placement.length)

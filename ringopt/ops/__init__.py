@@ -2,6 +2,7 @@
 
 import ringopt.ops.attention
 import ringopt.ops.convert
+import ringopt.ops.convolution
 import ringopt.ops.custom_gradient
 import ringopt.ops.dilated
 import ringopt.ops.dropout
@@ -15,4 +16,5 @@ import ringopt.ops.respread
 import ringopt.ops.ring
 import ringopt.ops.rows
 import ringopt.ops.rows_here
-import ringopt.ops.tabulate  # noqa: F401
+import ringopt.ops.tabulate
+import ringopt.ops.turn  # noqa: F401

@@ -2,7 +2,7 @@
 
 A handler `(sharder, node) -> bool` is asked for a node that has a sharded operand and no rule that carries the sharding
 on (ringopt/graph/axes.py). It writes the local form of the node and what the ranks tell each other, and places the
-result; or it answers False before writing anything, and the op runs on gathered operands.
+result; or it answers False before writing anything, and the op runs on other dims (columns.py) or gathered operands.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch.fx as fx
 from ringopt.graph.nodes import is_aten, op_name, tensor_args
 from ringopt.graph.sharder import Sharder
 from ringopt.sharding.batches import attended
+from ringopt.sharding.columns import by_columns
 from ringopt.sharding.draws import DRAWS
 from ringopt.sharding.extremes import EXTREMES
 from ringopt.sharding.joins import JOINS
@@ -39,5 +40,7 @@ def across(sharder: Sharder, node: fx.Node) -> bool:
     if any(way(sharder, node) for way in (partial_sums, reshaped, attended, routed)):
         return True
     if handler is None:
-        return False
-    return handler(sharder, node) or (plain(sharder, next(tensor_args(node))) and handler(sharder, node))
+        return by_columns(sharder, node)
+    if handler(sharder, node) or (plain(sharder, next(tensor_args(node))) and handler(sharder, node)):
+        return True
+    return by_columns(sharder, node)

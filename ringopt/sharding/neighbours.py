@@ -5,12 +5,13 @@
 
 Each output row is computed by the rank that the layout gives it to, from all rows that its window sees: so any stride
 and dilation. A rank's chunks are computed one by one, because the rows at the end of one are no neighbours of those at
-the beginning of the next.
+the beginning of the next. Of open length, or for any number of ranks, the graph cannot say where chunks end: a
+convolution is then an operator of its own, that asks when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import ringopt.ops.prefix  # noqa: F401  (registers the operator)
+import ringopt.ops.convolution
+import ringopt.ops.prefix  # noqa: F401  (registers the operators)
 from ringopt.graph.nodes import is_tensor, named, op_name, shape_of, value_of
 from ringopt.graph.placement import Sharded
 from ringopt.graph.sharder import Sharder
@@ -42,6 +44,8 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
     stride, dilation = (sizes(named(node, name), moving) for name in ("stride", "dilation"))
     wanted = seen_by(node, place.dim, stride[at], -before[at], dilation[at] * (shape_of(weight)[2 + at] - 1) + 1)
     padding = [0 if i == at else size for i, size in enumerate(before)]
+    if sharder.asks or is_open(wanted.pieces[0][0]):
+        return of_open_length(sharder, node, place, wanted, (stride, padding, dilation, named(node, "groups")))
     op = aten.conv1d.default if moving == 1 else aten.conv2d.default
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
@@ -49,6 +53,22 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
         return step(op, piece, *small, stride, padding, dilation, named(node, "groups"), placement=out)
 
     return by_chunks(sharder, node, place, wanted, local)
+
+
+def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, how: Sequence[Any]) -> bool:
+    """A convolution in one operator. `how`: stride, padding, dilation, groups."""
+    x, weight, bias = (named(node, name) for name in ("input", "weight", "bias"))
+    out = Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
+    batched = len(shape_of(x)) == len(shape_of(weight)) <= 4
+    if place.outer * place.inner > 1 or not batched or not enough_rows(sharder, out.length):
+        return False
+    step, layout = Steps(sharder, node), sharder.layout(out.length)
+    rows = sharder.values[x]
+    if layout != sharder.layout(place.length):
+        rows = step.relaid(rows, place, layout)
+    small = [sharder.beside(each) if is_tensor(each) else None for each in (weight, bias)]
+    args = (rows, *small, place.dim, place.length, wanted.numbers, *how, sharder.rows(out.length), layout)
+    return step.done(step(torch.ops.ringopt.convolve_rows.default, *args, sharder.group, placement=out), out)
 
 
 def sizes(given: Any, count: int) -> list[int]:

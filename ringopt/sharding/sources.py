@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ringopt.graph.axes import rule_of
-from ringopt.graph.nodes import is_aten, op_name, shape_of, tensor_args
+from ringopt.graph.nodes import LIKE, NEW, is_aten, op_name, shape_of, tensor_args
 from ringopt.graph.placement import Sharded
 from ringopt.graph.rules import ViewRule
 from ringopt.graph.rules_products import PRODUCTS
@@ -65,10 +65,11 @@ def sources(
 
 
 def worked_on(graph: fx.Graph) -> set[fx.Node]:
-    """What ops that make activations have made, or have gone into."""
+    """What ops that make activations have made, or have gone into. New zeros have a shape of them, nothing else."""
     worked = set[fx.Node]()
     for node in graph.nodes:
-        if op_name(node) in WORK or not worked.isdisjoint(node.all_input_nodes):
+        made = not worked.isdisjoint(node.all_input_nodes) and op_name(node) not in (*LIKE, *NEW)
+        if op_name(node) in WORK or made:
             worked.add(node)
     return worked
 

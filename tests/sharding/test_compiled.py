@@ -63,3 +63,38 @@ def test_everything(ranks, p, inner, layout, n):
         assert error < 1e-9
         assert gathers == ()
         assert bits == found[0][2], "the ranks differ"
+
+
+class OneHead(nn.Module):
+    """Queries, keys and values are one tensor: its gradient is a sum, of one channel, in rows of open number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.convolution = nn.Linear(D, D), nn.Conv1d(D, D, 3, padding=1)
+
+    def forward(self, x):
+        y = self.linear(x)[:, None]
+        y = F.scaled_dot_product_attention(y, y, y)[:, 0]
+        return T(self.convolution(T(y))) + y.cumprod(1)
+
+
+def of_open_sizes():
+    torch._dynamo.reset()
+    module = OneHead().double()
+    compiled, errors = torch.compile(module, backend="ring", dynamic=True, options={"timeout": 60}), []
+    for b, n in ((3, 12), (2, 15)):
+        x = torch.randn(b, n, D, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+        found = []
+        for run in (module, compiled):
+            module.zero_grad()
+            given = x.clone().requires_grad_()
+            out = run(given)
+            out.square().sum().backward()
+            found.append([out.detach(), given.grad, *(p.grad.clone() for p in module.parameters())])
+        errors.append(difference(*found[::-1]))
+    return errors, [gather.op for gather in ringopt.reports()[-1].gathers]
+
+
+def test_open_batch_and_rows_through_inductor(ranks):
+    for errors, gathers in ranks(2, of_open_sizes, timeout=240):
+        assert max(errors) < 1e-9 and gathers == ["output"]

@@ -181,18 +181,6 @@ def test_steps(name):
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
-@pytest.mark.parametrize(
-    "step, op",
-    [
-        (lambda m, x: x.cumprod(1), "cumprod"),
-        (lambda m, x: x + T(F.avg_pool1d(T(x), 3, 1, 1, count_include_pad=False)), "avg_pool1d"),
-    ],
-)
-def test_what_is_not_known_is_gathered(step, op):
-    verdict = check(step)
-    assert [gather.op for gather in verdict.report.gathers] == [op, "output"]
-
-
 class Padded(nn.Module):
     """Attended rows in the first places of a longer output, and of a cache for more samples."""
 

@@ -112,12 +112,10 @@ def test_windows_are_spread_whole_although_one_rank_has_more_of_them(layout):
     [
         (lambda m, x: F.pad(x, (1, -1, 1, -1), value=2.0), "pad"),
         (lambda m, x: x.roll(3), "roll"),
-        (lambda m, x: F.pad(x.diff(2, dim=1), (0, 0, 1, 1)), "diff"),
-        (lambda m, x: x.sort(1).values, "sort"),
     ],
 )
 def test_what_is_not_known_is_gathered(step, op):
-    verdict = check(step)
+    verdict = check(step, p=3)
     assert [gather.op for gather in verdict.report.gathers] == [op, "output"]
 
 
