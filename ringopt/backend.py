@@ -29,7 +29,7 @@ from ringopt.flatten import has_custom
 from ringopt.graph.lengths import OpenSizes, shape_env_of, specialize
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import readable, requires_grad, shape_of, value_of
-from ringopt.graph.open_floats import floats_as_tensors
+from ringopt.graph.open_floats import floats_as_tensors, left_open
 from ringopt.graph.recompute import police, tags_of
 from ringopt.lazy import Lazy
 from ringopt.measure import report_of
@@ -79,7 +79,8 @@ def ring(
         tell(report, chosen)
         meta = flat.meta if flat is not None else {}
         given, left = meta.get("given", {}), meta.get("left", {})
-        run = inner(flat if flat is not None else gm, examples(inputs, given), chosen, mode)
+        with left_open(gm):
+            run = inner(flat if flat is not None else gm, examples(inputs, given), chosen, mode)
         if left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, given, left)
         if flat is not None and mesh.size > 1:

@@ -7,6 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import ringopt
+from tests.models import difference
 from tests.test_lengths import run_over
 
 NUMBERS = (0.1, 0.3, 0.7, 1.9, 0.0, -2.5)
@@ -62,12 +64,29 @@ def test_one_graph_serves_all_numbers(use):
 def test_dtypes_are_those_of_eager(use, dtype):
     """A number is not rounded to the dtype of the tensor that it is multiplied with."""
     torch._dynamo.reset()
-    layer = Layer(USES[use], dtype)
-    compiled = torch.compile(layer, backend="ring", options={"inner_backend": "eager"})
+    layer, before = Layer(USES[use], dtype), len(ringopt.reports())
+    compiled = torch.compile(layer, backend="ring", options={"inner_backend": "aot_eager"})
     with torch.no_grad():
         for x, number in calls(dtype):
             found, expected = compiled(x, number), layer(x, number)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert len(ringopt.reports()) - before == 2  # AOTAutograd has no number fixed either
+
+
+def trained(inner_backend):
+    """The error of outputs and gradients, and how many graphs there were."""
+    torch._dynamo.reset()
+    layer, before, worst = Layer(weighted_losses), len(ringopt.reports()), 0.0
+    compiled = torch.compile(layer, backend="ring", options={"inner_backend": inner_backend})
+    for x, number in calls():
+        values = [[y := run(x, number), *torch.autograd.grad(y, list(layer.parameters()))] for run in (compiled, layer)]
+        worst = max(worst, difference(*values))
+    return worst, len(ringopt.reports()) - before
+
+
+@pytest.mark.parametrize("inner_backend", ["aot_eager", "inductor"])
+def test_training_with_a_weight_that_changes(ranks, inner_backend):
+    assert all(error < 1e-9 and graphs == 2 for error, graphs in ranks(2, trained, inner_backend))
 
 
 def test_a_number_that_an_operator_takes_is_fixed():

@@ -13,6 +13,8 @@ Elsewhere (an argument of an operator, a condition) the number is fixed: another
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +62,20 @@ def floats_as_tensors(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     if numbers:
+        gm.meta["open floats"] = frozenset[str]().union(*numbers.values())
         gm.recompile()
+
+
+@contextmanager
+def left_open(gm: fx.GraphModule) -> Iterator[None]:
+    """Around what compiles `gm`, rewritten: AOTAutograd has Dynamo fix the floats that it has not itself rewritten, but
+    for those that it takes to be fixed already."""
+    before = set(TensorifyState.force_specializations)
+    TensorifyState.force_specializations |= gm.meta.get("open floats", frozenset())
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations = before
 
 
 def is_taken_out(node: fx.Node) -> bool:
