@@ -19,24 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch.fx as fx
 
 from ringopt.attention.choose import duration
 from ringopt.attention.exchange import Exchange
-from ringopt.collect import BUDGET, Budget, advance_all, collectives_of
+from ringopt.collect import BUDGET, Budget, advance_all, bytes_of, collectives_of
 from ringopt.cost.rates import Rates
 from ringopt.distributed.mesh import ANY
 from ringopt.early import EXCHANGES, beside_of, gap_before
-from ringopt.graph.nodes import module_path, named, op_name
+from ringopt.graph.nodes import module_path, named, op_name, requires_grad
 from ringopt.moves import flops_of, is_product
 from ringopt.passes.choose_strategy import rates_for
+from ringopt.passes.sync_gradients import is_parameter
 from ringopt.pipeline import Context, Pass
 from ringopt.report import readable
 from ringopt.under_way import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
 
 SITES = ("ring_attention", "dilated_attention")
 TOLD = 3  # names in a sentence
+CONJUGATES = {"scatter": "gather", "copy_to_group": "sum"}  # what the gradient of a conversion waits for
 
 
 class Schedule(Pass):
@@ -83,6 +86,25 @@ def waiting(gm: fx.GraphModule, context: Context) -> Iterator[str]:
             f"held back: {', '.join(names[:TOLD])}{more}, for up to {readable(max(one.under_way for one in found))} "
             f"would be under way, and at most {readable(budget.in_flight)} may be"
         )
+    if large := too_large(gm.graph, budget.in_flight):
+        more = f" and {len(large) - TOLD} more" if len(large) > TOLD else ""
+        yield (
+            f"held back in the backward: {', '.join(large[:TOLD])}{more}, for at most {readable(budget.in_flight)} may "
+            "be under way; others may be too"
+        )
+
+
+def too_large(graph: fx.Graph, bound: int) -> list[str]:
+    """Gathers and sums of gradients that go past no other message, whatever the graph of the backward, which does not
+    exist yet. Those of parameters take the place of what they sum."""
+    found, carries = [], requires_grad(graph)
+    for node in graph.nodes:
+        what = CONJUGATES.get(op_name(node), "")
+        if not what or not carries[x := node.all_input_nodes[0]] or is_parameter(x):
+            continue
+        if bound < (size := bytes_of(x)) < inf:
+            found.append(f"{what} of the gradient of {x.name} ({readable(size)})")
+    return found
 
 
 def unordered(context: Context) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import pickle
 import zipfile
 import zlib
@@ -37,6 +38,8 @@ def load(path: str | Path) -> ExportedProgram:
 
 def load_with_provenance(path: str | Path) -> tuple[ExportedProgram, dict[str, Any] | None]:
     """The program, and what `ringopt convert` noted down when it wrote the file (None: another writer)."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ProgramError(f"load takes the path of a .pt2 file; found {type(path).__name__}")
     path = Path(path)
     checked(path)
     extra = {PROVENANCE: ""}

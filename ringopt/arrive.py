@@ -21,6 +21,7 @@ from ringopt.distributed.mesh import Mesh, register
 from ringopt.distributed.process import process_mesh
 from ringopt.distributed.same import digest
 from ringopt.errors import OptionError, RingMismatchError
+from ringopt.given import dim_of
 from ringopt.graph.placement import Sharded
 from ringopt.lazy import Spread, spread
 
@@ -39,15 +40,16 @@ def from_rows(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, lay
     the sizes over the ranks. Raises OptionError, and on every rank RingMismatchError where sizes are not those of one
     tensor.
     """
-    if not -x.dim() <= dim < x.dim() or x.dim() > MOST_DIMS:
-        raise OptionError(f"from_rows(dim={dim}) of a tensor of {x.dim()} dims; expected one of at most {MOST_DIMS}")
+    dim = dim_of("from_rows", x, dim)
+    if x.dim() > MOST_DIMS:
+        raise OptionError(f"from_rows of a tensor of {x.dim()} dims; expected one of at most {MOST_DIMS}")
+    layout_of(layout, 1, 1)  # is there one of this name?
     if mesh is None and not (dist.is_available() and dist.is_initialized()):
         return x
     ranks = mesh if isinstance(mesh, Mesh) else process_mesh(mesh)
     register(ranks)
     if ranks.size == 1:
         return x
-    dim %= x.dim()
     length = agreed_length(ranks, x, dim, layout)
     size = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     stride = torch.empty(size, device="meta").stride()
@@ -57,7 +59,6 @@ def from_rows(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, lay
 
 def agreed_length(mesh: Mesh, x: Tensor, dim: int, layout: str) -> int:
     """Rows of the whole sequence, by what all ranks hold."""
-    layout_of(layout, 1, 1)  # is there one of this name?
     others = [size for place, size in enumerate(x.shape) if place != dim]
     fields = [x.dim(), dim, *digest(f"{x.dtype} {layout}".encode()), *others]
     header = torch.tensor([x.shape[dim], *fields, *[0] * (MOST_DIMS - len(others))], device=mesh.device)

@@ -159,6 +159,7 @@ def transform(
     context.notes += sizes.notes if shape_env is not None else ()
     if mesh.size > 1:
         context.notes += break_after(gm, context.gathers, len(flat.meta["left"]))
+        context.notes += [mesh.remark] if mesh.remark else []
     report = report_of(flat.graph, context)
     dump.done(report, flat)
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]

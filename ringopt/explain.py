@@ -17,7 +17,7 @@ from ringopt.convert import captured_once, check, lost_in_export, lowered
 from ringopt.cost.hardware import Device, device_of, link_of
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import ProgramError, RingError, first_line
-from ringopt.given import counts_of
+from ringopt.given import check_model, count_of
 from ringopt.options import Options
 from ringopt.report import Report, readable
 
@@ -42,10 +42,11 @@ def explain(
     note holds the memory against theirs. Raises OptionError, ProgramError (inputs beside a program, or one that is
     converted already), and what the model raises.
     """
-    counts_of("world_size", [world_size])
+    count_of("world_size", world_size)
     device = device_of(hardware) if hardware is not None else None
     chosen, mesh = Options.of(options), PretendedMesh(0, world_size, hardware)
     if not isinstance(model, ExportedProgram):
+        check_model(model)
         report = of_model(model, args, kwargs, chosen, mesh)
     elif args or kwargs:
         raise ProgramError("an exported program is explained at the sizes it was exported for; pass no inputs")

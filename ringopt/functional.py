@@ -251,6 +251,8 @@ def unshard(
     rows. Raises OptionError for a dim or layout that is none, RingMismatchError where rows are not those of `length`.
     """
     dim, ranks = dim_of("unshard", x, dim), _mesh_of(mesh)
+    if not isinstance(length, int) or length < 0:
+        raise OptionError(f"unshard(length={length!r}): expected how many rows the sequence has over all ranks")
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     expected = count(layout_of(layout, length, size).ranges(rank))
     if x.shape[dim] != expected:

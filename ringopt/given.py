@@ -142,6 +142,19 @@ def counts_of(name: str, asked: Any) -> list[int]:
     return counts
 
 
+def count_of(name: str, asked: Any) -> int:
+    """One number, of ranks or of rows."""
+    if type(asked) is not int or asked < 1:
+        raise OptionError(f"{name}={asked!r}: expected a whole number, 1 or more")
+    return asked
+
+
+def check_model(model: Any) -> None:
+    """Of what is traced."""
+    if not callable(model) or isinstance(model, type):
+        raise OptionError(f"model={model!r}: expected a module or a function, and behind it the inputs of one call")
+
+
 def dim_of(name: str, x: Any, dim: Any) -> int:
     """`dim` of `x`, from the front."""
     if not isinstance(x, Tensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from ringopt.errors import OptionError
@@ -23,6 +22,8 @@ KernelName = Literal["auto", "flash", "cudnn", "efficient", "flash_cpu", "math"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
 DilationOffsets = Literal["paper", "torchscale"]
 OnRefusal = Literal["warn", "error", "ignore"]
+
+LONGEST = 10**9  # seconds: 30 years, of which a process group still makes a deadline
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,16 @@ class Options:
         for name in ("sync_gradients", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"option {name}={getattr(self, name)!r}: expected True or False")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < inf:
-            raise OptionError(f"option timeout={self.timeout!r}: expected a number of seconds above 0")
+        number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+        if not number or not 0 < self.timeout <= LONGEST:
+            raise OptionError(
+                f"option timeout={self.timeout!r}: expected a number of seconds above 0, at most {LONGEST:,}"
+            )
         for name, folder in (("dump", self.dump), ("trace", self.trace)):
             if folder is not None and not (isinstance(folder, str) and folder):
                 raise OptionError(f"option {name}={folder!r}: expected the path of a folder, as text")
         if self.mesh is not None:
-            _check_mesh(self.mesh)
+            check_mesh(self.mesh, "option mesh")
         if self.dilates:
             check_dilation(self.segment_lengths, self.dilation_rates, self.dilation_offsets)
             for name in ("segment_lengths", "dilation_rates"):
@@ -105,9 +109,11 @@ class Options:
         if isinstance(options, Options):
             return options
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(options or {}) - set(known))
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"options={options!r}: expected a dict; the options are {', '.join(known)}")
+        unknown = sorted(repr(name) for name in options or {} if name not in known)
         if unknown:
-            raise OptionError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(known)}")
+            raise OptionError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
         return cls(**(options or {}))
 
 
@@ -136,14 +142,15 @@ def check_dilation(segment_lengths: Any, dilation_rates: Any, offsets: str) -> N
         raise OptionError(f"dilation_offsets={offsets!r}: expected one of {known}")
 
 
-def _check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: Any, what: str) -> None:
+    """Of an option and an argument alike; `what` it is. Raises OptionError."""
     dims = getattr(mesh, "ndim", None)
     if dims is None or not hasattr(mesh, "get_group"):
-        raise OptionError(f"option mesh={mesh!r}: expected a torch.distributed DeviceMesh")
+        raise OptionError(f"{what}={mesh!r}: expected a torch.distributed DeviceMesh")
     if dims != 1:
         raise OptionError(
-            f"option mesh has {dims} dims {mesh.mesh_dim_names}: the sequence is sharded over one; pass a slice of it, "
+            f"{what} has {dims} dims {mesh.mesh_dim_names}: the sequence is sharded over one; pass a slice of it, "
             'such as mesh["cp"]'
         )
     if mesh.get_coordinate() is None:
-        raise OptionError(f"option mesh holds ranks {mesh.mesh.tolist()}, and this rank is not among them")
+        raise OptionError(f"{what} holds ranks {mesh.mesh.tolist()}, and this rank is not among them")

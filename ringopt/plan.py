@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from torch.export import ExportedProgram
 
 from ringopt.attention.choose import MOST_RANKS, duration
 from ringopt.attention.plans import hybrid
@@ -21,7 +22,7 @@ from ringopt.cost.formulas import Formulas, formulas_of
 from ringopt.cost.hardware import Device, device_of
 from ringopt.cost.rates import Rates, rates_of
 from ringopt.errors import OptionError
-from ringopt.given import counts_of
+from ringopt.given import check_model, counts_of
 from ringopt.liveness import most
 from ringopt.options import Options
 from ringopt.predicted import SitePoint, at_length, layout_at, layouts_at, named, named_strategy, site_point
@@ -148,6 +149,9 @@ def plan(
     beside a decoder) grow in proportion. Raises OptionError, and what the model raises.
     """
     asked = Asked.of(world_size, hardware, link, lengths, options)
+    if isinstance(model, ExportedProgram):
+        raise OptionError("an exported program is planned as the module that it makes: pass program.module()")
+    check_model(model)
     return predicted(model, args, kwargs, asked, lambda _done, _of: None)
 
 

@@ -138,7 +138,7 @@ def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: s
         site.times * sum(bytes_between(exchange, case.heads, rank, rates.node, backward) for backward in directions)
         for rank in range(ranks if rates.tiers(ranks) else 0)
     ]
-    held = most_memory(exchange, case.heads)
+    held = most_memory(exchange, case.heads, buffered=rates.link.name != "memory")
     return SitePoint(
         site.module, strategy, layout, flops[0] // case.heads.flops(1, False), site.times * sum(flops), max(sent),
         max(away, default=0),

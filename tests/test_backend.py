@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
 from ringopt.backend import tell, transform
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.mesh import PretendedMesh, mesh_of
 from ringopt.errors import OptionError
 from ringopt.graph.nodes import op_name, value_of
 from ringopt.options import Options
@@ -267,6 +267,15 @@ def test_explain_tells_where_python_cannot_go_on_with_zeros():
 
     report = ringopt.explain(Counts(), data(16), world_size=2)
     assert len(report.sites) == 1 and "the program between the graphs was given zeros" in report.notes[-1]
+
+
+def test_the_report_says_where_messages_do_not_go_the_shortest_way():
+    class Far(PretendedMesh):
+        remark = "messages go through gloo"
+
+    for mesh, told in ((Far(0, 2), True), (PretendedMesh(0, 2), False)):
+        report = transform(*captured(Attention(), data()), Options(), mesh)[1]
+        assert (Far.remark in report.notes) == told
 
 
 def test_one_process_keeps_dynamic_sizes():

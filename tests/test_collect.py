@@ -205,6 +205,20 @@ def test_the_report_says_which_gathers_are_held_back(monkeypatch: pytest.MonkeyP
     assert not any("held back" in note for note in notes)
 
 
+def test_of_a_backward_the_report_tells_what_alone_is_more_than_may_be_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradient of the input is gathered from all ranks: 1.5 KiB."""
+    for bound, told in ((1000, True), (1536, False)):
+        monkeypatch.setattr(under_way, "UNKNOWN", bound)
+        report = ringopt.explain(Twice(), data(12, torch.float32), world_size=2, options={"strategy": "ring"})
+        note = (
+            "held back in the backward: gather of the gradient of x (1.5 KiB), for at most 1000 B may be under way; "
+            "others may be too"
+        )
+        assert (note in report.notes) == told, report.notes
+
+
 def test_products_of_a_convolution_whose_input_wants_no_gradient() -> None:
     graph = torch.fx.Graph()
     operands = [torch.ones(1, 2, 6), torch.ones(1, 3, 8), torch.ones(2, 3, 3)]

@@ -3,6 +3,7 @@ sent. On one process as well, where a script is tried first and some of them wou
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import ringopt
+from ringopt.arrive import from_rows
 from ringopt.errors import OptionError, ProgramError, RingMismatchError
 from ringopt.functional import attention, shard, unshard
 from tests.threads import ThreadMesh, run_on_threads
@@ -84,6 +86,60 @@ def test_a_dim_that_is_none() -> None:
         unshard([1], 0, length=1)  # type: ignore[arg-type]
     with pytest.raises(RingMismatchError, match=r"dim 2 has 8 rows, and rank 0 of 1 holds 9 rows"):
         unshard(X, 2, length=9)
+    for length in ("8", 8.0, -1, None):
+        with pytest.raises(OptionError, match=r"unshard\(length=.*expected how many rows the sequence has"):
+            unshard(X, 2, length=length)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (([1], 0), "from_rows takes a tensor; found list"),
+        ((X, "1"), "from_rows(dim='1') of a tensor of sizes [2, 4, 8, 16]: it has dims 0 to 3"),
+        ((X, 4), "from_rows(dim=4) of a tensor of sizes [2, 4, 8, 16]"),
+        ((X.view(2, 4, 8, 16, 1, 1, 1, 1, 1), 1), "from_rows of a tensor of 9 dims; expected one of at most 8"),
+    ],
+)
+def test_rows_that_are_none(given: tuple[Any, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(told)):
+        from_rows(*given)
+
+
+def test_names_and_meshes_that_are_none_are_told_on_one_process_too() -> None:
+    for layout in ("striped", ["zigzag"], None):
+        with pytest.raises(OptionError, match=r"layout .* is unknown; the layouts are 'contiguous', 'zigzag'"):
+            from_rows(X, 2, layout=layout)  # type: ignore[arg-type]
+    for call in (lambda mesh: from_rows(X, 2, mesh=mesh), lambda mesh: attention(X, X, X, mesh=mesh)):
+        with pytest.raises(OptionError, match="mesh='cp': expected a torch.distributed DeviceMesh"):
+            call("cp")
+    with pytest.raises(OptionError, match=r"hardware \['h100'\] is unknown; the table has cpu, "):
+        ringopt.explain(torch.nn.Linear(16, 16), X, hardware=["h100"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("zigzag", "options='zigzag': expected a dict; the options are mesh, shard"),
+        ([("layout", "zigzag")], "expected a dict"),
+        ({5: 1, "x": 2}, "unknown option 'x', 5; the options are mesh"),
+        ({"timeout": float("inf")}, "timeout=inf: expected a number of seconds above 0, at most 1,000,000,000"),
+    ],
+)
+def test_options_that_are_none(options: Any, told: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(told)):
+        ringopt.explain(torch.nn.Linear(16, 16), X, options=options)
+
+
+def test_models_that_are_none() -> None:
+    for ask, model in itertools.product((ringopt.explain, ringopt.plan), (5, None, "model.pt2", torch.nn.Linear)):
+        with pytest.raises(OptionError, match=r"model=.*: expected a module or a function, and behind it the inputs"):
+            ask(model, X)
+    program = torch.export.export(torch.nn.Linear(16, 16), (X,))
+    with pytest.raises(OptionError, match=r"an exported program is planned as the module .* pass program.module\(\)"):
+        ringopt.plan(program)
+    for load in (ringopt.load, lambda path: ringopt.diff(program, path)):
+        with pytest.raises(ProgramError, match="int"):
+            load(5)
 
 
 def test_a_gradient_on_some_ranks_only() -> None:
@@ -99,7 +155,7 @@ def test_a_gradient_on_some_ranks_only() -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, "8", None, True])
 def test_numbers_of_ranks_and_rows(count: Any) -> None:
-    with pytest.raises(OptionError, match="expected whole numbers, 1 or more"):
+    with pytest.raises(OptionError, match=r"world_size=.*expected a whole number, 1 or more"):
         ringopt.explain(torch.nn.Linear(16, 16), X, world_size=count)
     with pytest.raises(OptionError, match=r"world_size=.*expected whole numbers, 1 or more"):
         ringopt.plan(torch.nn.Linear(16, 16), X, world_size=count)

@@ -44,18 +44,20 @@ class Memory:
 
 
 @lru_cache(maxsize=4096)
-def most_memory(plan: Plan, heads: Heads) -> Memory:
+def most_memory(plan: Plan, heads: Heads, buffered: bool = True) -> Memory:
     """Each the most of any rank."""
-    found = [memory_of(plan, heads, rank) for rank in range(plan.ranks)]
+    found = [memory_of(plan, heads, rank, buffered) for rank in range(plan.ranks)]
     forward, saved, backward = (max(each) for each in zip(*map(astuple, found), strict=True))
     return Memory(forward, saved, backward)
 
 
-def memory_of(plan: Plan, heads: Heads, rank: int) -> Memory:
+def memory_of(plan: Plan, heads: Heads, rank: int, buffered: bool = True) -> Memory:
+    """`buffered`: between CPUs an all-gather goes by way of a buffer, gloo's; where all ranks read each other's memory
+    there is none."""
     if isinstance(plan, HeadExchange):
         return of_heads(plan, heads, rank)
     if plan.queries_move:
-        return of_queries(plan, heads, rank)
+        return of_queries(plan, heads, rank, buffered and heads.kernel in ("flash_cpu", "math"))
     return of_keys(plan, heads, rank, *turns_of(plan, heads))
 
 
@@ -112,14 +114,13 @@ def turns_of(plan: Exchange, heads: Heads) -> tuple[int, int]:
 
 
 # ---- queries travel --------------------------------------------------------------------------------------------------
-def of_queries(plan: Exchange, heads: Heads, rank: int) -> Memory:
+def of_queries(plan: Exchange, heads: Heads, rank: int, buffered: bool) -> Memory:
     sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
     strip, results = strip_of(sums.queries), sums.wide_out + sums.lse
     there, back = Ledger(), Ledger()
     over_steps(there, plan, rank, heads, False, results, lambda piece: forward_tile(plan.pattern, piece, heads, strip))
-    # Where all ranks have the queries, each has the parts of all to merge; gloo gathers them in a buffer of its own.
-    copies = 2 if heads.kernel in ("flash_cpu", "math") else 1
-    there.briefly((1 + copies * plan.ranks) * results if plan.merges else sums.out * sums.narrow)
+    # Where all ranks have the queries, each has the parts of all to merge.
+    there.briefly((1 + (1 + buffered) * plan.ranks) * results if plan.merges else sums.out * sums.narrow)
     back.take(2 * sums.out + sums.lse)  # travels with the queries
     back.take(sums.wide_dkv)
     over_steps(back, plan, rank, heads, True, sums.wide_dq, lambda piece: backward_tile(plan.pattern, piece, heads))

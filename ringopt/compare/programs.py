@@ -15,6 +15,7 @@ from ringopt.archive import load
 from ringopt.compare.files import FileProgram, Unknown, read_program
 from ringopt.compare.views import views_of
 from ringopt.errors import ProgramError
+from ringopt.given import count_of
 from ringopt.graph.diff import GraphDiff, diff_views, with_values
 
 Program: TypeAlias = ExportedProgram | fx.GraphModule
@@ -25,11 +26,11 @@ def diff(before: Program | str | Path, after: Program | str | Path, *, world_siz
 
     Each is an ExportedProgram, an fx.GraphModule or the path of a .pt2 file; ringopt need not have made either.
     `world_size` is the number of ranks to count bytes and FLOPs of rank 0 for, where a graph does not tell its own.
-    Values of parameters, buffers and constants are compared too. Raises ProgramError, and PlanError where the rows of a
-    program are too few for `world_size` ranks.
+    Values of parameters, buffers and constants are compared too. Raises ProgramError, OptionError for a
+    `world_size` that is none, and PlanError where the rows of a program are too few for it.
     """
-    if world_size is not None and world_size < 1:
-        raise ProgramError(f"world_size={world_size}: expected at least 1 rank")
+    if world_size is not None:
+        count_of("world_size", world_size)
     programs = opened(before), opened(after)
     views = [views_of(program, world_size) for program in programs]
     tensors = [tensors_of(program) for program in programs]

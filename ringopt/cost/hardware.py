@@ -106,6 +106,6 @@ def link_of(name: str) -> Link:
 
 
 def _found(what: str, name: str, table: dict[str, T]) -> T:
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise OptionError(f"{what} {name!r} is unknown; the table has {', '.join(table)}")
     return table[name]

@@ -19,7 +19,7 @@ from ringopt.distributed.local_links import PACKET, LocalLinks
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
-CARD = struct.Struct("<16s16sQ")  # place, name, address of the name
+CARD = struct.Struct("<16s16s16sQ")  # machine, place, name, address of the name
 CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
 PATIENCE = 10.0  # seconds, for what a peer that is there does at once
 
@@ -29,10 +29,12 @@ Gather: TypeAlias = Callable[[bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class Met:
-    """`links`: this rank's connections to its neighbours, if it has any. `everybody`: all ranks are each other's."""
+    """`links`: this rank's connections to its neighbours, if it has any. `everybody`: all ranks are each other's.
+    `strangers`: ranks on its machine that are none."""
 
     links: LocalLinks | None
     everybody: bool
+    strangers: tuple[int, ...] = ()
 
 
 def meet(rank: int, gather: Gather, timeout: float) -> Met:
@@ -46,18 +48,29 @@ def meet(rank: int, gather: Gather, timeout: float) -> Met:
     if cma.available():
         cma.permit()
     with _listening(name) as listener:
-        cards = [CARD.unpack(card) for card in gather(CARD.pack(_place(), name, ctypes.addressof(proof)))]
-        here = [peer for peer, (place, _, _) in enumerate(cards) if peer != rank and place == cards[rank][0]]
-        sockets = {peer: sock for peer in here if peer < rank and (sock := _connected(cards[peer][1], rank))}
+        cards = [CARD.unpack(card) for card in gather(CARD.pack(_machine(), _place(), name, ctypes.addressof(proof)))]
+        others = [peer for peer in range(len(cards)) if peer != rank]
+        machines, places, names, addresses = zip(*cards, strict=True)
+        here = [peer for peer in others if places[peer] == places[rank]]
+        sockets = {peer: sock for peer in here if peer < rank and (sock := _connected(names[peer], rank))}
         called = gather(bytes(peer in sockets for peer in range(len(cards))))
         sockets |= _accepted(listener, [peer for peer in here if peer > rank and called[peer][rank]])
     processes = {peer: _process(sock) for peer, sock in sockets.items()}
-    can = [peer for peer in sockets if _reads(processes[peer], cards[peer][2], cards[peer][1])]
+    can = [peer for peer in sockets if _reads(processes[peer], addresses[peer], names[peer])]
     could = gather(bytes(peer in can or peer == rank for peer in range(len(cards))))
     peers = {peer: (sockets.pop(peer), processes[peer]) for peer in can if could[peer][rank]}
     for sock in sockets.values():
         sock.close()
-    return Met(LocalLinks(peers, timeout) if peers else None, all(map(all, could)))
+    strangers = tuple(peer for peer in others if machines[peer] == machines[rank] and peer not in peers)
+    return Met(LocalLinks(peers, timeout) if peers else None, all(map(all, could)), strangers)
+
+
+def _machine() -> bytes:
+    """The same on two ranks of one machine, where that can be told."""
+    try:
+        return hashlib.blake2b(BOOT.read_bytes(), digest_size=16).digest()
+    except OSError:
+        return uuid.uuid4().bytes
 
 
 def _place() -> bytes:

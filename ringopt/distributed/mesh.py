@@ -99,6 +99,16 @@ class Mesh(ABC):
         """The rank under which events are recorded."""
         return self.rank
 
+    @property
+    def gathers_in_place(self) -> bool:
+        """Whether what it gathers in CPU memory goes by way of no buffer of the transport's."""
+        return False
+
+    @property
+    def remark(self) -> str:
+        """What a report says of how its messages travel, or ""."""
+        return ""
+
     def apart(self) -> Mesh:
         """The same ranks, with messages that cannot meet those of this mesh: for what a rank may do alone by mistake.
         Where that takes a new process group, all ranks make the first call together."""

@@ -21,6 +21,7 @@ from ringopt.distributed.local_links import LocalLinks
 from ringopt.distributed.meeting import Met, meet
 from ringopt.distributed.mesh import Mesh, Transfer, Work, register, registered
 from ringopt.errors import OptionError, RingCommError
+from ringopt.options import check_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +63,7 @@ class ProcessMesh(Mesh):
         self._ended = ""  # by what
         self._links: LocalLinks | None = None
         met = self._meet()
-        self._links = met.links
+        self._links, self._strangers = met.links, met.strangers
         self._together = LocalCollectives(met.links, self._rank) if met.links and met.everybody else None
 
     def _meet(self) -> Met:
@@ -93,6 +94,20 @@ class ProcessMesh(Mesh):
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def gathers_in_place(self) -> bool:
+        return self._together is not None
+
+    @property
+    def remark(self) -> str:
+        if not self._strangers:
+            return ""
+        return (
+            f"messages between rank {self.rank} and {len(self._strangers)} of the ranks on its machine go through gloo: "
+            "they may not read each other's memory, for they are of other users or network namespaces, or the system "
+            "forbids it (`ringopt doctor`)"
+        )
 
     @property
     def usable(self) -> bool:
@@ -240,6 +255,8 @@ def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None 
     already, or else 600 seconds. The first call with new ranks or a new timeout makes a process group: all ranks of the
     mesh must make that call, in the same order. Raises OptionError.
     """
+    if device_mesh is not None:
+        check_mesh(device_mesh, "mesh")
     if not dist.is_initialized():
         raise OptionError(
             "a mesh over processes was asked for, and torch.distributed is not initialized: run under torchrun and "
@@ -247,8 +264,6 @@ def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None 
         )
     world = tuple(range(dist.get_world_size()))
     ranks = world if device_mesh is None else tuple(device_mesh.mesh.flatten().tolist())
-    if dist.get_rank() not in ranks:
-        raise OptionError(f"this is rank {dist.get_rank()}, and the mesh holds ranks {list(ranks)}")
     for key in [key for key, mesh in _cached.items() if not mesh.usable]:
         del _cached[key]
     name = "world" if ranks == world else "ranks:" + ",".join(map(str, ranks))

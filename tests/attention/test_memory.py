@@ -10,10 +10,11 @@ import pytest
 from ringopt.attention.choose import Case
 from ringopt.attention.memory import most_memory
 from ringopt.attention.predict import Heads
+from ringopt.attention.routes import MERGE
 from ringopt.distributed.mesh import PretendedMesh, register
 from ringopt.tools.benchmarks import memory_ranks
-from ringopt.tools.benchmarks.memory import STRATEGIES, largest
-from ringopt.tools.benchmarks.memory_ranks import Alone, planned, row_of
+from ringopt.tools.benchmarks.memory import FEW, STRATEGIES, largest
+from ringopt.tools.benchmarks.memory_ranks import Alone, Planned, planned, row_of
 from ringopt.tools.benchmarks.result import Row
 
 WIDE = Heads(1, 4, 4, 16, 16, 4, 4, "float32", "flash_cpu")
@@ -37,6 +38,23 @@ def test_predictions_are_within_15_percent(p: int, heads: Heads) -> None:
     assert {row["strategy"] for row in rows} == set(STRATEGIES)
     for row, way in itertools.product(rows, ("forward", "training")):
         assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["pattern"], row["strategy"], way)
+
+
+class Near(Alone):
+    """A rank whose others read its memory."""
+
+    gathers_in_place = True
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_ranks_that_read_each_others_memory_need_no_buffer_to_gather(p: int) -> None:
+    """The results of a few queries that every rank has are gathered to be merged."""
+    case = Case("full", FEW, 257, WIDE, True, whole="queries")
+    few = Planned(case, MERGE, case.plan(p, "contiguous", MERGE))
+    near, far = (row_of(kind(PretendedMesh(0, p)), few) for kind in (Near, Alone))
+    for row in (near, far):
+        assert row["forward predicted"] == pytest.approx(row["forward"], rel=0.15)
+    assert near["forward"] < far["forward"]
 
 
 def test_over_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,8 @@ class Alone(Mute):
 
     def _all_gather(self, x: Tensor, label: str) -> list[Tensor]:
         """As gloo does it, by way of a buffer of its own."""
-        buffer = torch.stack([x] * self.size)
-        return list(buffer.clone())
+        gathered = torch.stack([x] * self.size)
+        return list(gathered if self.gathers_in_place else gathered.clone())
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         return x.clone()
@@ -123,7 +123,9 @@ def planned(ranks: int, length: int, heads: Heads, patterns: Sequence[tuple[str,
 
 def row_of(mesh: Mesh, each: Planned | Peer) -> Row:
     """On this rank. What a peer holds is not predicted."""
-    predicted: Memory | None = memory_of(each.plan, each.case.heads, mesh.rank) if isinstance(each, Planned) else None
+    predicted: Memory | None = None
+    if isinstance(each, Planned):
+        predicted = memory_of(each.plan, each.case.heads, mesh.rank, not mesh.gathers_in_place)
     return {
         "pattern": each.label, "strategy": each.strategy, "ranks": mesh.size,
         "forward": held(mesh, each, False), "training": held(mesh, each, True) if each.trains else None,
