@@ -28,7 +28,7 @@ from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.graph.mask import Mask
 from ringopt.graph.nodes import op_name, requires_grad, shape_of, source_line, value_of
-from ringopt.graph.pairs import NO_SITE, query_rows
+from ringopt.graph.pairs import NO_SITE, pairs_in
 from ringopt.graph.placement import Layouts, Sharded
 from ringopt.graph.sizes import at_hand, formula, is_open
 from ringopt.kernels.choose import choose as choose_kernel
@@ -66,14 +66,16 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
     if context.options.shard == "attention":
         return {}
     found = {
-        node: (queries, rows)
-        for node, (queries, rows) in query_rows(graph).items()
-        if at_hand(rows.length) >= LAYOUTS[context.layouts.of(rows.length)].chunks_per_rank * context.mesh.size
+        node: pairs
+        for node, pairs in pairs_in(graph).items()
+        if at_hand(pairs.rows.length)
+        >= LAYOUTS[context.layouts.of(pairs.rows.length)].chunks_per_rank * context.mesh.size
     }
     where = [f"{op_name(node)} {list(shape_of(node))} ({source_line(node)})" for node in found]
     if where:
         context.notes.append(f"pairs of {', '.join(where)} {NO_SITE}")
-    return dict(found.values())
+    context.weights = {node.name: dims for pairs in found.values() for node, dims in pairs.weights.items()}
+    return {pairs.queries: pairs.rows for pairs in found.values()}
 
 
 def lengths(node: fx.Node, context: Context) -> tuple[int, int]:

@@ -114,7 +114,8 @@ def transform(
     """The graph to compile in place of `gm`, or None where `gm` itself is best; what was done; and whether the graph
     draws random numbers that must be the same on every rank. Its meta "relied_on" has the places of the inputs whose
     numbers were read, "given" the inputs of which it takes this rank's rows, "left" the outputs that are to be lazy,
-    "local" those that are this rank's rows, "averaged" the inputs of whose gradients the mean is left to a wrapper.
+    "local" those that are this rank's rows, "averaged" the inputs of whose gradients the mean is left to a wrapper,
+    "weights" what is made of pairs of rows and is no site, by name.
     Made `anew`, when Dynamo takes no more guards, it is a graph for the sizes of `example_inputs` only."""
     if "local" in (options.inputs, options.outputs) and not ends_program(gm):
         options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
@@ -154,6 +155,7 @@ def transform(
     flat.meta["given"] = {i: context.given[node] for i, node in enumerate(inputs) if node in context.given}
     flat.meta["left"] = context.left if options.outputs == "lazy" else {}
     flat.meta["local"] = context.left if options.outputs == "local" else {}
+    flat.meta["weights"] = context.weights
     parameters = [place for place, node in enumerate(inputs) if node.meta.get("parameter")]
     flat.meta["averaged"] = [] if options.sync_gradients else parameters
     context.notes += sizes.notes if shape_env is not None else ()

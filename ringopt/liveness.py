@@ -8,7 +8,8 @@ its operator is not seen here (attention/predict.py has it).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import ge
 from typing import Any
 
 import torch
@@ -21,16 +22,19 @@ from torch._inductor.decomposition import select_decomp_table
 from ringopt.graph.nodes import op_name
 from ringopt.sent import held_meanwhile
 
+Shape = tuple[int, frozenset[int]]  # of weights of pairs: how many elements, and the sizes that count rows
+
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at one moment: of values that grow with the sequence, and of others."""
+    """Bytes at one moment: of values that grow with the sequence, of others, and of those that grow with its square."""
 
     growing: int
     fixed: int
+    squared: int = 0
 
     def at(self, scale: float) -> int:
-        return round(self.growing * scale) + self.fixed
+        return round(self.growing * scale + self.squared * scale**2) + self.fixed
 
 
 @dataclass(frozen=True)
@@ -47,23 +51,25 @@ class Live:
     @property
     def step(self) -> int:
         """The most that grows with the sequence."""
-        return max(held.growing for held in self.moments)
+        return max(held.growing + held.squared for held in self.moments)
 
 
 def most(moments: Sequence[Held], scale: float) -> int:
     return max((held.at(scale) for held in moments), default=0)
 
 
-def live_of(flat: fx.GraphModule, parts: Sequence[fx.GraphModule], rows: int, ranks: int = 1) -> Live:
+def live_of(
+    flat: fx.GraphModule, parts: Sequence[fx.GraphModule], rows: int, ranks: int = 1, pairs: Collection[Shape] = ()
+) -> Live:
     """Of a graph of fake values, with sizes that are numbers, and its `partitioned` graphs. What has no more elements
     than a rank has `rows` does not grow with the sequence, nor do parameters, what is made of them alone, and their
-    gradients."""
+    gradients. What has the shape of weights of `pairs` of rows grows with its square."""
     forward, backward = (*parts, None)[:2]
     assert forward is not None
     given = [node.meta["val"] for node in flat.graph.find_nodes(op="placeholder")]
     learned = sum(size_of(x) for x in given if isinstance(x, torch.Tensor) and x.requires_grad)
     fixed = small(forward.graph, rows) | of_weights(forward.graph, given)
-    first, first_at = moments(forward.graph, {}, fixed, ranks)
+    first, first_at = moments(forward.graph, {}, fixed, square(forward.graph, pairs), ranks)
     if backward is None:
         return Live(learned, highest(first), highest(first_at), ())
     kept = own(forward.graph)
@@ -72,17 +78,24 @@ def live_of(flat: fx.GraphModule, parts: Sequence[fx.GraphModule], rows: int, ra
     held = {storage: size for node in saved for storage, size in sizes(node).items()}
     still = {storage for node in saved if fixed & set(sizes(names[node.name])) for storage in sizes(node)}
     still |= of_parameters(backward.graph) | small(backward.graph, rows)
-    last, last_at = moments(backward.graph, held, still, ranks)
+    last, last_at = moments(backward.graph, held, still, square(backward.graph, pairs), ranks)
     return Live(learned, highest([*first, *last]), highest(first_at), highest(last_at))
 
 
 def highest(found: Sequence[Held]) -> tuple[Held, ...]:
-    """Those of which none is less than another in both."""
+    """Those of which none is less than another in all."""
     kept: list[Held] = []
-    for held in sorted(found, key=lambda held: (-held.growing, -held.fixed)):
-        if not kept or held.fixed > kept[-1].fixed:
+    for held in sorted(set(found), key=astuple, reverse=True):
+        if not any(all(map(ge, astuple(other), astuple(held))) for other in kept):
             kept.append(held)
     return tuple(kept)
+
+
+def square(graph: fx.Graph, pairs: Collection[Shape]) -> set[int]:
+    """Storages of weights of pairs."""
+    tensors = [x for node in graph.nodes for x in tensors_of(node)] if pairs else []
+    alike = [x for x in tensors if any(x.numel() == count and sizes <= set(x.shape) for count, sizes in pairs)]
+    return {x.untyped_storage()._cdata for x in alike if size_of(x) == x.numel() * x.element_size()}
 
 
 def small(graph: fx.Graph, rows: int) -> set[int]:
@@ -133,10 +146,11 @@ def partitioned(flat: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def moments(
-    graph: fx.Graph, saved: dict[int, int], fixed: Collection[int], ranks: int
+    graph: fx.Graph, saved: dict[int, int], fixed: Collection[int], squared: Collection[int], ranks: int
 ) -> tuple[list[Held], list[Held]]:
     """What is live at each node, and at attentions. `saved`: by storage, live when the graph begins and freed when it
-    was last read; other inputs are not counted. `fixed`: storages that do not grow."""
+    was last read; other inputs are not counted. `fixed`: storages that do not grow; `squared`: those that grow with the
+    square."""
     nodes = list(graph.nodes)
     last: dict[int, int] = {}
     for place, node in enumerate(nodes):
@@ -148,7 +162,8 @@ def moments(
     def now(without: Collection[int] = (), beside: int = 0) -> Held:
         held = {storage: size for storage, size in alive.items() if storage not in without}
         still = sum(size for storage, size in held.items() if storage in fixed)
-        return Held(sum(held.values()) - still + beside, still)
+        faster = sum(size for storage, size in held.items() if storage in squared and storage not in fixed)
+        return Held(sum(held.values()) - still - faster + beside, still, faster)
 
     for place, node in enumerate(nodes):
         if pointwise(node) and not fused(node):  # written over a result of its size that nobody reads any more

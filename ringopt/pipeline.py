@@ -64,6 +64,7 @@ class Context:
     notes              what else the report says of the graph
     layouts            of each sequence, which rows a rank holds
     pairs              queries of attention that is no site, and how their rows are spread all the same
+    weights            by name, what is made of pairs of its rows, and the dims that count them
     given              inputs of which this rank has its rows, and how they are spread
     left               outputs that stay on their ranks, by place, and how they are spread
     """
@@ -80,6 +81,7 @@ class Context:
     notes: list[str] = field(default_factory=list)
     layouts: Layouts = field(default_factory=Layouts)
     pairs: dict[fx.Node, Sharded] = field(default_factory=dict)
+    weights: dict[str, tuple[int, int]] = field(default_factory=dict)
     given: dict[fx.Node, Spread] = field(default_factory=dict)
     left: dict[int, Spread] = field(default_factory=dict)
 

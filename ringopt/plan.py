@@ -51,7 +51,7 @@ class Point:
 
     @property
     def strategies(self) -> str:
-        return ", ".join(dict.fromkeys(site.strategy for site in self.sites))
+        return ", ".join(dict.fromkeys(site.strategy for site in self.sites)) or "gather"
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,10 @@ def predicted(
     hybrid_asked = asked.options.strategy == "hybrid"
     on_one_node = replace(asked.options, strategy="ring") if hybrid_asked else asked.options
     found = traced(model, args, kwargs, on_one_node, asked.device.name)
-    if not found.sites:
-        if found.pairs:
-            said = "how they grow with the length is not planned. ringopt.explain tells of them at one length"
-            raise OptionError(f"there is nothing to plan but {'; '.join(found.pairs)}: {said}")
+    if not found.length:
         why = "; ".join(found.refused) or "no attention was found"
         raise OptionError(f"there is nothing to plan, no attention of this model can be sharded: {why}")
-    rates, longest = asked.rates(found.sites[0].case.heads.dtype), dict[int, int | None]()
+    rates, longest = asked.rates(found.dtype), dict[int, int | None]()
     for n, p in sizes:
         tell(1 + len(points), parts)
         points.append(point_of(found, asked.options, asked.device, rates, n, p))
@@ -210,8 +207,7 @@ def predicted(
         tell(1 + len(points) + len(longest), parts)
         longest[p] = longest_of(found, asked.options, asked.device, rates, p)
     notes = [f"not sharded: {reason}" for reason in found.refused]
-    said = "; as if all that this makes and computes grew with the length, not with its square: too little beyond it"
-    notes += [f"{note}{said}" for note in found.pairs]
+    notes += found.pairs
     if any(one.bound for ranks in found.moved.values() for each in ranks for one in each):
         notes.append("rows that are looked up by number are counted as if the busiest rank had them all")
     if any(not site.exact for point in points for site in point.sites):
@@ -227,22 +223,24 @@ def predicted(
 def point_of(found: Traced, options: Options, device: Device, rates: Rates, length: int, ranks: int) -> Point:
     cases = [at_length(site.case, length, found.length, ranks) for site in found.sites]
     strategy = over_nodes(options.strategy, ranks, rates)
-    layouts = layouts_at(cases, ranks, options.layout, strategy, rates)
+    layouts = layouts_at(cases, ranks, options.layout, strategy, rates) if cases else {}
     sites = tuple(
         site_point(site, case, strategy, ranks, layout_at(case, layouts), rates)
         for site, case in zip(found.sites, cases, strict=True)
     )
     scale = length / found.length
     ways = 3 if found.training else 1  # a backward has two products for each of the forward
-    others = ways * scale * (found.shared_flops / ranks + found.own_flops)
+    others = ways * scale * ((found.shared_flops + scale * found.pair_flops) / ranks + found.own_flops)
     sent = sent_in_all(found, sites, scale, ranks)
     moved = sent - sum(site.bytes for site in sites)
     # Collectives go round: the last rank of a node sends all to the next node.
     wire, far = (rates.beyond.link, moved) if rates.tiers(ranks) else (rates.link, 0)
     exposed = sum(site.exposed for site in sites) + moved / wire.rate
     memory = memory_at(found, sites, scale, ranks)
+    alone = "contiguous" if options.layout == "auto" else options.layout  # of pairs without a site
     return Point(
-        length, ranks, " and ".join(dict.fromkeys(site.layout for site in sites)), memory, memory <= device.memory,
+        length, ranks, " and ".join(dict.fromkeys(site.layout for site in sites)) or alone, memory,
+        memory <= device.memory,
         sent, far + sum(site.between for site in sites),
         sum(site.flops for site in sites) + others,
         sum(site.seconds for site in sites) + others / rates.default.rate + moved / wire.rate,
@@ -273,7 +271,8 @@ def sent_in_all(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: 
 def memory_at(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: int) -> int:
     """Parameters, and the most that is live, gradients included; at an attention with what that holds. On other numbers
     of ranks than were traced, a part that falls with p and one that does not, from the two traces."""
-    forward, backward = (max(getattr(site, name) for site in sites) for name in ("memory", "memory_backward"))
+    names = ("memory", "memory_backward")
+    forward, backward = (max((getattr(site, name) for site in sites), default=0) for name in names)
     kinds = (("moments", 0), ("at_attention", forward), ("at_attention_backward", backward))
 
     def live(name: str, traced: int) -> int:

@@ -4,8 +4,9 @@ beside them, and what is live when. Traced once for each of a few numbers of ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from ringopt.attention.predict import Heads
 from ringopt.backend import transform
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.explain import hollow, value_of_output
-from ringopt.graph.nodes import op_name, requires_grad, value_of
+from ringopt.graph.nodes import is_tensor, op_name, requires_grad, shape_of, value_of
 from ringopt.graph.pairs import NO_SITE
-from ringopt.liveness import Live, live_of, of_parameters, partitioned, sizes
+from ringopt.liveness import Live, Shape, live_of, of_parameters, partitioned, sizes
 from ringopt.measure import Figures, matrix_flops
 from ringopt.options import Options
 from ringopt.sent import Sending, sendings
@@ -41,19 +42,23 @@ class Traced:
     """What the traces say.
 
     length        of the longest sequence
+    dtype         of the attentions
     pairs         notes of the reports on weights of pairs that are no site
     shared_flops  forward, of products outside the attentions: of the whole sequence, where each rank does its rows
+    pair_flops    the same, of those that make weights of pairs, or sum values by them
     own_flops     the same, where every rank does all
     moved         what each rank sends beside the attentions; by traced ranks, then by rank
     live          memory, of each graph; by traced ranks
     """
 
     length: int
+    dtype: str
     sites: tuple[PlannedSite, ...]
     refused: tuple[str, ...]
     pairs: tuple[str, ...]
     training: bool
     shared_flops: int
+    pair_flops: int
     own_flops: int
     moved: Mapping[int, Sequence[Sequence[Sending]]]
     live: Mapping[int, Sequence[Live]]
@@ -64,32 +69,57 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
     moved: dict[int, Sequence[Sequence[Sending]]] = {}
     refused, pairs = list[str](), list[str]()
     nodes: list[tuple[fx.GraphModule, fx.Node]] = []
+    weights: dict[fx.Node, tuple[int, int]] = {}
     length = 0
     for ranks in TRACED:
         graphs, refused, pairs = flat_graphs(model, args, kwargs, options, PretendedMesh(0, ranks, hardware))
         nodes = [(graph, node) for graph in graphs for node in graph.graph.nodes]
-        length = max((max(site.case.q_length, site.case.kv_length) for site in sites_of(nodes)), default=0)
+        weights = {node: dims for graph in graphs for node, dims in weights_of(graph).items()}
+        lengths = [n for site in sites_of(nodes) for n in (site.case.q_length, site.case.kv_length)]
+        lengths += [node.meta["whole"].shape[dim] for node, dims in weights.items() for dim in dims]
+        length = max(lengths, default=0)
         if not length:
-            return Traced(0, (), tuple(refused), tuple(pairs), False, 0, 0, {}, {})
+            return Traced(0, "", (), tuple(refused), tuple(pairs), False, 0, 0, 0, {}, {})
         parts = [partitioned(graph) for graph in graphs]
-        rows = -(-length // ranks)
-        live[ranks] = [live_of(graph, part, rows, ranks) for graph, part in zip(graphs, parts, strict=True)]
+        rows, shapes = -(-length // ranks), {shape for at in weights.items() for shape in shapes_of_pairs(*at)}
+        live[ranks] = [live_of(graph, part, rows, ranks, shapes) for graph, part in zip(graphs, parts, strict=True)]
         moved[ranks] = [
             [one for part in parts for one in sent_beside(part, ranks, rank, rows)] for rank in range(ranks)
         ]
     ranks = TRACED[-1]
-    shared = own = 0
+    shared = of_pairs = own = 0
     for graph, node in nodes:
         if op_name(node) in ("ring_attention", "dilated_attention", "attention"):
             continue
         flops = matrix_flops(node, Figures(graph.graph, PretendedMesh(0, ranks)))
-        if any(x.meta.get("placement") is not None for x in (node, *node.all_input_nodes)):
+        if not weights.keys().isdisjoint((node, *node.all_input_nodes)):
+            of_pairs += flops * ranks
+        elif any(x.meta.get("placement") is not None for x in (node, *node.all_input_nodes)):
             shared += flops * ranks
         else:
             own += flops
     sites = tuple(sites_of(nodes))
-    training = any(site.case.training for site in sites)
-    return Traced(length, sites, tuple(refused), tuple(pairs), training, shared, own, moved, live)
+    training = torch.is_grad_enabled() and any(requires_grad(node.graph)[node] for node in weights)
+    training = training or any(site.case.training for site in sites)
+    dtype = sites[0].case.heads.dtype if sites else str(value_of(next(iter(weights))).dtype).removeprefix("torch.")
+    said = (tuple(refused), tuple(pairs))
+    return Traced(length, dtype, sites, *said, training, shared, of_pairs, own, moved, live)
+
+
+def weights_of(graph: fx.GraphModule) -> dict[fx.Node, tuple[int, int]]:
+    """What is made of pairs of rows that are no site, each rank of its queries, and the dims that count them."""
+    names = graph.meta["weights"]
+    here = [node for node in graph.graph.nodes if node.name in names and node.meta.get("placement") is not None]
+    return {node: names[node.name] for node in here}
+
+
+def shapes_of_pairs(node: fx.Node, dims: tuple[int, int]) -> Iterator[Shape]:
+    """Of a node, and of what is spread over its heads, such as a mask."""
+    rows = {dim - len(shape_of(node)): shape_of(node)[dim] for dim in dims}
+    for x in filter(is_tensor, (node, *node.all_input_nodes)):
+        sizes = shape_of(x)
+        if len(sizes) >= -min(rows) and all(sizes[dim] == size for dim, size in rows.items()):
+            yield prod(sizes), frozenset(rows.values())
 
 
 def flat_graphs(

@@ -184,12 +184,22 @@ class Retained(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
-def test_pairs_that_are_no_site_are_told_and_not_planned() -> None:
-    x, no_site = torch.randn(1, 32, 16), r"pairs of matmul \[1, 2, 32, 32\] .* are no site: .*"
-    with pytest.raises(OptionError, match=f"there is nothing to plan but {no_site}how they grow with the length"):
-        ringopt.plan(Retained(False), x)
-    (note,) = ringopt.plan(Retained(True), x, world_size=2, lengths=[64]).notes
-    assert re.match(f"{no_site} as if all that this makes and computes grew with the length, not with its square", note)
+@pytest.mark.parametrize("attends", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_pairs_that_are_no_site_grow_with_the_square(attends: bool, training: bool) -> None:
+    """Told of a trace at 64 rows, for 512, as of a trace at 512."""
+    asked = {"world_size": [2, 4, 8], "lengths": [512]}
+    with torch.set_grad_enabled(training):
+        plans = (ringopt.plan(Retained(attends), torch.randn(1, n, 16), **asked) for n in (64, 512))
+        few, many = plans
+    assert re.match(r"pairs of matmul \[1, 2, 64, 64\] .* are no site: each rank computes", few.notes[0])
+    for told, found in zip(few.points, many.points, strict=True):
+        weights = 2 * 512 * 512 // found.world_size  # of 2 heads; each is made in 8 products, and weighs 8
+        assert found.memory > 4 * weights and found.flops > 2 * 2 * 8 * weights
+        assert told.memory == pytest.approx(found.memory, rel=0.05)
+        assert told.flops == pytest.approx(found.flops, rel=0.01)
+        assert training or told.bytes == pytest.approx(found.bytes, rel=0.01)
+        assert (told.strategies, told.layout) == (found.strategies, found.layout)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

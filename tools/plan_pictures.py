@@ -109,7 +109,7 @@ def draw_time(plan: Plan, figure: SubFigure) -> None:
 def draw_timeline(plan: Plan, axes: Axes) -> None:
     """The forward of one attention on as many ranks as can be seen, each with as many rows as at the point that is
     drawn: one at which messages and blocks take about as long, so that what is hidden can be seen."""
-    rates = rates_of(plan.hardware, plan.traced.sites[0].case.heads.dtype, None if plan.network else plan.link)
+    rates = rates_of(plan.hardware, plan.traced.dtype, None if plan.network else plan.link)
     drawn = [
         (point, number)
         for point in plan.points

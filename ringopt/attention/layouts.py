@@ -128,7 +128,7 @@ def layout_of(name: str, length: int, ranks: int) -> Layout:
     """The layout called `name`: of LAYOUTS, or "replicated". Raises OptionError for another name."""
     if name == Replicated.name:
         return Replicated(length, ranks)
-    if not isinstance(name, str) or name not in LAYOUTS:
+    if name not in LAYOUTS:
         raise OptionError(f"layout {name!r} is unknown; the layouts are {', '.join(map(repr, LAYOUTS))}")
     return LAYOUTS[name](length, ranks)
 

@@ -104,9 +104,9 @@ class ProcessMesh(Mesh):
         if not self._strangers:
             return ""
         return (
-            f"messages between rank {self.rank} and {len(self._strangers)} of the ranks on its machine go through gloo: "
-            "they may not read each other's memory, for they are of other users or network namespaces, or the system "
-            "forbids it (`ringopt doctor`)"
+            f"messages between rank {self.rank} and {len(self._strangers)} of the ranks on its machine go through "
+            "gloo: they may not read each other's memory, for they are of other users or network namespaces, or the "
+            "system forbids it (`ringopt doctor`)"
         )
 
     @property

@@ -9,6 +9,7 @@ that sums one of them away. Nothing is proved here: the rules of sharding do as 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product as all_pairs
 
 import torch.fx as fx
@@ -28,9 +29,19 @@ NO_SITE = "are no site: each rank computes the rows of its own queries, with key
 Axes = tuple[Sharded, Sharded]  # one axis of each operand
 
 
-def query_rows(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, Sharded]]:
-    """Of each such product its queries, and which dim of them counts rows."""
-    found: dict[fx.Node, tuple[fx.Node, Sharded]] = {}
+@dataclass(frozen=True)
+class Pairs:
+    """`rows`: which dim of the `queries` counts rows. `weights`: what is made of pairs of rows, from the product of
+    queries and keys on, by the dims that count the rows of either."""
+
+    queries: fx.Node
+    rows: Sharded
+    weights: dict[fx.Node, tuple[int, int]]
+
+
+def pairs_in(graph: fx.Graph) -> dict[fx.Node, Pairs]:
+    """By the product that makes them."""
+    found: dict[fx.Node, Pairs] = {}
     for node in graph.nodes:
         product = product_of(node)
         if product is None or not product.own(0) or not product.own(1):
@@ -40,10 +51,11 @@ def query_rows(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, Sharded]]:
         if any(map(is_weight, product.operands)) or any(map(is_learned, product.operands)):
             continue
         for axes in all_pairs(rows_of(product, 0), rows_of(product, 1)):
-            for side in weighing(node, (at(product, axes[0]), at(product, axes[1]))):
+            sides, weights = weighing(node, (at(product, axes[0]), at(product, axes[1])))
+            for side in sides:
                 operand = product.operands[side]
                 dim = product.letters[side].index(axes[side])
-                found[node] = operand, Sharded(dim, 1, shape_of(operand)[dim], 1)
+                found[node] = Pairs(operand, Sharded(dim, 1, shape_of(operand)[dim], 1), weights)
     return found
 
 
@@ -58,8 +70,9 @@ def at(product: Product, letter: str) -> Sharded:
     return Sharded(dim, 1, shape_of(product.node)[dim], 1)
 
 
-def weighing(start: fx.Node, axes: Axes) -> set[int]:
-    """The sides whose axis is still there where another product sums the other's away."""
+def weighing(start: fx.Node, axes: Axes) -> tuple[set[int], dict[fx.Node, tuple[int, int]]]:
+    """The sides whose axis is still there where another product sums the other's away; and what has both until then, by
+    their dims."""
     sides: set[int] = set()
     pending, seen = [(start, axes)], set[tuple[fx.Node, Axes]]()
     while pending:
@@ -72,7 +85,7 @@ def weighing(start: fx.Node, axes: Axes) -> set[int]:
                 below, summed = after(user, index, here)
                 sides |= summed
                 pending += below
-    return sides
+    return sides, {node: (first.dim, second.dim) for node, (first, second) in seen}
 
 
 def after(user: fx.Node, index: int, axes: Axes) -> tuple[list[tuple[fx.Node, Axes]], set[int]]:

@@ -51,7 +51,10 @@ def test_ranks_that_read_each_others_memory_need_no_buffer_to_gather(p: int) -> 
     """The results of a few queries that every rank has are gathered to be merged."""
     case = Case("full", FEW, 257, WIDE, True, whole="queries")
     few = Planned(case, MERGE, case.plan(p, "contiguous", MERGE))
-    near, far = (row_of(kind(PretendedMesh(0, p)), few) for kind in (Near, Alone))
+    meshes = [kind(PretendedMesh(0, p)) for kind in (Near, Alone)]
+    for mesh in meshes:
+        register(mesh)
+    near, far = (row_of(mesh, few) for mesh in meshes)
     for row in (near, far):
         assert row["forward predicted"] == pytest.approx(row["forward"], rel=0.15)
     assert near["forward"] < far["forward"]
