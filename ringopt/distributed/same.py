@@ -34,7 +34,8 @@ def compare(mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequen
             f"inputs differ from those of rank 0: {told}. Under backend='ring' every rank passes the same full batch "
             "and holds the same parameters. If each rank loads its own data, pass options={'mesh': mesh['cp']}, so "
             "that only the ranks of one sequence share it; if it loads its rows of one batch, ringopt.from_rows makes "
-            "whole inputs of them; if parameters differ, seed all ranks alike before building the model"
+            "whole inputs of them; if parameters or random number generators (dropout) differ, call torch.manual_seed "
+            "with one number on all ranks before building the model"
         )
 
 
