@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.fx as fx
 import torch.nn as nn
+from torch.func import functional_call
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ringopt.backend import transform
@@ -131,6 +132,18 @@ def validate_function(p: int, function: Callable[..., Any], inputs: list[Any], *
     if wrong and is_unstable(capture(program, inputs), inputs, expected):  # `flat` is what the passes made of it
         wrong = []
     return Verdict(wrong[0] if wrong else "", report_of(made[0][0].graph, made[0][1]), made[0][0], results)
+
+
+def validate_module(p: int, module: nn.Module, *args: Any, **options: Any) -> Verdict:
+    """What `validate` does, without Dynamo, which takes as long as all the passes: for tests of what is made of a
+    graph, whoever captured it."""
+    held = dict([*module.named_parameters(), *module.named_buffers()])
+
+    def program(*values: Any) -> tuple[Any, ...]:
+        found = functional_call(module, dict(zip(held, values[len(args) :], strict=True)), values[: len(args)])
+        return found if isinstance(found, tuple) else (found,)
+
+    return validate_function(p, program, [*args, *held.values()], **options)
 
 
 def call_of(function: Callable[..., Any], inputs: int, outputs: int) -> fx.GraphModule:

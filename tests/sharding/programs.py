@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from tests.translation import validate
+from tests.translation import validate_module
 
 B, N, D, H = 2, 11, 8, 2
 
@@ -40,7 +40,7 @@ def inputs(n=N):
 
 def check(step=lambda m, x: x, end=lambda m, x: x, p=2, n=N, **options):
     torch.manual_seed(0)
-    verdict = validate(p, Model(step, end).double(), *inputs(n), **options)
+    verdict = validate_module(p, Model(step, end).double(), *inputs(n), **options)
     assert not verdict.wrong, f"{verdict.wrong}\n{verdict.graph.graph}"
     return verdict
 
