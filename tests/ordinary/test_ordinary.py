@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ordinary import ends, layers, routes  # noqa: F401  (registers the cases)
+from tests.ordinary import ends, layers, routes, styles  # noqa: F401  (registers the cases)
 from tests.ordinary.model import CASES, Model, inputs
 from tests.translation import TOLERANCE, captured_graphs, validate_graph
 
