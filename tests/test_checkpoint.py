@@ -131,11 +131,13 @@ def backward_ops(gm, inputs):
 
 @pytest.mark.parametrize("how, products", [("not", 0), ("plain", 7), ("selective", 0), ("nested", 7)])
 def test_the_backward_computes_again_what_torch_does(how, products):
-    """But for attention: its results are kept, and no exchange is repeated."""
+    """But for attention: its results are kept, and no exchange is repeated. Torch 2.11 keeps two products of regions in
+    regions."""
     gm, inputs = captured(Blocks(how).double(), data())
     flat, _report, _random = transform(gm, inputs, Options(), mesh_of("pretend:0/2"))
     ours, torchs = backward_ops(flat, inputs), backward_ops(gm, inputs)
-    assert ours["addmm"] == torchs["addmm"] == products
+    assert ours["addmm"] == products
+    assert torchs["addmm"] == (5 if how == "nested" and torch.__version__ < (2, 12) else products)
     assert all(ours[name] == torchs[name] for name in ("mm", "gelu", "native_layer_norm"))
     assert ours["ring_attention"] == 0 and ours["ring_attention_backward"] == 2 and ours["gather"] == 1
 
