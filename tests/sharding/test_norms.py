@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.sharding.programs import D, Model, case, check, inputs
-from tests.translation import validate
+from tests.translation import validate, validate_module
 
 
 def tied(x):
@@ -102,7 +102,7 @@ LAYERS = {
 def test_layers(name):
     p, layout = case(LAYERS, name)
     torch.manual_seed(0)
-    verdict = validate(p, Layers(randomized(LAYERS[name]())).double(), *inputs(13), layout=layout)
+    verdict = validate_module(p, Layers(randomized(LAYERS[name]())).double(), *inputs(13), layout=layout)
     assert not verdict.wrong
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
@@ -111,14 +111,14 @@ def test_layers(name):
 def test_layer_norm_over_the_sequence(p, layout):
     torch.manual_seed(0)
     module = Layers(randomized(nn.LayerNorm((13, D))), channels_first=False)
-    verdict = validate(p, module.double(), *inputs(13), layout=layout)
+    verdict = validate_module(p, module.double(), *inputs(13), layout=layout)
     assert not verdict.wrong
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
 def test_instance_norm_with_running_statistics_is_gathered():
     torch.manual_seed(0)
-    verdict = validate(2, Layers(nn.InstanceNorm1d(D, track_running_stats=True)).double(), *inputs(13))
+    verdict = validate_module(2, Layers(nn.InstanceNorm1d(D, track_running_stats=True)).double(), *inputs(13))
     assert not verdict.wrong
     assert [gather.op for gather in verdict.report.gathers] == ["instance_norm", "instance_norm", "output"]
 

@@ -11,7 +11,7 @@ from ringopt.backend import transform
 from ringopt.options import Options
 from tests.sharding.programs import CASES
 from tests.threads import run_on_threads
-from tests.translation import Seat, captured, validate
+from tests.translation import Seat, captured, validate_module
 
 pytest.importorskip("transformers.integrations.moe")  # defines a grouped_mm that runs on the CPU in any dtype
 grouped_mm = torch.ops.transformers.grouped_mm_fallback
@@ -80,7 +80,7 @@ def one_after_the_other(m, x, weights, experts):
 def checked(go, p, layout, chosen=CHOSEN):
     torch.manual_seed(p)
     x = torch.randn(2, 11, D, dtype=torch.float64, requires_grad=True)
-    verdict = validate(p, Experts(go, chosen).double(), x, layout=layout)
+    verdict = validate_module(p, Experts(go, chosen).double(), x, layout=layout)
     assert not verdict.wrong, f"{verdict.wrong}\n{verdict.graph.graph}"
     return verdict.report
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from tests.sharding.programs import D, Model, case
-from tests.translation import validate
+from tests.translation import validate_module
 
 N = 13
 
@@ -46,7 +46,7 @@ def whole(report):
 
 
 def check(module, *args, p=2, **options):
-    verdict = validate(p, module.double(), *args, **options)
+    verdict = validate_module(p, module.double(), *args, **options)
     assert not verdict.wrong, f"{verdict.wrong}\n{verdict.graph.graph}"
     assert verdict.report.sharded_fraction == 1.0 and not whole(verdict.report), verdict.report
     return verdict
@@ -115,7 +115,7 @@ def test_a_source_that_is_read_whole_is_computed_whole():
             return self.model.attention(T(self.model.conv(T(y)))), torch.fft.fftn(y).real
 
     x = torch.randn(2, N, D, dtype=torch.float64, requires_grad=True)
-    verdict = validate(3, Sorted(None).double(), x, torch.randint(0, 40, (2, N)))
+    verdict = validate_module(3, Sorted(None).double(), x, torch.randint(0, 40, (2, N)))
     assert not verdict.wrong and not whole(verdict.report)
 
 
@@ -137,7 +137,7 @@ def test_tokens_kept_by_number(name):
     torch.manual_seed(0)
     x = torch.randn(2, N, D, dtype=torch.float64, requires_grad=True)
     kept = torch.stack([torch.randperm(N)[:9] for _ in range(2)])
-    verdict = validate(3, Kept(PICKED[name]).double(), x, kept)
+    verdict = validate_module(3, Kept(PICKED[name]).double(), x, kept)
     assert not verdict.wrong, verdict.wrong
     assert verdict.report.sharded_fraction == 1.0
     assert [gather.op for gather in whole(verdict.report)] == [name]

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
-from tests.translation import validate
+from tests.translation import validate_module
 
 D, H, W = 8, 2, 4  # width, heads, rows of a window
 
@@ -68,7 +68,7 @@ SPELLED = {
 
 
 def check(p, model, n=32, b=2):
-    verdict = validate(p, model.double(), torch.randn(b, n, D, dtype=torch.float64, requires_grad=True))
+    verdict = validate_module(p, model.double(), torch.randn(b, n, D, dtype=torch.float64, requires_grad=True))
     assert not verdict.wrong, f"{verdict.wrong}\n{verdict.graph.graph}"
     return verdict.report
 
