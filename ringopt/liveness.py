@@ -22,7 +22,7 @@ from torch._inductor.decomposition import select_decomp_table
 from ringopt.graph.nodes import op_name
 from ringopt.sent import held_meanwhile
 
-Shape = tuple[int, frozenset[int]]  # of weights of pairs: how many elements, and the sizes that count rows
+Shape = tuple[int, tuple[int, int]]  # of weights of pairs: how many elements, and the sizes that count rows, in order
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,12 @@ def highest(found: Sequence[Held]) -> tuple[Held, ...]:
 def square(graph: fx.Graph, pairs: Collection[Shape]) -> set[int]:
     """Storages of weights of pairs."""
     tensors = [x for node in graph.nodes for x in tensors_of(node)] if pairs else []
-    alike = [x for x in tensors if any(x.numel() == count and sizes <= set(x.shape) for count, sizes in pairs)]
+    alike = [x for x in tensors if any(x.numel() == count and in_order(x.shape, *rows) for count, rows in pairs)]
     return {x.untyped_storage()._cdata for x in alike if size_of(x) == x.numel() * x.element_size()}
+
+
+def in_order(shape: Sequence[int], first: int, second: int) -> bool:
+    return first in shape and second in shape[shape.index(first) + 1 :]
 
 
 def small(graph: fx.Graph, rows: int) -> set[int]:
@@ -117,9 +121,15 @@ def of_parameters(backward: fx.Graph) -> set[int]:
     """Storages of gradients that leave the graph, and of the parts that are reduced to them."""
     found = {storage for outputs in own(backward).values() for storage in outputs}
     for node in backward.nodes:
-        if op_name(node) in ("reduce_from_group", "reduce_bucket"):
+        if op_name(node) == "reduce_bucket" or (op_name(node) == "reduce_from_group" and leaves(node)):
             found.update(storage for x in (node, *node.all_input_nodes) for storage in sizes(x))
     return found
+
+
+def leaves(node: fx.Node) -> bool:
+    """The graph, as it is, as a view or in another dtype: what is summed for another product does not."""
+    views = (user for user in node.users if pointwise(user) or not sizes(user).keys().isdisjoint(sizes(node)))
+    return any(user.op == "output" for user in node.users) or any(map(leaves, views))
 
 
 def partitioned(flat: fx.GraphModule) -> list[fx.GraphModule]:

@@ -115,11 +115,12 @@ def weights_of(graph: fx.GraphModule) -> dict[fx.Node, tuple[int, int]]:
 
 def shapes_of_pairs(node: fx.Node, dims: tuple[int, int]) -> Iterator[Shape]:
     """Of a node, and of what is spread over its heads, such as a mask."""
-    rows = {dim - len(shape_of(node)): shape_of(node)[dim] for dim in dims}
+    whole = shape_of(node)
+    first, second = sorted(dim - len(whole) for dim in dims)
     for x in filter(is_tensor, (node, *node.all_input_nodes)):
         sizes = shape_of(x)
-        if len(sizes) >= -min(rows) and all(sizes[dim] == size for dim, size in rows.items()):
-            yield prod(sizes), frozenset(rows.values())
+        if len(sizes) >= -first and (sizes[first], sizes[second]) == (whole[first], whole[second]):
+            yield prod(sizes), (sizes[first], sizes[second])
 
 
 def flat_graphs(

@@ -196,9 +196,9 @@ def test_pairs_that_are_no_site_grow_with_the_square(attends: bool, training: bo
     for told, found in zip(few.points, many.points, strict=True):
         weights = 2 * 512 * 512 // found.world_size  # of 2 heads; each is made in 8 products, and weighs 8
         assert found.memory > 4 * weights and found.flops > 2 * 2 * 8 * weights
-        assert told.memory == pytest.approx(found.memory, rel=0.05)
+        assert told.memory == pytest.approx(found.memory, rel=0.1)
         assert told.flops == pytest.approx(found.flops, rel=0.01)
-        assert training or told.bytes == pytest.approx(found.bytes, rel=0.01)
+        assert told.bytes == pytest.approx(found.bytes, rel=0.01)
         assert (told.strategies, told.layout) == (found.strategies, found.layout)
 
 
