@@ -35,12 +35,13 @@ Way = tuple[Sharded, Sequence[Sharded | None]]
 
 
 def by_columns(sharder: Sharder, node: fx.Node) -> bool:
-    """Where an operand is whole already, the op is computed whole with it."""
+    """Where an operand is whole already, the op is computed whole with it; and one of many results, of which each
+    would have to come back by itself."""
     rule, operands = rule_of(node), list(tensor_args(node))
     users = [node] if is_tensor(node) else getitems(node)
     if rule is None or isinstance(rule, ViewRule) or len(rule.operands) != len(operands):
         return False
-    if sharder.asks or is_random(node) or not users:
+    if sharder.asks or is_random(node) or not users or len(users) > 2:
         return False
     held = [i for i, x in enumerate(operands) if sharder.placements[x] is not None]
     if any((operands[i], "whole") in sharder.converted for i in held if operands[i] not in sharder.sources):

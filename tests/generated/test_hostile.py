@@ -153,6 +153,11 @@ EXACT = {
     "in-place on a view of a view": (
         "y = x * 1; z = y.view(y.shape[0], -1); z[:, ::2] *= 0.5; y[:, 1:3].transpose(1, 2)[:, 0] = 0; x = y"
     ),
+    "rfft filter": "f = torch.fft.rfft(x, dim=1); x = torch.fft.irfft(f * p(f.shape[1], 8), n=x.shape[1], dim=1)",
+    "fft convolution": (
+        "n = x.shape[1]; k = torch.fft.rfft(p(n, 8), 2 * n, dim=0); "
+        "x = torch.fft.irfft(torch.fft.rfft(x, 2 * n, dim=1) * k, 2 * n, dim=1)[:, :n]"
+    ),
 }
 
 #: some operand is needed whole
@@ -180,14 +185,9 @@ GATHERED = {
         "x = x + s.gather(1, i)"
     ),
     "fft mixing": "x = x + torch.fft.fft2(x, dim=(1, 2)).real / 9",
-    "rfft filter": "f = torch.fft.rfft(x, dim=1); x = torch.fft.irfft(f * p(f.shape[1], 8), n=x.shape[1], dim=1)",
     "stft": (
         "s = torch.stft(x[..., 0], 4, 2, window=torch.ones(4).double(), return_complex=True).abs(); "
         "x = x + s.mean((1, 2))[:, None, None]"
-    ),
-    "fft convolution": (
-        "n = x.shape[1]; k = torch.fft.rfft(p(n, 8), 2 * n, dim=0); "
-        "x = torch.fft.irfft(torch.fft.rfft(x, 2 * n, dim=1) * k, 2 * n, dim=1)[:, :n]"
     ),
     "top-k tokens": (
         "s, i = x[..., 0].topk(4, 1); x = x + (x.gather(1, i[..., None].expand(-1, -1, 8)) * s.sigmoid()[..., "
