@@ -44,6 +44,8 @@ def by_columns(sharder: Sharder, node: fx.Node) -> bool:
     if sharder.asks or is_random(node) or not users or len(users) > 2:
         return False
     held = [i for i, x in enumerate(operands) if sharder.placements[x] is not None]
+    if held[:1] != [0]:  # rows written into a table that every rank has: it is to stay so
+        return False
     if any((operands[i], "whole") in sharder.converted for i in held if operands[i] not in sharder.sources):
         return False
     found = list(ways(sharder, rule, operands, held))

@@ -118,6 +118,17 @@ def test_a_table_in_which_rows_are_looked_up_stays_whole():
     assert [gather.op for gather in verdict.report.gathers] == ["scatter", "output"]
 
 
+def test_a_table_of_which_rows_are_written_stays_whole():
+    """It has the rows that are written gathered, and is not spread for those."""
+
+    def looked_up(m, x):
+        table = x.new_zeros(9, D).index_copy(0, torch.arange(5), m.linear(x)[0, :5])
+        return x + table[torch.arange(N) % 9]
+
+    verdict = check(looked_up, p=2, n=N, layout="contiguous")
+    assert [gather.op for gather in verdict.report.gathers] == ["index_copy", "output"]
+
+
 def halves(x):
     y = torch.empty_like(x)
     first, second = y.chunk(2, 1)
