@@ -7,6 +7,7 @@ over a process group is in process.py.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,7 @@ class Mesh(ABC):
     def __init__(self) -> None:
         # After an error nobody waits for these any more, and yet the transport may still write into their buffers.
         self.in_flight: set[Pending] = set()
+        self._within = threading.local()  # whether this thread is in the midst of a program
 
     @property
     @abstractmethod
@@ -122,22 +124,26 @@ class Mesh(ABC):
             f"{time.monotonic() - begin:.1f} s: {said}. {ADVICE}"
         )
 
-    def end(self, why: str) -> None:  # noqa: B027 (most meshes are of one process, which an error ends)
-        """This rank takes no more part, and its peers are told where the transport can tell them."""
+    def cut_short(self, why: str) -> None:  # noqa: B027 (most meshes are of one process, which an error ends)
+        """This rank takes no more part in the program that it was in the midst of."""
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
         """For a program that talks. An error in its midst may be this rank's alone (a number out of range in its rows,
         no memory left): its peers are then at a message that never comes, and whoever goes on with another call would
-        send them that one's. So the mesh ends. Errors of ringopt are raised on all ranks alike, or have ended it; so is
-        the one by which a checkpoint stops to compute again."""
+        send them that one's. So the mesh ends, unless all ranks were cut short at the same message. Errors of ringopt
+        are raised on all ranks alike, or have ended it; so is the one by which a checkpoint stops to compute again."""
+        within, self._within.program = getattr(self._within, "program", False), True
         try:
             yield
         except (RingError, _StopRecomputationError):
             raise
         except BaseException as error:
-            self.end(f"an earlier call was cut short by {type(error).__name__}: {first_line(error)}")
+            if not within:  # else whoever runs the program hears of it as well
+                self.cut_short(f"an earlier call was cut short by {type(error).__name__}: {first_line(error)}")
             raise
+        finally:
+            self._within.program = within
 
     def attend(self) -> None:  # noqa: B027 (most transports have threads)
         """For long computations to call now and then: a transport without threads moves what has come meanwhile."""
@@ -238,6 +244,7 @@ class SubMesh(Mesh):
 
     def __init__(self, whole: Mesh, ranks: Sequence[int]):
         self.whole, self.ranks, self.device, self.in_flight = whole, ranks, whole.device, whole.in_flight
+        self._within = whole._within
 
     @property
     def name(self) -> str:
@@ -255,8 +262,8 @@ class SubMesh(Mesh):
     def teller(self) -> int:
         return self.whole.teller
 
-    def end(self, why: str) -> None:
-        self.whole.end(why)
+    def cut_short(self, why: str) -> None:
+        self.whole.cut_short(why)
 
     def attend(self) -> None:
         self.whole.attend()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ringopt.distributed.alike import Place, all_alike
 from ringopt.distributed.local_collectives import LocalCollectives
 from ringopt.distributed.local_links import LocalLinks
 from ringopt.distributed.meeting import Met, meet
@@ -61,6 +62,7 @@ class ProcessMesh(Mesh):
         self._apart: ProcessMesh | None = None
         self._process = os.getpid()
         self._ended = ""  # by what
+        self._place, self._cuts = Place(), 0
         self._links: LocalLinks | None = None
         met = self._meet()
         self._links, self._strangers = met.links, met.strangers
@@ -125,7 +127,29 @@ class ProcessMesh(Mesh):
         self.end("an earlier message has failed")
         return super().failed(label, what, begin, error)
 
+    def cut_short(self, why: str) -> None:
+        goes_on = False
+        try:
+            goes_on = not self._ended and self._all_cut_short()
+        finally:  # an interrupt comes twice
+            if not goes_on:
+                self.end(why)
+
+    def _all_cut_short(self) -> bool:
+        """Whether all ranks were, at the same message; what is under way has then arrived."""
+        self._cuts += 1
+        name, store = f"{self._name} {self._cuts}", dist.distributed_c10d._get_process_group_store(self.group)
+        if not all_alike(store, name, self._rank, self.size, self._place, self.attend):
+            return False
+        try:
+            for pending in list(self.in_flight):
+                pending.wait()
+        except RingCommError:
+            return False
+        return True
+
     def end(self, why: str) -> None:
+        """This rank takes no more part, and its neighbours are told."""
         # The ranks are not at the same message any more: what is sent next would be taken for what was to come.
         self._ended = self._ended or why
         if self._links is not None:
@@ -136,6 +160,7 @@ class ProcessMesh(Mesh):
             self._links.attend()
 
     def _post(self, sends: Messages, receives: Messages, label: str) -> list[Transfer]:
+        self._place.posted([peer for peer, _ in sends], [peer for peer, _ in receives])
         # Both ends of a message come to the same answer: buffers of one message are on devices of one kind.
         near_sends, far_sends = self._split(sends)
         near_receives, far_receives = self._split(receives)
@@ -188,6 +213,7 @@ class ProcessMesh(Mesh):
         whole = mine.new_empty(self.size * mine.numel())
         parts = whole.split(mine.numel())
         what = f"all_gather of {x.nbytes} bytes with global ranks {self.ranks}"
+        self._place.collectives += 1
         work = self._guarded(label, what, lambda: self._gather(mine, whole, parts))
         return [part.view(x.dtype).view(x.shape) for part in parts], Transfer(what, work)
 
@@ -206,6 +232,7 @@ class ProcessMesh(Mesh):
 
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         what = f"all_reduce of {x.nbytes} bytes with global ranks {self.ranks}"
+        self._place.collectives += 1
         return Transfer(what, self._guarded(label, what, lambda: self._reduce(x)))
 
     def _reduce(self, x: Tensor) -> Work:

@@ -18,7 +18,8 @@ import ringopt
 import ringopt.ops.ring
 from ringopt.attention.exchange import Cargo, exchange_of
 from ringopt.attention.execute import KeysMove
-from ringopt.distributed import cma, meeting
+from ringopt.distributed import alike, cma, meeting
+from ringopt.distributed.alike import match
 from ringopt.distributed.mesh import forget_all, mesh_of
 from ringopt.distributed.process import DEFAULT_TIMEOUT, ProcessMesh, process_mesh
 from ringopt.distributed.traffic import record_traffic
@@ -209,12 +210,18 @@ class Tokens(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
+CUTS = ("rows", "backward", "all rows", "all backward")
+
+
 def cut_short(where: str) -> list[str]:
     """Calls of a compiled model of which one is cut short on rank 0 alone: by a number that only its rows have, or in a
-    block of the backward."""
-    options = {"inner_backend": "aot_eager", "timeout": 34.0 + len(where)}
-    model = torch.compile(Tokens(), backend="ring", options=options)
-    odd, said = dist.get_rank() == 0, []
+    block of the backward; or so on all ranks. What they said, or how far from one process they are."""
+    timeout = 34.0 + CUTS.index(where)  # a mesh for each
+    options = {"inner_backend": "aot_eager", "timeout": timeout}
+    torch.manual_seed(0)
+    alone = Tokens()
+    model = torch.compile(alone, backend="ring", options=options)
+    odd, said = dist.get_rank() == 0 or where.startswith("all"), list[str]()
 
     def no_memory(*_: Any) -> None:
         raise MemoryError("none left")
@@ -222,12 +229,16 @@ def cut_short(where: str) -> list[str]:
     for bad in (False, True, False):
         numbers = torch.arange(12)[None] % 10
         numbers[0, 0] = 10 if bad and where == "rows" else 0
+        if bad and where == "all rows":
+            numbers[:] = 10
         with pytest.MonkeyPatch.context() as patch:
-            if bad and odd and where == "backward":
+            patch.setattr(alike, "PATIENCE", 1.0)
+            if bad and odd and where.endswith("backward"):
                 patch.setattr(KeysMove, "add", no_memory)
             try:
-                model(numbers).sum().backward()
-                said.append("")
+                found = model(numbers).square()
+                found.sum().backward()
+                said.append("" if torch.allclose(found, alone(numbers).square()) else "wrong")
             except (IndexError, MemoryError, RingCommError) as error:
                 said.append(f"{type(error).__name__}: {error}")
     process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
@@ -247,6 +258,25 @@ def test_what_cuts_a_call_short_on_one_rank_ends_the_mesh(ranks: Ranks, where: s
     assert "Connection closed by rank 0" in others_raised
     assert f"was not begun: an earlier call was cut short by {told}, and the ranks are not at the same" in after
     assert "was not begun: an earlier message has failed" in others_after
+
+
+@needs_reading
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [("all rows", "IndexError: index out of range in self"), ("all backward", "MemoryError: none left")],
+)
+def test_what_cuts_a_call_short_on_all_ranks_ends_nothing(ranks: Ranks, where: str, told: str) -> None:
+    """An input that every rank has: none of them has sent what another does not wait for."""
+    assert ranks(2, cut_short, where) == 2 * [["", told, ""]]
+
+
+def test_ranks_that_were_cut_short_at_different_messages_do_not_go_on() -> None:
+    def place(sent: dict[str, int], received: dict[str, int], collectives: int = 2) -> dict[str, object]:
+        return {"sent": sent, "received": received, "collectives": collectives}
+
+    assert match([place({"1": 3}, {}), place({}, {"0": 3})])
+    assert not match([place({"1": 3}, {}), place({}, {"0": 2})]), "a message that was sent, and is not received"
+    assert not match([place({}, {}), place({}, {}, 3)]), "a sum that only one has begun"
 
 
 def forked() -> tuple[str, set[int], float]:
