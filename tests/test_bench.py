@@ -130,7 +130,7 @@ def test_gradients_are_among_the_numbers() -> None:
     ("arguments", "sentence"),
     [
         (["forms", "--only", "softcup"], "--only softcup: expected one of div_scale, mul_scale, "),
-        (["one-process", "--only", "mamba"], "--only mamba: expected one of plain, causal, padding, alibi, "),
+        (["one-process", "--only", "mamba"], "--only mamba: expected one of sdpa, sdpa-causal, sdpa-gqa, plain, "),
         (["speedup", "--lengths", "3"], "--lengths 3: 2 ranks share 4 rows or more"),
         (["kernels", "--lengths", "64", "5"], "--lengths 5: 8 ranks share 16 rows or more"),
         (["overlap", "--lengths", "7"], "--lengths 7: 4 ranks share 8 rows or more"),

@@ -146,7 +146,7 @@ def test_attention_alone(p):
     assert verdict.report.sharded_fraction < 0.2
 
 
-ALONE = ("linear", "softmax over channels", "scaled by the mean of all", "buffer is counted up", "no_grad", "sorted")
+ALONE = ("linear", "softmax over channels", "scaled by the mean of all", "buffer is counted up", "no_grad", "rolled")
 
 
 @pytest.mark.parametrize("name", ALONE)
