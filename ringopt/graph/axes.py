@@ -56,7 +56,7 @@ POINTWISE = frozenset(
     | {"__and__", "__or__", "__xor__", "softplus", "rsub", "nan_to_num", "square", "hardswish", "log_sigmoid", "fix"}
     | {"multiply", "subtract", "divide", "true_divide", "floor_divide", "negative", "absolute", "isclose", "isreal"}
     | {"greater", "less", "greater_equal", "less_equal", "not_equal", "polar", "complex", "real", "imag", "conj"}
-    | {"resolve_conj", "resolve_neg", "arctan2"}
+    | {"_conj", "resolve_conj", "_neg_view", "resolve_neg", "arctan2"}
 )
 
 

@@ -74,6 +74,7 @@ class Sharder:
         self.climbs = True
         # How to spread, as soon as they are there, values that nobody demands by a rule (ringopt/sharding/sources.py).
         self.sources: dict[fx.Node, Sharded] = {}
+        self.begun = set[fx.Node]()  # those of them that were: what they were cut from is there, to be dropped
         # How nodes are placed that the handler of an earlier one has understood (ringopt/sharding/routing.py).
         self.understood: dict[fx.Node, Callable[[], None]] = {}
         self.relaid: list[str] = []  # sequences that change their layout on the way, for the report
@@ -91,6 +92,7 @@ class Sharder:
         self.reader = node
         rows = self.sharded(node, placement)
         self.converted[node, "whole"] = whole
+        self.begun.add(node)
         self.set(node, rows, placement)
 
     def hold(self, node: fx.Node, placement: Sharded) -> None:
@@ -176,14 +178,17 @@ class Sharder:
             return None
         if held.dim != placement.dim:
             fits = not is_open(placement.length) and placement.length >= self.least(placement.length)
-            whole = (node, "whole") in self.converted and node not in self.sources  # a source's is there to be dropped
-            return self.turn(node, held, placement) if fits and not whole else None
+            return self.turn(node, held, placement) if fits and not self.is_whole(node) else None
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
         if any(map(is_open, (*old, *new))) or placement.length < self.least(placement.length):
             return None
         layouts = map(self.layout, (held.length, placement.length))
         args = (self.values[node], held.dim, old, new, self.rows(placement.length), *layouts, self.group)
         return self.call(torch.ops.ringopt.respread.default, args, node, placement, name=f"{node.name}_respread")
+
+    def is_whole(self, node: fx.Node) -> bool:
+        """Whether a sharded value has been gathered for another reader."""
+        return (node, "whole") in self.converted and node not in self.begun
 
     def turn(self, node: fx.Node, held: Sharded, placement: Sharded) -> fx.Node:
         """All of the dim along which the value is sharded, and this rank's part of another."""

@@ -57,16 +57,18 @@ def turn(
     columns = held_by_each(tuple(new), new_layout, mesh.size, x.device)
     mine = len(columns[mesh.rank])
     assert mine == new[0] * local * new[2], f"{mine} places are wanted here, the graph says {local} rows"
-    parts = [x.index_select(new_dim, wanted) for wanted in columns]
     peers = [peer for peer in range(mesh.size) if peer != mesh.rank]
     came = {peer: x.new_empty(with_dims(x, {dim: len(rows[peer]), new_dim: mine})) for peer in peers}
+    parts = {peer: x.index_select(new_dim, columns[peer]) for peer in peers}
     # As bytes: gloo carries no bool, and no complex numbers.
-    sends = [(peer, parts[peer].reshape(-1).view(torch.uint8)) for peer in peers if parts[peer].numel()]
-    receives = [(peer, came[peer].reshape(-1).view(torch.uint8)) for peer in peers if came[peer].numel()]
+    sends = [(peer, part.reshape(-1).view(torch.uint8)) for peer, part in parts.items() if part.numel()]
+    receives = [(peer, part.reshape(-1).view(torch.uint8)) for peer, part in came.items() if part.numel()]
     mesh.exchange(sends, receives, "turn").wait()
+    del parts, sends  # before there is a result: what is held beside it is no more than it
     out = x.new_empty(with_dims(x, {dim: prod(old), new_dim: mine}))
-    for rank, part in {**came, mesh.rank: parts[mesh.rank]}.items():
-        out.index_copy_(dim, rows[rank], part)
+    for peer, part in came.items():
+        out.index_copy_(dim, rows[peer], part)
+    out.index_copy_(dim, rows[mesh.rank], x.index_select(new_dim, columns[mesh.rank]))
     return out
 
 

@@ -46,7 +46,7 @@ def by_columns(sharder: Sharder, node: fx.Node) -> bool:
     held = [i for i, x in enumerate(operands) if sharder.placements[x] is not None]
     if held[:1] != [0]:  # rows written into a table that every rank has: it is to stay so
         return False
-    if any((operands[i], "whole") in sharder.converted for i in held if operands[i] not in sharder.sources):
+    if any(sharder.is_whole(operands[i]) for i in held):
         return False
     found = list(ways(sharder, rule, operands, held))
     if not found:
@@ -59,6 +59,7 @@ def by_columns(sharder: Sharder, node: fx.Node) -> bool:
     for user in users:
         columns = value if user is node else step.item(value, user.args[1])
         sharder.set(user, columns, out)
+        sharder.converted[user, out] = columns  # for one more such op: the way home and back is dead code then
         home(sharder, user, out, rows, rank)
     return True
 

@@ -42,6 +42,7 @@ STEPS = {
     "a few largest": lambda m, x: x + x.topk(2, 1).values.sum(1, keepdim=True),
     "many largest": lambda m, x: m.linear(x.topk(11, 1).values).sum(1, keepdim=True) * x,
     "fft": lambda m, x: torch.fft.fft(x, dim=1).real,
+    "fft, conjugate": lambda m, x: torch.fft.ifft(torch.fft.fft(x, dim=1).conj(), dim=1).real,
     "long filter": long_filter,
     "linear": resampled(lambda x: F.interpolate(x, scale_factor=2, mode="linear"), lambda x: F.avg_pool1d(x, 2)),
     "three times": resampled(lambda x: F.interpolate(x, scale_factor=3), lambda x: F.avg_pool1d(x, 3)),
@@ -58,6 +59,23 @@ def test_steps(name):
     p, layout = case(STEPS, name)
     verdict = check(STEPS[name], p=p, layout=layout, n=N)
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def turns(verdict):
+    return len(verdict.graph.graph.find_nodes(op="call_function", target=torch.ops.ringopt.turn.default))
+
+
+def test_columns_stay_columns_for_the_next_op_of_the_kind():
+    """The order of an order: the rank of each number."""
+    verdict = check(lambda m, x: x * x.argsort(1).argsort(1), n=N)
+    assert turns(verdict) == 2
+    verdict = check(lambda m, x: (lambda y: x * y + y.sort(1).values)(x.tanh().cumprod(1)), n=N)
+    assert turns(verdict) == 3  # rows of the product are wanted too
+
+
+def test_what_was_gathered_for_another_is_not_turned():
+    verdict = check(lambda m, x: torch.fft.fftn(x).real * x.sort(1).values, n=N)
+    assert [gather.op for gather in verdict.report.gathers] == ["fft_fftn", "output"] and not turns(verdict)
 
 
 def test_of_what_is_above_the_first_attention_too():
