@@ -8,6 +8,7 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -73,10 +74,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     return flat
 
 
-def unseen() -> saved_tensors_hooks:
+def unseen() -> AbstractContextManager[None]:
     """For what is run beside the program: hooks of the program that see what is saved for a backward do not see it. A
-    checkpoint around a call that is compiled would count it, and miss it when it computes again."""
-    return saved_tensors_hooks(lambda x: x, lambda x: x)
+    checkpoint around a call that is compiled would count it, and miss it when it computes again. Where hooks are
+    forbidden there are none."""
+    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return saved_tensors_hooks(lambda x: x, lambda x: x) if allowed else nullcontext()
 
 
 def note_strides(graph: fx.Graph) -> None:

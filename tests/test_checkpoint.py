@@ -220,6 +220,14 @@ def test_blocks_compiled_inside_checkpoints(ranks, verify):
         assert max(errors) < 1e-5
 
 
+def test_where_hooks_are_forbidden_blocks_are_compiled_all_the_same():
+    torch._dynamo.reset()
+    model, inputs = Blocks("plain"), {"x": data(12, torch.float32)}
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        found = torch.compile(model.blocks[0], backend="ring", options={"inner_backend": "eager"})(inputs["x"])
+    torch.testing.assert_close(found, model.blocks[0](inputs["x"]))
+
+
 # ---- whole models, refusals ----------------------------------------------------------------------------------------
 def test_llama_with_gradient_checkpointing():
     model, inputs = build("llama", 21, torch.float64)

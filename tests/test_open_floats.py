@@ -95,3 +95,25 @@ def test_a_number_that_an_operator_takes_is_fixed():
     assert len(run_over(scaled, calls(), 2).reports) == len(NUMBERS)
     divided = Layer(lambda x, number: x * (1 / number))  # of 0 Python makes an error
     assert len(run_over(divided, calls(numbers=(0.1, 0.3, 0.7)), 2).reports) == 3
+
+
+def graphs_of(use, numbers):
+    """How many graphs there were of attention whose result `use` combines with a number."""
+    layer, before = Layer(use), len(ringopt.reports())
+    compiled = torch.compile(layer, backend="ring", options={"inner_backend": "aot_eager"})
+    for x, number in calls(numbers=numbers):
+        torch.testing.assert_close(compiled(x, number), layer(x, number))
+    return len(ringopt.reports()) - before
+
+
+def test_a_number_that_only_a_condition_reads_is_fixed():
+    """AOTAutograd asks for it: Dynamo starts again once, not for ever."""
+    torch._dynamo.reset()
+    assert graphs_of(lambda x, number: x if number > 0.5 else x * 2, (0.1, 0.3, 0.7)) <= 6
+
+
+def test_numbers_fixed_in_one_program_are_open_in_the_next():
+    torch._dynamo.reset()
+    assert graphs_of(lambda x, number: x * (number * 10**20) * 1e-20, (0.1, 0.3, 0.7)) == 3  # an int of no tensor
+    assert graphs_of(lambda x, number: F.scaled_dot_product_attention(x, x, x, scale=number), (0.1, 0.3, 0.7)) == 3
+    assert graphs_of(operator.mul, NUMBERS) <= 2  # the first number may be a constant to Dynamo

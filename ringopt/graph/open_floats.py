@@ -69,13 +69,15 @@ def floats_as_tensors(gm: fx.GraphModule) -> None:
 @contextmanager
 def left_open(gm: fx.GraphModule) -> Iterator[None]:
     """Around what compiles `gm`, rewritten: AOTAutograd has Dynamo fix the floats that it has not itself rewritten, but
-    for those that it takes to be fixed already."""
-    before = set(TensorifyState.force_specializations)
-    TensorifyState.force_specializations |= gm.meta.get("open floats", frozenset())
+    for those that it takes to be fixed already. What it asks to be fixed stays asked, for Dynamo starts again; once all
+    is compiled nothing does, or floats of the same name would be fixed in every program to come."""
+    opened = gm.meta.get("open floats", frozenset()) - TensorifyState.force_specializations
+    TensorifyState.force_specializations |= opened
     try:
         yield
     finally:
-        TensorifyState.force_specializations = before
+        TensorifyState.force_specializations -= opened
+    TensorifyState.clear()
 
 
 def is_taken_out(node: fx.Node) -> bool:
@@ -93,8 +95,15 @@ def is_known(node: fx.Node) -> bool:
 
 
 def is_of_numbers(node: fx.Node, numbers: Symbols) -> bool:
-    plain = all(x in numbers if isinstance(x, fx.Node) else isinstance(x, (int, float)) for x in node.args)
+    """Whether its operands are open floats, and numbers that a tensor takes: Python's ints may be larger."""
+    plain = all(
+        x in numbers if isinstance(x, fx.Node) else isinstance(x, (int, float)) and not is_large(x) for x in node.args
+    )
     return node.op == "call_function" and node.target in OF_NUMBERS and plain
+
+
+def is_large(x: int | float) -> bool:
+    return isinstance(x, int) and abs(x) >= 2**63
 
 
 def dtype_beside(node: fx.Node, numbers: Symbols) -> torch.dtype | None:
