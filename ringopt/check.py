@@ -7,10 +7,12 @@ numbers that look right and are not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Variable
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.distributed.same import compare, digest
@@ -34,6 +36,7 @@ class CheckedInputs:
     def __call__(self, *inputs: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in inputs):
             return self.run(*inputs)  # torch looks what comes out, as it does between the parts of a graph under DDP
+        end_broken_backward(self.mesh)
         if self.when == "always" or (self.when == "first" and not self.asked):
             states = [("the random number generator", torch.get_rng_state())] if self.random else []
             if self.random and torch.cuda.is_available():
@@ -42,7 +45,30 @@ class CheckedInputs:
             compare(self.mesh, self.program, names, [told(value) for value in values])
             self.asked = True
         with self.mesh.unbroken():
-            return self.run(*inputs)
+            outputs = self.run(*inputs)
+        watch_backward(self.mesh, outputs)
+        return outputs
+
+
+def watch_backward(mesh: Mesh, outputs: Sequence[Any]) -> None:
+    """Hears when the backward of the program that made `outputs` begins. Nobody is told of an error in its midst (no
+    memory left for a product), but what was to be called at its end is not called then."""
+    for node in {x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None}:
+        node.register_prehook(partial(begin_backward, mesh))
+
+
+def begin_backward(mesh: Mesh, gradients: Sequence[Any]) -> None:
+    task, backwards = torch._C._current_graph_task_id(), mesh.backwards
+    if task not in backwards:
+        backwards.add(task)
+        Variable._execution_engine.queue_callback(partial(backwards.discard, task))
+
+
+def end_broken_backward(mesh: Mesh) -> None:
+    """Outside of all backwards, what has not ended was cut short."""
+    if mesh.backwards and torch._C._current_graph_task_id() == -1:
+        mesh.backwards.clear()
+        mesh.cut_short("an earlier backward was cut short by an error", "an error in a backward", later=True)
 
 
 def told(value: Any) -> Any:

@@ -161,12 +161,8 @@ class LocalLinks:
         over = threading.Event()
 
         def serve() -> None:
-            try:
-                while self.busy and not over.is_set():
-                    self._serve(SLICE)
-            except BaseException:  # such as no memory left: the message at hand is lost, and would be waited for
-                self.fail()
-                raise
+            while self.busy and not over.is_set():
+                self._serve(SLICE)
 
         if self.busy:
             threading.Thread(target=serve, daemon=True).start()
@@ -261,11 +257,15 @@ class LocalLinks:
         finally:
             self._turn.release()
         with self.lock:
-            for number, _ in ready:
-                line = self._by_number[number]
-                self._flush(line)
-                while not line.gone and self._next_packet(line):
-                    pass
+            try:
+                for number, _ in ready:
+                    line = self._by_number[number]
+                    self._flush(line)
+                    while not line.gone and self._next_packet(line):
+                        pass
+            except BaseException:  # such as no memory left: the message at hand is lost, and would be waited for
+                self.fail()
+                raise
 
     def _next_packet(self, line: Line) -> bool:
         try:

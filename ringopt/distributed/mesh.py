@@ -83,6 +83,7 @@ class Mesh(ABC):
         # After an error nobody waits for these any more, and yet the transport may still write into their buffers.
         self.in_flight: set[Pending] = set()
         self._within = threading.local()  # whether this thread is in the midst of a program
+        self.backwards: set[int] = set()  # passes of autograd that have begun a program's and are not over (check.py)
 
     @property
     @abstractmethod
@@ -124,23 +125,32 @@ class Mesh(ABC):
             f"{time.monotonic() - begin:.1f} s: {said}. {ADVICE}"
         )
 
-    def cut_short(self, why: str) -> None:  # noqa: B027 (most meshes are of one process, which an error ends)
-        """This rank takes no more part in the program that it was in the midst of."""
+    def begin_program(self) -> None:  # noqa: B027 (what counts them is who may be cut short)
+        """This rank takes part in one more program that talks."""
+
+    def cut_short(self, why: str, kind: str, later: bool = False) -> None:  # noqa: B027 (most meshes are of one process)
+        """This rank takes no more part in the program that it was in the midst of, after an error of this `kind`; ""
+        for one that may come anywhere, and leave anything half done. `later`: noticed at the next call."""
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
         """For a program that talks. An error in its midst may be this rank's alone (a number out of range in its rows,
         no memory left): its peers are then at a message that never comes, and whoever goes on with another call would
-        send them that one's. So the mesh ends, unless all ranks were cut short at the same message. Errors of ringopt
-        are raised on all ranks alike, or have ended it; so is the one by which a checkpoint stops to compute again."""
+        send them that one's. So the mesh ends, unless all ranks were cut short at the same message; at once after an
+        interrupt. Errors of ringopt are raised on all ranks alike, or have ended it; so is the one by which a
+        checkpoint stops to compute again."""
         within, self._within.program = getattr(self._within, "program", False), True
         try:
+            if not within:
+                self.begin_program()
             yield
         except (RingError, _StopRecomputationError):
             raise
         except BaseException as error:
             if not within:  # else whoever runs the program hears of it as well
-                self.cut_short(f"an earlier call was cut short by {type(error).__name__}: {first_line(error)}")
+                kind = type(error).__name__
+                why = f"an earlier call was cut short by {kind}: {first_line(error)}"
+                self.cut_short(why, kind if isinstance(error, Exception) else "")
             raise
         finally:
             self._within.program = within
@@ -262,8 +272,11 @@ class SubMesh(Mesh):
     def teller(self) -> int:
         return self.whole.teller
 
-    def cut_short(self, why: str) -> None:
-        self.whole.cut_short(why)
+    def begin_program(self) -> None:
+        self.whole.begin_program()
+
+    def cut_short(self, why: str, kind: str, later: bool = False) -> None:
+        self.whole.cut_short(why, kind, later)
 
     def attend(self) -> None:
         self.whole.attend()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ringopt.distributed import alike
 from ringopt.distributed.alike import Place, all_alike
 from ringopt.distributed.local_collectives import LocalCollectives
 from ringopt.distributed.local_links import LocalLinks
@@ -62,11 +63,18 @@ class ProcessMesh(Mesh):
         self._apart: ProcessMesh | None = None
         self._process = os.getpid()
         self._ended = ""  # by what
-        self._place, self._cuts = Place(), 0
+        self._place, self._cuts, self._life = Place(), 0, self._lives()
         self._links: LocalLinks | None = None
         met = self._meet()
         self._links, self._strangers = met.links, met.strangers
         self._together = LocalCollectives(met.links, self._rank) if met.links and met.everybody else None
+
+    def _lives(self) -> int:
+        """How often this rank has made this group with this store, which may outlive torch.distributed: as often as the
+        others."""
+        if dist.get_backend(self.group) == "fake":
+            return 0
+        return dist.distributed_c10d._get_process_group_store(self.group).add(f"ringopt {self._name} {self._rank}", 1)
 
     def _meet(self) -> Met:
         # A pretended backend carries nothing, so nobody could be met.
@@ -127,19 +135,28 @@ class ProcessMesh(Mesh):
         self.end("an earlier message has failed")
         return super().failed(label, what, begin, error)
 
-    def cut_short(self, why: str) -> None:
+    def begin_program(self) -> None:
+        self._place.programs += 1
+
+    def cut_short(self, why: str, kind: str, later: bool = False) -> None:
         goes_on = False
+        self.backwards.clear()
         try:
-            goes_on = not self._ended and self._all_cut_short()
+            goes_on = bool(kind) and not self._ended and self._all_cut_short(kind, later)
         finally:  # an interrupt comes twice
             if not goes_on:
                 self.end(why)
 
-    def _all_cut_short(self) -> bool:
+    def _all_cut_short(self, kind: str, later: bool) -> bool:
         """Whether all ranks were, at the same message; what is under way has then arrived."""
         self._cuts += 1
-        name, store = f"{self._name} {self._cuts}", dist.distributed_c10d._get_process_group_store(self.group)
-        if not all_alike(store, name, self._rank, self.size, self._place, self.attend):
+        self._place.error = kind
+        name, store = (
+            f"{self._name} {self._life} {self._cuts}",
+            dist.distributed_c10d._get_process_group_store(self.group),
+        )
+        patience = alike.PATIENCE_LATER if later else alike.PATIENCE
+        if not all_alike(store, name, self._rank, self.size, self._place, self.attend, patience):
             return False
         try:
             for pending in list(self.in_flight):
@@ -160,14 +177,14 @@ class ProcessMesh(Mesh):
             self._links.attend()
 
     def _post(self, sends: Messages, receives: Messages, label: str) -> list[Transfer]:
-        self._place.posted([peer for peer, _ in sends], [peer for peer, _ in receives])
         # Both ends of a message come to the same answer: buffers of one message are on devices of one kind.
         near_sends, far_sends = self._split(sends)
         near_receives, far_receives = self._split(receives)
-        far = self._post_far(far_sends, far_receives, label) if far_sends or far_receives else []
-        # In the order in which they are waited for: who waits for the group serves no neighbour meanwhile, and none may
-        # still wait for this rank to fetch a message of the same exchange.
-        return [*self._post_near(near_sends, near_receives, label), *far]
+        with self._place.posting([peer for peer, _ in sends], [peer for peer, _ in receives]):
+            far = self._post_far(far_sends, far_receives, label) if far_sends or far_receives else []
+            # In the order in which they are waited for: who waits for the group serves no neighbour meanwhile, and none
+            # may still wait for this rank to fetch a message of the same exchange.
+            return [*self._post_near(near_sends, near_receives, label), *far]
 
     def _split(self, messages: Messages) -> tuple[Messages, Messages]:
         """Those to ranks on this node whose memory can be read, and the others."""
@@ -213,8 +230,8 @@ class ProcessMesh(Mesh):
         whole = mine.new_empty(self.size * mine.numel())
         parts = whole.split(mine.numel())
         what = f"all_gather of {x.nbytes} bytes with global ranks {self.ranks}"
-        self._place.collectives += 1
-        work = self._guarded(label, what, lambda: self._gather(mine, whole, parts))
+        with self._place.posting(collectives=1):
+            work = self._guarded(label, what, lambda: self._gather(mine, whole, parts))
         return [part.view(x.dtype).view(x.shape) for part in parts], Transfer(what, work)
 
     def _gather(self, mine: Tensor, whole: Tensor, parts: Sequence[Tensor]) -> Work:
@@ -232,8 +249,8 @@ class ProcessMesh(Mesh):
 
     def _start_all_reduce(self, x: Tensor, label: str) -> Transfer:
         what = f"all_reduce of {x.nbytes} bytes with global ranks {self.ranks}"
-        self._place.collectives += 1
-        return Transfer(what, self._guarded(label, what, lambda: self._reduce(x)))
+        with self._place.posting(collectives=1):
+            return Transfer(what, self._guarded(label, what, lambda: self._reduce(x)))
 
     def _reduce(self, x: Tensor) -> Work:
         if self._together is not None and x.device.type == "cpu":

@@ -19,11 +19,12 @@ import ringopt.ops.ring
 from ringopt.attention.exchange import Cargo, exchange_of
 from ringopt.attention.execute import KeysMove
 from ringopt.distributed import alike, cma, meeting
-from ringopt.distributed.alike import match
+from ringopt.distributed.alike import Place, all_alike, match
 from ringopt.distributed.mesh import forget_all, mesh_of
 from ringopt.distributed.process import DEFAULT_TIMEOUT, ProcessMesh, process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingCommError, RingMismatchError
+from ringopt.ops import convert
 from tests.attention.reference import assert_near, join, problem, sdpa, shard, visible
 from tests.distributed.reading import READS, needs_reading
 from tests.harness.pool import RankError
@@ -210,12 +211,12 @@ class Tokens(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-CUTS = ("rows", "backward", "all rows", "all backward")
+CUTS = ("rows", "backward", "between", "interrupt", "all rows", "all backward", "all between")
 
 
 def cut_short(where: str) -> list[str]:
-    """Calls of a compiled model of which one is cut short on rank 0 alone: by a number that only its rows have, or in a
-    block of the backward; or so on all ranks. What they said, or how far from one process they are."""
+    """Calls of a compiled model of which one is cut short on rank 0 alone: by a number that only its rows have, in a
+    block of the backward, by an interrupt there, or between its operators; or so on all ranks. What they said."""
     timeout = 34.0 + CUTS.index(where)  # a mesh for each
     options = {"inner_backend": "aot_eager", "timeout": timeout}
     torch.manual_seed(0)
@@ -224,7 +225,7 @@ def cut_short(where: str) -> list[str]:
     odd, said = dist.get_rank() == 0 or where.startswith("all"), list[str]()
 
     def no_memory(*_: Any) -> None:
-        raise MemoryError("none left")
+        raise KeyboardInterrupt("stopped") if where == "interrupt" else MemoryError("none left")
 
     for bad in (False, True, False):
         numbers = torch.arange(12)[None] % 10
@@ -233,13 +234,16 @@ def cut_short(where: str) -> list[str]:
             numbers[:] = 10
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(alike, "PATIENCE", 1.0)
-            if bad and odd and where.endswith("backward"):
+            patch.setattr(alike, "PATIENCE_LATER", 1.0)
+            if bad and odd and where.endswith(("backward", "interrupt")):
                 patch.setattr(KeysMove, "add", no_memory)
             try:
                 found = model(numbers).square()
+                if bad and odd and where.endswith("between"):
+                    patch.setattr(convert, "mesh_of", no_memory)
                 found.sum().backward()
                 said.append("" if torch.allclose(found, alone(numbers).square()) else "wrong")
-            except (IndexError, MemoryError, RingCommError) as error:
+            except (IndexError, MemoryError, KeyboardInterrupt, RingCommError) as error:
                 said.append(f"{type(error).__name__}: {error}")
     process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
     return said
@@ -248,7 +252,11 @@ def cut_short(where: str) -> list[str]:
 @needs_reading
 @pytest.mark.parametrize(
     ("where", "told"),
-    [("rows", "IndexError: index out of range in self"), ("backward", "MemoryError: none left")],
+    [
+        ("rows", "IndexError: index out of range in self"),
+        ("backward", "MemoryError: none left"),
+        ("interrupt", "KeyboardInterrupt: stopped"),
+    ],
 )
 def test_what_cuts_a_call_short_on_one_rank_ends_the_mesh(ranks: Ranks, where: str, told: str) -> None:
     """A program that catches it would send its next batch to ranks that are still in this one."""
@@ -261,9 +269,23 @@ def test_what_cuts_a_call_short_on_one_rank_ends_the_mesh(ranks: Ranks, where: s
 
 
 @needs_reading
+def test_what_cuts_a_backward_short_between_its_operators_ends_the_mesh_at_the_next_call(ranks: Ranks) -> None:
+    """Autograd tells nobody of it. The others, still in that backward, would take the next batch for its messages."""
+    (fine, raised, after), (others_fine, others_raised, others_after) = ranks(2, cut_short, "between")
+    assert (fine, others_fine, raised) == ("", "", "MemoryError: none left")
+    assert "was not begun: an earlier backward was cut short by an error, and the ranks are not at the same" in after
+    assert "Connection closed by rank 0" in others_raised
+    assert "was not begun: an earlier message has failed" in others_after
+
+
+@needs_reading
 @pytest.mark.parametrize(
     ("where", "told"),
-    [("all rows", "IndexError: index out of range in self"), ("all backward", "MemoryError: none left")],
+    [
+        ("all rows", "IndexError: index out of range in self"),
+        ("all backward", "MemoryError: none left"),
+        ("all between", "MemoryError: none left"),
+    ],
 )
 def test_what_cuts_a_call_short_on_all_ranks_ends_nothing(ranks: Ranks, where: str, told: str) -> None:
     """An input that every rank has: none of them has sent what another does not wait for."""
@@ -271,12 +293,31 @@ def test_what_cuts_a_call_short_on_all_ranks_ends_nothing(ranks: Ranks, where: s
 
 
 def test_ranks_that_were_cut_short_at_different_messages_do_not_go_on() -> None:
-    def place(sent: dict[str, int], received: dict[str, int], collectives: int = 2) -> dict[str, object]:
-        return {"sent": sent, "received": received, "collectives": collectives}
+    def place(sent: dict[str, int], received: dict[str, int], collectives: int = 2, **more: Any) -> dict[str, object]:
+        return {"sent": sent, "received": received, "collectives": collectives, "programs": 1, "torn": False} | {
+            "error": "MemoryError",
+            **more,
+        }
 
     assert match([place({"1": 3}, {}), place({}, {"0": 3})])
     assert not match([place({"1": 3}, {}), place({}, {"0": 2})]), "a message that was sent, and is not received"
     assert not match([place({}, {}), place({}, {}, 3)]), "a sum that only one has begun"
+    assert not match([place({}, {}), place({}, {}, programs=2)]), "a program that only one has begun"
+    assert not match([place({}, {}), place({}, {}, error="IndexError")]), "an error that only one has"
+    assert not match(2 * [place({}, {}, torn=True)]), "a message that may have been posted"
+
+
+def late(seconds: float) -> bool:
+    """Whether this rank may go on, that comes to the error as many seconds after the others."""
+    mesh = process_mesh(timeout_s=33.5)
+    store = dist.distributed_c10d._get_process_group_store(mesh.group)
+    time.sleep(seconds * mesh.rank)
+    return all_alike(store, f"late {seconds}", mesh.rank, mesh.size, Place(error="MemoryError"), mesh.attend, 1.0)
+
+
+def test_a_rank_that_comes_late_to_an_error_does_not_go_on_alone(ranks: Ranks) -> None:
+    assert ranks(2, late, 0.1) == [True, True]
+    assert ranks(2, late, 2.0) == [False, False]
 
 
 def forked() -> tuple[str, set[int], float]:
