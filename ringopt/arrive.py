@@ -21,7 +21,7 @@ from ringopt.distributed.mesh import Mesh, register
 from ringopt.distributed.process import process_mesh
 from ringopt.distributed.same import digest
 from ringopt.errors import OptionError, RingMismatchError
-from ringopt.given import dim_of
+from ringopt.given import check_layout, dim_of
 from ringopt.graph.placement import Sharded
 from ringopt.lazy import Spread, spread
 
@@ -43,7 +43,7 @@ def from_rows(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, lay
     dim = dim_of("from_rows", x, dim)
     if x.dim() > MOST_DIMS:
         raise OptionError(f"from_rows of a tensor of {x.dim()} dims; expected one of at most {MOST_DIMS}")
-    layout_of(layout, 1, 1)  # is there one of this name?
+    check_layout(layout)
     if mesh is None and not (dist.is_available() and dist.is_initialized()):
         return x
     ranks = mesh if isinstance(mesh, Mesh) else process_mesh(mesh)

@@ -29,6 +29,7 @@ from ringopt.distributed.process import process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
 from ringopt.given import (
+    check_layout,
     check_mask,
     check_names,
     check_numbers,
@@ -234,7 +235,7 @@ def shard(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, layout:
     Raises OptionError for a dim or layout that is none.
     """
     dim, ranks = dim_of("shard", x, dim), _mesh_of(mesh)
-    layout_of(layout, 1, 1)  # is there one of this name?
+    check_layout(layout)
     if ranks is None or ranks.size == 1:
         return x
     length = x.shape[dim]
@@ -253,6 +254,7 @@ def unshard(
     dim, ranks = dim_of("unshard", x, dim), _mesh_of(mesh)
     if not isinstance(length, int) or length < 0:
         raise OptionError(f"unshard(length={length!r}): expected how many rows the sequence has over all ranks")
+    check_layout(layout)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     expected = count(layout_of(layout, length, size).ranges(rank))
     if x.shape[dim] != expected:

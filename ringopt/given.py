@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ringopt.attention.layouts import layout_of
+from ringopt.attention.layouts import LAYOUTS
 from ringopt.attention.plans import NAMES
 from ringopt.errors import OptionError
 from ringopt.options import KernelName
@@ -67,9 +67,15 @@ def check_numbers(dropout_p: Any, scale: Any) -> None:
         raise OptionError(f"attention(scale={scale!r}): a number, or None for 1 / sqrt(head dim)")
 
 
+def check_layout(layout: Any) -> None:
+    """Is there one of this name?"""
+    if layout not in tuple(LAYOUTS):
+        raise OptionError(f"layout {layout!r} is unknown; the layouts are {', '.join(map(repr, LAYOUTS))}")
+
+
 def check_names(layout: Any, strategy: Any, kernel: Any) -> None:
     """On one process as well, where nothing follows from them: a script is tried there first."""
-    layout_of(layout, 1, 1)
+    check_layout(layout)
     for what, name, known in (
         ("strategy", strategy, ("auto", *NAMES, "hybrid")),
         ("kernel", kernel, get_args(KernelName)),

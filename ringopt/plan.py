@@ -8,7 +8,7 @@ the sizes that are asked for: by its unrolled plan on up to 32 ranks, exactly; b
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from torch.export import ExportedProgram
 
-from ringopt.attention.choose import MOST_RANKS, duration
+from ringopt.attention.choose import MOST_RANKS, Case, duration
 from ringopt.attention.plans import hybrid
 from ringopt.cost.formulas import Formulas, formulas_of
 from ringopt.cost.hardware import Device, device_of
@@ -26,8 +26,8 @@ from ringopt.given import check_model, counts_of
 from ringopt.liveness import most
 from ringopt.options import Options
 from ringopt.predicted import SitePoint, at_length, layout_at, layouts_at, named, named_strategy, site_point
-from ringopt.report import counted, readable
-from ringopt.traced import TRACED, Traced, traced
+from ringopt.report import counted, readable, several
+from ringopt.traced import TRACED, PlannedSite, Traced, traced
 
 LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi
 
@@ -120,7 +120,7 @@ class Plan:
         yield table
         for ranks, length in self.longest.items():
             told = f"up to {length:,} tokens fit" if length else "not even the shortest length fits"
-            yield f"{ranks:,} ranks: {told}"
+            yield f"{several(ranks, 'rank')}: {told}"
         yield from self.notes
 
     def __str__(self) -> str:
@@ -199,6 +199,7 @@ def predicted(
     if not found.length:
         why = "; ".join(found.refused) or "no attention was found"
         raise OptionError(f"there is nothing to plan, no attention of this model can be sharded: {why}")
+    check_lengths(found, asked.lengths)
     rates, longest = asked.rates(found.dtype), dict[int, int | None]()
     for n, p in sizes:
         tell(1 + len(points), parts)
@@ -248,6 +249,22 @@ def point_of(found: Traced, options: Options, device: Device, rates: Rates, leng
     )  # fmt: skip
 
 
+def check_lengths(found: Traced, lengths: Sequence[int]) -> None:
+    """Raises OptionError where the model is one of the traced length alone."""
+    site = next(listing(found), None)
+    if site is not None and set(lengths) != {found.length}:
+        raise OptionError(
+            f"lengths={list(lengths)}: the mask of {site.module} is told by numbers of rows "
+            f"({site.case.pattern[:40]}...), so it is planned at the length of the inputs alone. Pass "
+            f"lengths=[{found.length}], or inputs of the length that you want"
+        )
+
+
+def listing(found: Traced) -> Iterator[PlannedSite]:
+    """Sites whose patterns have no other length."""
+    return (site for site in found.sites if isinstance(site.case, Case) and site.case.lists_rows)
+
+
 def over_nodes(strategy: str, ranks: int, rates: Rates) -> str:
     """ "hybrid" with the ranks of a node. Raises OptionError where there are not several nodes."""
     if strategy == "hybrid" and not rates.tiers(ranks):
@@ -294,7 +311,8 @@ def part(few: int, more: int, ranks: int) -> float:
 
 
 def longest_of(found: Traced, options: Options, device: Device, rates: Rates, ranks: int) -> int | None:
-    """Of lengths that double from 1,024 to 16 Mi; more tokens never need less."""
-    lengths = [1 << power for power in range(10, 25) if 1 << power >= 2 * ranks]
+    """Of lengths that double from 1,024 to 16 Mi, or of the one that there is; more tokens never need less."""
+    doubled = (1 << power for power in range(10, 25))
+    lengths = [n for n in ((found.length,) if any(listing(found)) else doubled) if n >= 2 * ranks]
     fit = bisect_left(lengths, True, key=lambda n: not point_of(found, options, device, rates, n, ranks).fits)
     return lengths[fit - 1] if fit else None

@@ -11,7 +11,7 @@ from ringopt.attention.bytes import bytes_between
 from ringopt.attention.choose import MOST_RANKS, Case, choose, choose_layout, choose_layouts
 from ringopt.attention.dilated_predict import DilatedCase, dilated_layout_of, dilated_way
 from ringopt.attention.layouts import LAYOUTS, text_of
-from ringopt.attention.memory import most_memory
+from ringopt.attention.memory import merged, most_memory
 from ringopt.attention.patterns import WINDOW
 from ringopt.attention.plans import trading
 from ringopt.attention.predict import simulate
@@ -104,13 +104,21 @@ def site_point(
     except OptionError:
         fewer, few = case.on_fewer(ranks)
         point = unrolled(site, fewer, strategy, few, layout, rates)
-        return on_more(point, few, ranks)
+        return on_more(point, fewer, few, ranks, rates)
 
 
-def on_more(point: SitePoint, few: int, ranks: int) -> SitePoint:
-    """What was found on `few` ranks, with as many rows on each, on `ranks` of them: each sends to more others."""
+def on_more(point: SitePoint, case: Case, few: int, ranks: int, rates: Rates) -> SitePoint:
+    """What was found on `few` ranks, with as many rows on each, on `ranks` of them: each sends to more others, and has
+    the parts of more to merge."""
     sent, away = (size * (ranks - 1) // (few - 1) for size in (point.bytes, point.between))
-    return replace(point, bytes=sent, between=away, exact=False, by_rank=())
+    merges = case.whole == "queries"
+    more = merged(case.heads, case.q_length, ranks - few, buffered(rates)) if merges else 0
+    return replace(point, bytes=sent, between=away, memory=point.memory + more, exact=False, by_rank=())
+
+
+def buffered(rates: Rates) -> bool:
+    """Whether all-gathers go by way of a buffer: not where all ranks read each other's memory."""
+    return rates.link.name != "memory"
 
 
 def dilated(site: PlannedSite, case: DilatedCase, ranks: int, layout: str, rates: Rates) -> SitePoint:
@@ -138,7 +146,7 @@ def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: s
         site.times * sum(bytes_between(exchange, case.heads, rank, rates.node, backward) for backward in directions)
         for rank in range(ranks if rates.tiers(ranks) else 0)
     ]
-    held = most_memory(exchange, case.heads, buffered=rates.link.name != "memory")
+    held = most_memory(exchange, case.heads, buffered(rates))
     return SitePoint(
         site.module, strategy, layout, flops[0] // case.heads.flops(1, False), site.times * sum(flops), max(sent),
         max(away, default=0),

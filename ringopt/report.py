@@ -152,9 +152,8 @@ class Report:
 
 
 def site_table(report: Report) -> Table:
-    table = Table(
-        title=f"ringopt: {len(report.sites)} attention sites on {report.world_size} ranks", title_justify="left"
-    )
+    found = f"{several(len(report.sites), 'attention site')} on {several(report.world_size, 'rank')}"
+    table = Table(title=f"ringopt: {found}", title_justify="left")
     for name in ("module", "form", "pattern", "strategy", "layout", "kernel"):
         table.add_column(name, overflow="fold")
     table.add_column("sent", justify="right")
@@ -223,6 +222,11 @@ def readable(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def several(number: int, what: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def counted(number: float) -> str:

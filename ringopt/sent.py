@@ -14,7 +14,6 @@ import torch
 import torch.fx as fx
 
 from ringopt.attention.layouts import layout_of
-from ringopt.attention.rows import count
 from ringopt.graph.nodes import op_name
 from ringopt.ops.respread import plan_respread
 from ringopt.ops.rows import Wanted, fetch_of
@@ -45,7 +44,7 @@ class Sending:
         if self.how == "reduced":
             return 2 * size * (ranks - 1) // ranks
         if self.how == "gathered":
-            return size * longest(self.layout, max(round(self.length * scale), 1), ranks) * (ranks - 1)
+            return size * layout_of(self.layout, max(round(self.length * scale), 1), ranks).most * (ranks - 1)
         return size * (ranks - 1) if self.how == "told" else size
 
 
@@ -110,7 +109,7 @@ def held_meanwhile(node: fx.Node, ranks: int) -> int:
     name, given = op_name(node), list[Any](node.args)
     if name == "gather":
         x, dim, outer, length, _inner, layout, _group = given
-        parts = size_of(node) // length * longest(layout, length, ranks) * ranks
+        parts = size_of(node) // length * layout_of(layout, length, ranks).most * ranks
         apart = outer * prod(x.meta["val"].shape[:dim]) > 1 or length % ranks
         return int(parts + (parts // ranks if apart else 0))
     if name in ("fetch_rows", "return_rows", "look_up_rows", "add_to_rows", "respread", "turn"):
@@ -125,11 +124,6 @@ def rows_in(messages: Any) -> int:
 def row_of(x: fx.Node, dim: int) -> int:
     """Bytes of one place of `dim`."""
     return size_of(x) // max(int(x.meta["val"].shape[dim]), 1)
-
-
-def longest(layout: str, length: int, ranks: int) -> int:
-    plan = layout_of(layout, length, ranks)
-    return max(count(plan.ranges(rank)) for rank in range(ranks))
 
 
 def size_of(node: fx.Node) -> int:

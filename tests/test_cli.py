@@ -91,7 +91,7 @@ def test_the_console_script_is_installed() -> None:
 def test_explain_prints_the_report(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(HERE + factory, "--world-size", "4") == 0
     printed = capsys.readouterr().out
-    assert "1 attention sites on 4 ranks" in printed
+    assert "1 attention site on 4 ranks" in printed
     assert "causal" in printed
 
 
@@ -132,7 +132,7 @@ def test_explain_of_a_converted_file_is_what_it_holds(files: Path, capsys: pytes
     assert explain(str(files / "out.pt2")) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"converted by ringopt {ringopt.__version__} with torch {torch.__version__}; options ")
-    assert "layout=contiguous" in printed and "1 attention sites on 2 ranks" in printed
+    assert "layout=contiguous" in printed and "1 attention site on 2 ranks" in printed
     assert explain(str(files / "out.pt2"), "--world-size", "4") == 2
     assert "out.pt2 was converted already and holds the report for 2 ranks; leave out " in capsys.readouterr().err
 
@@ -141,7 +141,7 @@ def test_explain_as_a_page(files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     page = tmp_path / "report.html"
     assert explain(str(files / "in.pt2"), "--world-size", "2", "--html", str(page)) == 0
     assert "1 attention site" in page.read_text()
-    assert "1 attention sites on 2 ranks" in capsys.readouterr().out
+    assert "1 attention site on 2 ranks" in capsys.readouterr().out
 
 
 def test_explain_for_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_the_report_without_the_letters_of_lines_and_bars(files: Path) -> None:
     command = [sys.executable, "-m", "ringopt.tools.cli", "explain", str(files / "in.pt2")]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "1 attention sites" in result.stdout
+    assert "1 attention site" in result.stdout
     assert result.stdout.isascii() and "####" in result.stdout
 
 
@@ -213,7 +213,7 @@ def test_the_report_without_colour_in_a_narrow_terminal(
         monkeypatch.setenv(name, value)
     assert main(["explain", str(files / "in.pt2")]) == 0
     printed = capsys.readouterr().out
-    assert "1 attention sites" in printed
+    assert "1 attention site" in printed
     assert not re.search("\x1b\\[[0-9;]*(3[0-9]|4[0-9])m", printed)  # bold and italics stay, colours go
     assert max(map(len, re.sub("\x1b\\[[0-9;]*m", "", printed).splitlines())) <= 40
 

@@ -86,7 +86,7 @@ def test_logs_and_traces_show_the_passes(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "after find_attention: 16 nodes\n" in result.stderr
     assert "  + %attention = attention(" in result.stderr
-    assert "1 attention sites on 1 ranks" in result.stderr
+    assert "1 attention site on 1 rank" in result.stderr
     [traced] = (file.read_text() for file in tmp_path.iterdir())
     assert '"name": "ringopt_captured"' in traced
     assert '"name": "ringopt_after_find_attention"' in traced
@@ -99,4 +99,4 @@ def test_logs_show_a_conversion_once(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records if record.name.startswith("ringopt.")]
     assert [message.partition(":")[0] for message in said[:-1]] == [f"after {step.name}" for step in LINE]
     assert "  + %attention = attention(" in said[[step.name for step in LINE].index("find_attention")]
-    assert "1 attention sites on 2 ranks" in said[-1]
+    assert "1 attention site on 2 ranks" in said[-1]

@@ -26,7 +26,11 @@ NUMBERS = {
     "dilation_rates": [((1, 2), "both are tuples of whole numbers")],
     "segment_lengths": [((4,), "both are tuples of whole numbers")],
     "dilation_offsets": [("torchscale", "both are tuples of whole numbers")],
-    "layout": [("striped", "layout 'striped' is unknown; the layouts are 'contiguous', 'zigzag'")],
+    "layout": [
+        ("striped", "layout 'striped' is unknown; the layouts are 'contiguous', 'zigzag'"),
+        (["zigzag"], "layout ['zigzag'] is unknown"),
+        ("replicated", "layout 'replicated' is unknown"),
+    ],
     "strategy": [("star", "expected one of 'auto', 'local', 'halo'")],
     "kernel": [("fast", "expected one of 'auto', 'flash', 'cudnn'")],
     "attn_mask": [
@@ -80,8 +84,10 @@ def test_a_mask_of_other_keys() -> None:
 def test_a_dim_that_is_none() -> None:
     with pytest.raises(OptionError, match=re.escape("shard(dim=4) of a tensor of sizes [2, 4, 8, 16]: it has dims")):
         shard(X, 4)
-    with pytest.raises(OptionError, match="layout 'x' is unknown"):
-        shard(X, 2, layout="x")
+    for cut in (shard, lambda x, dim, layout: unshard(x, dim, length=8, layout=layout)):
+        for layout in ("x", "replicated", ["zigzag"]):
+            with pytest.raises(OptionError, match=r"layout .* is unknown"):
+                cut(X, 2, layout=layout)
     with pytest.raises(OptionError, match="unshard takes a tensor; found list"):
         unshard([1], 0, length=1)  # type: ignore[arg-type]
     with pytest.raises(RingMismatchError, match=r"dim 2 has 8 rows, and rank 0 of 1 holds 9 rows"):
@@ -106,7 +112,7 @@ def test_rows_that_are_none(given: tuple[Any, Any], told: str) -> None:
 
 
 def test_names_and_meshes_that_are_none_are_told_on_one_process_too() -> None:
-    for layout in ("striped", None):
+    for layout in ("striped", None, ["zigzag"]):
         with pytest.raises(OptionError, match=r"layout .* is unknown; the layouts are 'contiguous', 'zigzag'"):
             from_rows(X, 2, layout=layout)  # type: ignore[arg-type]
     for call in (lambda mesh: from_rows(X, 2, mesh=mesh), lambda mesh: attention(X, X, X, mesh=mesh)):

@@ -169,6 +169,58 @@ def test_without_attention_there_is_nothing_to_plan() -> None:
         ringopt.plan(nn.Linear(4, 4), torch.randn(2, 4))
 
 
+def test_a_million_ranks() -> None:
+    """As many rows each as on a thousand: a thousand times the pairs and the bytes, and as much memory."""
+    module, inputs = model()
+    asked: dict[str, Any] = {"hardware": "a100", "options": {"layout": "zigzag"}}
+    many = ringopt.plan(module, *inputs, world_size=10**6, lengths=[2**30], **asked).points[0]
+    few = ringopt.plan(module, *inputs, world_size=10**3, lengths=[2**30 // 10**3], **asked).points[0]
+    assert many.strategies == few.strategies
+    assert many.sites[0].pairs == pytest.approx(1000 * few.sites[0].pairs, rel=0.01)
+    assert many.sites[0].bytes == pytest.approx(1000 * few.sites[0].bytes, rel=0.01)
+    assert many.sites[0].memory == pytest.approx(few.sites[0].memory, rel=0.01)
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, y, y, need_weights=False)[0]
+        return out
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(64, 3), (3, 64)])
+def test_a_side_that_every_rank_has_whole_is_as_long_on_many_ranks(queries: int, keys: int) -> None:
+    """Of 64 rows for each rank on 32 and on 64; of queries all have the parts of all to merge."""
+    x, y = torch.randn(1, queries, 16), torch.randn(1, keys, 16)
+    few, many = (ringopt.plan(Cross(), x, y, world_size=p, lengths=[64 * p]).points[0].sites[0] for p in (32, 64))
+    assert few.pairs == many.pairs == 64 * 3
+    parts = 2 * 32 * 3 * 2 * (8 + 1) * 4 if queries < keys else 0  # and a buffer: 32 ranks, 3 queries, 2 heads
+    assert many.memory == few.memory + parts
+
+
+class Packed(nn.Module):
+    """Three documents that the model knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = torch.tensor([0] * 20 + [1] * 30 + [2] * 14)
+        self.register_buffer("mask", number[:, None] == number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=self.mask)
+
+
+def test_a_mask_of_one_length_is_planned_at_that() -> None:
+    x = torch.randn(1, 2, ROWS, 8)
+    found = ringopt.plan(Packed(), x, world_size=4, lengths=[ROWS])
+    assert found.points[0].sites[0].pairs and found.longest == {4: ROWS}
+    with pytest.raises(OptionError, match=r"told by numbers of rows \(blocks\(10x10;.* Pass lengths=\[64\], or"):
+        ringopt.plan(Packed(), x, world_size=4, lengths=[ROWS, 2 * ROWS])
+
+
 class Retained(nn.Module):
     """Retention, which is no attention site, and attention where it is asked for."""
 

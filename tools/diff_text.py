@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ringopt.graph.alignment import LISTED
 from ringopt.graph.diff import Change, GraphDiff, NodeView, SiteView, Totals
-from ringopt.report import folded
+from ringopt.report import folded, several
 
 MARKS = {"added": ("+", "green"), "removed": ("-", "red"), "resized": ("=", "dim"), "same": (" ", "dim")}
 # Told by number, unless there is nothing else to tell.
@@ -160,7 +160,7 @@ def few(found: re.Match[str]) -> str:
 
 
 def site_table(sites: Sequence[Change], every: bool) -> Table:
-    table = Table(title=f"{len(sites)} attention sites", title_justify="left")
+    table = Table(title=several(len(sites), "attention site"), title_justify="left")
     for name in ("module", "before", "after", "reason"):
         table.add_column(name, overflow="fold")
     rows = [site_cells(change) for change in sites]

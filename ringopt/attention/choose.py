@@ -64,12 +64,20 @@ class Case:
         """The ring can do everything."""
         return exchange_of(self.pattern, self.q_length, self.kv_length, ranks, *layouts_of(layout), "ring")
 
+    @property
+    def lists_rows(self) -> bool:
+        """Whether the pattern is told by numbers of rows, and is none at another length."""
+        return self.pattern.startswith(("documents", "blocks"))
+
     def on_fewer(self, ranks: int) -> tuple[Case, int]:
-        """The case and a number of ranks that can be unrolled: at most MOST_RANKS, with as many rows on each. A pattern
-        that lists rows has no other length."""
-        if ranks <= MOST_RANKS or self.pattern.startswith(("documents", "blocks")):
+        """The case and a number of ranks that can be unrolled: at most MOST_RANKS, with as many rows on each; of a side
+        that every rank has whole, all. A pattern that lists rows has no other length."""
+        if ranks <= MOST_RANKS or self.lists_rows:
             return self, ranks
-        q_length, kv_length = (max(MOST_RANKS, n * MOST_RANKS // ranks) for n in (self.q_length, self.kv_length))
+        sides = (("queries", self.q_length), ("keys", self.kv_length))
+        q_length, kv_length = (
+            n if side == self.whole else max(MOST_RANKS, n * MOST_RANKS // ranks) for side, n in sides
+        )
         return replace(self, q_length=q_length, kv_length=kv_length), MOST_RANKS
 
 

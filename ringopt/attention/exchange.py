@@ -26,7 +26,7 @@ from itertools import chain
 from ringopt.attention.layouts import Layout, Replicated, layout_of
 from ringopt.attention.patterns import Kind, Pattern, pattern_of
 from ringopt.attention.routes import MERGE, QUERIES_MOVE, Local, Route, Strategy, strategy_of
-from ringopt.attention.rows import Rows, count, cut, join, meet, text, without
+from ringopt.attention.rows import ByRank, Rows, count, cut, join, meet, text, without
 from ringopt.errors import OptionError, PlanError
 
 
@@ -196,24 +196,25 @@ class Exchange:
         return {}  # the same
 
     @cached_property
-    def _q_pieces(self) -> tuple[Rows, ...]:
-        return _pieces(self.pattern, self.q_layout)
+    def _q_pieces(self) -> ByRank:
+        return ByRank(lambda rank: _pieces(self.pattern, self.q_layout, rank))
 
     @cached_property
-    def _kv_pieces(self) -> tuple[Rows, ...]:
-        number, parts = self.part
-        whole = _pieces(self.pattern, self.kv_layout)
-        return tuple(tuple(filter(len, (cut(piece, number, parts) for piece in own))) for own in whole)
+    def _kv_pieces(self) -> ByRank:
+        def of(rank: int) -> Rows:
+            parts = (cut(piece, *self.part) for piece in _pieces(self.pattern, self.kv_layout, rank))
+            return tuple(filter(len, parts))
+
+        return ByRank(of)
 
     def parts(self, number: int) -> tuple[Exchange, ...]:
         """As so many exchanges, which together are this one: each of some of the keys of every rank."""
         return _parts(self, number)
 
     @cached_property
-    def _needs(self) -> tuple[Rows, ...]:
-        if self.queries_move:
-            return tuple(join(chain.from_iterable(map(self.pattern.used, pieces))) for pieces in self._kv_pieces)
-        return tuple(join(chain.from_iterable(map(self.pattern.needed, pieces))) for pieces in self._q_pieces)
+    def _needs(self) -> ByRank:
+        met, own = (self.pattern.used, self._kv_pieces) if self.queries_move else (self.pattern.needed, self._q_pieces)
+        return ByRank(lambda rank: join(chain.from_iterable(map(met, own[rank]))))
 
     # What follows from the strategy
 
@@ -305,9 +306,8 @@ def exchange_of(
     return plan
 
 
-def _pieces(pattern: Pattern, layout: Layout) -> tuple[Rows, ...]:
-    ranges = map(layout.ranges, range(layout.ranks))
-    return tuple(tuple(piece for rows in own for piece in pattern.keep(rows)) for own in ranges)
+def _pieces(pattern: Pattern, layout: Layout, rank: int) -> Rows:
+    return tuple(piece for rows in layout.ranges(rank) for piece in pattern.keep(rows))
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from ringopt.attention.rows import Rows, join
+from ringopt.attention.rows import Rows, count, join
 from ringopt.errors import OptionError, PlanError
 
 
@@ -38,6 +38,11 @@ class Layout(ABC):
     @abstractmethod
     def holder(self, chunk: int) -> int:
         """The rank that holds `chunk`."""
+
+    @property
+    def most(self) -> int:
+        """Rows of the rank that holds most."""
+        return max(count(self.ranges(rank)) for rank in range(self.ranks))
 
     def ranges(self, rank: int) -> Rows:
         """The rows of `rank`, ascending, in the order of its local tensor; chunks that touch are one range, and a rank
@@ -77,6 +82,10 @@ class Contiguous(Layout):
     def holder(self, chunk: int) -> int:
         return chunk
 
+    @property
+    def most(self) -> int:
+        return -(-self.length // self.ranks)
+
 
 @dataclass(frozen=True)
 class Zigzag(Layout):
@@ -94,6 +103,13 @@ class Zigzag(Layout):
 
     def holder(self, chunk: int) -> int:
         return min(chunk, 2 * self.ranks - 1 - chunk)
+
+    @property
+    def most(self) -> int:
+        """`over` of the 2p chunks have a row more: chunk c where a multiple of 2p / over is above c and at most c + 1.
+        So has its mirror image, the other chunk of the rank, where that multiple is no whole number."""
+        each, over = divmod(self.length, 2 * self.ranks)
+        return 2 * each + (2 if over and 2 * self.ranks % over else min(over, 1))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def memory_of(plan: Plan, heads: Heads, rank: int, buffered: bool = True) -> Mem
     if isinstance(plan, HeadExchange):
         return of_heads(plan, heads, rank)
     if plan.queries_move:
-        return of_queries(plan, heads, rank, buffered and heads.kernel in ("flash_cpu", "math"))
+        return of_queries(plan, heads, rank, buffered)
     return of_keys(plan, heads, rank, *turns_of(plan, heads))
 
 
@@ -119,13 +119,19 @@ def of_queries(plan: Exchange, heads: Heads, rank: int, buffered: bool) -> Memor
     strip, results = strip_of(sums.queries), sums.wide_out + sums.lse
     there, back = Ledger(), Ledger()
     over_steps(there, plan, rank, heads, False, results, lambda piece: forward_tile(plan.pattern, piece, heads, strip))
-    # Where all ranks have the queries, each has the parts of all to merge.
-    there.briefly((1 + (1 + buffered) * plan.ranks) * results if plan.merges else sums.out * sums.narrow)
+    parts = results + merged(heads, sums.queries, plan.ranks, buffered) if plan.merges else sums.out * sums.narrow
+    there.briefly(parts)
     back.take(2 * sums.out + sums.lse)  # travels with the queries
     back.take(sums.wide_dkv)
     over_steps(back, plan, rank, heads, True, sums.wide_dq, lambda piece: backward_tile(plan.pattern, piece, heads))
     back.briefly(rounded(sums))
     return Memory(there.most, sums.out + sums.lse, back.most)
+
+
+def merged(heads: Heads, queries: int, ranks: int, buffered: bool) -> int:
+    """Where all ranks have the same queries, each has the parts of all to merge; `buffered` as in `memory_of`."""
+    sums, copies = Sums(heads, queries, 0), 2 if buffered and heads.kernel in ("flash_cpu", "math") else 1
+    return copies * ranks * (sums.wide_out + sums.lse)
 
 
 def rounded(sums: Sums) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
+from ringopt.attention.layouts import Replicated
 from ringopt.attention.rows import Rows, count, text
 from ringopt.errors import OptionError
 
@@ -82,14 +83,15 @@ class Local(Strategy):
     def refusal(self, exchange: Exchange) -> str:
         if exchange.queries_move and not exchange.merges:
             return "it merges the results of queries that every rank has whole, and these are spread over the ranks"
-        missing = [exchange.missing(rank) for rank in range(exchange.ranks)]
-        first = next((rank for rank, rows in enumerate(missing) if rows), None)
-        if first is None:
-            return ""
-        return (
-            f"it moves no rows, and {sum(map(count, missing))} are needed from other ranks (rank {first} needs "
-            f"{count(missing[first])}: rows {text(missing[first][:4])}{' ...' if len(missing[first]) > 4 else ''})"
-        )
+        away = exchange.q_layout if exchange.queries_move else exchange.kv_layout
+        for rank in range(exchange.ranks if away.name != Replicated.name else 0):
+            if missing := exchange.missing(rank):
+                more = " ..." if len(missing) > 4 else ""
+                return (
+                    f"it moves no rows, and rank {rank} needs {count(missing)} of other ranks: rows {text(missing[:4])}"
+                    f"{more}"
+                )
+        return ""
 
 
 @dataclass(frozen=True)

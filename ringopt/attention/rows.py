@@ -6,9 +6,21 @@ pattern (strided.py), whose rows are an equal step apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 Rows = tuple[range, ...]
+
+
+class ByRank(dict[int, Rows]):
+    """Rows of each rank, found when they are asked for, and kept: of very many ranks few are."""
+
+    def __init__(self, find: Callable[[int], Rows]) -> None:
+        super().__init__()
+        self.find = find
+
+    def __missing__(self, rank: int) -> Rows:
+        self[rank] = self.find(rank)
+        return self[rank]
 
 
 def meet(a: range, b: range) -> range:

@@ -148,8 +148,7 @@ class Reader:
         if name == "ringopt::reduce_from_group":
             return int(2 * whole * (ranks - 1) // ranks)
         layout = layout_of(arguments["layout"], arguments["length"], ranks)
-        longest = max(count(layout.ranges(rank)) for rank in range(ranks))
-        return int(whole // layout.length * longest * (ranks - 1))
+        return int(whole // layout.length * layout.most * (ranks - 1))
 
     def fetch_bytes(self, arguments: Mapping[str, Any]) -> int | None:
         """Rows for other ranks, by the plan that the operator follows."""

@@ -100,7 +100,8 @@ class Formulas:
         """Every formula with numbers in the place of its symbols, all but r; of bytes, the most that a rank sends."""
         ranks, node = int(numbers[p]), int(numbers.get(g, 1))
         known = {**dict.fromkeys(SYMBOLS, 0.0), **numbers}
-        corners = {0, 1, node, ranks // 2, ranks - 1 - node, ranks - 2, ranks - 1} & set(range(ranks))
+        extreme = (0, 1, node, ranks // 2, ranks - 1 - node, ranks - 2, ranks - 1)
+        corners = {rank for rank in extreme if 0 <= rank < ranks}
         found = [compiled(self)(*({**known, r: rank}[symbol] for symbol in SYMBOLS)) for rank in corners]
         columns = zip(*found, strict=True)
         return {field.name: float(max(values)) for field, values in zip(fields(self), columns, strict=True)}

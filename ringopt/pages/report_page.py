@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringopt.pages.page import filled
-from ringopt.report import Report, readable
+from ringopt.report import Report, readable, several
 
 ACROSS, COLOURS = 1000, 5  # the picture of the memory: units across, colours before they come again
 
@@ -32,7 +32,8 @@ def report_page(report: Report, title: str) -> str:
 
 def summary(report: Report) -> str:
     sharded = f"{report.sharded_fraction:.1%} of matrix FLOPs are sharded"
-    return f"{report.world_size} ranks; {sharded}; this rank sends {readable(report.bytes_sent)} in one forward."
+    ranks = several(report.world_size, "rank")
+    return f"{ranks}; {sharded}; this rank sends {readable(report.bytes_sent)} in one forward."
 
 
 def stacked(report: Report) -> list[Bar]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -28,6 +28,15 @@ def test_laws(name: str, length: int, ranks: int) -> None:
     for start in range(0, length, 3):
         for stop in range(start, length + 1, 5):
             assert layout.owners(range(start, stop)) == {layout.owner(row) for row in range(start, stop)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_rank_that_has_most(name: str) -> None:
+    """Asked of a million ranks too, so that nobody counts them."""
+    for length, ranks in product(range(1, 61), range(1, 14)):
+        layout = layout_of(name, length, ranks)
+        assert layout.most == max(count(layout.ranges(rank)) for rank in range(ranks)), layout
+    assert layout_of(name, 2**30, 10**6).most == 1074
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_the_text_of_sharding_one_attention(sharded: ringopt.GraphDiff) -> None:
 18 nodes before, 26 after: 5 same, 8 resized, 3 rerouted, 2 replaced, 8 added
 sent by this rank in one forward, bytes: 0 -> 1,024
 FLOPs of products on this rank: 12,544 -> 3,136
-1 attention sites
+1 attention site
 +------------------------------------------------------------+
 | module | before | after                           | reason |
 |--------+--------+---------------------------------+--------|
@@ -155,7 +155,7 @@ def test_numbers_of_nodes_by_module(sharded: ringopt.GraphDiff) -> None:
 18 nodes before, 26 after: 5 same, 8 resized, 3 rerouted, 2 replaced, 8 added
 sent by this rank in one forward, bytes: 0 -> 1,024
 FLOPs of products on this rank: 12,544 -> 3,136
-1 attention sites
+1 attention site
 +------------------------------------------------------------+
 | module | before | after                           | reason |
 |--------+--------+---------------------------------+--------|

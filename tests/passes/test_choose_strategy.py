@@ -56,7 +56,11 @@ def test_what_is_asked_for_is_done(strategy):
 @pytest.mark.parametrize(
     ("mask", "strategy", "told"),
     [
-        ("full", "local", "site .*: strategy 'local' cannot do full .* moves no rows, and 192 are needed"),
+        (
+            "full",
+            "local",
+            "site .*: strategy 'local' cannot do full .* moves no rows, and rank 0 needs 48 of other ranks",
+        ),
         ("causal", "halo", "site .*: strategy 'halo' cannot do causal .* keys near its place"),
     ],
 )
