@@ -17,12 +17,13 @@ from torch import Tensor
 from ringopt.graph.cone import Cone, Unreadable
 from ringopt.graph.constants import Constants
 from ringopt.graph.nodes import argument, op_name, shape_of, value_of
+from ringopt.graph.peel import every, folded
 from ringopt.graph.provenance import is_learned, is_row, origins
 from ringopt.graph.row_tables import OwnRows, element
 from ringopt.graph.scores import NotAttention, Scores, peel_scores
 from ringopt.graph.sizes import is_open, same
 from ringopt.graph.spelled import Candidate, Roles
-from ringopt.graph.term_folding import apply, literal, negate, substitute
+from ringopt.graph.term_folding import apply, literal, negate, substitute, where
 from ringopt.graph.terms import Affine, Apply, Cast, Load, Term, affine, axis, conjuncts, constant, load, loads, score
 
 
@@ -139,6 +140,7 @@ class Reading:
         self.zeroed = False
         self.original: Term | None = None
         self.kept: list[Term] | None = None
+        self.zeros: list[Term] = []
 
     def cone_names(self) -> dict[str, str]:
         """The only axis of the queries is called q, as masks know it; so with the keys, batch and heads."""
@@ -149,9 +151,10 @@ class Reading:
         return names
 
     def found(self) -> Found:
-        weights = self.weights()
+        factors, dropout_p = self.weights()
         scores, sinks = self.scores()
-        found = Found(self.roles, scores, sinks, *weights, self.original, self.cone.known)
+        factors += self.zeros
+        found = Found(self.roles, scores, sinks, factors, dropout_p, self.original, self.cone.known)
         if self.zeroed:
             scores.nan = False
         return found
@@ -215,10 +218,36 @@ class Reading:
         main = next(each for each in loads(over) if each.source is product.node)
         original = substitute(over, leaves={main: score(main.dtype)})
         self.original = original if self.canonical.is_known(original) else None
-        made_of = self.below.__contains__
-        kept = None if self.kept is None else [self.over_bhqk(each) for each in self.kept]
-        scores = peel_scores(over, main, self.canonical, self.learned, made_of, kept)
+        scores = self.peeled(over, main)
         return scores, self.sinks(given, place, dim, scores)
+
+    def peeled(self, term: Term, product: Load) -> Scores:
+        """Where weights are put to 0 under another mask than that of the scores, but for whole rows or keys, a factor
+        does it: of weights that are numbers, for 0 * NaN is not 0."""
+        given = (term, product, self.canonical, self.learned, self.below.__contains__)
+        if self.kept is None:
+            return peel_scores(*given)
+        kept = folded([self.over_bhqk(each) for each in self.kept], self.canonical)
+        try:
+            return peel_scores(*given, kept)
+        except NotAttention:
+            zeros = self.zeros_of(kept)
+            scores = peel_scores(*given) if zeros is not None else None
+            if scores is None or zeros is None or scores.nan:
+                raise
+        self.zeros = zeros
+        return scores
+
+    def zeros_of(self, kept: Sequence[Term]) -> list[Term] | None:
+        """Factors, of whole rows and of whole keys, that are 0 where not all of `kept` hold; None where these tell
+        pairs apart, or heads of a key."""
+        keys = [each for each in kept if "k" in each.axes]
+        rows = [each for each in kept if "k" not in each.axes]
+        pairs = any(each.axes - {"b", "k"} for each in keys) or any(each.axes - {"b", "h", "q"} for each in rows)
+        if pairs or any(each.source in self.below for each in loads(*kept)):
+            return None
+        kind = value_of(self.candidate.softmax).dtype
+        return [where(every(part), 1, 0, kind) for part in (rows, keys) if part]
 
     def sinks(self, given: fx.Node, place: list[Term], dim: int, scores: Scores) -> Term | None:
         """The columns of the softmax that no key has: one logit of every row, the same for all queries of a head."""

@@ -249,6 +249,31 @@ def test_what_is_done_to_weights(name, fill):
     assert [site.refusal for site in verdict.report.sites] == [None] and verdict.wrong == ""
 
 
+def both_ways(m):
+    """Of queries and of keys that are padding."""
+    return ~((m[:, None, :, None] > 0) & (m[:, None, None] > 0))
+
+
+ZEROED = {
+    # Conformers of NVIDIA NeMo (MultiHeadAttention.forward_attention), whose fill of -1e4 hides nothing by itself
+    "queries and keys": lambda s, a, v, m, fill: (
+        a.masked_fill(both_ways(m), fill).softmax(-1).masked_fill(both_ways(m), 0.0) @ v
+    ),
+    "keys, of causal attention": lambda s, a, v, m, fill: (
+        filled(a.masked_fill(away() > 0, fill).softmax(-1), m, 0.0) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ZEROED)
+@pytest.mark.parametrize("fill", (-1e9, -1e4, -1.0))
+def test_weights_of_whole_rows_and_keys_are_put_to_0_by_factors(name, fill):
+    x, m = given()
+    m[0] = 0
+    verdict = validate(2, Model(lambda s, q, k, v, m: ZEROED[name](s, q @ k.mT, v, m, fill)), x, m)
+    assert [site.refusal for site in verdict.report.sites] == [None] and verdict.wrong == ""
+
+
 def test_returned_weights_are_computed_beside():
     class Both(Model):
         def forward(self, x, m):
@@ -350,7 +375,7 @@ REFUSED = {
         "the weights are changed after the softmax, by more than a factor of whole rows or keys",
     ),
     "hidden twice": (
-        lambda s, q, k, v, m: filled((q @ k.mT).masked_fill(away() > 0, -1e9).softmax(-1), m, 0.0) @ v,
+        lambda s, q, k, v, m: filled(q @ k.mT, m, -1e9).softmax(-1).masked_fill(away() > 0, 0.0) @ v,
         "the weights are put to 0 under another mask than that of the scores",
     ),
     "two more columns": (
