@@ -268,9 +268,17 @@ def test_random_numbers_are_those_of_the_program_and_need_no_value():
     assert_same(seeded(gm), seeded(captured), gm.meta["inputs"])
 
 
-def test_dropout_that_drops_nothing_goes():
-    gm, _ = after([Normalize()], Body(lambda m, x: F.dropout(m.linear(x), 0.0, True)), torch.randn(2, 8))
+@pytest.mark.parametrize("inplace", (False, True))
+def test_dropout_that_drops_nothing_goes(inplace):
+    gm, _ = after([Normalize()], Body(lambda m, x: F.dropout(m.linear(x), 0.0, True, inplace)), torch.randn(2, 8))
     assert ops(gm) == ["linear"]
+
+
+@pytest.mark.parametrize("drop", (F.dropout, F.alpha_dropout, F.feature_alpha_dropout), ids=lambda f: f.__name__)
+def test_dropout_in_place_is_dropout(drop):
+    found, _ = after([Normalize()], Body(lambda m, x: drop(m.linear(x), 0.3, True, True) + 1), torch.randn(2, 5, 8))
+    right, _ = after([Normalize()], Body(lambda m, x: drop(m.linear(x), 0.3, True) + 1), torch.randn(2, 5, 8))
+    assert ops(found) == ops(right)
 
 
 library = torch.library.Library("normalize_test", "DEF")  # an operator named as one of ATen's need not be it

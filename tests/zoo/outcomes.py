@@ -21,7 +21,7 @@ from tests.zoo import TRUTH, build
 Graph = tuple[fx.GraphModule, list[Any]]
 
 # Names of what is no softmax attention over tokens: nothing in them may be rewritten.
-NEGATIVES = ("neg_", "xcit", "edgenext", "davit", "lambda_net", "fnet", "poolformer", "mamba")
+NEGATIVES = ("neg_", "edgenext", "davit", "lambda_net", "fnet", "poolformer", "mamba")
 
 # Of the work that is done token by token, the share that each rank does for its own tokens alone: at least this.
 SHARE = 0.95
