@@ -132,9 +132,10 @@ def without_tables(gm: fx.GraphModule) -> fx.GraphModule:
 
 def belongs_to_program(node: fx.Node) -> bool:
     """Whether an input of Dynamo's graph is a tensor of the model (a buffer, an attribute) or of its file; not one that
-    the caller passes."""
+    the caller passes, nor a float (a temperature) that was left open because it changes."""
     if "belongs_to_program" not in node.meta:  # noted, because Dynamo takes the source away after its backend has run
-        source = getattr(node.meta.get("grapharg"), "source", None)
+        origin = node.meta.get("grapharg")
+        source = getattr(origin, "source", None) if not getattr(origin, "pass_arg_as_tensor", False) else None
         where = getattr(source, "guard_source", None)
         name = getattr(where() if callable(where) else where, "name", "")  # a method up to torch 2.12
         node.meta["belongs_to_program"] = "NN_MODULE" in name or name.startswith("GLOBAL")

@@ -97,6 +97,29 @@ def test_a_number_that_an_operator_takes_is_fixed():
     assert len(run_over(divided, calls(numbers=(0.1, 0.3, 0.7)), 2).reports) == 3
 
 
+class Tempered(nn.Module):
+    """A temperature that is an attribute, beside a mask that is read while compiling."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = 1.0
+        self.register_buffer("seen", torch.ones(11, 11).tril() > 0)
+
+    def forward(self, x):
+        scores = (x @ x.mT * self.temperature).masked_fill(~self.seen, float("-inf"))
+        return torch.softmax(scores, -1) @ x
+
+
+def test_a_number_of_the_module_is_no_buffer_of_it():
+    """What is read of it while compiling would be compiled anew at every call."""
+    torch._dynamo.reset()
+    model, before = Tempered(), len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    for x, model.temperature in calls():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert [site.pattern for report in ringopt.reports()[before:] for site in report.sites] == ["causal"] * 2
+
+
 def graphs_of(use, numbers):
     """How many graphs there were of attention whose result `use` combines with a number."""
     layer, before = Layer(use), len(ringopt.reports())
