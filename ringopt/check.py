@@ -58,8 +58,10 @@ def watch_backward(mesh: Mesh, outputs: Sequence[Any]) -> None:
 
 
 def begin_backward(mesh: Mesh, gradients: Sequence[Any]) -> None:
+    if torch.compiler.is_compiling():  # by compiled autograd, whose passes have no such end
+        return
     task, backwards = torch._C._current_graph_task_id(), mesh.backwards
-    if task not in backwards:
+    if task != -1 and task not in backwards:
         backwards.add(task)
         Variable._execution_engine.queue_callback(partial(backwards.discard, task))
 

@@ -7,11 +7,13 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
@@ -290,6 +292,26 @@ def test_what_cuts_a_backward_short_between_its_operators_ends_the_mesh_at_the_n
 def test_what_cuts_a_call_short_on_all_ranks_ends_nothing(ranks: Ranks, where: str, told: str) -> None:
     """An input that every rank has: none of them has sent what another does not wait for."""
     assert ranks(2, cut_short, where) == 2 * [["", told, ""]]
+
+
+def by_compiled_autograd() -> list[bool]:
+    torch.manual_seed(0)
+    alone, numbers = Tokens(), torch.arange(12)[None] % 10
+    model = torch.compile(alone, backend="ring", options={"inner_backend": "aot_eager", "timeout": 33.6})
+    expected = torch.autograd.grad(alone(numbers).square().sum(), alone.table.weight)[0]
+    said = []
+    for context in (nullcontext(), compiled_autograd._enable(torch.compile(backend="eager")), nullcontext()):
+        alone.zero_grad()
+        with context:
+            model(numbers).square().sum().backward()
+        said.append(torch.allclose(alone.table.weight.grad, expected))
+    process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
+    return said
+
+
+def test_a_backward_may_be_one_of_compiled_autograd(ranks: Ranks) -> None:
+    """Which traces what listens for its begin."""
+    assert ranks(2, by_compiled_autograd) == 2 * [[True, True, True]]
 
 
 def test_ranks_that_were_cut_short_at_different_messages_do_not_go_on() -> None:
