@@ -29,6 +29,7 @@ from ringopt.distributed.process import process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
 from ringopt.given import (
+    check_causal,
     check_layout,
     check_mask,
     check_names,
@@ -109,6 +110,7 @@ def attention(
     """
     check_operands(query, key, value, enable_gqa)
     check_mask(attn_mask)
+    check_causal(is_causal)
     check_numbers(dropout_p, scale)
     check_names(layout, strategy, kernel)
     scale = query.shape[3] ** -0.5 if scale is None else scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -26,7 +27,9 @@ def check_operands(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
         raise OptionError(f"{heads} query heads over {kv_heads} KV heads need enable_gqa=True")
-    if heads % max(kv_heads, 1):
+    if not heads or not kv_heads:
+        raise OptionError(f"attention takes heads, one at least; found {_shapes(query, key, value)}")
+    if heads % kv_heads:
         raise OptionError(f"{heads} query heads cannot share {kv_heads} KV heads: that is no multiple")
 
 
@@ -40,6 +43,8 @@ def check_whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
         )
     if not query.dtype == key.dtype == value.dtype:
         raise OptionError(f"attention: one dtype for all; found {query.dtype}, {key.dtype}, {value.dtype}")
+    if not query.device == key.device == value.device:
+        raise OptionError(f"attention: one device for all; found {query.device}, {key.device}, {value.device}")
     if mask is not None and 2 <= mask.dim() <= 4:
         sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
         allowed = ((1, batch), (1, heads), (1, rows), (1, key.shape[2]))
@@ -60,10 +65,15 @@ def check_mask(mask: Any) -> None:
         raise OptionError(f"attention takes an attn_mask of 2 to 4 dims; found {list(mask.shape)}")
 
 
+def check_causal(is_causal: Any) -> None:
+    if not isinstance(is_causal, bool):
+        raise OptionError(f"attention(is_causal={is_causal!r}): expected True or False")
+
+
 def check_numbers(dropout_p: Any, scale: Any) -> None:
     if not _is_number(dropout_p) or not 0.0 <= dropout_p <= 1.0:
         raise OptionError(f"attention(dropout_p={dropout_p!r}): a probability is from 0 to 1")
-    if scale is not None and not _is_number(scale):
+    if scale is not None and not (_is_number(scale) and -math.inf < scale < math.inf):
         raise OptionError(f"attention(scale={scale!r}): a number, or None for 1 / sqrt(head dim)")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import ringopt.ops.attention  # noqa: F401  (registers the operator)
 from ringopt.attention.dilation import Dilation
 from ringopt.errors import OptionError
+from ringopt.given import check_causal, check_numbers, check_operands
 from ringopt.ops.dropout import SEEDS
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
@@ -71,6 +72,10 @@ class DilatedAttention(nn.Module):
         """[B, Hq, S, Dv] of query [B, Hq, S, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv]. `attn_mask` says which keys
         are no padding, [1|B, 1, 1, S] of bool; causal beside it is for `is_causal`. Which weights are dropped with
         probability `dropout_p` follows from one number of the default generator. Raises OptionError."""
+        if not torch.compiler.is_compiling():
+            check_operands(query, key, value, enable_gqa)
+            check_causal(is_causal)
+            check_numbers(dropout_p, scale)
         shapes = [list(x.shape) for x in (query, key, value)]
         if not query.dim() == key.dim() == value.dim() == 4 or query.shape[2] != key.shape[2]:
             raise OptionError(f"dilated self-attention takes [B, H, S, D] tensors of one S; found {shapes}")

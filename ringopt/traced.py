@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._dynamo.exc import BackendCompilerFailed
 
 from ringopt.attention.choose import Case
 from ringopt.attention.dilated_predict import DilatedCase
 from ringopt.attention.predict import Heads
 from ringopt.backend import transform
 from ringopt.distributed.mesh import PretendedMesh
+from ringopt.errors import RingError
 from ringopt.explain import hollow, value_of_output
 from ringopt.graph.nodes import is_tensor, op_name, requires_grad, shape_of, value_of
 from ringopt.graph.pairs import NO_SITE
@@ -141,8 +143,13 @@ def flat_graphs(
         return lambda *_inputs: tuple(hollow(value) for value in outputs)
 
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-        torch.compile(model, backend=dry, dynamic=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
+    try:
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            torch.compile(model, backend=dry, dynamic=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, RingError):
+            raise failed.inner_exception from None
+        raise
     return graphs, refused, pairs
 
 

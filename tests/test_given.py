@@ -22,7 +22,8 @@ NUMBERS = {
     "window": [(0, "a query sees at least 1 key"), (2.5, "a whole number of keys"), ("a", "a whole number of keys")],
     "sinks": [(4, "beside a window"), (1.5, "how many first keys"), (torch.ones(3), "one logit for each head, [4]")],
     "dropout_p": [(1.5, "a probability is from 0 to 1"), ("x", "a probability is from 0 to 1")],
-    "scale": [("x", "a number, or None for 1 / sqrt(head dim)")],
+    "scale": [(wrong, "a number, or None for 1 / sqrt(head dim)") for wrong in ("x", float("nan"))],
+    "is_causal": [("no", "attention(is_causal='no'): expected True or False")],
     "dilation_rates": [((1, 2), "both are tuples of whole numbers")],
     "segment_lengths": [((4,), "both are tuples of whole numbers")],
     "dilation_offsets": [("torchscale", "both are tuples of whole numbers")],
@@ -64,6 +65,8 @@ def test_options(name: str, value: Any, told: str, ranks: int) -> None:
         (X, X[..., :8], X, "query and key have one head dim"),
         (X, X[:1], X[:1], "batch sizes are equal"),
         (X, X.double(), X, "one dtype for all; found torch.float32, torch.float64, torch.float32"),
+        (X, X.to("meta"), X, "one device for all; found cpu, meta, cpu"),
+        (X[:, :0], X[:, :0], X[:, :0], "attention takes heads, one at least; found query [2, 0, 8, 16]"),
     ],
 )
 def test_operands_of_one_process(q: Any, k: Any, v: Any, told: str) -> None:
@@ -95,6 +98,20 @@ def test_a_dim_that_is_none() -> None:
     for length in ("8", 8.0, -1, None):
         with pytest.raises(OptionError, match=r"unshard\(length=.*expected how many rows the sequence has"):
             unshard(X, 2, length=length)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"query": [1]}, "tensors as query, key, value; found list, Tensor, Tensor"),
+        ({"query": X.long()}, "tensors of a floating dtype; found torch.int64"),
+        ({"scale": "x"}, "a number, or None for 1 / sqrt(head dim)"),
+        ({"dropout_p": 2.0}, "a probability is from 0 to 1"),
+    ],
+)
+def test_arguments_of_a_module(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(told)):
+        ringopt.nn.DilatedAttention((4,), (1,))(**{"query": X, "key": X, "value": X, **given})
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def test_the_formulas_that_were_used_are_shown(found: Plan) -> None:
         ({"world_size": 0}, "expected whole numbers, 1 or more"),
         ({"hardware": "h101"}, "hardware 'h101' is unknown; the table has cpu, p100"),
         ({"link": "string"}, "link 'string' is unknown"),
+        ({"options": {"strategy": "halo"}}, "strategy 'halo' cannot do causal"),
         ({"lengths": [100], "world_size": 64}, "every one is shorter than 2 rows for each of 64 ranks"),
     ],
 )
