@@ -76,6 +76,7 @@ SWEPT = 37  # tokens; 2 ranks
 FEWER = {
     "hf/deberta": "each query reads of every key's scores with places, so every rank has these whole",
     "hf/informer": "the queries that matter are picked by their scores",
+    "vitp/local_attention_tf": "every rank computes what stands before the rows that are padded and cut into windows",
     "timm/swinv2_cr": "a network of 384 makes the bias of each layer, from all pairs of places in a window",
 }
 
