@@ -27,17 +27,19 @@ class Sending:
     """What a rank sends for one operator, at the size that was traced and at others.
 
     how     "reduced": a value of `bytes`, by a ring; "gathered": rows of `bytes` each, of a sequence of `length`;
-            "told": `bytes` to each other rank; "moved": `bytes` in all
+            "told": `bytes` to each other rank; "turned": `bytes` in all where there are `ranks`, a message between each
+            two of them; "moved": `bytes` in all
     grows   whether `bytes` are in proportion to the sequence; rows that cross the edges of shards are not
     bound   that rows that are only known when the program runs are taken to lie all on this rank
     """
 
-    how: Literal["reduced", "gathered", "told", "moved"]
+    how: Literal["reduced", "gathered", "told", "turned", "moved"]
     bytes: int
     length: int = 0
     layout: str = "contiguous"
     grows: bool = False
     bound: bool = False
+    ranks: int = 0
 
     def at(self, ranks: int, scale: float = 1.0) -> int:
         size = round(self.bytes * scale) if self.grows else self.bytes
@@ -45,6 +47,8 @@ class Sending:
             return 2 * size * (ranks - 1) // ranks
         if self.how == "gathered":
             return size * layout_of(self.layout, max(round(self.length * scale), 1), ranks).most * (ranks - 1)
+        if self.how == "turned":
+            return size * (ranks - 1) * self.ranks**2 // ((self.ranks - 1) * ranks**2)
         return size * (ranks - 1) if self.how == "told" else size
 
 
@@ -69,7 +73,8 @@ def sendings(node: fx.Node, ranks: int, rank: int, rows: int) -> list[Sending]:
     if name == "look_up_rows":  # who has them is not known; the rank that has most sends no more than if it had all
         return [Sending("told", size_of(node), bound=True)]
     sent = moved(node, name, ranks, rank)
-    return [Sending("moved", sent, grows=4 * sent > size_of(node))] if sent else []
+    how: Any = "turned" if name == "turn" else "moved"
+    return [Sending(how, sent, grows=4 * sent > size_of(node), ranks=ranks)] if sent else []
 
 
 def is_ours(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils._pytree import tree_map_only
 
 from ringopt.attention.choose import Case
 from ringopt.attention.dilated_predict import DilatedCase
@@ -143,6 +144,7 @@ def flat_graphs(
         return lambda *_inputs: tuple(hollow(value) for value in outputs)
 
     torch._dynamo.reset()
+    args, kwargs = tree_map_only(torch.Tensor, unmarked, (args, kwargs))
     try:
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             torch.compile(model, backend=dry, dynamic=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -151,6 +153,11 @@ def flat_graphs(
             raise failed.inner_exception from None
         raise
     return graphs, refused, pairs
+
+
+def unmarked(x: torch.Tensor) -> torch.Tensor:
+    """Without what torch._dynamo.mark_dynamic has noted on it: a plan is of numbers."""
+    return x.detach().requires_grad_(x.requires_grad) if hasattr(x, "_dynamo_dynamic_indices") else x
 
 
 def sites_of(nodes: Sequence[tuple[fx.GraphModule, fx.Node]]) -> list[PlannedSite]:

@@ -60,6 +60,27 @@ def test_points_are_by_length_and_ranks(found: Plan) -> None:
     assert all(point.layout == "zigzag" for point in found.points if point.length == 2**24)
 
 
+def test_of_an_input_whose_length_is_marked_as_open_too(found: Plan) -> None:
+    module, (x,) = model()
+    torch._dynamo.mark_dynamic(x, 1)
+    points = ringopt.plan(module, x, world_size=2, lengths=[ROWS], hardware="a100").points
+    assert points == found.points[:1]
+
+
+def test_what_is_turned_to_columns_and_back_falls_with_ranks() -> None:
+    class Sorted(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            return self.out(mixed.sort(1).values).square().mean()
+
+    _, inputs = model()
+    for point in ringopt.plan(Sorted(), *inputs, world_size=[2, 3, 1024], lengths=[2**20]).points:
+        ranks, whole = point.world_size, 2**20 * 16 * 4
+        beside = point.bytes - sum(site.bytes for site in point.sites)
+        assert beside == pytest.approx(4 * whole * (ranks - 1) / ranks**2, rel=0.05)
+
+
 def test_time_and_memory_fall_with_ranks(found: Plan) -> None:
     long = {point.world_size: point for point in found.points if point.length == 2**24}
     assert long[2].seconds / long[1024].seconds == pytest.approx(512, rel=0.1)
