@@ -7,6 +7,7 @@ These functions stand in for the originals while a program is traced, with the s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -31,12 +32,27 @@ def canonical_mask(
     target_type: torch.dtype,
     check_other: bool = True,
 ) -> Tensor | None:
-    """A mask of bools as numbers to be added. The original also warns where the other mask is of another type."""
-    if mask is None or mask.is_floating_point():
-        return mask
-    if mask.dtype != torch.bool:
+    """A mask of bools as numbers to be added. Where the other mask is of another type, the original warns at each call,
+    this when it is traced."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise AssertionError(f"only bool and floating types of {mask_name} are supported")
+    if check_other and other_type is not None and mask.dtype != other_type:
+        warn_of_types(mask_name, other_name)
+    if mask.is_floating_point():
+        return mask
     return torch.zeros_like(mask, dtype=target_type).masked_fill_(mask, float("-inf"))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_of_types(mask_name: str, other_name: str) -> bool:
+    """In torch's words. Dynamo runs it when it traces, for it answers the same at every call."""
+    warnings.warn(
+        f"Support for mismatched {mask_name} and {other_name} is deprecated. Use same type for both instead.",
+        stacklevel=2,
+    )
+    return True
 
 
 def teach() -> None:

@@ -72,3 +72,12 @@ def test_a_mask_of_numbers_is_an_error_as_ever():
     x, padding = batch()
     with pytest.raises(Exception, match="only bool and floating types of key_padding_mask are supported"):
         torch.compile(attention, backend="eager")(x, x, x, key_padding_mask=padding.long())
+
+
+def test_masks_of_two_types_are_warned_of_as_ever():
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
+    x, padding = batch()
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="mismatched key_padding_mask and attn_mask is deprecated"):
+        compiled = torch.compile(attention, backend="eager", fullgraph=True)
+        compiled(x, x, x, key_padding_mask=padding, attn_mask=torch.zeros(ROWS, ROWS, dtype=x.dtype))
