@@ -141,7 +141,9 @@ def validate_module(p: int, module: nn.Module, *args: Any, **options: Any) -> Ve
 
     def program(*values: Any) -> tuple[Any, ...]:
         found = functional_call(module, dict(zip(held, values[len(args) :], strict=True)), values[: len(args)])
-        return found if isinstance(found, tuple) else (found,)
+        outputs = found if isinstance(found, tuple) else (found,)
+        assert all(isinstance(out, torch.Tensor) for out in outputs), "nothing else is compared"
+        return outputs
 
     return validate_function(p, program, [*args, *held.values()], **options)
 
