@@ -14,7 +14,8 @@ from ringopt.attention.heads import HeadExchange, Parcel, Part
 from ringopt.attention.packing import Local
 from ringopt.attention.rows import Rows, count
 from ringopt.attention.turns import attend_shares, backward_shares
-from ringopt.distributed.mesh import Mesh, SubMesh
+from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.submesh import SubMesh
 from ringopt.kernels.base import accumulator
 
 

@@ -18,8 +18,9 @@ from ringopt.attention.plans import on_nodes, plan_of
 from ringopt.cost.hardware import LINKS, Link
 from ringopt.cost.profile import load, store
 from ringopt.cost.rates import cautious
-from ringopt.distributed.mesh import ANY, PretendedMesh, SubMesh
+from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.distributed.nodes import Nodes, nodes_from, nodes_of
+from ringopt.distributed.submesh import SubMesh
 from ringopt.errors import OptionError
 from tests.attention.reference import assert_near
 from tests.threads import ThreadMesh, run_on_threads
