@@ -92,11 +92,6 @@ def moved(node: fx.Node, name: str, ranks: int, rank: int) -> int:
             return 0
         places = rows_in(plan.sends if name == "fetch_rows" else plan.receives) * int(outer * inner)
         return places * row_of(x, dim)
-    if name in ("convolve_rows", "convolve_rows_backward"):
-        backward = name == "convolve_rows_backward"
-        x, (dim, length, numbers) = given[int(backward)], given[3:6]
-        plan = fetch_of(Wanted.of("halo", numbers), given[-2], length, ranks, rank, CPU)
-        return (rows_in(plan.sends) + backward * rows_in(plan.receives)) * row_of(x, dim)
     if name == "respread":
         x, dim, old, new, _local, *layouts, _group = given
         return rows_in(plan_respread(tuple(old), tuple(new), *layouts, ranks, rank, CPU).sends) * row_of(x, dim)

@@ -161,14 +161,17 @@ def route(homes: Sequence[Tensor], wanted: Sequence[Tensor], length: int, rank: 
 def swap(mesh: Mesh, dim: int, x: Tensor, sends: Any, receives: Any, label: str) -> list[Tensor]:
     """Rows of `x` along `dim` go to peers; the rows that came for each of `receives`."""
 
-    def message(count: int) -> Tensor:
-        return x.new_empty(prod(with_dim(x, dim, count)))
+    out = [(peer, x.index_select(dim, rows)) for peer, rows in sends]
+    return trade(mesh, x, out, [(peer, with_dim(x, dim, len(rows))) for peer, rows in receives], label)
 
+
+def trade(mesh: Mesh, x: Tensor, sends: Any, receives: Any, label: str) -> list[Tensor]:
+    """Parts of `x` go to peers; what came of each of `receives`, a peer and the sizes of its part."""
     # As bytes: gloo carries no bool, and no complex numbers.
-    out = [(peer, x.index_select(dim, rows).reshape(-1).view(torch.uint8)) for peer, rows in sends]
-    came = [(peer, message(len(rows))) for peer, rows in receives]
+    out = [(peer, part.reshape(-1).view(torch.uint8)) for peer, part in sends]
+    came = [(peer, x.new_empty(prod(sizes))) for peer, sizes in receives]
     mesh.exchange(out, [(peer, buffer.view(torch.uint8)) for peer, buffer in came], label).wait()
-    return [buffer.view(with_dim(x, dim, len(rows))) for (_, buffer), (_, rows) in zip(came, receives, strict=True)]
+    return [buffer.view(sizes) for (_, buffer), (_, sizes) in zip(came, receives, strict=True)]
 
 
 @torch.library.custom_op("ringopt::fetch_rows", mutates_args=())

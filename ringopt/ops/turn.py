@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringopt.distributed.mesh import mesh_of
 from ringopt.ops.respread import places
+from ringopt.ops.rows import trade
 
 
 @lru_cache(maxsize=256)
@@ -58,15 +59,13 @@ def turn(
     mine = len(columns[mesh.rank])
     assert mine == new[0] * local * new[2], f"{mine} places are wanted here, the graph says {local} rows"
     peers = [peer for peer in range(mesh.size) if peer != mesh.rank]
-    came = {peer: x.new_empty(with_dims(x, {dim: len(rows[peer]), new_dim: mine})) for peer in peers}
-    parts = {peer: x.index_select(new_dim, columns[peer]) for peer in peers}
-    # As bytes: gloo carries no bool, and no complex numbers.
-    sends = [(peer, part.reshape(-1).view(torch.uint8)) for peer, part in parts.items() if part.numel()]
-    receives = [(peer, part.reshape(-1).view(torch.uint8)) for peer, part in came.items() if part.numel()]
-    mesh.exchange(sends, receives, "turn").wait()
-    del parts, sends  # before there is a result: what is held beside it is no more than it
+    sends = [(peer, x.index_select(new_dim, columns[peer])) for peer in peers]
+    came = trade(
+        mesh, x, sends, [(peer, with_dims(x, {dim: len(rows[peer]), new_dim: mine})) for peer in peers], "turn"
+    )
+    del sends  # before there is a result: what is held beside it is no more than it
     out = x.new_empty(with_dims(x, {dim: prod(old), new_dim: mine}))
-    for peer, part in came.items():
+    for peer, part in zip(peers, came, strict=True):
         out.index_copy_(dim, rows[peer], part)
     out.index_copy_(dim, rows[mesh.rank], x.index_select(new_dim, columns[mesh.rank]))
     return out
