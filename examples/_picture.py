@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ringopt.attention.dilated_plan import DilatedPlan, TermPlan, dilated_plan_of
+from ringopt.context_parallel.plan.dilated import DilatedPlan, TermPlan, dilated_plan_of
 
 WIDTH, LEFT, BAR, GAP = 720, 120, 12, 4
 BINS = 240

@@ -1,7 +1,7 @@
 """For every attention site: how its rows travel, which layout, which kernel; or why it stays replicated.
 
 Values flow between sites, so each sequence has one layout: that in which all sites together are predicted to take least
-time (ringopt/attention/choose.py). For causal sites that is zigzag, since contiguous shards give the last rank about
+time (ringopt/cost/choose.py). For causal sites that is zigzag, since contiguous shards give the last rank about
 twice the mean work; it needs 2p rows. Sequences of different lengths, as of an encoder and a decoder, may differ.
 
 Before: mask classified. After: `strategy`, `layout`, `kernel`, `bytes_sent` of each site that can be sharded.
@@ -15,25 +15,25 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
-from ringopt.attention.bytes import bytes_between, bytes_sent
-from ringopt.attention.choose import Case, choose, choose_layout, choose_layouts
-from ringopt.attention.dilation import is_dilated
-from ringopt.attention.heads import HeadExchange
-from ringopt.attention.layouts import LAYOUTS, text_of
-from ringopt.attention.plans import on_nodes
-from ringopt.attention.predict import Heads
-from ringopt.cost.rates import Rates, cautious, rates_of
-from ringopt.distributed.decide import agreed_rates
+from ringopt.context_parallel.geometry.dilation import is_dilated
+from ringopt.context_parallel.geometry.layouts import LAYOUTS, text_of
+from ringopt.context_parallel.plan.head_exchange import HeadExchange
+from ringopt.context_parallel.plan.plan_of import on_nodes
+from ringopt.cost.choose import Case, choose, choose_layout, choose_layouts
+from ringopt.cost.message_bytes import bytes_between, bytes_sent
+from ringopt.cost.simulate import Heads
+from ringopt.distributed.agreed_rates import agreed_rates
 from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.errors import OptionError
-from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import op_name, requires_grad, shape_of, source_line, value_of
-from ringopt.graph.pairs import NO_SITE, pairs_in
-from ringopt.graph.placement import Layouts, Sharded
-from ringopt.graph.sizes import at_hand, formula, is_open
+from ringopt.expr.mask import Mask
+from ringopt.hardware.rates import Rates, cautious, rates_of
+from ringopt.ir.nodes import op_name, requires_grad, shape_of, source_line, value_of
+from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.symbolic_sizes import at_hand, formula, is_open
 from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.passes.dilated_sites import choose_dilated, dilated_layout
 from ringopt.pipeline import Context, Pass, SiteInfo
+from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 from ringopt.report import readable
 
 LEAST = 2  # ranks

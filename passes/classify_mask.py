@@ -7,7 +7,7 @@
 
 Before: functional graph, every attention a `ringopt::attention` node.
 After: no [n, n] mask is computed for a site, or the site keeps its mask and a refusal that says why. Equal numbers:
-conditions and biases are the program's own ops (ringopt/graph/cone.py), and what does not depend on an input is
+conditions and biases are the program's own ops (ringopt/recognize/lift.py), and what does not depend on an input is
 compared with the mask of the program here.
 """
 
@@ -20,20 +20,20 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from ringopt.attention.agreement import of_mask
-from ringopt.graph.bands import Known
-from ringopt.graph.cone import Cone, Unreadable
-from ringopt.graph.constants import Constants
-from ringopt.graph.mask import places
-from ringopt.graph.nodes import requires_grad, shape_of
-from ringopt.graph.peel import peel
-from ringopt.graph.reading import Reading, reading_of
-from ringopt.graph.refusal import Refusal
-from ringopt.graph.row_tables import OwnRows, element
-from ringopt.graph.sizes import at_hand, formula
-from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import Term
+from ringopt.expr.bands import Known
+from ringopt.expr.evaluate import evaluate
+from ringopt.expr.mask import places
+from ringopt.expr.terms import Term
+from ringopt.ir.constants import Constants
+from ringopt.ir.nodes import requires_grad, shape_of
+from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import at_hand, formula
 from ringopt.pipeline import Context, Pass
+from ringopt.recognize.additive_mask import peel
+from ringopt.recognize.crosscheck import of_mask
+from ringopt.recognize.lift import Cone, Unreadable
+from ringopt.recognize.reading import Reading, reading_of
+from ringopt.recognize.row_sources import OwnRows, element
 
 # A mask of more elements is compared at some blocks instead of whole.
 WHOLE = 1 << 22

@@ -23,15 +23,15 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
-from ringopt.attention.dilation import Dilation, dilation_of, is_dilated
-from ringopt.graph.bands import split
-from ringopt.graph.mask import FAR, Mask
-from ringopt.graph.nodes import emit, shape_of
-from ringopt.graph.peel import Peeled, every, rest_of
-from ringopt.graph.provenance import origins
-from ringopt.graph.sizes import at_hand
-from ringopt.graph.terms import Term, axes_of, conjuncts, dumps
+from ringopt.context_parallel.geometry.dilation import Dilation, dilation_of, is_dilated
+from ringopt.dims.origin import origins
+from ringopt.expr.bands import split
+from ringopt.expr.mask import FAR, Mask
+from ringopt.expr.terms import Term, axes_of, conjuncts, dumps
+from ringopt.ir.nodes import emit, shape_of
+from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.pipeline import Context, Pass, SiteInfo
+from ringopt.recognize.additive_mask import Peeled, every, rest_of
 
 attention = torch.ops.ringopt.attention.default
 

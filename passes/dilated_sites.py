@@ -2,7 +2,7 @@
 
 Contiguous shards keep neighbours together, so that most segments lie within one; under a long causal pattern zigzag
 shares the work better. Each pattern's rows are gathered, which sends what is needed and no more, unless a rank would
-hold more rows of others than it has of its own: those go round a ring (attention/dilated_plan.py).
+hold more rows of others than it has of its own: those go round a ring (context_parallel/plan/dilated.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 
-from ringopt.attention.choose import CLOSE, duration
-from ringopt.attention.dilated_plan import DilatedPlan, dilated_plan_of
-from ringopt.attention.exchange import Cargo, exchange_of
-from ringopt.attention.layouts import LAYOUTS
-from ringopt.cost.rates import Rates
+from ringopt.context_parallel.geometry.layouts import LAYOUTS
+from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
+from ringopt.context_parallel.plan.exchange import Cargo, exchange_of
+from ringopt.cost.choose import CLOSE, duration
 from ringopt.errors import OptionError
-from ringopt.graph.nodes import shape_of, value_of
-from ringopt.graph.sizes import at_hand
+from ringopt.hardware.rates import Rates
+from ringopt.ir.nodes import shape_of, value_of
+from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.kernels.choose import choose
 from ringopt.pipeline import Context, SiteInfo
 from ringopt.report import readable

@@ -21,8 +21,8 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.attention  # noqa: F401  (registers the operator)
-from ringopt.graph.nodes import emit, module_path, shape_of, source_line, value_of
-from ringopt.graph.refusal import Refusal
+from ringopt.ir.nodes import emit, module_path, shape_of, source_line, value_of
+from ringopt.ir.refusal import Refusal
 from ringopt.ops.dropout import SEEDS
 from ringopt.pipeline import Context, Pass, SiteInfo
 

@@ -6,7 +6,7 @@
         ->
     y = ringopt::attention(q, k, v, None, [table], None, None, "causal", "{...}", 0, 1/8)
 
-What a score is made of is read element by element (ringopt/graph/scores.py), as for attention that is spelled out.
+What a score is made of is read element by element (ringopt/recognize/scores.py), as for attention that is spelled out.
 After: no node is over queries and keys for the sake of flex_attention. Where a score cannot be read the whole graph is
 refused, because only the original operator can do without scores of all pairs.
 """
@@ -18,20 +18,20 @@ import re
 import torch
 import torch.fx as fx
 
-from ringopt.attention.agreement import of_scores
-from ringopt.graph.bands import Known
-from ringopt.graph.cone import Cone, Unreadable
-from ringopt.graph.constants import Constants
-from ringopt.graph.nodes import emit_attention, module_path, requires_grad, shape_of, source_line, value_of
-from ringopt.graph.reading import Reading, reading_of
-from ringopt.graph.refusal import Refusal
-from ringopt.graph.scores import NotAttention, Scores, peel_scores
-from ringopt.graph.sizes import at_hand
-from ringopt.graph.spelled_reading import descendants
-from ringopt.graph.term_folding import substitute
-from ringopt.graph.terms import load, loads, score
+from ringopt.expr.bands import Known
+from ringopt.expr.simplify import substitute
+from ringopt.expr.terms import load, loads, score
+from ringopt.ir.constants import Constants
+from ringopt.ir.nodes import emit_attention, module_path, requires_grad, shape_of, source_line, value_of
+from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.passes.find_unfused import in_order, multiplied
 from ringopt.pipeline import Context, GraphRefused, Pass, SiteInfo
+from ringopt.recognize.crosscheck import of_scores
+from ringopt.recognize.lift import Cone, Unreadable
+from ringopt.recognize.prove import descendants
+from ringopt.recognize.reading import Reading, reading_of
+from ringopt.recognize.scores import NotAttention, Scores, peel_scores
 
 OF_TORCH = re.compile(r'\s*File "[^"]*nn/attention/flex_attention\.py"')  # frames below the line of the program
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.graph.constants import Constants
-from ringopt.graph.nodes import argument, emit, is_tensor, op_name, shape_of, value_of
-from ringopt.graph.products import Letters, product_of
+from ringopt.dims.contraction import Letters, product_of
+from ringopt.ir.constants import Constants
+from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value_of
 from ringopt.pipeline import Context, Pass
 
 aten = torch.ops.aten

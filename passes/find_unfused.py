@@ -5,7 +5,7 @@
         ->
     y = ringopt::attention(q, k, v, None, [...], sinks, seed, "causal", "{...}", dropout_p, 1/8)
 
-Found by axes (ringopt/graph/spelled.py), proved by reading every score and weight (ringopt/graph/spelled_reading.py).
+Found by axes (ringopt/recognize/candidates.py), proved by reading every score and weight (ringopt/recognize/prove.py).
 The mask is read on the way, so that classify_mask finds nothing left to do. Weights that the program also returns stay
 computed as they were. After: every softmax that is no attention, or could not be proved to be, has its reason; and so
 have exponentials of scores that are no softmax.
@@ -22,11 +22,13 @@ import torch
 import torch.fx as fx
 
 import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
-from ringopt.attention.agreement import of_scores
-from ringopt.graph.axes import rule_of
-from ringopt.graph.bands import Known
-from ringopt.graph.constants import Constants
-from ringopt.graph.nodes import (
+from ringopt.dims.contraction import product_of
+from ringopt.dims.rules import rule_of
+from ringopt.expr.bands import Known
+from ringopt.expr.simplify import substitute
+from ringopt.expr.terms import Term, constant, dumps, loads
+from ringopt.ir.constants import Constants
+from ringopt.ir.nodes import (
     emit,
     emit_attention,
     is_aten,
@@ -37,17 +39,15 @@ from ringopt.graph.nodes import (
     source_line,
     value_of,
 )
-from ringopt.graph.products import product_of
-from ringopt.graph.reading import Reading, reading_of
-from ringopt.graph.refusal import Refusal
-from ringopt.graph.scores import NotAttention
-from ringopt.graph.sizes import at_hand
-from ringopt.graph.spelled import SOFTMAX, Candidate, Roles, candidates
-from ringopt.graph.spelled_reading import Found, Prover
-from ringopt.graph.term_folding import substitute
-from ringopt.graph.terms import Term, constant, dumps, loads
+from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.passes.find_attention import draw_seed, with_positive_scale
 from ringopt.pipeline import Context, Pass, SiteInfo
+from ringopt.recognize.candidates import SOFTMAX, Candidate, Roles, candidates
+from ringopt.recognize.crosscheck import of_scores
+from ringopt.recognize.prove import Found, Prover
+from ringopt.recognize.reading import Reading, reading_of
+from ringopt.recognize.scores import NotAttention
 
 aten = torch.ops.aten
 

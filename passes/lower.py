@@ -3,7 +3,7 @@
     gather(linear(scatter(x)))      ->   the same, each node with the fake value it has on this rank,
     output [B, S, D] strided         ->   outputs laid out in memory as the original program returned them
 
-Every node is run on fake local tensors, once for each kind of operands (ringopt/graph/fakes.py), and its size held
+Every node is run on fake local tensors, once for each kind of operands (ringopt/ir/fake_cache.py), and its size held
 against its placement, so that a wrong rule is an error when the graph is compiled and not a wrong number when it runs.
 Dynamo compiled the code after this graph for the original strides.
 """
@@ -19,10 +19,10 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
-from ringopt.graph.custom_gradient import custom_gradients
-from ringopt.graph.fakes import Answers
-from ringopt.graph.nodes import is_tensor, outputs_of, value_of
-from ringopt.graph.sizes import divides, into_nodes, same
+from ringopt.ir.autograd_function import custom_gradients
+from ringopt.ir.fake_cache import Answers
+from ringopt.ir.nodes import is_tensor, outputs_of, value_of
+from ringopt.ir.symbolic_sizes import divides, into_nodes, same
 from ringopt.pipeline import Context, Pass
 
 aten = torch.ops.aten

@@ -19,12 +19,12 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from ringopt.graph.autocast import Uncastable, explicit_casts
-from ringopt.graph.custom_gradient import CustomGradient, custom_gradients
-from ringopt.graph.detached import ExplicitDetach
-from ringopt.graph.functional import Functional, Unwritable, instead, views_by_value
-from ringopt.graph.nodes import argument, emit, named, op_name, origin, requires_grad, shape_of, value_of
-from ringopt.graph.refusal import Refusal
+from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
+from ringopt.frontend.explicit_no_grad import ExplicitDetach
+from ringopt.frontend.functionalize import Functional, Unwritable, instead, views_by_value
+from ringopt.ir.autograd_function import CustomGradient, custom_gradients
+from ringopt.ir.nodes import argument, emit, named, op_name, origin, requires_grad, shape_of, value_of
+from ringopt.ir.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
 
 aten = torch.ops.aten

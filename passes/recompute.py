@@ -9,7 +9,7 @@ have it repeat one exchange on one rank and another on the next (a budget of 0 r
 dropout, a number each. (Korthikanti et al. 2022, Reducing Activation Recomputation, section 5, chooses what to keep in
 the same way: what is dear to repeat and small to hold.)
 
-Before: nodes tagged with the numbers of their regions (graph/recompute.py).
+Before: nodes tagged with the numbers of their regions (ir/checkpoint_regions.py).
 After: nodes tagged as AOTAutograd's partitioner reads it, exchanges everywhere, and with the policy that it is to ask.
 """
 
@@ -21,12 +21,12 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ringopt.graph.nodes import is_random, value_of
-from ringopt.graph.recompute import Regions
-from ringopt.lockstep import sends
-from ringopt.measure import Figures
+from ringopt.ir.checkpoint_regions import Regions
+from ringopt.ir.nodes import is_random, value_of
+from ringopt.overlap.collective_order import sends
 from ringopt.pipeline import Context, Pass
 from ringopt.report import readable
+from ringopt.reporting.figures import Figures
 
 
 class Recompute(Pass):

@@ -8,8 +8,8 @@ computed while this one's keys and values travel again. "home": what stood befor
 gradients, which are computed while the last sums of dK and dV come home. Where nothing does, or less than it costs to
 start apart (a step, by the rates that all ranks agreed on), or where more would be under way than may be (a part of the
 device's memory), the exchange starts with the attention, whose own first step hides it, and ends with its backward. The
-graphs themselves are ordered when autograd has made them (ringopt/early.py); what that needs of the rates is noted in
-the graph's meta.
+graphs themselves are ordered when autograd has made them (ringopt/overlap/start_early.py); what that needs of the rates
+is noted in the graph's meta.
 
 Before: a lowered graph. After: each attention says in which directions it starts early, and its site in the report
 says behind what, or why not; a note of the report has the gathers and sums that are held back.
@@ -23,19 +23,19 @@ from math import inf
 
 import torch.fx as fx
 
-from ringopt.attention.choose import duration
-from ringopt.attention.exchange import Exchange
-from ringopt.collect import BUDGET, Budget, advance_all, bytes_of, collectives_of
-from ringopt.cost.rates import Rates
+from ringopt.context_parallel.plan.exchange import Exchange
+from ringopt.cost.choose import duration
 from ringopt.distributed.mesh import ANY
-from ringopt.early import EXCHANGES, beside_of, gap_before
-from ringopt.graph.nodes import module_path, named, op_name, requires_grad
-from ringopt.moves import flops_of, is_product
+from ringopt.hardware.rates import Rates
+from ringopt.ir.nodes import module_path, named, op_name, requires_grad
+from ringopt.overlap.async_collectives import BUDGET, Budget, advance_all, bytes_of, collectives_of
+from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
+from ringopt.overlap.reorder import flops_of, is_product
+from ringopt.overlap.start_early import EXCHANGES, beside_of, gap_before
 from ringopt.passes.choose_strategy import rates_for
 from ringopt.passes.sync_gradients import is_parameter
 from ringopt.pipeline import Context, Pass
 from ringopt.report import readable
-from ringopt.under_way import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
 
 SITES = ("ring_attention", "dilated_attention")
 TOLD = 3  # names in a sentence

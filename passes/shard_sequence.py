@@ -5,10 +5,10 @@
     return y                                return gather(y, n)
 
 Everything starts replicated. An attention site demands q, k, v sharded along their rows; its output is sharded; rules
-(ringopt/graph/axes.py) push that forward, and demands climb back to the inputs (ringopt/graph/sharder.py). What mixes
-rows in a known way (a slice, a loss, a convolution) is computed on shards with what little the ranks need of each other
-(ringopt/sharding), also above the first site (ringopt/sharding/sources.py); all else is computed on gathered operands
-and reported.
+(ringopt/dims/rules.py) push that forward, and demands climb back to the inputs (ringopt/sharding/sharder.py). What
+mixes rows in a known way (a slice, a loss, a convolution) is computed on shards with what little the ranks need of each
+other (ringopt/sharding), also above the first site (ringopt/sharding/handlers/demands.py); all else is computed on
+gathered operands and reported.
 
 Before: functional graph, sites chosen by choose_strategy.
 After: every value replicated (same bits and same complete gradient on every rank) or sharded.
@@ -23,18 +23,12 @@ from functools import partial
 import torch
 import torch.fx as fx
 
-import ringopt.ops.convert
-import ringopt.ops.dilated
-import ringopt.ops.respread
-import ringopt.ops.rows_here
-import ringopt.ops.turn  # noqa: F401  (registers the operators)
-from ringopt.attention.dilation import is_dilated
-from ringopt.attention.layouts import LAYOUTS, layout_of
+from ringopt.context_parallel.geometry.dilation import is_dilated
+from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
 from ringopt.distributed.mesh import ANY
-from ringopt.graph.composite import parts_of
-from ringopt.graph.custom_gradient import CustomGradient
-from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import (
+from ringopt.expr.mask import Mask
+from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.nodes import (
     eliminate_dead_code,
     is_random,
     is_tensor,
@@ -46,21 +40,22 @@ from ringopt.graph.nodes import (
     tensor_args,
     value_of,
 )
-from ringopt.graph.placement import Sharded
-from ringopt.graph.refusal import Refusal
-from ringopt.graph.sharder import Sharder
-from ringopt.graph.sizes import plain
-from ringopt.lazy import Spread
+from ringopt.ir.placement import Sharded
+from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import plain
 from ringopt.ops.ring import VERSION
 from ringopt.pipeline import Context, GraphRefused, Pass, SiteInfo
 from ringopt.report import Gather
-from ringopt.sharding import HANDLERS, across
-from ringopt.sharding.batches import told_apart
-from ringopt.sharding.columns import MIXED
-from ringopt.sharding.custom_gradient import Functions, Places
-from ringopt.sharding.sources import Demand, sources, worked_on
-from ringopt.sharding.steps import enough_rows
-from ringopt.sharding.windows import windows
+from ringopt.sharding.composite import parts_of
+from ringopt.sharding.emit import enough_rows
+from ringopt.sharding.handlers.autograd_function import Functions, Places
+from ringopt.sharding.handlers.batched_attention import told_apart
+from ringopt.sharding.handlers.by_columns import MIXED
+from ringopt.sharding.handlers.demands import Demand, sources, worked_on
+from ringopt.sharding.handlers.registry import HANDLERS, across
+from ringopt.sharding.handlers.windows import windows
+from ringopt.sharding.sharder import Sharder
+from ringopt.tensor.lazy import Spread
 
 
 class ShardSequence(Pass):

@@ -18,10 +18,10 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import emit, is_tensor, op_name, shape_of, value_of
-from ringopt.graph.products import product_of
-from ringopt.graph.spelled import SOFTMAX
+from ringopt.dims.contraction import product_of
+from ringopt.ir.nodes import emit, is_tensor, op_name, shape_of, value_of
 from ringopt.pipeline import Context, Pass
+from ringopt.recognize.candidates import SOFTMAX
 
 aten = torch.ops.aten
 

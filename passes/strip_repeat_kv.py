@@ -16,13 +16,13 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from ringopt.graph.cone import Cone, coordinates
-from ringopt.graph.constants import LARGEST, Constants
-from ringopt.graph.nodes import shape_of
-from ringopt.graph.sizes import same
-from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import Term
+from ringopt.expr.evaluate import evaluate
+from ringopt.expr.terms import Term
+from ringopt.ir.constants import LARGEST, Constants
+from ringopt.ir.nodes import shape_of
+from ringopt.ir.symbolic_sizes import same
 from ringopt.pipeline import Context, Pass
+from ringopt.recognize.lift import Cone, coordinates
 
 
 class StripRepeatKv(Pass):

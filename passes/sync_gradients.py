@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import torch
 import torch.fx as fx
 
-from ringopt.graph.nodes import op_name, value_of
-from ringopt.ops import gradients  # noqa: F401  (registers the operators)
+from ringopt.ir.nodes import op_name, value_of
+from ringopt.ops import gradient_buckets  # noqa: F401  (registers the operators)
 from ringopt.pipeline import Context, Pass
 
 BUCKET = 25 * 2**20  # bytes; what DistributedDataParallel takes

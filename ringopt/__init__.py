@@ -5,33 +5,31 @@ Names are loaded when they are first used: importing ringopt imports neither tor
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringopt import errors, nn
-    from ringopt.archive import load
-    from ringopt.arrive import from_rows
     from ringopt.backend import reports
-    from ringopt.compare.programs import diff
-    from ringopt.convert import convert
+    from ringopt.compare.diff import diff
+    from ringopt.compare.graph_diff import GraphDiff
     from ringopt.distributed.traffic import record_traffic
-    from ringopt.explain import explain
+    from ringopt.drivers.convert import convert
+    from ringopt.drivers.explain import explain
+    from ringopt.frontend.pt2_archive import load
     from ringopt.functional import attention, shard, unshard
-    from ringopt.graph.diff import GraphDiff
     from ringopt.options import Options
-    from ringopt.plan import Plan, plan
+    from ringopt.planner.plan import Plan, plan
     from ringopt.report import Report
-
-__version__ = "0.1.0"
+    from ringopt.tensor.from_rows import from_rows
+    from ringopt.version import __version__
 
 __all__ = [
     "GraphDiff",
     "Options",
     "Plan",
     "Report",
+    "__version__",
     "attention",
     "convert",
     "diff",
@@ -51,17 +49,18 @@ _MODULES = ("errors", "nn")
 
 # Where each other public name lives.
 _HOME = {
-    "GraphDiff": "ringopt.graph.diff",
+    "__version__": "ringopt.version",
+    "GraphDiff": "ringopt.compare.graph_diff",
     "Options": "ringopt.options",
     "Report": "ringopt.report",
     "attention": "ringopt.functional",
-    "convert": "ringopt.convert",
-    "diff": "ringopt.compare.programs",
-    "explain": "ringopt.explain",
-    "from_rows": "ringopt.arrive",
-    "Plan": "ringopt.plan",
-    "load": "ringopt.archive",
-    "plan": "ringopt.plan",
+    "convert": "ringopt.drivers.convert",
+    "diff": "ringopt.compare.diff",
+    "explain": "ringopt.drivers.explain",
+    "from_rows": "ringopt.tensor.from_rows",
+    "Plan": "ringopt.planner.plan",
+    "load": "ringopt.frontend.pt2_archive",
+    "plan": "ringopt.planner.plan",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",
     "shard": "ringopt.functional",
@@ -81,17 +80,3 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
-
-class _Package(ModuleType):
-    """`ringopt.attention` is the function, although the folder attention/ has the same name.
-
-    The import system sets a submodule as attribute of its package; for a public name that is a function it must not.
-    `from ringopt.attention.rows import Rows` looks modules up by their full name and is not affected.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -17,31 +17,31 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ringopt.attention.dilation import is_dilated
-from ringopt.boundary import Boundary, arriving, break_after, check_arrivals, ends_program, examples
-from ringopt.capture import capture, known, unseen
-from ringopt.check import CheckedInputs
+from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.distributed.mesh import Mesh, mesh_of
 from ringopt.distributed.process import process_mesh
-from ringopt.dump import Dump
 from ringopt.errors import RefusedError
-from ringopt.flatten import has_custom
-from ringopt.graph.lengths import OpenSizes, shape_env_of, specialize
-from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import readable, requires_grad, shape_of, value_of
-from ringopt.graph.open_floats import floats_as_tensors, left_open
-from ringopt.graph.recompute import police, tags_of
-from ringopt.lazy import Lazy
-from ringopt.measure import report_of
+from ringopt.expr.mask import Mask
+from ringopt.frontend.capture import capture, known, unseen
+from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize
+from ringopt.frontend.dynamo_polyfills import teach
+from ringopt.frontend.flatten import has_custom
+from ringopt.frontend.open_floats import floats_as_tensors, left_open
+from ringopt.ir.checkpoint_regions import police, tags_of
+from ringopt.ir.nodes import readable, requires_grad, shape_of, value_of
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from ringopt.passes import ALONE, LINE
 from ringopt.pipeline import Context, GraphRefused, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
-from ringopt.timeline import trace_to, traced
-from ringopt.traceable import teach
-from ringopt.verify import Original, Verified
-from ringopt.watch import Made, Watched
+from ringopt.reporting.dump import Dump
+from ringopt.reporting.figures import report_of
+from ringopt.runtime.graph_boundary import Boundary, arriving, break_after, check_arrivals, ends_program, examples
+from ringopt.runtime.input_check import CheckedInputs
+from ringopt.runtime.mask_guards import Made, Watched
+from ringopt.runtime.trace import trace_to, traced
+from ringopt.runtime.verify import Original, Verified
+from ringopt.tensor.lazy import Lazy
 
 log = logging.getLogger(__name__)
 
@@ -221,14 +221,14 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
     if options.inner_backend != "eager":
         police(gm)
     if options.inner_backend == "aot_eager":
-        from ringopt.early import aot_eager
+        from ringopt.overlap.start_early import aot_eager
 
         run = aot_eager(gm, example_inputs)
     elif options.inner_backend == "inductor":
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        from ringopt.early import inductor_settings
+        from ringopt.overlap.start_early import inductor_settings
 
         patches = {**(list_mode_options(mode) if mode else {}), **inductor_settings(gm)}
         # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it,

@@ -15,20 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringopt.ops.attention
-import ringopt.ops.convert
+import ringopt.ops.collectives
 import ringopt.ops.dilated  # noqa: F401  (registers the operators)
-from ringopt.attention.choose import Case, choose
-from ringopt.attention.dilation import Dilation, shared_heads
-from ringopt.attention.layouts import layout_of
-from ringopt.attention.plans import on_nodes
-from ringopt.attention.predict import Heads
-from ringopt.attention.rows import count
-from ringopt.distributed.decide import agreed_rates
-from ringopt.distributed.mesh import Mesh, mesh_of, register
-from ringopt.distributed.process import process_mesh
-from ringopt.distributed.traffic import record_traffic
-from ringopt.errors import OptionError, RingMismatchError
-from ringopt.given import (
+from ringopt.arguments import (
     check_causal,
     check_layout,
     check_mask,
@@ -42,8 +31,19 @@ from ringopt.given import (
     pattern_of,
     rates_of,
 )
-from ringopt.graph.mask import Mask
-from ringopt.graph.terms import affine, axis, load
+from ringopt.context_parallel.geometry.dilation import Dilation, shared_heads
+from ringopt.context_parallel.geometry.layouts import layout_of
+from ringopt.context_parallel.geometry.rows import count
+from ringopt.context_parallel.plan.plan_of import on_nodes
+from ringopt.cost.choose import Case, choose
+from ringopt.cost.simulate import Heads
+from ringopt.distributed.agreed_rates import agreed_rates
+from ringopt.distributed.mesh import Mesh, mesh_of, register
+from ringopt.distributed.process import process_mesh
+from ringopt.distributed.traffic import record_traffic
+from ringopt.errors import OptionError, RingMismatchError
+from ringopt.expr.mask import Mask
+from ringopt.expr.terms import affine, axis, load
 from ringopt.kernels.choose import choose as choose_kernel
 from ringopt.ops.dropout import SEEDS
 from ringopt.ops.ring import VERSION

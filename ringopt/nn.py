@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ringopt.ops.attention  # noqa: F401  (registers the operator)
-from ringopt.attention.dilation import Dilation
+from ringopt.arguments import check_causal, check_numbers, check_operands
+from ringopt.context_parallel.geometry.dilation import Dilation
 from ringopt.errors import OptionError
-from ringopt.given import check_causal, check_numbers, check_operands
 from ringopt.ops.dropout import SEEDS
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention"]

@@ -43,14 +43,15 @@ class Options:
     sync_gradients  True: every rank has the complete gradients of parameters; False: their mean over the ranks is the
                     gradient, for a wrapper that averages (DDP or FSDP over the ranks of the mesh too)
     kernel          the attention kernel of a block
-    segment_lengths, dilation_rates   make each self-attention dilated (ringopt/attention/dilation.py): another function
-                    than the model's own; None: they stay as they are
+    segment_lengths, dilation_rates   make each self-attention dilated
+                    (ringopt/context_parallel/geometry/dilation.py): another function than the
+                    model's own; None: they stay as they are
     dilation_offsets   where the heads begin in a segment: "paper" (j mod r) or "torchscale" (j // ceil(heads / r))
     inner_backend   what compiles the sharded graph
     timeout         seconds until a message that does not arrive is an error
     on_refusal      what happens when an attention site cannot be sharded
     verify          whether the first call of each compiled graph also runs the graph it was made from, whole on every
-                    rank, and compares outputs and gradients (ringopt/verify.py)
+                    rank, and compares outputs and gradients (ringopt/runtime/verify.py)
     dump            folder for the graphs before and after each pass, the report and the diff; None: nothing is written
     trace           folder for what each rank did when, exchanges and compute; None: nothing is recorded
     """

@@ -18,13 +18,13 @@ import torch.fx as fx
 from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
-from ringopt.graph.nodes import eliminate_dead_code
-from ringopt.graph.placement import Layouts, Sharded
-from ringopt.graph.printer import short
-from ringopt.graph.refusal import Refusal
-from ringopt.lazy import Spread
+from ringopt.ir.nodes import eliminate_dead_code
+from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.printer import short
+from ringopt.ir.refusal import Refusal
 from ringopt.options import Options
 from ringopt.report import Gather
+from ringopt.tensor.lazy import Spread
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Pipeline:
         for step in self.passes:
             before = short(gm.graph) if self.told and log.isEnabledFor(logging.DEBUG) else ""
             with warnings.catch_warnings():
-                # Open sizes stand in the arguments of nodes until the last pass (ringopt/graph/sizes.py).
+                # Open sizes stand in the arguments of nodes until the last pass (ringopt/ir/symbolic_sizes.py).
                 warnings.filterwarnings("ignore", "Raw Sym")
                 step.run(gm, context)
             eliminate_dead_code(gm.graph)

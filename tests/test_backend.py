@@ -18,10 +18,10 @@ import ringopt
 from ringopt.backend import tell, transform
 from ringopt.distributed.mesh import PretendedMesh, mesh_of
 from ringopt.errors import OptionError
-from ringopt.graph.nodes import op_name, value_of
+from ringopt.ir.nodes import op_name, value_of
 from ringopt.options import Options
-from tests.models import build, difference, run
-from tests.translation import captured, validate
+from tests.harness.models import build, difference, run
+from tests.harness.translation import captured, validate
 
 
 class Attention(nn.Module):

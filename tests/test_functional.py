@@ -12,8 +12,8 @@ from torch import Tensor
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
 from ringopt.functional import attention, shard, unshard
-from tests.attention.reference import assert_near, problem, sdpa, visible
-from tests.threads import ThreadMesh, run_on_threads
+from tests.context_parallel.reference import assert_near, problem, sdpa, visible
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 
 # ---- one device ------------------------------------------------------------------------------------------------------

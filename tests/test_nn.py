@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import ringopt
 from ringopt.errors import OptionError
 from ringopt.nn import DilatedAttention, MultiheadDilatedAttention
-from tests.attention.reference import problem
-from tests.dilated.reference import Patterns, dilated, torchscale
-from tests.test_lengths import run_over
-from tests.translation import validate
+from tests.context_parallel.dilated.reference import Patterns, dilated, torchscale
+from tests.context_parallel.reference import problem
+from tests.harness.translation import validate
+from tests.programs.test_lengths import run_over
 
 LENGTHS, RATES = (8, 23, 60), (1, 2, 4)
 N = 50

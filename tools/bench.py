@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.benchmarks import (
+from ringopt.tools.benchmarks.against import compared, earlier
+from ringopt.tools.benchmarks.tables import (
     calibrate,
     dilated,
     exchange,
@@ -23,13 +24,12 @@ from ringopt.tools.benchmarks import (
     speedup,
     training,
 )
-from ringopt.tools.benchmarks.against import compared, earlier
 from ringopt.tools.command import CommandError, check_file, console, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from ringopt.tools.benchmarks.machine import Machine
+    from ringopt.tools.benchmarks.lab.machine import Machine
     from ringopt.tools.benchmarks.result import Result
 
 EXAMPLES = """\
@@ -67,7 +67,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ringopt.tools.benchmarks.machine import this_machine
+    from ringopt.tools.benchmarks.lab.machine import this_machine
 
     if (arguments.measure is None) is not arguments.calibrate:
         arguments.parser.error("expected a TABLE, or --calibrate")

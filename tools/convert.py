@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ringopt.archive import load_with_provenance
-    from ringopt.convert import converted
+    from ringopt.drivers.convert import converted
+    from ringopt.frontend.pt2_archive import load_with_provenance
 
     told, ranks = Console(stderr=True), arguments.world_size or 1
     quiet = not told.is_terminal
@@ -129,7 +129,7 @@ def converting(arguments: argparse.Namespace, convert: Any) -> tuple[ExportedPro
 
 
 def provenance_text(options: dict[str, Any], report: Report) -> str:
-    from ringopt.convert import provenance
+    from ringopt.drivers.convert import provenance
 
     return json.dumps(provenance(options, report))
 
@@ -177,7 +177,7 @@ def save(program: ExportedProgram, file: Path, provenance: str) -> None:
     """Raises OSError."""
     import torch
 
-    from ringopt.archive import PROVENANCE
+    from ringopt.frontend.pt2_archive import PROVENANCE
 
     with Outlet(file, "w") as out:
         torch.export.save(program, out, extra_files={PROVENANCE: provenance})

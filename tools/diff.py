@@ -12,7 +12,7 @@ from ringopt.tools.command import check_file, console, import_all, positive, wri
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from ringopt.graph.diff import GraphDiff
+    from ringopt.compare.graph_diff import GraphDiff
 
 OPEN = re.compile(r"\bs\d")  # in a shape, the length or batch size that an export leaves open
 
@@ -90,6 +90,6 @@ def why_unknown(diff: GraphDiff, ranks: int | None) -> str:
 
 
 def write_html(diff: GraphDiff, arguments: argparse.Namespace) -> None:
-    from ringopt.pages.diff_page import diff_page
+    from ringopt.reporting.diff_page import diff_page
 
     write(arguments.html, diff_page(diff, arguments.before, arguments.after))

@@ -18,8 +18,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ringopt.graph.alignment import LISTED
-from ringopt.graph.diff import Change, GraphDiff, NodeView, SiteView, Totals
+from ringopt.compare.align import LISTED
+from ringopt.compare.graph_diff import Change, GraphDiff, NodeView, SiteView, Totals
 from ringopt.report import folded, several
 
 MARKS = {"added": ("+", "green"), "removed": ("-", "red"), "resized": ("=", "dim"), "same": (" ", "dim")}

@@ -93,7 +93,7 @@ def examined(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
 def devices() -> dict[str, str]:
     import torch
 
-    from ringopt.tools.benchmarks.machine import this_machine
+    from ringopt.tools.benchmarks.lab.machine import this_machine
 
     machine = this_machine()
     found = {"cpu": f"{machine.cores} cores of {machine.cpu}, {machine.threads} threads, torch {machine.torch}"}
@@ -145,21 +145,21 @@ def links() -> dict[str, str]:
 
 def memory() -> str:
     """Of other processes on this node."""
-    from ringopt.distributed import cma
+    from ringopt.distributed.intra_node import process_vm
 
-    if not cma.available():
+    if not process_vm.available():
         return "of other ranks cannot be read (no process_vm_readv): gloo has their messages"
     readers = {0: "", 1: " of ranks with one launcher (Yama)", 2: " of ranks with CAP_SYS_PTRACE (Yama)"}
-    if cma.scope() not in readers:
+    if process_vm.scope() not in readers:
         return "of other ranks cannot be read (Yama): gloo has their messages"
-    return f"CPU messages on this node are read from the sender's{readers[cma.scope()]}"
+    return f"CPU messages on this node are read from the sender's{readers[process_vm.scope()]}"
 
 
 def rates() -> dict[str, str]:
     import torch
 
-    from ringopt.cost.profile import here, path_of
     from ringopt.errors import OptionError
+    from ringopt.hardware.profile import here, path_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

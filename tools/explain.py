@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{arguments.target!r} is not of the form module:factory, and no file that ends in .pt2")
     made, report = report_of_file(arguments) if of_file else ("", report_of_model(arguments))
     if arguments.html:
-        from ringopt.pages.report_page import report_page
+        from ringopt.reporting.report_page import report_page
 
         write(arguments.html, report_page(report, arguments.target))
     if arguments.json:
@@ -83,7 +83,7 @@ def report_of_model(arguments: argparse.Namespace) -> Report:
 
 def report_of_file(arguments: argparse.Namespace) -> tuple[str, Report]:
     """The report, and where it comes from if the file has it."""
-    from ringopt.archive import load_with_provenance
+    from ringopt.frontend.pt2_archive import load_with_provenance
 
     program, made = load_with_provenance(arguments.target)
     if made is None:

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ringopt.plan import Asked, predicted
+    from ringopt.planner.plan import Asked, predicted
 
     check_file("--plot", arguments.plot)
     check_file("--html", arguments.html)

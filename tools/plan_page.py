@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from ringopt.attention.choose import duration
-from ringopt.pages.page import filled
-from ringopt.plan import Plan
+from ringopt.cost.choose import duration
+from ringopt.planner.plan import Plan
 from ringopt.report import counted, readable
+from ringopt.reporting.page import filled
 
 
 def plan_page(plan: Plan, title: str, picture: str) -> str:

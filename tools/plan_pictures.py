@@ -9,13 +9,13 @@ from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringopt.attention.choose import Case
-from ringopt.attention.plans import hybrid, trading
-from ringopt.attention.predict import Span, simulate
-from ringopt.cost.hardware import GIB, device_of
-from ringopt.cost.rates import Rates, rates_of
-from ringopt.plan import Plan, Point
-from ringopt.predicted import SitePoint, at_length
+from ringopt.context_parallel.plan.plan_of import hybrid, trading
+from ringopt.cost.choose import Case
+from ringopt.cost.simulate import Span, simulate
+from ringopt.hardware.devices import GIB, device_of
+from ringopt.hardware.rates import Rates, rates_of
+from ringopt.planner.plan import Plan, Point
+from ringopt.planner.site_cost import SitePoint, at_length
 from ringopt.tools.command import CommandError
 
 if TYPE_CHECKING:

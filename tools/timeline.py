@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from ringopt.timeline import Span
+    from ringopt.runtime.trace import Span
 
 EXAMPLES = """\
 examples:
@@ -58,7 +58,7 @@ NOTE = (
 
 def read_all(folder: Path) -> list[Span]:
     """Raises CommandError where there is no trace."""
-    from ringopt.timeline import read
+    from ringopt.runtime.trace import read
 
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
@@ -85,7 +85,7 @@ def table(spans: Sequence[Span]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from ringopt.timeline import sums
+    from ringopt.runtime.trace import sums
 
     found = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("rank", "total, s", "compute, s", "program, s", "link, s", "exposed, s", "hidden", "sent, MiB"):

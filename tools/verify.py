@@ -24,7 +24,7 @@ from ringopt.tools.command import CommandError, import_all
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from ringopt.verify import Values
+    from ringopt.runtime.verify import Values
 
 # The files of FOLDER: the converted program, what it has to compute, modules to import, where the processes meet; and
 # of each rank what it found and what it said.
@@ -40,8 +40,8 @@ def verify(
     no example inputs, random numbers, values that differ, a rank that fails."""
     import torch
 
-    from ringopt.archive import load
-    from ringopt.verify import distances
+    from ringopt.frontend.pt2_archive import load
+    from ringopt.runtime.verify import distances
 
     if before.example_inputs is None:
         raise CommandError("--verify needs example inputs, and the program was saved without them")
@@ -67,7 +67,7 @@ def verify(
 
 
 def verdict(apart: dict[str, float], ranks: int, why_not: str) -> str:
-    from ringopt.verify import GRADIENT
+    from ringopt.runtime.verify import GRADIENT
 
     gradients = [error for name, error in apart.items() if name.startswith(GRADIENT)]
     others = [error for name, error in apart.items() if not name.startswith(GRADIENT)]
@@ -79,7 +79,7 @@ def verdict(apart: dict[str, float], ranks: int, why_not: str) -> str:
 # ---- what a program computes -----------------------------------------------------------------------------------------
 def expected_of(program: ExportedProgram) -> tuple[Values, str]:
     """What the program computes; and why no gradients are among it, "" where they are."""
-    from ringopt.verify import GRADIENT
+    from ringopt.runtime.verify import GRADIENT
 
     try:
         found = values(program)
@@ -101,7 +101,7 @@ def values(program: ExportedProgram, gradients: bool = True, seed: int = 0, shak
     import torch
     from torch.utils._pytree import tree_flatten, tree_unflatten
 
-    from ringopt.verify import moved
+    from ringopt.runtime.verify import moved
 
     torch.manual_seed(0)
     module, (leaves, spec) = program.module(), tree_flatten(program.example_inputs)
@@ -169,7 +169,7 @@ def floats(value: Any) -> bool:
 def gradients_of(returned: Sequence[Any], learned: dict[str, Any]) -> Values:
     import torch
 
-    from ringopt.verify import GRADIENT, cotangent
+    from ringopt.runtime.verify import GRADIENT, cotangent
 
     outputs = [x for x in returned if isinstance(x, torch.Tensor) and x.requires_grad]
     if not outputs or not learned:
@@ -185,7 +185,7 @@ def judge(program: ExportedProgram, apart: dict[str, float], expected: Values, w
     for."""
     import torch
 
-    from ringopt.verify import GRADIENT, ROUNDINGS, TOLERANCE, distances
+    from ringopt.runtime.verify import GRADIENT, ROUNDINGS, TOLERANCE, distances
 
     seen = [node.meta.get("val") for node in program.graph.nodes]
     dtypes = {x.dtype.to_real() for x in seen if floats(x) or (isinstance(x, torch.Tensor) and x.is_complex())}
@@ -238,8 +238,8 @@ def one_rank(folder: Path, rank: int, p: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from ringopt.archive import load
-    from ringopt.verify import GRADIENT, distances
+    from ringopt.frontend.pt2_archive import load
+    from ringopt.runtime.verify import GRADIENT, distances
 
     dist.init_process_group("gloo", init_method=f"file://{folder / STORE}", rank=rank, world_size=p)
     expected = torch.load(folder / EXPECTED, weights_only=True)

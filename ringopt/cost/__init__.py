@@ -1,1 +1,1 @@
-"""What an exchange costs, as formulas."""
+"""What a plan costs in time, bytes and memory: predicted, never executed."""

@@ -6,13 +6,13 @@ divides evenly (volume.py), and tests hold the rest against unrolled plans. Symb
     F, o   FLOP/s of a tile, and seconds that each costs beside its FLOPs        F_b, o_b   the same backward
     W, L   bytes/s of the link, seconds a message                                s          seconds a step
     V, U   the same within a node of g ranks, where W and L are those between nodes
-    T      exchanges that take turns, by heads (attention/turns.py)
-    Q      the part of a rank's queries that a strip of a forward tile has (attention/strips.py)
+    T      exchanges that take turns, by heads (context_parallel/executor/interleave.py)
+    Q      the part of a rank's queries that a strip of a forward tile has (context_parallel/plan/tiling.py)
     Z      the fewest queries of a strip of a window
 
 A step takes the longer of computing and exchanging. The ring has a step for each hop, and so has its backward, where
 keys must come once before anything can be computed with them; a gather has one step for all that travels; ulysses
-trades rows for heads before and after it computes. Memory is that of attention/memory.py where a rank has so many rows
+trades rows for heads before and after it computes. Memory is that of cost/memory.py where a rank has so many rows
 that what a kernel works in is nothing beside them.
 """
 

@@ -1,1 +1,1 @@
-"""Who the ranks are and how tensors move between them."""
+"""Meshes of ranks, and how tensors move between them."""

@@ -23,6 +23,9 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ringopt.distributed.traffic import log_event
 from ringopt.errors import RingCommError, RingError, first_line
 
+# What is recorded as computed, where no operator of ringopt computed it.
+PROGRAM = "the program"
+
 ADVICE = (
     "A peer died, hung, or did not make the same call; look at the output of the other ranks. The process group cannot "
     "be used any more: restart the ranks"
@@ -83,7 +86,8 @@ class Mesh(ABC):
         # After an error nobody waits for these any more, and yet the transport may still write into their buffers.
         self.in_flight: set[Pending] = set()
         self._within = threading.local()  # whether this thread is in the midst of a program
-        self.backwards: set[int] = set()  # passes of autograd that have begun a program's and are not over (check.py)
+        # Passes of autograd that have begun a program's and are not over (runtime/input_check.py).
+        self.backwards: set[int] = set()
 
     @property
     @abstractmethod
@@ -247,7 +251,7 @@ class Mesh(ABC):
 
 class PretendedMesh(Mesh):
     """Knows its rank and size and nothing else: for plans, reports and graphs made without processes. `hardware` (a
-    name of ringopt/cost/hardware.py) is what the ranks are taken to be; None: like this machine."""
+    name of ringopt/hardware/devices.py) is what the ranks are taken to be; None: like this machine."""
 
     def __init__(self, rank: int, size: int, hardware: str | None = None):
         super().__init__()
@@ -339,3 +343,9 @@ def _pretended(name: str) -> PretendedMesh:
         if rank < size:
             return PretendedMesh(rank, size)
     raise ValueError(f"mesh name {name!r}: expected pretend:RANK/SIZE with RANK below SIZE, such as pretend:0/8")
+
+
+def program_until_here(mesh: Mesh) -> None:
+    """To be told at the begin of an operator before which messages may be under way: without it, blocks of attention
+    would seem to take as long as what stands before them."""
+    log_event("computed", PROGRAM, mesh.teller)

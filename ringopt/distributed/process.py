@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringopt.distributed import alike
-from ringopt.distributed.alike import Place, all_alike
-from ringopt.distributed.local_collectives import LocalCollectives
-from ringopt.distributed.local_links import LocalLinks
-from ringopt.distributed.meeting import Met, meet
+from ringopt.distributed import failure_agreement
+from ringopt.distributed.failure_agreement import Place, all_alike
+from ringopt.distributed.intra_node.collectives import LocalCollectives
+from ringopt.distributed.intra_node.discovery import Met, meet
+from ringopt.distributed.intra_node.messages import LocalLinks
 from ringopt.distributed.mesh import Mesh, Transfer, Work, register, registered
 from ringopt.errors import OptionError, RingCommError
 from ringopt.options import check_mesh
@@ -51,7 +51,7 @@ class Far:
 class ProcessMesh(Mesh):
     """Ranks of one process group, numbered as in `ranks` (global ranks). The group is the mesh's own: its timeout holds
     for ringopt's messages only, and they cannot be mistaken for others'. Between ranks on one node, what lies in the
-    memory of the CPU goes past the group (local_links.py)."""
+    memory of the CPU goes past the group (distributed/intra_node/messages.py)."""
 
     def __init__(self, name: str, ranks: Sequence[int], timeout: float, group: Any):
         super().__init__()
@@ -155,7 +155,7 @@ class ProcessMesh(Mesh):
             f"{self._name} {self._life} {self._cuts}",
             dist.distributed_c10d._get_process_group_store(self.group),
         )
-        patience = alike.PATIENCE_LATER if later else alike.PATIENCE
+        patience = failure_agreement.PATIENCE_LATER if later else failure_agreement.PATIENCE
         if not all_alike(store, name, self._rank, self.size, self._place, self.attend, patience):
             return False
         try:

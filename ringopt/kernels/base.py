@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringopt.graph.refusal import Refusal
+from ringopt.ir.refusal import Refusal
 
 HIDDEN = float("-inf")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringopt.errors import OptionError
-from ringopt.graph.refusal import Refusal
+from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel
 from ringopt.kernels.cpu_flash import CpuFlash
 from ringopt.kernels.cuda_cudnn import CudaCudnn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringopt.graph.refusal import Refusal
+from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator, hidden_rows
 
 aten = torch.ops.aten

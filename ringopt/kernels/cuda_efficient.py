@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringopt.graph.refusal import Refusal
+from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import HIDDEN, Kernel, hidden_rows
 from ringopt.kernels.cuda import HALF, narrowed, refusal, repeated, summed, widened
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringopt.graph.refusal import Refusal
+from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel
 from ringopt.kernels.cuda import HALF, narrowed, refusal, widened
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringopt.graph.refusal import Refusal
+from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator, visible_lse
 from ringopt.kernels.recording import recording
 

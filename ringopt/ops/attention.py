@@ -4,11 +4,12 @@
     # q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], sinks [1|B, Hq], seed int64 [] or [1 + B + Hq]
 
 `attn_mask` is what the program gave; classify_mask turns it into `pattern` (structure: full, causal, window) and `mask`
-(the text of a ringopt.graph.mask.Mask that reads `sources`). Query head h attends with KV head h // (Hq / Hkv). A sink
+(the text of a ringopt.expr.mask.Mask that reads `sources`). Query head h attends with KV head h // (Hq / Hkv). A sink
 is one more logit in the softmax of every row of its head, and leads to no value. Weights are dropped with probability
-`dropout_p`, as `seed` says (ringopt/attention/dropout.py); behind it may stand the numbers that the rows of the batch
-and the heads have in the whole, of which these are a part. A pattern may be dilated (ringopt/attention/dilation.py);
-`attn_mask` then says which keys are no padding, [1|B, 1, 1, Sk] of bool.
+`dropout_p`, as `seed` says (ringopt/context_parallel/executor/dropout.py); behind it may stand the numbers that the
+rows of the batch and the heads have in the whole, of which these are a part. A pattern may be dilated
+(ringopt/context_parallel/geometry/dilation.py); `attn_mask` then says which keys are no padding, [1|B, 1, 1, Sk] of
+bool.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringopt.ops.dilated  # noqa: F401  (registers the operator)
-from ringopt.attention.dilation import is_dilated
-from ringopt.attention.dropout import Dropout
-from ringopt.attention.patterns import pattern_of
-from ringopt.attention.seen import seen
-from ringopt.graph.mask import Mask
+from ringopt.context_parallel.executor.dropout import Dropout
+from ringopt.context_parallel.geometry.dilation import is_dilated
+from ringopt.context_parallel.geometry.pattern import pattern_of
+from ringopt.context_parallel.geometry.visibility import seen
+from ringopt.expr.mask import Mask
 from ringopt.kernels.base import HIDDEN, accumulator
 from ringopt.kernels.math import fold, spread
 from ringopt.ops.ring import VERSION

@@ -2,7 +2,7 @@
 
 Which rows a rank's windows see, and where its chunks end, is found out when the program runs: Inductor lowers no
 convolution over a number of rows that it does not know. In the backward the neighbours' rows are fetched once more
-instead of being kept, and what they have of the gradient goes home (ringopt/ops/rows.py).
+instead of being kept, and what they have of the gradient goes home (ringopt/ops/fetch_rows.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh, mesh_of
-from ringopt.ops.rows import Fetch, Wanted, fetch_of, run_fetch, swap
+from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of, run_fetch, swap
 
 aten = torch.ops.aten
 

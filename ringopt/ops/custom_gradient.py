@@ -1,4 +1,4 @@
-"""`ringopt::custom_gradient`: the place of a CustomGradient (graph/custom_gradient.py) while a graph is captured.
+"""`ringopt::custom_gradient`: the place of a CustomGradient (ir/autograd_function.py) while a graph is captured.
 
     custom_gradient(outputs, inputs, saved, number) -> outputs
 

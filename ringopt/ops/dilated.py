@@ -5,7 +5,7 @@ over the ranks of a mesh.
                       sinks? [1|B, Hq], seed? [], ...) -> out, lse
 
 Opaque, and for the same reasons, as `ringopt::ring_attention` (ops/ring.py). What is computed alone and what is
-exchanged: attention/dilated_plan.py. `dilated_start` posts the first messages of either, as `ring_start` does.
+exchanged: context_parallel/plan/dilated.py. `dilated_start` posts the first messages of either, as `ring_start` does.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringopt.attention.dilated_execute import (
+from ringopt.context_parallel.executor.dilated import (
     DilatedAttention,
     Operands,
     Saved,
     attend_dilated,
     attend_dilated_backward,
 )
-from ringopt.attention.dilated_keys import Begun, begin_dilated
-from ringopt.attention.dilated_plan import DilatedPlan, dilated_plan_of, prove_dilated
-from ringopt.attention.dilation import dilation_of
-from ringopt.attention.execute import Operands as Shards
-from ringopt.attention.layouts import layout_of
+from ringopt.context_parallel.executor.dilated_start import Begun, begin_dilated
+from ringopt.context_parallel.executor.keys_move import Operands as Shards
+from ringopt.context_parallel.geometry.dilation import dilation_of
+from ringopt.context_parallel.geometry.layouts import layout_of
+from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of, prove_dilated
 from ringopt.distributed.handshake import agree
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.mesh import Mesh, mesh_of, program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
-from ringopt.ops.beside import program_until_here
 from ringopt.ops.ring import EARLY, agree_on_seed, misfit_of, misfit_of_extras, misfit_of_rows
 
 CONFIG = (
@@ -47,7 +46,7 @@ class Config(NamedTuple):
     """The arguments that are no tensors; both operators end in them.
 
     length     rows of the whole sequence
-    pattern    text of a Dilation (attention/dilation.py)
+    pattern    text of a Dilation (context_parallel/geometry/dilation.py)
     dropout_p  with which a weight is dropped, as `seed` says
     layout     which rows a rank holds
     strategy   how rows travel: "gather", "ring", or for each pattern what "auto" says

@@ -9,7 +9,7 @@ a graph and a formula would be cached with it; `version` is an argument, and not
 with the code behind it.
 
 A third, `ring_start`, posts the first messages of either as soon as K and V exist; what it returns is the `ticket` that
-the other is given (ringopt/early.py puts it into graphs).
+the other is given (ringopt/overlap/start_early.py puts it into graphs).
 """
 
 from __future__ import annotations
@@ -17,29 +17,27 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringopt import __version__
-from ringopt.attention.check import prove
-from ringopt.attention.execute import Attention, Operands, Saved
-from ringopt.attention.heads import HeadExchange, prove_heads
-from ringopt.attention.layouts import Layout
-from ringopt.attention.plans import Plan, plan_of
-from ringopt.attention.posted import Posted
-from ringopt.attention.rows import count
-from ringopt.attention.run import attend, attend_backward, begin
+from ringopt.context_parallel.executor.attend import attend, attend_backward, begin
+from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
+from ringopt.context_parallel.executor.messages import Posted
+from ringopt.context_parallel.geometry.layouts import Layout
+from ringopt.context_parallel.geometry.rows import count
+from ringopt.context_parallel.plan.head_exchange import HeadExchange, prove_heads
+from ringopt.context_parallel.plan.plan_of import Plan, plan_of
+from ringopt.context_parallel.plan.prove import prove
 from ringopt.distributed.handshake import agree
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.mesh import Mesh, mesh_of, program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
-from ringopt.graph.mask import Mask
+from ringopt.expr.mask import Mask
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
-from ringopt.ops.beside import program_until_here
+from ringopt.version import engine_version
 
 CONFIG = (
     "SymInt q_length, SymInt kv_length, str pattern, str mask, int[] learned, float dropout_p, "
@@ -51,9 +49,11 @@ class Config(NamedTuple):
     """The arguments that shape no operand; both operators end in them.
 
     q_length, kv_length   rows of the whole sequence
-    pattern, mask         who sees whom: structure (attention/patterns.py) and the text of a Mask over `sources`
+    pattern, mask         who sees whom: structure (context_parallel/geometry/pattern.py) and the text of a Mask
+                          over `sources`
     learned               numbers of the sources that need a gradient
-    dropout_p             probability with which a weight is dropped, as `seed` says (attention/dropout.py)
+    dropout_p             probability with which a weight is dropped, as `seed` says
+                          (context_parallel/executor/dropout.py)
     q_layout, kv_layout   which rows a rank holds
     strategy, kernel      how rows travel; what computes a tile ("auto": the fastest that can)
     group                 name of the mesh
@@ -80,18 +80,7 @@ class Config(NamedTuple):
     ticket: Tensor | None = None
 
 
-def _version() -> str:
-    """The version of ringopt and a hash of the sources that the operators run."""
-    digest = hashlib.blake2b(digest_size=4)
-    for room in ("ops", "attention", "kernels", "graph"):
-        folder = files("ringopt") / room
-        for path in sorted(folder.iterdir(), key=lambda path: path.name):
-            if path.name.endswith(".py"):
-                digest.update(path.read_bytes())
-    return f"{__version__}+{digest.hexdigest()}"
-
-
-VERSION = _version()
+VERSION = engine_version()
 
 
 OPERANDS = "Tensor q, Tensor k, Tensor v"

@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ringopt.graph.mask import places
-from ringopt.graph.term_readers import evaluate
-from ringopt.graph.terms import Term, loads_terms
+from ringopt.expr.evaluate import evaluate
+from ringopt.expr.mask import places
+from ringopt.expr.terms import Term, loads_terms
 from ringopt.ops.attention import LIBRARY
 
 LIBRARY.define("tabulate(Tensor[] sources, str term, str rows, int[] sizes) -> Tensor")

@@ -6,16 +6,16 @@ import dataclasses
 
 import pytest
 
-from ringopt.attention.bytes import bytes_between
-from ringopt.attention.choose import Case
-from ringopt.attention.memory import most_memory
-from ringopt.attention.plans import Plan, trading
-from ringopt.attention.predict import Heads, pairs_of, simulate
+from ringopt.context_parallel.plan.plan_of import Plan, trading
+from ringopt.cost.choose import Case
 from ringopt.cost.formulas import formulas_of
-from ringopt.cost.hardware import Link
-from ringopt.cost.rates import Rates, Speed
+from ringopt.cost.memory import most_memory
+from ringopt.cost.message_bytes import bytes_between
+from ringopt.cost.simulate import Heads, pairs_of, simulate
 from ringopt.errors import OptionError
-from ringopt.predicted import named, named_strategy, numbers
+from ringopt.hardware.devices import Link
+from ringopt.hardware.rates import Rates, Speed
+from ringopt.planner.site_cost import named, named_strategy, numbers
 
 HEADS = Heads(2, 8, 4, 64, 64, 2, 4, "bfloat16", "flash")
 RATES = Rates("a machine", Link("wire", 5e10, 2e-5), Speed(5e12, 1e-5), touch=1e30)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import sympy
 
-from ringopt.attention.bytes import Sizes, bytes_sent
-from ringopt.attention.exchange import Cargo, exchange_of
+from ringopt.context_parallel.plan.exchange import Cargo, exchange_of
 from ringopt.cost import volume
+from ringopt.cost.message_bytes import Sizes, bytes_sent
 from ringopt.cost.volume import FORMS, volume_of
 from ringopt.errors import OptionError
 

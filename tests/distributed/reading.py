@@ -7,15 +7,15 @@ import os
 
 import pytest
 
-from ringopt.distributed import cma
+from ringopt.distributed.intra_node import process_vm
 
 
 def allowed() -> bool:
     source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
-    if not cma.available() or cma.scope() > 1:
+    if not process_vm.available() or process_vm.scope() > 1:
         return False
     try:
-        cma.read(os.getpid(), ctypes.addressof(source), ctypes.addressof(target), 1)
+        process_vm.read(os.getpid(), ctypes.addressof(source), ctypes.addressof(target), 1)
     except OSError:
         return False
     return True

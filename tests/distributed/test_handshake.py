@@ -8,7 +8,7 @@ from ringopt.distributed.handshake import Key, agree
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import RingMismatchError
-from tests.threads import ThreadMesh, run_on_threads
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 KEY: Key = (("op", "ring_attention"), ("length", 64), ("scale", 0.125), ("causal", True), ("dtype", "torch.float32"))
 

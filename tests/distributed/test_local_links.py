@@ -15,9 +15,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from ringopt.distributed import local_links
-from ringopt.distributed.local_collectives import PIECE, LocalCollectives
-from ringopt.distributed.local_links import SHORT, LocalLinks
+from ringopt.distributed.intra_node import messages as local_links
+from ringopt.distributed.intra_node.collectives import PIECE, LocalCollectives
+from ringopt.distributed.intra_node.messages import SHORT, LocalLinks
 from tests.distributed.reading import needs_reading
 
 pytestmark = needs_reading

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh, PretendedMesh, Transfer, forget_all, mesh_of, register, registered
 from ringopt.errors import RingCommError
-from tests.threads import ThreadMesh, run_on_threads
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 
 @pytest.fixture(autouse=True)

@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ringopt
-from ringopt.attention.bytes import Sizes, bytes_sent
-from ringopt.attention.plans import on_nodes, plan_of
-from ringopt.cost.hardware import LINKS, Link
-from ringopt.cost.profile import load, store
-from ringopt.cost.rates import cautious
+from ringopt.context_parallel.plan.plan_of import on_nodes, plan_of
+from ringopt.cost.message_bytes import Sizes, bytes_sent
 from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.distributed.nodes import Nodes, nodes_from, nodes_of
 from ringopt.distributed.submesh import SubMesh
 from ringopt.errors import OptionError
-from tests.attention.reference import assert_near
-from tests.threads import ThreadMesh, run_on_threads
+from ringopt.hardware.devices import LINKS, Link
+from ringopt.hardware.profile import load, store
+from ringopt.hardware.rates import cautious
+from tests.context_parallel.reference import assert_near
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
 import ringopt.ops.ring
-from ringopt.attention.exchange import Cargo, exchange_of
-from ringopt.attention.execute import KeysMove
-from ringopt.distributed import alike, cma, meeting
-from ringopt.distributed.alike import Place, all_alike, match
+from ringopt.context_parallel.executor.keys_move import KeysMove
+from ringopt.context_parallel.plan.exchange import Cargo, exchange_of
+from ringopt.distributed import failure_agreement
+from ringopt.distributed.failure_agreement import Place, all_alike, match
+from ringopt.distributed.intra_node import discovery, process_vm
 from ringopt.distributed.mesh import forget_all, mesh_of
 from ringopt.distributed.process import DEFAULT_TIMEOUT, ProcessMesh, process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingCommError, RingMismatchError
-from ringopt.ops import convert
-from tests.attention.reference import assert_near, join, problem, sdpa, shard, visible
+from ringopt.ops import collectives as convert
+from tests.context_parallel.reference import assert_near, join, problem, sdpa, shard, visible
 from tests.distributed.reading import READS, needs_reading
 from tests.harness.pool import RankError
 
@@ -41,7 +42,7 @@ def mesh_over(transport: str, timeout: float) -> ProcessMesh:
     """A new one: "group" leaves all messages to the process group, as between nodes."""
     with pytest.MonkeyPatch.context() as patch:
         if transport == "group":
-            patch.setattr(cma, "available", lambda: False)
+            patch.setattr(process_vm, "available", lambda: False)
         mesh = process_mesh(timeout_s=timeout)
     assert (mesh._links is None) == (transport == "group" or not READS)
     return mesh
@@ -95,8 +96,8 @@ def near() -> tuple[list[int], list[int], str, str]:
     every = process_mesh(timeout_s=30.0)
     with pytest.MonkeyPatch.context() as patch:
         if every.rank == 1:
-            reads, answers = meeting._reads, iter([False, True])  # rank 0 is asked about first
-            patch.setattr(meeting, "_reads", lambda *what: reads(*what) and next(answers))
+            reads, answers = discovery._reads, iter([False, True])  # rank 0 is asked about first
+            patch.setattr(discovery, "_reads", lambda *what: reads(*what) and next(answers))
         mixed = process_mesh(timeout_s=31.0)
     found = []
     for mesh in (every, mixed):
@@ -235,8 +236,8 @@ def cut_short(where: str) -> list[str]:
         if bad and where == "all rows":
             numbers[:] = 10
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(alike, "PATIENCE", 1.0)
-            patch.setattr(alike, "PATIENCE_LATER", 1.0)
+            patch.setattr(failure_agreement, "PATIENCE", 1.0)
+            patch.setattr(failure_agreement, "PATIENCE_LATER", 1.0)
             if bad and odd and where.endswith(("backward", "interrupt")):
                 patch.setattr(KeysMove, "add", no_memory)
             try:

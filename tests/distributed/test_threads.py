@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ringopt.distributed.mesh import mesh_of
-from tests import threads
-from tests.threads import ThreadMesh, ThreadsError, run_on_threads
+from tests.harness import threads
+from tests.harness.threads import ThreadMesh, ThreadsError, run_on_threads
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import torch
 
 from ringopt.distributed import traffic as log
 from ringopt.distributed.traffic import log_event, record_traffic
-from tests.threads import ThreadMesh, run_on_threads
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 
 def test_an_exchange_counts_on_both_ends() -> None:

@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 
 from ringopt.errors import OptionError
-from ringopt.ops import convert
+from ringopt.ops import collectives
 from tests.generated.drawing import INVALID, Program, draw
-from tests.translation import validate_function, values_and_gradients
+from tests.harness.translation import validate_function, values_and_gradients
 
 CASES = [(2, "contiguous"), (2, "zigzag"), (3, "auto"), (2, "auto"), (3, "contiguous"), (2, "zigzag")]
 
@@ -89,14 +89,14 @@ def test_ten_thousand_longer_programs(first):
 def test_a_planted_fault_is_found(monkeypatch):
     """A gradient that is not summed over the ranks: the values are right, and every gradient beside sharded values is a
     part of what it should be."""
-    monkeypatch.setattr(convert._CopyToGroup, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    monkeypatch.setattr(collectives._CopyToGroup, "backward", staticmethod(lambda ctx, grad: (grad, None)))
     program = Program(("h, = heads(x, 1); x = merge(sdpa(h, h, h))",), ("logits.square().mean()", "loss,"))
     assert verdict(program, 2, "contiguous").startswith("wrong: rank 0: gradient")
 
 
 def test_a_failure_shrinks(monkeypatch):
     """To the attention, and the one line that takes part."""
-    monkeypatch.setattr(convert._CopyToGroup, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    monkeypatch.setattr(collectives._CopyToGroup, "backward", staticmethod(lambda ctx, grad: (grad, None)))
     lines = ("x = x.sin()", "h, = heads(x, 1); x = merge(sdpa(h, h, h))", "x = x * p()", "x = x[:, 1:]")
     program = Program(lines, ("logits[:, 0].sum()", "loss, logits"))
     assert shrunk(program, 2, "contiguous", "wrong").lines == lines[1:2]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringopt.attention.dropout import Dropout
+from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.kernels import math
 from ringopt.kernels.base import Kernel
 from ringopt.kernels.choose import KERNELS

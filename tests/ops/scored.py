@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringopt.attention.dropout import Dropout
-from ringopt.graph.mask import Mask
-from ringopt.graph.term_folding import apply, where
-from ringopt.graph.terms import Term, affine, axis, load, number, score
+from ringopt.context_parallel.executor.dropout import Dropout
+from ringopt.expr.mask import Mask
+from ringopt.expr.simplify import apply, where
+from ringopt.expr.terms import Term, affine, axis, load, number, score
 from ringopt.ops import attention as _attention  # noqa: F401  (registers the operator)
 from ringopt.ops.ring import VERSION
-from tests.attention.reference import Problem, join, rows_of, shard, visible
-from tests.threads import ThreadMesh, run_on_threads
+from tests.context_parallel.reference import Problem, join, rows_of, shard, visible
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 DOUBLE, N, HEADS = torch.float64, 17, 4
 INF = float("inf")

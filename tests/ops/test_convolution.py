@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ringopt.ops import convolution  # noqa: F401
-from ringopt.ops.respread import places
-from tests.threads import run_on_threads
+from ringopt.ops.reshard import places
+from tests.harness.threads import run_on_threads
 
 ops = torch.ops.ringopt
 

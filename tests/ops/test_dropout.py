@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.attention.dropout import Dropout
+from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.ops.ring import VERSION
-from tests.attention.reference import assert_near, problem
+from tests.context_parallel.reference import assert_near, problem
 from tests.ops.scored import CASES, DOUBLE, SEED, N, dense
 
 

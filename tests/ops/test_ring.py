@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ringopt.errors import OptionError, RingMismatchError
-from ringopt.graph.mask import Mask
-from ringopt.graph.terms import applied, axis, load, number
+from ringopt.expr.mask import Mask
+from ringopt.expr.terms import applied, axis, load, number
 from ringopt.kernels.base import accumulator
 from ringopt.ops.ring import VERSION
-from tests.attention.reference import assert_near, join, problem, sdpa, shard, visible
-from tests.threads import ThreadMesh, run_on_threads
+from tests.context_parallel.reference import assert_near, join, problem, sdpa, shard, visible
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 forward = torch.ops.ringopt.ring_attention
 backward = torch.ops.ringopt.ring_attention_backward

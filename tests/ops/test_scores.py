@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringopt.attention import tiles
+from ringopt.context_parallel.executor import tiles
 from ringopt.errors import RingMismatchError
-from ringopt.graph.mask import Mask
-from ringopt.graph.term_folding import where
-from ringopt.graph.terms import axis, load, number
+from ringopt.expr.mask import Mask
+from ringopt.expr.simplify import where
+from ringopt.expr.terms import axis, load, number
 from ringopt.kernels import math
 from ringopt.ops.ring import VERSION
-from tests.attention.reference import assert_near, problem
+from tests.context_parallel.reference import assert_near, problem
+from tests.harness.threads import ThreadMesh, run_on_threads
 from tests.ops.scored import (
     CASES,
     DOUBLE,
@@ -36,7 +37,6 @@ from tests.ops.scored import (
     on_one_device,
     over_ranks,
 )
-from tests.threads import ThreadMesh, run_on_threads
 
 WAYS = [(1, "contiguous", "ring"), (2, "zigzag", "ring"), (3, "zigzag", "gather"), (4, "contiguous", "ring")]
 # For masks without rows of a rank.

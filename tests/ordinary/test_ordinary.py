@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.harness.translation import TOLERANCE, captured_graphs, validate_graph
 from tests.ordinary import ends, layers, routes, styles  # noqa: F401  (registers the cases)
 from tests.ordinary.model import CASES, Model, inputs
-from tests.translation import TOLERANCE, captured_graphs, validate_graph
 
 RUNS = [
     pytest.param(name, p, marks=[] if (number + p) % 2 else [pytest.mark.zoo], id=f"{name}, {p} ranks")

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
-from tests.translation import validate
+from tests.harness.translation import validate
 
 ROWS, BLOCK, HEADS, WIDTH = 60, 8, 2, 16
 BLOCKS = -(-ROWS // BLOCK)

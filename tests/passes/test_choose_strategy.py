@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import ringopt
-from tests.translation import validate
+from tests.harness.translation import validate
 
 
 def attention(mask):

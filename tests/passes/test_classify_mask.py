@@ -9,12 +9,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.graph.nodes import shape_of
+from ringopt.ir.nodes import shape_of
 from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.normalize import Normalize
-from tests.capturing import after
-from tests.masks import assert_same_mask, classified, only
+from tests.harness.capturing import after
+from tests.harness.masks import assert_same_mask, classified, only
+from tests.harness.translation import validate
 from tests.passes.mask_spellings import (
     CONSTANT,
     DOCUMENTS,
@@ -37,7 +38,6 @@ from tests.passes.mask_spellings import (
     stored_buffer,
     tril_of_ones,
 )
-from tests.translation import validate
 
 
 @pytest.mark.parametrize("make", CONSTANT, ids=lambda make: make.__name__)
@@ -133,7 +133,7 @@ def test_long_masks_are_compared_in_blocks(monkeypatch):
 
 
 def test_a_difference_from_the_programs_mask_is_refused(monkeypatch):
-    monkeypatch.setattr("ringopt.graph.reading.split", lambda conditions, known: ("window(3)", []))
+    monkeypatch.setattr("ringopt.recognize.reading.split", lambda conditions, known: ("window(3)", []))
     (site,), _context = classified(Attention(tril_of_ones), X)
     assert site.node.args[3] is not None and site.node.args[7] == "full"
     assert site.info.refusal == (

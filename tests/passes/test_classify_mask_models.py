@@ -9,13 +9,13 @@ import torch
 import torch.nn as nn
 import transformers
 
-from ringopt.graph.nodes import shape_of
+from ringopt.ir.nodes import shape_of
 from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.normalize import Normalize
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
-from tests.capturing import after
-from tests.masks import assert_same_mask, classified
+from tests.harness.capturing import after
+from tests.harness.masks import assert_same_mask, classified
 
 B, N, DECODED = 2, 20, 14
 SMALL = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)

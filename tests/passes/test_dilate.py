@@ -16,11 +16,11 @@ import ringopt
 from ringopt.backend import transform
 from ringopt.distributed.mesh import mesh_of
 from ringopt.errors import OptionError
-from ringopt.graph.nodes import emit
+from ringopt.ir.nodes import emit
 from ringopt.options import Options
-from tests.dilated.reference import Patterns, dilated
-from tests.threads import run_on_threads
-from tests.translation import Seat, Values, captured, difference, values_and_gradients
+from tests.context_parallel.dilated.reference import Patterns, dilated
+from tests.harness.threads import run_on_threads
+from tests.harness.translation import Seat, Values, captured, difference, values_and_gradients
 
 PATTERNS = Patterns((8, 23, 60), (1, 2, 4))
 OPTIONS: Any = {"segment_lengths": PATTERNS.lengths, "dilation_rates": PATTERNS.rates}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.translation import validate_function
+from tests.harness.translation import validate_function
 
 BATCH, HEADS, ROWS, DEPTH = 2, 2, 7, 4
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.normalize import Normalize
-from tests.capturing import after, ops, results
-from tests.translation import validate
+from tests.harness.capturing import after, ops, results
+from tests.harness.translation import validate
 
 PASSES = [Normalize(), FindAttention()]
 

@@ -13,11 +13,11 @@ from expecttest import assert_expected_inline
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 import ringopt
-from ringopt.graph.printer import changes, short
+from ringopt.ir.printer import changes, short
 from ringopt.passes.find_flex import FindFlex
 from ringopt.passes.normalize import Normalize
-from tests.capturing import after
-from tests.translation import validate
+from tests.harness.capturing import after
+from tests.harness.translation import validate
 
 BATCH, HEADS, ROWS, DEPTH = 2, 3, 13, 8
 WIDTH, BLOCK = HEADS * DEPTH, 4

@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from ringopt.passes.find_softmax import FindSoftmax
 from ringopt.passes.normalize import Normalize
-from tests.capturing import after, ops, results
+from tests.harness.capturing import after, ops, results
 
 PASSES = [Normalize(), FindSoftmax()]
 

@@ -11,14 +11,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from ringopt.graph.nodes import is_tensor, shape_of
-from ringopt.graph.printer import changes, short
+from ringopt.ir.nodes import is_tensor, shape_of
+from ringopt.ir.printer import changes, short
 from ringopt.passes import UNDERSTAND
 from ringopt.passes.find_softmax import FindSoftmax
 from ringopt.passes.find_unfused import FindUnfused
 from ringopt.passes.normalize import Normalize
-from tests.capturing import after
-from tests.translation import validate
+from tests.harness.capturing import after
+from tests.harness.translation import validate
 
 BATCH, HEADS, ROWS, DEPTH = 2, 3, 13, 8
 WIDTH, SCALE = HEADS * DEPTH, DEPTH**-0.5

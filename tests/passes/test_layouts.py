@@ -7,10 +7,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.attention.exchange import exchange_of
-from ringopt.attention.predict import balance
-from ringopt.graph.placement import Layouts
-from tests.translation import validate
+from ringopt.context_parallel.plan.exchange import exchange_of
+from ringopt.cost.simulate import balance
+from ringopt.ir.placement import Layouts
+from tests.harness.translation import validate
 
 WIDTH, HEADS, NEAR = 16, 2, 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.translation import validate_function
+from tests.harness.translation import validate_function
 
 BATCH, ROWS, HEADS, DEPTH = 2, 7, 3, 4
 

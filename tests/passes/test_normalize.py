@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ringopt.passes.normalize import Normalize
 from ringopt.pipeline import GraphRefused
-from tests.capturing import after, assert_same, ops
+from tests.harness.capturing import after, assert_same, ops
 
 
 class Body(nn.Module):

@@ -8,8 +8,8 @@ import torch.nn as nn
 from torch.export import export
 
 import ringopt
-from ringopt.graph.nodes import is_tensor, shape_of
-from tests.translation import validate
+from ringopt.ir.nodes import is_tensor, shape_of
+from tests.harness.translation import validate
 
 HEADS, ROWS, DEPTH = 2, 13, 4
 WIDTH = HEADS * DEPTH

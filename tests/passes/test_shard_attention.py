@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.backend import transform
-from ringopt.capture import capture, known
 from ringopt.distributed.mesh import mesh_of
 from ringopt.errors import OptionError
-from ringopt.graph.mask import Mask
-from ringopt.graph.nodes import argument, op_name
+from ringopt.expr.mask import Mask
+from ringopt.frontend.capture import capture, known
+from ringopt.ir.nodes import argument, op_name
 from ringopt.options import Options
 from ringopt.passes import UNDERSTAND
 from ringopt.pipeline import Context, Pipeline
-from tests.threads import run_on_threads
-from tests.translation import Seat, captured, difference, validate, values_and_gradients, with_seed
+from tests.harness.threads import run_on_threads
+from tests.harness.translation import Seat, captured, difference, validate, values_and_gradients, with_seed
 
 B, N, D, H = 2, 13, 8, 2
 PADDING = torch.ones(B, N, dtype=torch.bool)

@@ -12,15 +12,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ringopt.backend import transform
-from ringopt.capture import capture
-from ringopt.graph.printer import changes, short
+from ringopt.frontend.capture import capture
+from ringopt.ir.printer import changes, short
 from ringopt.options import Options
 from ringopt.passes import LINE
 from ringopt.pipeline import Context, Pipeline
-from tests.models import build
+from tests.harness.models import build
+from tests.harness.threads import run_on_threads
+from tests.harness.translation import Seat, captured, validate
 from tests.sharding.programs import D, H, Model, case, check, inputs
-from tests.threads import run_on_threads
-from tests.translation import Seat, captured, validate
 
 
 def no_grad(m, x):

@@ -9,15 +9,15 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from ringopt.graph.nodes import value_of
-from ringopt.graph.printer import changes, short
+from ringopt.ir.nodes import value_of
+from ringopt.ir.printer import changes, short
 from ringopt.passes import UNDERSTAND
 from ringopt.passes.find_softmax import FindSoftmax
 from ringopt.passes.normalize import Normalize
 from ringopt.passes.split_weights import SplitWeights
-from tests.capturing import after, ops
+from tests.harness.capturing import after, ops
+from tests.harness.translation import validate
 from tests.passes.test_find_unfused import BATCH, ROWS, Model, given
-from tests.translation import validate
 
 
 def two(s, q, k, v, m):

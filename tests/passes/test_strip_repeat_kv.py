@@ -7,11 +7,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.graph.nodes import shape_of
+from ringopt.ir.nodes import shape_of
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.normalize import Normalize
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
-from tests.capturing import after
+from tests.harness.capturing import after
 
 B, HEADS, KV, S, D = 2, 6, 2, 5, 8
 GROUPS = HEADS // KV

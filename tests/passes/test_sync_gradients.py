@@ -12,10 +12,10 @@ from expecttest import assert_expected_inline
 
 import ringopt
 from ringopt.errors import OptionError
-from ringopt.graph.printer import short
+from ringopt.ir.printer import short
 from ringopt.passes import sync_gradients
+from tests.harness.translation import captured, difference, validate, values_and_gradients
 from tests.sharding.programs import Model, inputs
-from tests.translation import captured, difference, validate, values_and_gradients
 
 
 class Tiny(nn.Module):

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from tests.translation import validate_module
+from tests.harness.translation import validate_module
 
 B, N, D, H = 2, 11, 8, 2
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
-from tests.models import difference
+from tests.harness.models import difference
 from tests.sharding.programs import D, Model
 
 T = lambda x: x.transpose(1, 2)  # noqa: E731

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringopt.report import Report
-from tests.translation import TOLERANCE, captured_graphs, own_error, validate_graph, values_and_gradients
+from tests.harness.translation import TOLERANCE, captured_graphs, own_error, validate_graph, values_and_gradients
 from tests.zoo import TRUTH, build
 
 Graph = tuple[fx.GraphModule, list[Any]]

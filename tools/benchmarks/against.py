@@ -15,7 +15,7 @@ from ringopt.tools.command import CommandError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ringopt.tools.benchmarks.machine import Machine
+    from ringopt.tools.benchmarks.lab.machine import Machine
 
 
 def earlier(path: Path, name: str) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Patterns, layouts, exchange plans, their proof, and the executor that runs them."""

@@ -1,0 +1,86 @@
+"""`ringopt.diff`: two programs, however they are given, as one GraphDiff."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+from ringopt.arguments import count_of
+from ringopt.compare.graph_diff import GraphDiff, diff_views, with_values
+from ringopt.compare.node_views import views_of
+from ringopt.compare.program_files import FileProgram, Unknown, read_program
+from ringopt.errors import ProgramError
+from ringopt.frontend.pt2_archive import load
+
+Program: TypeAlias = ExportedProgram | fx.GraphModule
+
+
+def diff(before: Program | str | Path, after: Program | str | Path, *, world_size: int | None = None) -> GraphDiff:
+    """What the two differ in: nodes matched by structure and provenance, and what changed in meaning.
+
+    Each is an ExportedProgram, an fx.GraphModule or the path of a .pt2 file; ringopt need not have made either.
+    `world_size` is the number of ranks to count bytes and FLOPs of rank 0 for, where a graph does not tell its own.
+    Values of parameters, buffers and constants are compared too. Raises ProgramError, OptionError for a
+    `world_size` that is none, and PlanError where the rows of a program are too few for it.
+    """
+    if world_size is not None:
+        count_of("world_size", world_size)
+    programs = opened(before), opened(after)
+    views = [views_of(program, world_size) for program in programs]
+    tensors = [tensors_of(program) for program in programs]
+    return with_values(diff_views(*views), lambda one, other: differ(tensors[0](one), tensors[1](other)))
+
+
+def opened(program: Program | str | Path) -> Program | FileProgram:
+    if isinstance(program, (str, Path)):
+        try:
+            return read_program(Path(program))
+        except Unknown:
+            return load(program)
+    if not isinstance(program, (ExportedProgram, fx.GraphModule)):
+        raise ProgramError(
+            f"{type(program).__name__} cannot be compared; expected an ExportedProgram, a GraphModule or a .pt2 file"
+        )
+    return program
+
+
+def tensors_of(program: Program | FileProgram) -> Callable[[str], torch.Tensor | None]:
+    """The values that are part of the program, by the name of the node that reads them."""
+    known: Mapping[str, object]
+    if isinstance(program, FileProgram):
+        known, targets = program.stored, program.targets
+    elif isinstance(program, ExportedProgram):
+        known = {**program.constants, **program.state_dict}
+        specs = program.graph_signature.input_specs
+        targets = {spec.arg.name: spec.target for spec in specs if spec.target is not None}
+    else:
+        known = {node.target: attribute(program, node.target) for node in program.graph.find_nodes(op="get_attr")}
+        targets = {node.name: node.target for node in program.graph.find_nodes(op="get_attr")}
+
+    def tensor(name: str) -> torch.Tensor | None:
+        value = known.get(targets[name]) if name in targets else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    return tensor
+
+
+def attribute(module: object, path: str) -> object:
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+def differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Two known values of different bits; of different shape is told elsewhere."""
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.is_meta or other.is_meta:
+        return False
+    a, b = one.detach().cpu(), other.detach().cpu()
+    return not (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))

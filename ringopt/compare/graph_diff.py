@@ -1,0 +1,248 @@
+"""What two graphs differ in, as data: nodes, their places, and what they mean.
+
+    - %y = aten::sdpa(%q, %k, %v)      replaced      + %y = ringopt::ring_attention(%q_rows, ...)
+      aspects: op, shape f32[1, 2, 64, 8] -> f32[1, 2, 32, 8], placement replicated -> S(2), bytes sent 0 -> 4096, ...
+
+Nothing here prints or reads torch: `ringopt/compare/` makes the views of real graphs, `tools/` shows a diff.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from ringopt.compare.align import PARTED, Alignment, Item, align
+
+Kind = Literal["same", "resized", "rerouted", "changed", "replaced", "removed", "added"]
+KINDS: dict[Kind, str] = {
+    "same": "nothing differs",
+    "resized": "only shape, placement, bytes or FLOPs differ",
+    "rerouted": "the same operator reads other values",
+    "changed": "an argument, or the value of a constant, differs",
+    "replaced": "another operator stands in its place",
+    "removed": "only before",
+    "added": "only after",
+}
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """One attention site of one side. `mask` is a picture in blocks, one string of ".", "/", "#" and "?" (nothing,
+    some, all of the block is seen, or tensors decide) a row of blocks; empty where sizes are open."""
+
+    pattern: str
+    strategy: str
+    layout: str
+    kernel: str
+    reason: str
+    mask: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One node of one side.
+
+    text        the node as one line: `%y = linear(%x, %weight)`
+    arguments   as text, with % for every value read; of an input, what the program calls it
+    inputs      names of the values read, one for each %
+    source      `file:line  code`, "" where the graph does not tell
+    shape       such as f32[1, 10, 4]
+    placement   "replicated", "S(1)", "local" (each rank its own, such as a part of a sum), or "?" where the graph does
+                not tell
+    bytes_sent  by this rank, forward; None where it cannot be told (ranks or sizes are open)
+    flops       of products, on this rank; None likewise
+    """
+
+    name: str
+    op: str
+    text: str
+    arguments: str
+    inputs: tuple[str, ...] = ()
+    module: str = ""
+    source: str = ""
+    shape: str = ""
+    placement: str = "replicated"
+    bytes_sent: int | None = 0
+    flops: int | None = 0
+    site: SiteView | None = None
+
+
+@dataclass(frozen=True)
+class Aspect:
+    """One thing that differs."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """One node, or two that are each other's counterparts."""
+
+    kind: Kind
+    before: NodeView | None
+    after: NodeView | None
+    aspects: tuple[Aspect, ...] = ()
+
+    @property
+    def node(self) -> NodeView:
+        node = self.after or self.before
+        assert node is not None
+        return node
+
+    @property
+    def is_site(self) -> bool:
+        return any(view is not None and view.site is not None for view in (self.before, self.after))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of one side: None where the part of some node cannot be told."""
+
+    nodes: int
+    sites: int
+    bytes_sent: int | None
+    flops: int | None
+
+    @classmethod
+    def of(cls, views: Sequence[NodeView]) -> Totals:
+        sent, flops = [view.bytes_sent for view in views], [view.flops for view in views]
+        return cls(len(views), sum(view.site is not None for view in views), total(sent), total(flops))
+
+
+def total(parts: Sequence[int | None]) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+@dataclass(frozen=True)
+class GraphDiff:
+    """`changes` has every node of both sides, in the order of `after`, removed ones where they stood."""
+
+    changes: tuple[Change, ...]
+    before: Totals
+    after: Totals
+
+    @property
+    def same(self) -> bool:
+        return all(change.kind == "same" for change in self.changes)
+
+    @property
+    def counts(self) -> dict[Kind, int]:
+        found = Counter(change.kind for change in self.changes)
+        return {kind: found[kind] for kind in KINDS}
+
+    @property
+    def sites(self) -> tuple[Change, ...]:
+        """The attention sites of either side."""
+        return tuple(change for change in self.changes if change.is_site)
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"schema": 1, "same", "counts": {kind: number}, "before", "after": Totals, "changes": [...]} with all fields
+        of Change, NodeView, SiteView and Aspect under their names; `changes` has no "same" nodes but sites."""
+        shown = [change for change in self.changes if change.kind != "same" or change.is_site]
+        return {
+            "schema": SCHEMA_VERSION,
+            "same": self.same,
+            "counts": self.counts,
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "changes": [asdict(change) for change in shown],
+        }
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{number} {kind}" for kind, number in self.counts.items() if number)
+        return f"{self.before.nodes} nodes before, {self.after.nodes} after: {said or 'nothing'}"
+
+
+def diff_views(before: Sequence[NodeView], after: Sequence[NodeView]) -> GraphDiff:
+    """Both in topological order, names unique on each side."""
+    found = align(before, after)
+    views = {view.name: view for view in before}, {view.name: view for view in after}
+    origin = {other: name for name, other in (*found.pairs.items(), *found.replaced.items())}
+    changes: list[tuple[tuple[int, int, int], Change]] = []
+    place = {view.name: number for number, view in enumerate(after)}
+    for number, view in enumerate(after):
+        one = views[0].get(origin.get(view.name, ""))
+        changes.append(((number, 1, 0), change_of(one, view, found)))
+    reached = 0
+    for number, view in enumerate(before):
+        other = found.counterpart(view.name)
+        if other is None:
+            changes.append(((reached, 2, number), Change("removed", view, None)))
+        else:
+            reached = place[other]
+    ordered = tuple(change for _key, change in sorted(changes, key=lambda entry: entry[0]))
+    return GraphDiff(ordered, Totals.of(before), Totals.of(after))
+
+
+def with_values(diff: GraphDiff, differ: Callable[[str, str], bool]) -> GraphDiff:
+    """`diff`, with inputs and constants whose values differ: `differ` is asked for the names of two counterparts."""
+    changes = []
+    for change in diff.changes:
+        one, other = change.before, change.after
+        held = other is not None and other.op in ("input", "constant")
+        if one is not None and other is not None and held and differ(one.name, other.name):
+            kind: Kind = "changed" if change.kind in ("same", "resized") else change.kind
+            change = replace(change, kind=kind, aspects=(*change.aspects, Aspect("values", "stored", "other values")))
+        changes.append(change)
+    return replace(diff, changes=tuple(changes))
+
+
+def change_of(before: NodeView | None, after: NodeView, found: Alignment) -> Change:
+    if before is None:
+        return Change("added", None, after)
+    routes = reroutes(before, after, found)
+    pairs = [("op", before.op, after.op), ("arguments", before.arguments, after.arguments)]
+    content = [Aspect(*pair) for pair in pairs if pair[1] != pair[2]]
+    size = sizes(before, after)
+    kind: Kind = "resized" if size else "same"
+    if before.op != after.op:
+        kind = "replaced"
+    elif content:
+        kind = "changed"
+    elif routes:
+        kind = "rerouted"
+    return Change(kind, before, after, (*content, *routes, *size))
+
+
+def reroutes(before: NodeView, after: NodeView, found: Alignment) -> list[Aspect]:
+    """Operands that are not each other's counterparts, with the placement of each: what changed on an edge."""
+    if len(before.inputs) != len(after.inputs):
+        return [Aspect("inputs", listed(before.inputs, found.before.items), listed(after.inputs, found.after.items))]
+    changed = []
+    for number, (one, other) in enumerate(zip(before.inputs, after.inputs, strict=True)):
+        if found.counterpart(one) not in (other, made_by(other, found)):
+            said = f"input {number}" if len(before.inputs) > 1 else "input"
+            changed.append(Aspect(said, listed([one], found.before.items), listed([other], found.after.items)))
+    return changed
+
+
+def made_by(name: str, found: Alignment) -> str:
+    """The operator with several results of which `name` takes one."""
+    item = found.after.items[name]
+    source = item.inputs[0] if item.op == "getitem" else name
+    return source if found.after.items[source].op in PARTED else name
+
+
+def listed(names: Sequence[str], views: Mapping[str, Item]) -> str:
+    placements = [views[name].placement for name in names]
+    return ", ".join(f"%{name} {place}".strip() for name, place in zip(names, placements, strict=True))
+
+
+def sizes(before: NodeView, after: NodeView) -> list[Aspect]:
+    pairs = (
+        ("shape", before.shape, after.shape),
+        ("placement", before.placement, after.placement),
+        ("bytes sent", number(before.bytes_sent), number(after.bytes_sent)),
+        ("FLOPs", number(before.flops), number(after.flops)),
+    )
+    return [Aspect(*pair) for pair in pairs if pair[1] != pair[2]]
+
+
+def number(value: int | None) -> str:
+    return "?" if value is None else str(value)

@@ -1,0 +1,1 @@
+"""Runs plans: posts messages, computes blocks, waits, merges by log-sum-exp, drops buffers."""

@@ -1,0 +1,200 @@
+"""From a block of the plan to tiles that a kernel computes: what is hidden is left out, masks are made a piece at a
+time.
+
+A program may hide keys by adding a large number, such as -3.4e38, in place of -inf. A row that sees no key then weighs
+all its keys alike: their scores vanish in the rounding of the sum. So does what is small in the row's log-sum-exp,
+which could no longer tell a tile of ten keys from one of a thousand. Such rows have a `level`, the largest number
+added to a score of the row, and their tiles are computed with the level taken off after the rounding. So have rows to
+which a large positive number is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.executor.buffers import Local
+from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
+from ringopt.context_parallel.geometry.strided import Strided
+from ringopt.context_parallel.geometry.visibility import seen
+from ringopt.context_parallel.plan.exchange import Block
+from ringopt.context_parallel.plan.tiling import LEAST, LEAST_ON_GPU, MASK_ELEMENTS, queries_at_once, strip_ends, strips
+from ringopt.expr.mask import FAR, Mask
+from ringopt.expr.terms import axes_of
+from ringopt.expr.value_ranges import bounds
+from ringopt.kernels.base import HIDDEN, accumulator
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries x keys (global rows). `mask` is additive, [1|B, 1|Hq, queries, keys], or None; so is `level`, with one
+    key. `modified`: the scores are changed before the mask is added."""
+
+    queries: range
+    keys: range
+    mask: Tensor | None = None
+    causal: bool = False
+    level: Tensor | None = None
+    modified: bool = False
+
+    def strips(self, rows: int) -> Iterator[Tile]:
+        """The same in pieces of `rows` queries or so; a triangle becomes small triangles and what is before them."""
+        ends = strip_ends(len(self.queries), rows)
+        if len(ends) == 2:
+            yield self
+            return
+        for first, end in pairwise(ends):
+            own, before = slice(first, end), slice(0, first)
+            queries = self.queries[own]
+            level = self.level[:, :, own] if self.level is not None else None
+            if not self.causal:
+                yield replace(self, queries=queries, mask=self._mask_of(own, slice(None)), level=level)
+                continue
+            if first:
+                yield Tile(queries, self.keys[before], self._mask_of(own, before), False, level, self.modified)
+            yield Tile(queries, queries, self._mask_of(own, own), True, level, self.modified)
+
+    def _mask_of(self, queries: slice, keys: slice) -> Tensor | None:
+        return self.mask[:, :, queries, keys] if self.mask is not None else None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is done to the scores of `batch` x `heads` attentions (heads by number): the pattern's -inf, and a mask over
+    `sources`.
+
+    Masks are made in `dtype`, or in its accumulator if the bias is wider: what is finite there may be -inf in 16 bits.
+    `local` says where the rank holds the rows of the queries; without, it holds them all.
+    """
+
+    pattern: Pattern
+    mask: Mask
+    sources: Sequence[Tensor]
+    batch: int
+    heads: range
+    dtype: torch.dtype
+    device: torch.device
+    local: Local | None = None
+    _axes: frozenset[str] = field(init=False)
+    _levels: dict[range, Tensor | None] = field(default_factory=dict)
+    _bands: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_axes", frozenset(axes_of([self.mask.visible, self.mask.bias])))
+        if self.mask.bias is not None and self.mask.bias.dtype.itemsize > self.dtype.itemsize:
+            object.__setattr__(self, "dtype", accumulator(self.dtype))
+
+    def tiles(self, block: Block) -> Iterator[Tile]:
+        """The tiles of a block, one at a time. Masks are differentiable in the sources where grad is enabled."""
+        verdict = self._verdict(block.queries, block.keys)
+        if verdict == "empty":
+            return
+        modified = self._modifies(block.queries, block.keys)
+        if verdict == "full" and block.kind is not Kind.PARTIAL:
+            # Here 0 is added: what is far below that elsewhere leaves the level at 0.
+            level = self.level(block.queries) if self._added[1] >= FAR else None
+            yield Tile(block.queries, block.keys, None, block.kind is Kind.CAUSAL, level, modified)
+            return
+        step = self._queries_at_once(len(block.keys))
+        if verdict == "partial" and block.kind is Kind.CAUSAL and len(block.queries) <= step:
+            mask = self._additive(block.queries, block.keys)
+            yield Tile(block.queries, block.keys, mask, True, self.level(block.queries), modified)
+            return
+        if block.kind is Kind.PARTIAL:
+            least = LEAST if self.device.type == "cpu" else LEAST_ON_GPU
+            step = min(step, queries_at_once(self.pattern, block.queries, block.keys, least))
+        for queries, keys in strips(self.pattern, block.queries, block.keys, step):
+            yield from self._cut(queries, keys)
+
+    def _cut(self, queries: range, keys: range) -> Iterator[Tile]:
+        """A piece of a block, looked at anew: it may be empty or full where the block is not."""
+        kind = self.pattern.kind(queries, keys)
+        verdict = self._verdict(queries, keys) if kind is not Kind.EMPTY else "empty"
+        if verdict == "empty":
+            return
+        mask = self._additive(queries, keys) if verdict == "partial" else None
+        if kind is not Kind.FULL:
+            mask = self._within(mask, queries, keys)
+        yield Tile(queries, keys, mask, False, self.level(queries), self._modifies(queries, keys))
+
+    def _within(self, mask: Tensor | None, queries: range, keys: range) -> Tensor:
+        """`mask` (None: zeros) where the pattern lets a query see a key, else -inf."""
+        if mask is None and isinstance(self.pattern, (Band, Strided)):
+            return self._band(queries, keys)
+        return self._hiding(mask, queries, keys)
+
+    def _band(self, queries: range, keys: range) -> Tensor:
+        """Who sees whom there depends on distances, so that most strips of a block have the same mask: it is kept until
+        another is made."""
+        where = (keys.start - queries.start, len(queries), len(keys), queries.step, keys.step)
+        if where not in self._bands:
+            self._bands.clear()
+            self._bands[where] = self._hiding(None, queries, keys)
+        return self._bands[where]
+
+    def _hiding(self, mask: Tensor | None, queries: range, keys: range) -> Tensor:
+        hidden = torch.full((), HIDDEN, dtype=self.dtype, device=self.device)
+        mask = torch.where(
+            seen(self.pattern, queries, keys, self.device), hidden.new_zeros(()) if mask is None else mask, hidden
+        )
+        return mask if mask.dim() == 4 else mask[None, None]
+
+    def level(self, queries: range) -> Tensor | None:
+        """[1|B, 1|Hq, queries, 1]: the largest number added in each row where that is FAR from 0, else 0."""
+        if queries not in self._levels:
+            self._levels[queries] = self._largest(queries) if self._added[0] <= -FAR or self._added[1] >= FAR else None
+        return self._levels[queries]
+
+    @cached_property
+    def _added(self) -> tuple[float, float]:
+        """All numbers that are added to scores lie between these."""
+        if self.mask.bias is None:
+            return 0.0, 0.0
+        rows = self.pattern.q_length if self.local is None else self.local.rows
+        lengths = (self.batch, self.pattern.q_length, self.pattern.kv_length, rows)
+        spans = {axis: range(length) for axis, length in zip("bqkr", lengths, strict=True)} | {"h": self.heads}
+        low, high = bounds(self.mask.bias, spans, self.sources)
+        return float(low), float(high)
+
+    @torch.no_grad()
+    def _largest(self, queries: range) -> Tensor | None:
+        keys, step = self.pattern.needs(queries), self._queries_at_once(len(queries))
+        pieces = (range(start, min(start + step, keys.stop)) for start in range(keys.start, keys.stop, step))
+        parts = [self._within(self._additive(queries, piece), queries, piece).amax(3, keepdim=True) for piece in pieces]
+        largest = torch.stack(parts).amax(0).to(accumulator(self.dtype))
+        level = largest.masked_fill((largest.abs() < FAR) | (largest == HIDDEN), 0.0)
+        return level if bool(level.any()) else None
+
+    def modified(self, scores: Tensor, queries: range, keys: range) -> Tensor:
+        """The scaled scores [B, Hq, queries, keys] as the mask changes them. Differentiable where grad is enabled."""
+        return self.mask.modified(scores, queries, keys, self.sources, self._local(queries), self.heads)
+
+    def _verdict(self, queries: range, keys: range) -> str:
+        return self.mask.kind(self._spans(queries, keys), self.sources) if self.mask.text else "full"
+
+    def _modifies(self, queries: range, keys: range) -> bool:
+        return self.mask.modifies(self._spans(queries, keys), self.sources)
+
+    def _spans(self, queries: range, keys: range) -> dict[str, range]:
+        return {"b": range(self.batch), "h": self.heads, "q": queries, "k": keys, "r": self._local(queries)}
+
+    def _local(self, queries: range) -> range:
+        """Where the rank holds `queries`."""
+        if self.local is None:
+            return queries
+        place = self.local.slice(queries)
+        return range(place.start, place.stop, queries.step)
+
+    def _additive(self, queries: range, keys: range) -> Tensor:
+        sizes, local = (self.batch, self.heads), self._local(queries)
+        return self.mask.block(*sizes, queries, keys, self.sources, self.dtype, self.device, local)
+
+    def _queries_at_once(self, keys: int) -> int:
+        sizes = (("b", self.batch), ("h", len(self.heads)))
+        batch, heads = (size if axis in self._axes else 1 for axis, size in sizes)
+        return max(1, MASK_ELEMENTS // (batch * heads * keys))

@@ -1,0 +1,1 @@
+"""Which tokens a rank holds, and which keys a query sees: rows, layouts, attention patterns."""

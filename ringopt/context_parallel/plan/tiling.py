@@ -1,0 +1,80 @@
+"""How a block that a pattern cuts through is computed: in strips of queries, each with the keys that it needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
+from ringopt.context_parallel.plan.exchange import Block
+
+# Elements of one mask: 16 MiB in float32. A tile with a mask is cut over its queries to stay below, so that memory does
+# not grow with the square of the rows of a rank.
+MASK_ELEMENTS = 1 << 22
+
+# The fewest queries of a strip, unless a mask would be too large: fewer leave a kernel idle.
+LEAST, LEAST_ON_GPU = 64, 512
+
+# Queries of a forward tile, or an eighth of those of a rank if that is more: few enough for its output to be small
+# beside the sums, enough for a kernel to work at its best. PyTorch's for the CPU takes AT_ONCE from 768 on, and fewer
+# below; of a number that these do not divide the rest costs as much as they do.
+STRIP, AT_ONCE = 1024, 256
+
+# Shorter strips are taken as long as they save this part of the pairs: what is hidden in them is computed for nothing,
+# and each strip costs a call of the kernel and a merge.
+WORTH = 1 / 8
+
+
+def least_of(kernel: str) -> int:
+    """The fewest queries of a strip for a kernel by name."""
+    return LEAST if kernel in ("flash_cpu", "math") else LEAST_ON_GPU
+
+
+def strip_of(queries: int) -> int:
+    """Queries of a forward tile, of so many that a rank has."""
+    return -(-max(STRIP, queries // 8) // AT_ONCE) * AT_ONCE
+
+
+def strip_ends(queries: int, strip: int) -> list[int]:
+    """Where the strips of a tile end, from 0 on: the last has up to three quarters more than `strip`, or less."""
+    return [*range(0, max(1, queries - strip * 3 // 4), strip), queries]
+
+
+def placeless(pattern: Pattern, block: Block) -> Block:
+    """The block moved to the first rows, where nothing but its place depends on that: a band only knows distances, so
+    that of the many blocks of a window most are one."""
+    queries, keys = block.queries, block.keys
+    if not isinstance(pattern, Band) or not queries.step == keys.step == 1:
+        return block
+    first = min(queries.start, keys.start)
+    queries, keys = (range(rows.start - first, rows.stop - first) for rows in (queries, keys))
+    return Block(queries, keys, block.kind)
+
+
+@lru_cache(maxsize=4096)
+def pieces(pattern: Pattern, block: Block, kernel: str) -> tuple[Block, ...]:
+    """What a kernel is given of a block at once, where no mask but that of the pattern is made."""
+    if block.kind is not Kind.PARTIAL:
+        return (block,)
+    rows = queries_at_once(pattern, block.queries, block.keys, least_of(kernel))
+    cut = strips(pattern, block.queries, block.keys, min(rows, max(1, MASK_ELEMENTS // len(block.keys))))
+    found = (Block(queries, keys, pattern.kind(queries, keys)) for queries, keys in cut)
+    return tuple(piece for piece in found if piece.kind is not Kind.EMPTY)
+
+
+@lru_cache(maxsize=4096)
+def queries_at_once(pattern: Pattern, queries: range, keys: range, least: int) -> int:
+    """Of a block: halved as long as that is WORTH it, down to `least`. For windows a quarter of the width or so."""
+    step, pairs = len(queries), computed(pattern, queries, keys, len(queries))
+    while step // 2 >= least and (fewer := computed(pattern, queries, keys, -(-step // 2))) <= pairs * (1 - WORTH):
+        step, pairs = -(-step // 2), fewer
+    return step
+
+
+def computed(pattern: Pattern, queries: range, keys: range, step: int) -> int:
+    """Pairs of strips of `step` queries."""
+    return sum(len(some) * len(others) for some, others in strips(pattern, queries, keys, step))
+
+
+def strips(pattern: Pattern, queries: range, keys: range, step: int) -> list[tuple[range, range]]:
+    pieces = (queries[first : first + step] for first in range(0, len(queries), step))
+    return [(some, pattern.narrowed(some, keys)) for some in pieces]

@@ -1,0 +1,1 @@
+"""Which dim of an operator's output is which dim of its inputs."""

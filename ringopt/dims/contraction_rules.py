@@ -1,0 +1,239 @@
+"""Rules of products and look-ups."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from ringopt.dims.rule import Dims, Rule, RuleOf, aligned, same
+from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args, value_of
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+def linear(node: fx.Node) -> Rule:
+    rank, operands = len(shape_of(node)), list(tensor_args(node))
+    with_bias = len(operands) == 3
+    weight = {rank - 1: 0} if len(shape_of(operands[1])) == 2 else {}
+    bias = ({rank - 1: 0} if weight else {},) if with_bias else ()
+    summed = () if with_bias else ((len(shape_of(operands[0])) - 1,), (len(shape_of(operands[1])) - 1,))
+    return Rule((same(rank, (rank - 1,) if weight else ()), weight, *bias), summed)
+
+
+def matmul(node: fx.Node) -> Rule:
+    """Any ranks: a 1-D left operand has no row dim, a 1-D right one no column dim."""
+    left, right = (shape_of(arg) for arg in node.args[:2])
+    out = len(shape_of(node))
+    rows, columns = len(left) > 1, len(right) > 1
+    batch = out - rows - columns
+    maps: list[Dims] = []
+    for sizes, used in ((left, 1 + rows), (right, 1 + columns)):
+        mine = len(sizes) - used
+        shape = shape_of(node)
+        maps.append({d + batch - mine: d for d in range(mine) if sizes[d] == shape[d + batch - mine] and sizes[d] != 1})
+    if rows:
+        maps[0][batch] = len(left) - 2
+    if columns:
+        maps[1][batch + rows] = len(right) - 1
+    summed = ((len(left) - 1,), (len(right) - 2 if columns else 0,))
+    return Rule((maps[0], maps[1]), summed)
+
+
+def addmm(node: fx.Node) -> Rule:
+    out, bias = shape_of(node), shape_of(node.args[0])
+    return Rule((aligned(out, bias), {0: 0}, {1: 1}))
+
+
+def baddbmm(node: fx.Node) -> Rule:
+    out, bias = shape_of(node), shape_of(node.args[0])
+    return Rule((aligned(out, bias), {0: 0, 1: 1}, {0: 0, 2: 2}))
+
+
+def einsum(node: fx.Node) -> Rule | None:
+    """Letters of the output run along with the same letters of the operands; a letter that every operand has and the
+    output has not is summed. No rule for diagonals ("ii") and letters that only some operands sum."""
+    operands, out = spelled(node)
+    if any(len(set(letters)) < len(letters) for letters in (*operands, out)):
+        return None
+    sizes = [shape_of(arg) for arg in tensor_args(node)]
+    maps = tuple(
+        {out.index(c): d for d, c in enumerate(letters) if c in out and own[d] == shape_of(node)[out.index(c)]}
+        for letters, own in zip(operands, sizes, strict=True)
+    )
+    common = [c for c in operands[0] if c not in out and all(c in letters for letters in operands)]
+    places = [tuple(letters.index(c) for letters in operands) for c in common]
+    equal = [at for at in places if all(own[d] == sizes[0][at[0]] for own, d in zip(sizes, at, strict=True))]
+    return Rule(maps, tuple(zip(*equal, strict=True)) if equal else ())
+
+
+def spelled(node: fx.Node) -> tuple[list[str], str]:
+    """The letters of each operand and of the output, an ellipsis as numbers counted from its end. Without "->" the
+    output has the letters that come once, in their order."""
+    inputs, arrow, out = node.args[0].replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if not arrow:
+        letters = inputs.replace(",", "").replace(".", "")
+        out = "..." * ("..." in inputs) + "".join(c for c in sorted(letters) if letters.count(c) == 1)
+    dims = [len(shape_of(arg)) - len(letters) + 3 for letters, arg in zip(operands, tensor_args(node), strict=True)]
+    numbers = "0123456789"
+    most = max((count for letters, count in zip(operands, dims, strict=True) if "..." in letters), default=0)
+    named = [
+        letters.replace("...", numbers[most - count : most]) for letters, count in zip(operands, dims, strict=True)
+    ]
+    return named, out.replace("...", numbers[:most])
+
+
+def tensordot(node: fx.Node) -> Rule:
+    """The dims that are not contracted, of the first operand and then of the second."""
+    shapes = [shape_of(arg) for arg in node.args[:2]]
+    gone = [[dim % len(shape) for dim in dims] for dims, shape in zip(node.args[2:4], shapes, strict=True)]
+    left, right = ([d for d in range(len(shape)) if d not in dims] for shape, dims in zip(shapes, gone, strict=True))
+    maps = (dict(enumerate(left)), dict(enumerate(right, len(left))))
+    return Rule(maps, (tuple(gone[0]), tuple(gone[1])))
+
+
+def inner(node: fx.Node) -> Rule | None:
+    """Products of rows with rows."""
+    left, right = (len(shape_of(arg)) for arg in node.args[:2])
+    if not left or not right:
+        return None
+    return Rule(
+        ({d: d for d in range(left - 1)}, {left - 1 + d: d for d in range(right - 1)}), ((left - 1,), (right - 1,))
+    )
+
+
+def bilinear(node: fx.Node) -> Rule:
+    rows = same(len(shape_of(node)) - 1)
+    return Rule((rows, rows, *({} for _ in list(tensor_args(node))[2:])))
+
+
+def cdist(node: fx.Node) -> Rule | None:
+    """Rows of the first operand by rows of the second."""
+    rank = len(shape_of(node))
+    if any(shape_of(arg)[:-2] != shape_of(node)[:-2] for arg in node.args[:2]):
+        return None
+    batch = same(rank - 2)
+    return Rule(({**batch, rank - 2: rank - 2}, {**batch, rank - 1: rank - 2}))
+
+
+def addmv(node: fx.Node) -> Rule:
+    return Rule((aligned(shape_of(node), shape_of(node.args[0])), {0: 0}, {}))
+
+
+# ---- look-ups ------------------------------------------------------------------------------------------------------
+def embedding(node: fx.Node) -> Rule | None:
+    if argument(node, 3, "scale_grad_by_freq", False):
+        return None  # the gradient is divided by how often an index occurs in the whole batch
+    return Rule(({}, same(len(shape_of(node.args[1])))))
+
+
+def index(node: fx.Node) -> Rule | None:
+    """Advanced indexing: the dims of the index tensors stand where the indexed dims were (first, when those are
+    apart)."""
+    source, indices = node.args[0], list(node.args[1])
+    if any(is_tensor(i) and value_of(i).dtype in (torch.bool, torch.uint8) for i in indices):
+        return None
+    used = [dim for dim, i in enumerate(indices) if i is not None]
+    rank = max(len(shape_of(indices[dim])) for dim in used)
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    block = shape_of(node)[first : first + rank]
+    left = [dim for dim in range(len(shape_of(source))) if dim not in used]
+    places = [out for out in range(len(shape_of(node))) if not first <= out < first + rank]
+    whole = dict(zip(places, left, strict=True))
+    maps = [{first + out: dim for out, dim in aligned(block, shape_of(indices[dim])).items()} for dim in used]
+    return Rule((whole, *maps))
+
+
+def index_select(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    dim = node.args[1] % rank
+    return Rule((same(rank, (dim,)), {dim: 0}))
+
+
+def one_hot(node: fx.Node) -> Rule:
+    return Rule((same(len(shape_of(node.args[0]))),))
+
+
+def gather(node: fx.Node) -> Rule | None:
+    """gather, take_along_dim."""
+    rank = len(shape_of(node))
+    source, index, dim = node.args[0], node.args[1], argument(node, 2, "dim")
+    if op_name(node) == "gather":
+        index, dim = dim, index
+    if dim is None or len(shape_of(source)) != len(shape_of(index)):
+        return None
+    dim %= rank
+    sizes, where = shape_of(source), shape_of(index)
+    along = {d: d for d in range(rank) if d != dim and sizes[d] == where[d]}
+    return Rule((along, {**along, dim: dim}))
+
+
+def scatter(node: fx.Node) -> Rule:
+    """scatter, scatter_add: along dims in which target, index and source have the same size."""
+    sizes, dim = [shape_of(arg) for arg in tensor_args(node)], node.args[1] % len(shape_of(node))
+    along = {d: d for d, size in enumerate(shape_of(node)) if d != dim and all(other[d] == size for other in sizes)}
+    return Rule(tuple(along for _ in sizes))
+
+
+def index_add(node: fx.Node) -> Rule | None:
+    """index_add, index_copy: along all dims but the indexed one."""
+    rank, source = len(shape_of(node)), node.args[3]
+    if len(shape_of(source)) != rank:
+        return None
+    dims = same(rank, (node.args[1] % rank,))
+    return Rule((dims, {}, dims))
+
+
+def index_fill(node: fx.Node) -> Rule:
+    dims = same(len(shape_of(node)), (node.args[1] % len(shape_of(node)),))
+    return Rule((dims, *({} for _ in list(tensor_args(node))[1:])))
+
+
+def index_put(node: fx.Node) -> Rule | None:
+    """Along the dims that no index stands for, which what is written has too."""
+    indices = list(node.args[1])
+    if any(is_tensor(i) and value_of(i).dtype in (torch.bool, torch.uint8) for i in indices):
+        return None
+    rank, used = len(shape_of(node)), [dim for dim, i in enumerate(indices) if i is not None]
+    rows = torch.broadcast_shapes(*(shape_of(indices[dim]) for dim in used))
+    left = [dim for dim in range(rank) if dim not in used]
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    of_left, of_rows = [shape_of(node)[dim] for dim in left], [None] * len(rows)
+    places = [*left[:first], *of_rows, *left[first:]]
+    found = aligned((*of_left[:first], *rows, *of_left[first:]), shape_of(node.args[2]))
+    written = {dim: at for out, at in found.items() if (dim := places[out]) is not None}
+    return Rule((same(rank, used), *({} for _ in used), written))
+
+
+def among(node: fx.Node) -> Rule | None:
+    """bucketize, isin, searchsorted: each element by itself, among values that are used whole."""
+    operands, along = list(tensor_args(node)), same(len(shape_of(node)))
+    if op_name(node) != "searchsorted":
+        return Rule((along, {})) if len(operands) == 2 else None
+    return Rule(({}, along)) if len(operands) == 2 and len(shape_of(operands[0])) == 1 else None
+
+
+PRODUCTS: dict[str, RuleOf] = {
+    "linear": linear,
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), matmul),
+    "einsum": einsum,
+    "tensordot": tensordot,
+    "inner": inner,
+    "addmm": addmm,
+    "addmv": addmv,
+    "baddbmm": baddbmm,
+    "bilinear": bilinear,
+    "cdist": cdist,
+}
+
+LOOK_UPS: dict[str, RuleOf] = {
+    "embedding": embedding,
+    "index": index,
+    "index_select": index_select,
+    "one_hot": one_hot,
+    **dict.fromkeys(("gather", "take_along_dim"), gather),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), scatter),
+    **dict.fromkeys(("index_add", "index_copy"), index_add),
+    "index_fill": index_fill,
+    "index_put": index_put,
+    **dict.fromkeys(("bucketize", "isin", "searchsorted"), among),
+}

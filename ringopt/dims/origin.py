@@ -1,0 +1,122 @@
+"""Where a dim comes from: features that a layer makes, parameters, or an input of the program.
+
+What a linear layer, a convolution or a norm makes along its feature dim is not a sequence. Followed up through ops that
+work along the dim (ringopt/dims/rules.py), through views by factors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from ringopt.dims.rules import rule_of
+from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
+from ringopt.ir.placement import Sharded
+
+CONVOLUTIONS = frozenset(("convolution", "conv1d", "conv2d", "conv3d", "_convolution"))
+NORMS = frozenset(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"))
+# Rows are left out, added or moved; the dim stays what it was.
+KEEPING = frozenset(
+    {"slice", "split", "split_with_sizes", "chunk", "tensor_split", "cat", "pad", "constant_pad_nd", "roll", "flip"}
+    | {"softmax", "dropout", "cumsum", "getitem", "index_select"}
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The end of the way up: `kind` is "features", "parameter", "input" or "unknown"; `last`: the last dim of it, which
+    in floating tensors holds features as a rule."""
+
+    kind: str
+    node: fx.Node
+    last: bool = False
+
+
+def origins(node: fx.Node, dim: int) -> set[Origin]:
+    """Where dim `dim` of `node` comes from, over all operands that it runs along with."""
+    found: set[Origin] = set()
+    seen: set[tuple[fx.Node, Sharded]] = set()
+    stack = [(node, Sharded(dim % len(shape_of(node)), 1, shape_of(node)[dim], 1))]
+    while stack:
+        here = stack.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        end, above = step(*here)
+        if end is not None:
+            found.add(end)
+        stack.extend(above)
+    return found
+
+
+def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.Node, Sharded]]]:
+    """Either the end, or the operands to follow."""
+    rank, name = len(shape_of(node)), op_name(node)
+    last = place.dim == rank - 1
+    if node.op in ("placeholder", "get_attr"):
+        kind = "parameter" if node.meta.get("parameter") else "input"
+        return Origin(kind, node, last), []
+    made = (
+        (name in ("linear", "embedding") and last)
+        or (name in CONVOLUTIONS and place.dim == 1)
+        or (name in NORMS and place.dim >= rank - len(node.args[1]))
+    )
+    if made:
+        return Origin("features", node, last), []
+    rule, operands = rule_of(node), list(tensor_args(node))
+    wanted = rule.pull(place) if rule is not None and len(rule.operands) == len(operands) else None
+    if wanted is not None and rule is not None and rule.summed and weighed(operands, wanted):
+        return Origin("features", node, last), []
+    if wanted is not None:
+        return None, [(arg, at) for arg, at in zip(operands, wanted, strict=True) if at is not None]
+    first = next((arg for arg in operands if len(shape_of(arg)) == rank), None)  # `cat` skips what has no entries
+    if name in KEEPING and first is not None and shape_of(first)[place.dim] > 1:
+        return None, [(first, Sharded(place.dim, 1, shape_of(first)[place.dim], 1))]
+    return Origin("unknown", node, last), []
+
+
+def is_row(origin: Origin) -> bool:
+    """A dim of an input that is no feature dim: any of ids, all but the last of numbers."""
+    return origin.kind == "input" and not (origin.last and value_of(origin.node).is_floating_point())
+
+
+def weighed(operands: list[fx.Node], wanted: list[Sharded | None]) -> bool:
+    """Whether the dim is the columns of a weight: a product's operand that is a parameter, however it is viewed."""
+    return any(at is not None and is_weight(arg) for arg, at in zip(operands, wanted, strict=True))
+
+
+def is_weight(node: fx.Node) -> bool:
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return bool(node.meta.get("parameter"))
+
+
+def is_of_model(node: fx.Node) -> bool:
+    """Whether a parameter reaches `node`, be it frozen."""
+    seen, stack = {node}, [node]
+    while stack:
+        each = stack.pop()
+        if each.meta.get("parameter"):
+            return True
+        for above in each.all_input_nodes:
+            if above not in seen:
+                seen.add(above)
+                stack.append(above)
+    return False
+
+
+def is_learned(node: fx.Node) -> bool:
+    """Whether only parameters and constants reach `node`, parameters among them."""
+    learned, seen, stack = False, {node}, [node]
+    while stack:
+        each = stack.pop()
+        if each.op == "placeholder" and is_tensor(each):
+            if not each.meta.get("parameter"):
+                return False
+            learned = True
+        for above in each.all_input_nodes:
+            if above not in seen:
+                seen.add(above)
+                stack.append(above)
+    return learned

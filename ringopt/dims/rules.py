@@ -1,0 +1,78 @@
+"""How the dims of an op's output come from the dims of its operands: one table for all directions.
+
+An op works *token by token* along a dim when row i of the output needs row i of an operand and nothing else of it.
+`rule_of(node)` says along which dims. From that one fact follow where a sharded operand takes the output (`push`),
+which operands must be sharded for a sharded output (`pull`), and which dims are summed away (`summed`), so that
+partial sums over the ranks give the whole. Ops without a rule mix rows in a way this table does not know.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from ringopt.dims.contraction_rules import LOOK_UPS, PRODUCTS
+from ringopt.dims.reduction_rules import LAYERS, MIXING, REDUCTIONS
+from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same
+from ringopt.dims.view_rules import VIEWS
+from ringopt.expr.mask import Mask
+from ringopt.ir.nodes import is_tensor, op_name, shape_of
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of a call_function node, or None."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        return Rule((same(len(shape_of(node))),)) if is_tensor(node) else None
+    target, name = node.target, op_name(node)
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return None  # the random numbers of a shard are not a shard of the random numbers
+    if name in RULES:
+        return RULES[name](node)
+    if torch.Tag.pointwise in target.tags or name in POINTWISE or name.startswith("special_"):
+        return pointwise(node)
+    return None
+
+
+def is_known(node: fx.Node) -> bool:
+    """Whether there are rules for the op, whatever they say of this use of it."""
+    target, name = node.target, op_name(node)
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return name in RULES or torch.Tag.pointwise in target.tags or name in POINTWISE
+
+
+# Token-wise ops that carry no pointwise tag; so do those of torch.special but its softmax and its sums.
+POINTWISE = frozenset(
+    {"to", "contiguous", "clone", "detach", "alias", "_to_copy", "lift_fresh_copy", "type_as", "float", "bfloat16"}
+    | {"half", "double", "full_like", "zeros_like", "ones_like", "empty_like", "where", "masked_fill", "expand_as"}
+    | {"__and__", "__or__", "__xor__", "softplus", "rsub", "nan_to_num", "square", "hardswish", "log_sigmoid", "fix"}
+    | {"multiply", "subtract", "divide", "true_divide", "floor_divide", "negative", "absolute", "isclose", "isreal"}
+    | {"greater", "less", "greater_equal", "less_equal", "not_equal", "polar", "complex", "real", "imag", "conj"}
+    | {"_conj", "resolve_conj", "_neg_view", "resolve_neg", "arctan2"}
+)
+
+
+def attention(node: fx.Node) -> Rule | None:
+    """Batch and heads are independent, but for the random numbers and for a mask that asks which of them it is; the
+    sequence is the exchange's business, not this table's."""
+    q, k, _v, given, sources, sinks, seed, _pattern, mask = node.args[:9]
+    asked = Mask.parse(mask).asks
+    if given is not None or seed is not None or "b" in asked:
+        return None
+    dims = {0: 0, 1: 1} if shape_of(q)[1] == shape_of(k)[1] and "h" not in asked else {0: 0}
+    rules = (dims, dims, dims, *({} for _ in sources))
+    if sinks is None:
+        return Rule(rules)
+    of_sinks = {out: dim for out, dim in aligned(shape_of(q)[:2], shape_of(sinks)).items() if out in dims}
+    return Rule((*rules, of_sinks))
+
+
+RULES: dict[str, RuleOf] = {**VIEWS, **MIXING, **REDUCTIONS, **LAYERS, **PRODUCTS, **LOOK_UPS, "attention": attention}

@@ -1,0 +1,153 @@
+"""Rules of views, and of what is picked out and put together."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from ringopt.dims.rule import Rule, RuleOf, ViewRule, aligned, same
+from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
+
+
+# ---- views ---------------------------------------------------------------------------------------------------------
+def view(node: fx.Node) -> Rule:
+    if isinstance(node.args[1] if len(node.args) > 1 else None, torch.dtype):  # the same bits, read as another type
+        rank = len(shape_of(node))
+        return Rule((same(rank, () if shape_of(node) == shape_of(node.args[0]) else (rank - 1,)),))
+    return ViewRule(old=shape_of(node.args[0]), new=shape_of(node))
+
+
+def transpose(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    first, second = (dim % rank for dim in node.args[1:3]) if len(node.args) == 3 else (rank - 2, rank - 1)
+    dims = same(rank)
+    dims[first], dims[second] = second, first
+    return Rule((dims,))
+
+
+def permute(node: fx.Node) -> Rule:
+    order = node.args[1]
+    return Rule(({out: dim % len(order) for out, dim in enumerate(order)},))
+
+
+def movedim(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    source, target = ([dims] if isinstance(dims, int) else list(dims) for dims in node.args[1:3])
+    moved = {t % rank: s % rank for s, t in zip(source, target, strict=True)}
+    rest = iter(dim for dim in range(rank) if dim not in moved.values())
+    return Rule(({out: moved[out] if out in moved else next(rest) for out in range(rank)},))
+
+
+def unsqueeze(node: fx.Node) -> Rule:
+    rank, new = len(shape_of(node)), node.args[1]
+    new %= rank
+    return Rule(({out: out - (out > new) for out in range(rank) if out != new},))
+
+
+def expand(node: fx.Node) -> Rule:
+    return Rule((aligned(shape_of(node), shape_of(node.args[0])),))
+
+
+def repeat(node: fx.Node) -> Rule:
+    """Dims that are not repeated; new ones stand before the operand's."""
+    shift = len(shape_of(node)) - len(shape_of(node.args[0]))
+    return Rule(({out: out - shift for out, times in enumerate(node.args[1]) if times == 1 and out >= shift},))
+
+
+def select(node: fx.Node) -> Rule:
+    rank = len(shape_of(node.args[0]))
+    gone = node.args[1] % rank
+    return Rule(({out: out + (out >= gone) for out in range(rank - 1)},))
+
+
+def slice_(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    dim = argument(node, 1, "dim", 0) % rank
+    whole = shape_of(node) == shape_of(node.args[0]) and (
+        op_name(node) == "narrow" or argument(node, 4, "step", 1) == 1
+    )
+    return Rule((same(rank, () if whole else (dim,)),))
+
+
+def split(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    return Rule((same(rank, (argument(node, 2, "dim", 0) % rank,)),))
+
+
+def unbind(node: fx.Node) -> Rule:
+    rank = len(shape_of(node.args[0]))
+    gone = argument(node, 1, "dim", 0) % rank
+    return Rule(({out: out + (out >= gone) for out in range(rank - 1)},))
+
+
+def cat(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    dim = argument(node, 1, "dim", 0) % rank
+    return Rule(
+        tuple(same(len(shape_of(arg)), (dim,)) if len(shape_of(arg)) == rank else {} for arg in tensor_args(node))
+    )
+
+
+def select_scatter(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    gone = node.args[2] % rank
+    return Rule((same(rank, (gone,)), {out: out - (out > gone) for out in range(rank) if out != gone}))
+
+
+def slice_scatter(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    dims = same(rank, (argument(node, 2, "dim", 0) % rank,))
+    return Rule((dims, dims))
+
+
+def stack(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    new = argument(node, 1, "dim", 0) % rank
+    dims = {out: out - (out > new) for out in range(rank) if out != new}
+    return Rule(tuple(dims for _ in tensor_args(node)))
+
+
+def tile(node: fx.Node) -> Rule:
+    """As repeat, of the last dims."""
+    shift = len(shape_of(node)) - len(shape_of(node.args[0]))
+    first = len(shape_of(node)) - len(node.args[1])
+    kept = [out for out in range(shift, len(shape_of(node))) if out < first or node.args[1][out - first] == 1]
+    return Rule(({out: out - shift for out in kept},))
+
+
+def unfold(node: fx.Node) -> Rule:
+    rank = len(shape_of(node.args[0]))
+    return Rule((same(rank, (node.args[1] % rank,)),))
+
+
+def without_last(node: fx.Node) -> Rule:
+    """view_as_complex: pairs become numbers."""
+    return Rule((same(len(shape_of(node))),))
+
+
+def with_last(node: fx.Node) -> Rule:
+    """view_as_real: numbers become pairs."""
+    return Rule((same(len(shape_of(node)) - 1),))
+
+
+VIEWS: dict[str, RuleOf] = {
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"), view),
+    **dict.fromkeys(("transpose", "t", "swapaxes", "swapdims", "mT"), transpose),
+    "permute": permute,
+    **dict.fromkeys(("movedim", "moveaxis"), movedim),
+    "unsqueeze": unsqueeze,
+    **dict.fromkeys(("expand", "broadcast_to"), expand),
+    "repeat": repeat,
+    "tile": tile,
+    "select": select,
+    **dict.fromkeys(("slice", "narrow"), slice_),
+    "unfold": unfold,
+    "view_as_complex": without_last,
+    "view_as_real": with_last,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
+    "unbind": unbind,
+    **dict.fromkeys(("cat", "concat", "concatenate"), cat),
+    "select_scatter": select_scatter,
+    "slice_scatter": slice_scatter,
+    "stack": stack,
+}

@@ -1,0 +1,113 @@
+"""Gathers and sums over ranks that are all on one node: each reads from the others what it needs, with no ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ringopt.distributed.intra_node import messages as local_links
+from ringopt.distributed.intra_node.messages import End, LocalLinks, Offer
+
+PARTS, SUMS = 1, 2  # streams: what each rank brings, and what each has summed
+# What is summed is read in pieces that are still in the cache when they are added.
+PIECE = 1 << 18  # bytes
+
+
+@dataclass
+class Together:
+    """Several ends as one; `then` follows the last."""
+
+    links: LocalLinks
+    ends: Sequence[End]
+    then: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Raises RuntimeError."""
+        self.links.wait(self.ends)
+        if self.then is not None:
+            self.then()
+
+
+class LocalCollectives:
+    """The n-th on this rank meets the n-th on all others, whatever messages go between."""
+
+    def __init__(self, links: LocalLinks, rank: int):
+        self._links, self._rank, self._number = links, rank, 0
+
+    def gather(self, parts: Mapping[int, Tensor]) -> Together:
+        """Of `parts` by rank, contiguous and of one size, this rank has filled its own; the others are filled."""
+        links, lines = self._links, self._links.lines.values()
+        with links.lock:
+            self._number += 1
+            key, mine = (PARTS, self._number), parts[self._rank]
+            ends = [links.accept(line, parts[line.peer], key) for line in lines]
+            return Together(links, [*ends, *[links.offer(line, mine, key) for line in lines]])
+
+    def sum(self, x: Tensor) -> Together:
+        """Sums `x`, 1-D and contiguous, in place: the same bits on all ranks and in every run.
+
+        Short ones are gathered, and added in the order of the ranks. Of a long one each rank adds up a chunk, and sends
+        what comes out to the others (reduce-scatter, then all-gather), so that it reads 2 (p - 1) / p of its size.
+        """
+        x, links, lines = x.detach(), self._links, self._links.lines.values()
+        size = len(lines) + 1
+        if x.nbytes <= local_links.SHORT:
+            parts = x.new_empty(size, x.numel())
+            parts[self._rank] = x
+            return Together(links, self.gather(dict(enumerate(parts))).ends, lambda: _add_up(x, parts))
+        with links.lock:
+            self._number += 1
+            parts_key, sums_key = (PARTS, self._number), (SUMS, self._number)
+            chunks = x.tensor_split(size)
+            chunk = Chunk(links, chunks[self._rank], len(lines), sums_key)
+            # A chunk is written no earlier than its owner has read what this rank brings for it: its sum has that in.
+            sums = [links.accept(line, chunks[line.peer], sums_key) for line in lines]
+            brought = [links.offer(line, chunks[line.peer], parts_key) for line in lines]
+            for line in lines:
+                links.expect(line, parts_key, chunk.bring)
+            # Whoever has sent its sum has brought its part before: after `sums` this rank's own is on its way, too.
+            return Together(links, [*brought, *sums], lambda: links.wait(chunk.ends))
+
+
+@dataclass
+class Chunk:
+    """What one rank adds up of a sum: when all `peers` have brought theirs, in the order of the ranks."""
+
+    links: LocalLinks
+    mine: Tensor
+    peers: int
+    key: tuple[int, int]
+    offers: dict[int, Offer] = field(default_factory=dict)
+    ends: list[End] = field(default_factory=list)
+
+    def bring(self, offer: Offer) -> None:
+        self.offers[offer.line.peer] = offer
+        if len(self.offers) < self.peers:
+            return
+        for _, brought in sorted(self.offers.items()):
+            with torch.inference_mode():  # whoever serves this message may not be in the mode of whoever posted it
+                error = self.links.take(brought, self._added(), self.mine.nbytes)
+            self.links.taken(brought)
+            if error:
+                self.ends.append(End(self.links, brought.line, done=True, error=error))
+        # A sum that lacks a part is nobody's: peers are sent nothing in its place, which is an error of theirs, too.
+        found = self.mine[:0] if self.ends else self.mine
+        self.ends += [self.links.offer(brought.line, found, self.key) for brought in self.offers.values()]
+
+    def _added(self) -> Iterator[tuple[int, Tensor]]:
+        """Places to read into, each of which is added when the next is asked for."""
+        items, numbers = self.mine.element_size(), self.mine.numel()
+        most = PIECE // items
+        room = self.mine.new_empty(min(most, numbers))
+        for start in range(0, numbers, most):
+            piece = room[: numbers - start]
+            yield start * items, piece
+            self.mine[start : start + len(piece)] += piece
+
+
+def _add_up(x: Tensor, parts: Tensor) -> None:
+    with torch.inference_mode():
+        torch.sum(parts, 0, dtype=x.dtype, out=x)

@@ -1,0 +1,119 @@
+"""`ringopt.explain`: what the backend would do on any number of ranks, found in one process without running a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.export import ExportedProgram
+
+from ringopt.arguments import check_model, count_of
+from ringopt.backend import Compiled, transform
+from ringopt.distributed.mesh import Mesh, PretendedMesh
+from ringopt.drivers.convert import captured_once, check, lost_in_export, lowered
+from ringopt.errors import ProgramError, RingError, first_line
+from ringopt.hardware.devices import Device, device_of, link_of
+from ringopt.options import Options
+from ringopt.report import Report, readable
+
+
+def explain(
+    model: Any,
+    *args: Any,
+    world_size: int = 8,
+    options: Mapping[str, Any] | Options | None = None,
+    hardware: str | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The report of `torch.compile(model, backend="ring")(*args, **kwargs)` on `world_size` ranks, seen from rank 0.
+
+    No process group is needed and no graph is executed: each graph Dynamo captures is transformed, and answered with
+    zeros that take no memory. Python between graphs does run; where it cannot go on with zeros, a note says so, and the
+    report is of the graphs up to there. Build the model on the meta device to explain one that
+    does not fit this machine.
+
+    An ExportedProgram is explained as `ringopt.convert` would take it; it has its inputs already. With `hardware`, a
+    name of the table in ringopt/hardware/devices.py such as "h100", strategies are chosen for ranks of that kind, and a
+    note holds the memory against theirs. Raises OptionError, ProgramError (inputs beside a program, or one that is
+    converted already), and what the model raises.
+    """
+    count_of("world_size", world_size)
+    device = device_of(hardware) if hardware is not None else None
+    chosen, mesh = Options.of(options), PretendedMesh(0, world_size, hardware)
+    if not isinstance(model, ExportedProgram):
+        check_model(model)
+        report = of_model(model, args, kwargs, chosen, mesh)
+    elif args or kwargs:
+        raise ProgramError("an exported program is explained at the sizes it was exported for; pass no inputs")
+    else:
+        report = of_program(model, chosen, mesh)
+    return report if device is None else dataclasses.replace(report, notes=(*report.notes, held_by(device, report)))
+
+
+def held_by(device: Device, report: Report) -> str:
+    """The memory of a forward and what is sent, against what a device has."""
+    held, seconds = sum(report.memory.values()), report.bytes_sent / link_of(device.link).rate
+    share = f"{readable(held)} are {held / device.memory:.1%} of the {readable(device.memory)} of {device.name}"
+    return f"{share}; what a rank sends takes {seconds * 1e3:.3g} ms of its {device.link}, hidden or not"
+
+
+def of_program(program: ExportedProgram, options: Options, mesh: Mesh) -> Report:
+    check(program)
+    report = lowered(program, captured_once(program), options, mesh)[1]
+    return dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
+
+
+def of_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, mesh: Mesh) -> Report:
+    found: list[Report] = []
+
+    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
+        _flat, report, _random = transform(gm, example_inputs, options, mesh)
+        found.append(report)
+        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
+        return lambda *_inputs: tuple(hollow(value) for value in outputs)
+
+    unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    try:
+        # Every dry run is a compilation; beyond its limit Dynamo would capture nothing, and nothing would be reported.
+        with torch._dynamo.config.patch(unlimited):
+            torch.compile(model, backend=dry)(*args, **kwargs)  # type: ignore[no-untyped-call]
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, RingError):
+            raise failed.inner_exception from None
+        raise
+    except Exception as error:
+        if not found:
+            raise
+        found.append(Report(mesh.size, notes=(cut_short(len(found), error),)))
+    if not found:
+        nothing = (
+            "Dynamo captured no graph of this model, so nothing would be sharded; TORCH_LOGS=graph_breaks says why"
+        )
+        return Report(mesh.size, notes=(nothing,))
+    return Report.merged(found, mesh.size)
+
+
+def cut_short(graphs: int, error: Exception) -> str:
+    """Python that reads what a graph gives (a number of tokens, a list of sizes) may not stand zeros."""
+    said = f"{type(error).__name__}: {first_line(error)}"
+    return (
+        f"what follows graph {graphs} is not explained: the program between the graphs was given zeros for what they "
+        f"give, and ended with {said}; `ringopt.reports()` after a real call has all of it"
+    )
+
+
+def value_of_output(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def hollow(value: Any) -> Any:
+    """A tensor of zeros in the place of a fake one: one element, expanded."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    zeros = torch.zeros((), dtype=value.dtype, device=value.device).expand([int(size) for size in value.shape])
+    return zeros.requires_grad_(value.requires_grad)

@@ -1,0 +1,1 @@
+"""Symbolic expressions over (b, h, q, k): masks and scores, element by element. Knows no FX graph."""

@@ -1,0 +1,259 @@
+"""What a site does to its scores beyond its structural pattern, as terms over b, h, q, k (ringopt/expr/terms.py).
+
+    score     a function of the scaled score: 30 * tanh(score / 30)
+    bias      what is added to that
+    visible   a condition: where it does not hold, the query does not see the key (its score is -inf)
+    nan       a row that sees no key is NaN, as softmax makes it; without, 0, as SDPA does
+    stops     no gradient reaches the score of a key that is hidden (masked_fill); without, what is NaN has NaN
+              gradients (a mask that is added)
+
+What is added to hide a key belongs into `bias`, however it was spelled: masked_fill(score, c, -1e9) is the score
+where(c, 0, score) and the bias where(c, -1e9, 0).
+
+Beside b, h, q, k there is the axis r: the query's place among the rows that its rank holds (on one device r is q). A
+source read at r in some dim has only the rank's rows there: it is sharded as the queries are.
+
+The text of a mask is an argument of the attention operators, so it is part of every cache key and of an exported
+program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringopt.expr.evaluate import Sources, evaluate
+from ringopt.expr.terms import (
+    Apply,
+    Load,
+    Score,
+    Term,
+    axes_of,
+    axis,
+    children,
+    constant,
+    dumps,
+    loads,
+    loads_terms,
+    walk,
+)
+from ringopt.expr.value_ranges import bounds
+
+Kind = Literal["empty", "full", "partial"]
+
+# Scores of a few hundred are not lost beside a number nearer to 0 than this, be it in float32.
+FAR = 1e4
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Sources are numbered: `Load.source` is a place in the list of tensors that is given along."""
+
+    visible: Term | None = None
+    bias: Term | None = None
+    score: Term | None = None
+    nan: bool = False
+    stops: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Mask:
+        """From `text`; "" is the mask that says nothing. Runs no tensor operation."""
+        return _parse(text)
+
+    @cached_property
+    def text(self) -> str:
+        """Deterministic JSON; "" where nothing is done to the scores."""
+        given = (("visible", self.visible), ("bias", self.bias), ("score", self.score))
+        parts = {name: term for name, term in given if term is not None}
+        if not parts and not self.nan:
+            return ""
+        flags = {name: True for name, said in (("nan", self.nan), ("stops", self.stops)) if said}
+        data = {"parts": list(parts), "terms": dumps(*parts.values())} | flags
+        return json.dumps(data, separators=(",", ":"))
+
+    @property
+    def terms(self) -> tuple[Term | None, ...]:
+        return self.visible, self.bias, self.score
+
+    @property
+    def asks(self) -> frozenset[str]:
+        """The axes that it depends on otherwise than through the score itself."""
+        return frozenset().union(
+            *(term.axes for term in walk(*self.terms) if not isinstance(term, Score) and not children(term))
+        )
+
+    def is_as_large_as_scores(self, b: int, h: int) -> bool:
+        """Whether every pair of query and key has another number in each of `b` batch rows and `h` heads."""
+        sizes = {"b": b, "h": h}
+        return {"q", "k", *(axis for axis in sizes if sizes[axis] > 1)} <= axes_of([self.visible, self.bias])
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether all it says is which keys of which batch row are seen: padding."""
+        return self.bias is None and self.score is None and axes_of([self.visible]) <= {"b", "k"}
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the tensors that are read."""
+        return tuple(sorted({load.source for load in loads(*self.terms)}))
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """Numbers of the floating tensors that a gradient of the scores reaches."""
+        return tuple(sorted({load.source for load in _reached(self.bias, self.score)}))
+
+    @cached_property
+    def row_dims(self) -> dict[int, int]:
+        """Source -> the dim in which it holds the rank's rows only. Raises ValueError where loads do not agree, or read
+        other rows than the query's."""
+        found: dict[int, int] = {}
+        for load in loads(*self.terms):
+            dims = [dim for dim, index in enumerate(load.index) if "r" in index.axes]
+            if dims and (len(dims) > 1 or load.index[dims[0]] is not axis("r")):
+                raise ValueError(f"source {load.source} holds the rows of a rank and is not read at r in one dim")
+            if dims and found.setdefault(load.source, dims[0]) != dims[0]:
+                raise ValueError(
+                    f"source {load.source} holds the rows of a rank in dim {found[load.source]} and {dims[0]}"
+                )
+        for load in loads(*self.terms):
+            if load.source in found and "r" not in load.axes:
+                raise ValueError(f"source {load.source} holds the rows of a rank and is read at other rows as well")
+        return found
+
+    @property
+    def far(self) -> float | None:
+        """A number FAR from 0 that `score` holds. A row of nothing else would have a log-sum-exp that rounds its scores
+        away: over several ranks it takes a bias, of which the level is known."""
+        args = [arg for term in walk(self.score) for arg in (term, *(term.args if isinstance(term, Apply) else ()))]
+        numbers = (constant(arg) for arg in args)
+        return next((float(x) for x in numbers if x is not None and FAR <= abs(x) < math.inf), None)
+
+    def kind(self, spans: Mapping[str, range], sources: Sources) -> Kind:
+        """What is known of the block `spans` ("b", "h", "q", "k" -> nonempty range) without computing it.
+
+        "empty": no query of it sees a key of it. "full": every query sees every key and nothing is added. Sound: from
+        intervals of the loaded values, never from a sample. Reads at most a block of each source; one that a mapping
+        lacks may hold anything. Of `score` it says nothing: see `modifies`.
+        """
+        spans = {"r": spans["q"], **spans}
+        low, high = bounds(self.visible, spans, sources) if self.visible is not None else (True, True)
+        if not high:
+            return "empty"
+        added = self.bias is not None and constant(_chosen(self.bias, spans, sources)) != 0
+        return "full" if low and not added else "partial"
+
+    def modifies(self, spans: Mapping[str, range], sources: Sequence[Tensor]) -> bool:
+        """Whether `score` may be another number than the score in the block `spans`; sound, as `kind` is."""
+        if self.score is None:
+            return False
+        return not isinstance(_chosen(self.score, {"r": spans["q"], **spans}, sources), Score)
+
+    def modified(
+        self,
+        scores: Tensor,
+        q_rows: range | Tensor,
+        kv_rows: range | Tensor,
+        sources: Sequence[Tensor],
+        local: range | None = None,
+        heads: range | None = None,
+    ) -> Tensor:
+        """`score` of the scaled scores [b, h, queries, keys], in their shape and dtype; they themselves where there is
+        none. Differentiable in `scores` and in `differentiable` sources. `local`: the rows of r, if not `q_rows`;
+        `heads`: the numbers of the heads, if not from 0."""
+        if self.score is None:
+            return scores
+        place = places(scores.shape[0], heads or scores.shape[1], q_rows, kv_rows, scores.device, local)
+        found = evaluate(self.score, {**place, "score": scores}, sources, scores.device)
+        return found.to(scores.dtype).expand(scores.shape)
+
+    def block(
+        self,
+        b: int,
+        h: int | range,
+        q_rows: range | Tensor,
+        kv_rows: range | Tensor,
+        sources: Sequence[Tensor],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        local: range | None = None,
+    ) -> Tensor:
+        """The additive mask [1 or b, 1 or h, queries, keys] in `dtype`: -inf where hidden, else the bias.
+
+        `b` and `h` count all batch rows and all query heads, or `h` is the heads of the block; `q_rows` and `kv_rows`
+        are global rows, in any order. The bits are those of the same rows and columns of the program's own mask;
+        gradients reach `differentiable` sources. A dim that the mask does not depend on is a view of stride 0. `local`:
+        the rows of r, if not `q_rows`.
+        """
+        given = [x for x in (q_rows, kv_rows, *sources) if isinstance(x, Tensor)]
+        device = device or (given[0].device if given else torch.device("cpu"))
+        place = places(b, h, q_rows, kv_rows, device, local)
+        total = torch.zeros((), dtype=dtype, device=device)
+        if self.bias is not None:
+            total = evaluate(self.bias, place, sources, device).to(dtype)
+        if self.visible is not None:
+            seen = evaluate(self.visible, place, sources, device)
+            total = torch.where(seen, total, torch.full((), -math.inf, dtype=dtype, device=device))
+        axes = axes_of([self.visible, self.bias])
+        return total.expand([place[name].numel() if name in axes or name in "qk" else 1 for name in "bhqk"])
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Mask:
+    if not text:
+        return Mask()
+    data = json.loads(text)
+    flags = {name: data.get(name, False) for name in ("nan", "stops")}
+    return Mask(**dict(zip(data["parts"], loads_terms(data["terms"]), strict=True)), **flags)
+
+
+def places(
+    b: int,
+    h: int | range,
+    q_rows: range | Tensor,
+    kv_rows: range | Tensor,
+    device: torch.device | None = None,
+    local: range | None = None,
+) -> dict[str, Tensor]:
+    """Coordinates of a block of [B, H, queries, keys], shaped to broadcast. `local`: the rows of r, if not `q_rows`."""
+
+    def numbers(rows: int | range | Tensor) -> Tensor:
+        if isinstance(rows, range):
+            return torch.arange(rows.start, rows.stop, rows.step, device=device)
+        # A count may be open (rows of the batch that a rank has), which no range can be.
+        return rows if isinstance(rows, Tensor) else torch.arange(rows, device=device)
+
+    found, given = {}, {"b": b, "h": h, "q": q_rows, "k": kv_rows, "r": q_rows if local is None else local}
+    for (name, rows), dim in zip(given.items(), (0, 1, 2, 3, 2), strict=True):
+        sizes = [-1 if other == dim else 1 for other in range(4)]
+        found[name] = numbers(rows).to(device=device, dtype=torch.int64).view(sizes)
+    return found
+
+
+def _chosen(term: Term, spans: Mapping[str, range], sources: Sources) -> Any:
+    """What is left of where(c, x, y) in a block in which c always holds, or never."""
+    while isinstance(term, Apply) and term.op == "where" and isinstance(condition := term.args[0], Term):
+        low, high = bounds(condition, spans, sources)
+        if low == high:
+            term = term.args[1 if low else 2]  # type: ignore[assignment]
+        else:
+            break
+    return term
+
+
+def _reached(*terms: Term | None) -> set[Load]:
+    """Floating loads with only differentiable ops above them."""
+    stack, seen = [term for term in terms if term is not None], set[Term]()
+    while stack:
+        term = stack.pop()
+        if term in seen or not term.dtype.is_floating_point or (isinstance(term, Apply) and term.op == "detach"):
+            continue
+        seen.add(term)
+        stack.extend(children(term) if not isinstance(term, Load) else ())
+    return {term for term in seen if isinstance(term, Load)}

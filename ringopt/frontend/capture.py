@@ -1,0 +1,211 @@
+"""From Dynamo's graph to one flat pre-dispatch ATen graph.
+
+There scaled_dot_product_attention, linear, layer_norm and cross_entropy_loss are still whole and autograd is still
+above: AOTAutograd derives the backward from what the passes leave. Running the captured graph equals eager bit for
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.fx.traceback
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ringopt.frontend import flex
+from ringopt.frontend.dynamic_shapes import open_value
+from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order
+from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
+from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.nodes import outputs_of, readable, value_of
+from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import into_arguments
+from ringopt.ops import flex as flex_operator  # noqa: F401  (registers the operator)
+from ringopt.pipeline import GraphRefused
+from ringopt.tensor.lazy import Lazy
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeEnv | None = None) -> fx.GraphModule:
+    """The flat ATen graph of `gm`, Dynamo's or an exported program's, with the same placeholders in the same order.
+
+    Sizes are those of `example_inputs`; with a `shape_env`, that of `gm`, those that it left open stay so, and stand in
+    the arguments of nodes (ringopt/ir/symbolic_sizes.py). Raises GraphRefused for what cannot be flattened without
+    losing a gradient.
+    """
+    refuse_wrapped(gm, example_inputs)
+    claimed = claims_of_flex(gm, example_inputs)
+    given, gm = gm, without_tables(gm) if claimed else gm
+    refuse_higher_order(gm)
+    # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    seen = zip(given.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    inputs = [fake(open_value(node, value) if shape_env is not None else value, mode) for node, value in seen]
+    with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
+        flex.with_mods(gm, lambda value: fake(value, mode))
+        flat = flatten(gm, inputs)
+    into_arguments(flat.graph)
+    note_strides(flat.graph)
+    flat.meta["claims"] = claimed
+    originals = given.graph.find_nodes(op="placeholder")
+    placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
+    for node, original, given, value in placeholders:
+        node.meta["input"] = original.name
+        node.meta["parameter"] = isinstance(given, torch.nn.Parameter) or "_parameters_" in original.name
+        if not node.meta["parameter"] and holds_numbers(given) and belongs_to_program(original):
+            node.meta["content"] = given
+        node._rename(readable(original.name))
+        node.target = node.name
+        node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
+    return flat
+
+
+def unseen() -> AbstractContextManager[None]:
+    """For what is run beside the program: hooks of the program that see what is saved for a backward do not see it. A
+    checkpoint around a call that is compiled would count it, and miss it when it computes again. Where hooks are
+    forbidden there are none."""
+    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return saved_tensors_hooks(lambda x: x, lambda x: x) if allowed else nullcontext()
+
+
+def note_strides(graph: fx.Graph) -> None:
+    """How the outputs lie in memory, by place: what the passes put there may lie in another order, and views that the
+    caller makes of it depend on that."""
+    values = map(value_of, outputs_of(graph))
+    strides = [value.stride() if isinstance(value, torch.Tensor) else None for value in values]
+    graph.output_node().meta["strides"] = strides
+
+
+def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raises GraphRefused for tensors that are more than they hold, such as parameters under tensor parallelism."""
+    given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    made = ((node, node.meta.get("example_value")) for node in gm.graph.nodes if node.op == "call_function")
+    for node, value in (*given, *made):
+        if is_traceable_wrapper_subclass(value) and not isinstance(value, Lazy):
+            why = (
+                f"{readable(node.name)} is a {type(value).__name__}: a tensor that is spread over ranks already is "
+                "left to its own mesh, and the graph runs as it was"
+            )
+            raise GraphRefused(Refusal(why, node))
+
+
+def claims_of_flex(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Claim]:
+    """What is taken for granted of the block tables of flex_attention. Raises GraphRefused."""
+    for node in flex.flex_nodes(gm.graph):
+        refusal = flex.check(node)
+        if refusal is not None:
+            raise GraphRefused(refusal)
+    found = claims(gm)
+    if isinstance(found, Refusal):
+        raise GraphRefused(found)
+    for node, claim in zip(flex.flex_nodes(gm.graph), found, strict=True):
+        if claim.readable(example_inputs) and not claim.holds(example_inputs):
+            why = (
+                "the block tables of flex_attention do not say what mask_mod says: a block that they leave out is not "
+                "hidden whole by it, or one that they list as full is not seen whole"
+            )
+            raise GraphRefused(Refusal(why, node))
+    return found
+
+
+def without_tables(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph in which nothing makes block tables."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    erase_tables(graph)
+    return fx.GraphModule(gm, graph)
+
+
+def belongs_to_program(node: fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is a tensor of the model (a buffer, an attribute) or of its file; not one that
+    the caller passes, nor a float (a temperature) that was left open because it changes."""
+    if "belongs_to_program" not in node.meta:  # noted, because Dynamo takes the source away after its backend has run
+        origin = node.meta.get("grapharg")
+        source = getattr(origin, "source", None) if not getattr(origin, "pass_arg_as_tensor", False) else None
+        where = getattr(source, "guard_source", None)
+        name = getattr(where() if callable(where) else where, "name", "")  # a method up to torch 2.12
+        node.meta["belongs_to_program"] = "NN_MODULE" in name or name.startswith("GLOBAL")
+    return bool(node.meta["belongs_to_program"])
+
+
+def holds_numbers(value: Any) -> bool:
+    real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta"
+    return real and not value.requires_grad
+
+
+def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
+    """Tensors that are part of the program, by node: constants of the graph, buffers and attributes of the model."""
+    constants = {node: getattr(flat, node.target, None) for node in flat.graph.find_nodes(op="get_attr")}
+    inputs = {node: node.meta.get("content") for node in flat.graph.find_nodes(op="placeholder")}
+    return {node: value for node, value in (constants | inputs).items() if isinstance(value, torch.Tensor)}
+
+
+def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    book = Book(inputs=frozenset(x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)))
+    try:
+        flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
+        for node in flat.graph.find_nodes(op="call_function", target=torch.ops.ringopt.custom_gradient.default):
+            give_gradient(node, book.customs[node.args[3]])
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        why = f"a number or a size made by {error.func} is known only when the program runs; all sizes must be fixed"
+        raise GraphRefused(Refusal(why)) from error
+    flat.recompile()
+    flat.meta["regions"] = book.regions
+    return flat
+
+
+def traced(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
+    """A graph whose Python code is written when it is run or read, and not after every pass."""
+    with _use_lazy_graph_module(True):
+        return make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+
+
+def give_gradient(node: fx.Node, custom: Custom) -> None:
+    """Puts a CustomGradient in the place of the operator that stood for it. Only operands that its backward has a
+    gradient for are its inputs."""
+    tensors = [place for place, x in enumerate(custom.inputs) if isinstance(x, torch.Tensor)]
+    values = (*(custom.outputs[k] for k in custom.differentiable), *custom.saved)
+    given = [torch.empty_like(value) for value in values if isinstance(value, torch.Tensor)]
+    learned: list[int] = []
+
+    def gradients(*values: torch.Tensor) -> list[torch.Tensor]:
+        found = custom.gradients(*values)
+        of_tensors = [(k, found[place]) for k, place in enumerate(tensors)]
+        learned.extend(k for k, gradient in of_tensors if gradient is not None)
+        return [gradient for _, gradient in of_tensors if gradient is not None]
+
+    backward = traced(gradients, given)
+    for placeholder, value in zip(backward.graph.find_nodes(op="placeholder"), given, strict=True):
+        placeholder.meta["val"] = value
+    outputs, inputs, saved, _number = node.args
+    node.target, node.args = CustomGradient(backward), (outputs, [inputs[k] for k in learned], saved)
+
+
+def fake(value: Any, mode: FakeTensorMode) -> Any:
+    """A fake of a tensor; without a ShapeEnv, a symbolic size becomes the number it stands for."""
+    if isinstance(value, torch.SymInt):
+        return int(value) if mode.shape_env is None else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, (FakeTensor, Lazy)):  # of Dynamo, of an exported program, of a dry run; or rows that arrive
+        sizes, strides = list(value.shape), list(value.stride())
+        if mode.shape_env is None:
+            sizes, strides = [int(size) for size in sizes], [int(stride) for stride in strides]
+        with mode:
+            copy = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return copy.requires_grad_(value.requires_grad)
+    return mode.from_tensor(value, static_shapes=True)

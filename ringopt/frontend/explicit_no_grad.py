@@ -1,0 +1,119 @@
+"""Regions without gradient become explicit: what enters them passes through detach, and the switches go.
+
+    with no_grad: f(x)   ->   f(detach(x))
+
+Memory has to be followed on the way, for a write brings a gradient to all views of what it writes to:
+
+    o = zeros(3); o[:2] = x; with no_grad: f(o)   ->   f(detach(o))
+
+and values in graphs without writes cannot say what autograd does with a write that it does not see: the numbers change,
+and the gradient is that of the value as it was made. Such a write is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from ringopt.frontend.functionalize import Unwritable, is_write, storage, written_args
+from ringopt.ir.nodes import carries_gradient, named, op_name, value_of
+
+aten = torch.ops.aten
+
+# Where there is nothing to do, what they return is what they were given: under no_grad too, with its gradient.
+UNCHANGED = frozenset(
+    {"contiguous", "to", "type_as", "flatten", "positive", "real", "conj", "conj_physical", "resolve_conj"}
+    | {"resolve_neg", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"}
+)
+DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+
+
+class ExplicitDetach:
+    """Rewrites one graph."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph, self.enabled = graph, torch.is_grad_enabled()
+        self.learns = self.enabled or any(op_name(node) == "_set_grad_enabled" and node.args[0] for node in graph.nodes)
+        self.given: dict[fx.Node, bool] = {}  # which values carry a gradient, as they were made
+        self.cut: set[fx.Node] = set()  # values that autograd does not know to be views of what they are
+        self.taught: set[int] = set()  # memory that a value with a gradient was written to
+        self.known: set[int] = set()  # memory of which some value carries a gradient
+        self.detached: dict[fx.Node, fx.Node] = {}
+
+    def rewrite(self) -> None:
+        """Raises Unwritable."""
+        for node in list(self.graph.nodes):
+            if op_name(node) == "_set_grad_enabled":
+                self.enabled = node.args[0]
+                self.graph.erase_node(node)
+                continue
+            if op_name(node) == "broadcast_tensors":
+                self.part(node)
+                continue
+            if is_write(node):
+                self.check(node)
+            self.enter(node)
+            if not self.sees(node):
+                self.detach_operands(node)
+
+    def part(self, node: fx.Node) -> None:
+        """broadcast_tensors into its operands, where these have the shape, and views of the others."""
+        for user in list(node.users):
+            operand = node.args[0][user.args[1]]
+            if value_of(operand).shape == value_of(user).shape:
+                user.replace_all_uses_with(operand)
+                self.graph.erase_node(user)
+            else:
+                user.target, user.args = aten.expand.default, (operand, list(value_of(user).shape))
+        self.graph.erase_node(node)
+
+    def sees(self, node: fx.Node) -> bool:
+        """Whether a gradient goes through the node."""
+        return self.enabled or node.op != "call_function" or is_operand(node)
+
+    def carries(self, node: fx.Node) -> bool:
+        """Whether it carries a gradient now, after the writes so far. True when in doubt."""
+        return node not in self.cut and (self.given[node] or storage(node) in self.taught)
+
+    def enter(self, node: fx.Node) -> None:
+        """Notes of a value whether it carries a gradient, and whether autograd knows what it is a view of."""
+        given = any(map(self.carries, node.all_input_nodes))
+        self.given[node] = self.learns and self.sees(node) and carries_gradient(node, given)
+        targets = written_args(node) if is_write(node) else node.all_input_nodes
+        memory = storage(node)
+        if is_write(node) and self.given[node]:
+            self.taught.update(filter(None, map(storage, targets)))
+        if self.given[node] and memory is not None:
+            self.known.add(memory)
+        shared = [arg for arg in targets if memory is not None and storage(arg) == memory]
+        if shared and (op_name(node) == "detach" or self.cut.intersection(shared)):
+            self.cut.add(node)
+
+    def check(self, node: fx.Node) -> None:
+        """Raises Unwritable for a write that autograd does not see, to memory whose gradient it knows; and for one that
+        brings a gradient which it sees in the alias alone."""
+        learned = any(map(self.carries, node.all_input_nodes))
+        for target in written_args(node):
+            known = storage(target) in self.known | self.taught
+            if known and not self.enabled:
+                raise Unwritable(f"{node.target} writes under no_grad to a value with a gradient", node)
+            if target in self.cut and self.enabled and (known or learned):
+                raise Unwritable(f"{node.target} writes through detach to a value with a gradient", node)
+
+    def detach_operands(self, node: fx.Node) -> None:
+        for arg in filter(self.carries, list(node.all_input_nodes)):
+            if arg not in self.detached:
+                with self.graph.inserting_after(arg):
+                    self.detached[arg] = self.graph.call_function(aten.detach.default, (arg,))
+                self.detached[arg].meta = dict(arg.meta)
+            node.replace_input_with(arg, self.detached[arg])
+
+
+def is_operand(node: fx.Node) -> bool:
+    """Whether an operator returns its operand itself, which is no view of it."""
+    if op_name(node) in DROPOUTS:
+        return not named(node, "train") or named(node, "p") == 0  # whose fake value is a copy
+    if op_name(node) not in UNCHANGED or not isinstance(node.args[0], fx.Node):
+        return False
+    memory, operand = storage(node), node.args[0]
+    return memory is not None and memory == storage(operand) and value_of(node).shape == value_of(operand).shape

@@ -1,0 +1,223 @@
+"""Dynamo's graph, run for the tracer: regions that are functions of their own are written out in line.
+
+A custom autograd.Function is two such regions: its forward is written out on detached operands, its backward is traced
+by itself, and a node between them holds the gradient (ir/autograd_function.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.fx.traceback
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+
+from ringopt.frontend import flex
+from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
+from ringopt.ir.checkpoint_regions import Regions, tags
+from ringopt.ir.refusal import Refusal
+from ringopt.ops import custom_gradient  # noqa: F401  (registers the operator)
+from ringopt.pipeline import GraphRefused
+
+HIGHER_ORDER = {
+    "flex_attention": "flex_attention inside a region of a program is not sharded yet",
+}
+
+# Regions by name, with the context they run in, which their first arguments make.
+CONTEXTS: dict[str, Callable[..., Any]] = {
+    "wrap_with_set_grad_enabled": torch.set_grad_enabled,
+    "wrap_with_autocast": torch.autocast,
+}
+CHECKPOINT, CUSTOM, NESTED = "tag_activation_checkpoint", "autograd_function_apply", "invoke_subgraph"
+INLINE = (*CONTEXTS, CHECKPOINT, CUSTOM, NESTED)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """One call of a custom autograd.Function: its backward, and the values that this is given and gives gradients of.
+
+    outputs         all results of the forward, fake
+    differentiable  which of them have a gradient
+    saved           what the forward keeps: fake tensors and numbers
+    inputs          the operands: fake tensors and numbers
+    """
+
+    backward: fx.GraphModule
+    outputs: Sequence[Any]
+    differentiable: Sequence[int]
+    saved: Sequence[Any]
+    inputs: Sequence[Any]
+
+    def gradients(self, *given: Tensor) -> list[Tensor | None]:
+        """Of each operand, from the gradients of the differentiable outputs and the saved tensors. As autograd does it:
+        the gradient of any other output is zeros, and that of an operand that was broadcast is summed."""
+        values = iter(given)
+        of_outputs = [
+            next(values) if place in self.differentiable else torch.zeros(y.shape, dtype=y.dtype, device=y.device)
+            for place, y in enumerate(self.outputs)
+        ]
+        saved = [next(values) if isinstance(value, Tensor) else value for value in self.saved]
+        found = Flatten(self.backward, Book()).run(*of_outputs, *saved)
+        return [
+            summed_to(gradient, x.shape) if isinstance(gradient, Tensor) else gradient
+            for gradient, x in zip(found, self.inputs, strict=True)
+        ]
+
+
+def summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of a value of `shape` that was broadcast."""
+    leading = gradient.dim() - len(shape)
+    if leading:
+        gradient = gradient.sum(list(range(leading)))
+    spread = [dim for dim, size in enumerate(shape) if size == 1 and gradient.shape[dim] != 1]
+    return gradient.sum(spread, keepdim=True) if spread else gradient
+
+
+@dataclass
+class Book:
+    """What is noted of one graph while it is flattened. `inputs`: their memory."""
+
+    regions: Regions = field(default_factory=Regions)
+    customs: list[Custom] = field(default_factory=list)
+    inputs: frozenset[int] = frozenset()
+
+
+class Flatten(fx.Interpreter):
+    """Also runs operators that hold a whole layer as their parts. `region` is the number of the checkpointed one around
+    this graph."""
+
+    def __init__(self, gm: fx.GraphModule, book: Book, region: int | None = None):
+        super().__init__(gm)
+        self.book, self.region = book, region
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        self.tag()
+        if is_whole_layer(target, kwargs, args):
+            return DECOMPOSED[target](*args, **kwargs)
+        if is_inline(target):
+            return self.run_inline(target.name(), args, kwargs)
+        if flex.is_flex(target):
+            return flex.written_out(*args)
+        if target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
+            return args[0].detach()  # x.data, which the tracer would take for a constant
+        if target is torch.autograd.grad_mode._enter_inference_mode:
+            return torch.set_grad_enabled(not args[0])  # this the tracer notes
+        if target is torch.autograd.grad_mode._exit_inference_mode:
+            return args[0].__exit__(None, None, None)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        self.tag()
+        return super().call_method(target, args, kwargs)
+
+    def tag(self) -> None:
+        """What is traced from here to the end of this node is of the region."""
+        if self.region is not None:
+            torch.fx.traceback.get_current_meta().update(tags(self.region))
+
+    def run_inline(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`args` are those of the context, then the region's graph, then the graph's."""
+        if name == CUSTOM:
+            return self.run_custom(kwargs["non_differentiable_idx"], kwargs.get("dirty_idx", ()), *args)
+        at = next(k for k, value in enumerate(args) if isinstance(value, fx.GraphModule))
+        gm, operands, region = args[at], args[at + 1 :], self.region
+        if name == CHECKPOINT:
+            entered = self.book.regions.enter(gm.meta.get("_checkpoint_context_fn"), self.region)
+            if isinstance(entered, Refusal):
+                raise GraphRefused(entered)
+            region = entered
+        if name == NESTED:
+            operands = operands[1:]  # after the name of the region
+        inner = Flatten(gm, self.book, region)
+        if name not in CONTEXTS:
+            return inner.run(*operands)
+        with CONTEXTS[name](*args[:at]):
+            return inner.run(*operands)
+
+    def run_custom(
+        self,
+        constant: Sequence[int],
+        dirty: Sequence[int],
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        *operands: Any,
+    ) -> Any:
+        """`constant`: which outputs the Function marks as not differentiable; `dirty`: which are operands that it
+        writes to. It writes to copies; the operands are written with what has its gradient."""
+        given = [x for x in operands if isinstance(x, Tensor)]
+        written = written_by(forward, dirty, operands)
+        self.refuse_shared(list(written.values()), given)
+        detached = [x.detach() if isinstance(x, Tensor) else x for x in operands]
+        detached = [x.clone() if place in written else x for place, x in enumerate(detached)]
+        versions = [x._version for x in given]
+        outputs, saved = Flatten(forward, self.book, self.region).run(*detached)
+        if versions != [x._version for x in given]:
+            raise GraphRefused(Refusal("a custom autograd.Function writes to its input without saying so (mark_dirty)"))
+        outputs = list(outputs)
+        of_numbers = [k for k, y in enumerate(outputs) if y.is_floating_point() or y.is_complex()]
+        differentiable = [k for k in of_numbers if k not in constant]
+        tensors = given, [x for x in saved if isinstance(x, Tensor)]
+        self.book.customs.append(Custom(backward, outputs, differentiable, saved, operands))
+        called = torch.ops.ringopt.custom_gradient(
+            [outputs[k] for k in differentiable], *tensors, len(self.book.customs) - 1
+        )
+        for k, y in zip(differentiable, called, strict=True):
+            outputs[k] = y
+        for k, x in zip(dirty, written.values(), strict=True):
+            outputs[k] = x.copy_(outputs[k])
+        return tuple(outputs)
+
+    def refuse_shared(self, written: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
+        """Raises GraphRefused where who else has the memory that a Function writes to would not see it written."""
+        memory = [x.untyped_storage()._cdata for x in operands]
+        for x in written:
+            if x.untyped_storage()._cdata in self.book.inputs:
+                said = "a custom autograd.Function writes to an input of the graph (mark_dirty)"
+                raise GraphRefused(Refusal(said))
+            if memory.count(x.untyped_storage()._cdata) > 1:
+                said = "a custom autograd.Function writes to an input that shares memory with another one (mark_dirty)"
+                raise GraphRefused(Refusal(said))
+
+
+def written_by(forward: fx.GraphModule, dirty: Sequence[int], operands: Sequence[Any]) -> dict[int, Tensor]:
+    """Of the forward of a Function, the operands that are its outputs `dirty`, by place."""
+    places = forward.graph.find_nodes(op="placeholder")
+    outputs = forward.graph.output_node().args[0][0]
+    return {(at := places.index(outputs[k])): operands[at] for k in dirty}
+
+
+def is_inline(target: Any) -> bool:
+    return isinstance(target, HigherOrderOperator) and target.name() in INLINE
+
+
+def refuse_higher_order(gm: fx.GraphModule) -> None:
+    """Raises GraphRefused for what cannot be written out in line without losing a gradient."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            understood = is_inline(node.target) or (flex.is_flex(node.target) and module is gm)
+            if isinstance(node.target, HigherOrderOperator) and not understood:
+                name = node.target.name()
+                why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
+                raise GraphRefused(Refusal(why, node))
+            if is_inline(node.target) and node.target.name() == CUSTOM:
+                refuse_custom(node)
+            if flex.is_functorch(node):
+                raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))
+
+
+def has_custom(gm: fx.GraphModule) -> bool:
+    """Whether a custom autograd.Function is called anywhere in a graph of Dynamo's."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return any(is_inline(node.target) and node.target.name() == CUSTOM for graph in graphs for node in graph.nodes)
+
+
+def refuse_custom(node: fx.Node) -> None:
+    if "saved_for_backward_idx" not in node.kwargs:
+        why = "a custom autograd.Function is captured by this version of torch in a form that is not known here"
+        raise GraphRefused(Refusal(why, node))

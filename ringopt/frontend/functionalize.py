@@ -1,0 +1,380 @@
+"""Writes become values: afterwards every name stands for one value, wherever it is read.
+
+Which nodes share memory is read off the storages of the captured fake values, so a reshape or `to` that happens to
+return a view counts as one. A write makes a new value; views of what was written are made again, from the new value,
+when they are next read; a write through a view is pasted into its base. What a write does to its target is asked of
+the op's own functional form, and an op without one is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.ir.nodes import carries_gradient, is_aten, named, op_name, origin, shape_of, value_of
+from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import place_of, same
+
+aten = torch.ops.aten
+
+
+class Unwritable(Exception):
+    """A write that has no functional form here."""
+
+    def __init__(self, sentence: str, node: fx.Node):
+        self.refusal = Refusal(sentence, node)
+        super().__init__(sentence)
+
+
+class Functional:
+    """Rewrites one graph. `now[root]` counts the writes to a root; `made[node]` is the latest value of a node and the
+    count at which it was made."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.now: dict[fx.Node, int] = {}
+        self.made: dict[fx.Node, tuple[fx.Node, int]] = {}
+        self.parents: dict[fx.Node, fx.Node] = {}
+        self.owner: dict[int, fx.Node] = {}  # storage -> the root that owns it
+        self.tangled: set[int] = set()  # storages with more than one root: whose views are not understood
+        self.carries: dict[fx.Node, bool] = {}
+
+    def rewrite(self) -> None:
+        """Raises Unwritable."""
+        if not any(is_write(node) for node in self.graph.nodes):
+            return
+        part_by_part(self.graph)
+        nodes = list(self.graph.nodes)
+        for node in nodes:
+            with self.graph.inserting_before(node):
+                args = fx.map_arg((node.args, node.kwargs), self.latest)
+                if node.op == "output":
+                    self.copy_back()
+                if is_write(node):
+                    self.write(node, *args)
+                    continue
+                node.args, node.kwargs = args
+            self.enter(node)
+        for node in reversed(nodes):
+            if is_write(node):
+                self.graph.erase_node(node)
+
+    def enter(self, node: fx.Node) -> None:
+        """Notes which earlier node the memory of `node` belongs to."""
+        memory = storage(node)
+        first = next(iter(node.all_input_nodes), None)
+        original = first.meta.get("stands_for", first) if first is not None else None
+        if memory is not None and original is not None and memory == storage(original):
+            self.parents[node] = original
+        elif memory is not None and self.owner.setdefault(memory, node) is not node:
+            self.tangled.add(memory)
+        self.made[node] = (node, self.now.get(self.root(node), 0))
+        self.note_gradient(node)
+
+    def note_gradient(self, node: fx.Node) -> None:
+        self.carries[node] = carries_gradient(node, any(self.carries.get(arg, True) for arg in node.all_input_nodes))
+
+    def root(self, node: fx.Node) -> fx.Node:
+        while node in self.parents:
+            node = self.parents[node]
+        return node
+
+    def latest(self, node: fx.Node) -> fx.Node:
+        """The value of `node` after all writes so far."""
+        node = self.written(node)
+        if node not in self.made:
+            return node
+        value, count = self.made[node]
+        if count == self.now.get(self.root(node), 0):
+            return value
+        parent = self.latest(self.parents[node])
+        original_args = (parent, *node.args[1:])
+        value = self.emit(node.target, original_args, node.kwargs, node)
+        value.meta["stands_for"] = node
+        self.made[node] = (value, self.now[self.root(node)])
+        return value
+
+    def write(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        """The functional form of one mutable op, pasted into the base of its target."""
+        target = self.written(self.only_target(node))
+        root = self.root(target)
+        if storage(target) in self.tangled:
+            raise Unwritable(f"{node.target} writes to memory that several views share", node)
+        new = self.functional(node, args, kwargs)
+        if root.op == "placeholder" and value_of(root).requires_grad:
+            raise Unwritable(f"{node.target} writes into an input that requires a gradient", node)
+        value, place = new, target
+        while place in self.parents:
+            value = self.paste(place, value, node)
+            place = self.parents[place]
+        value.meta["stands_for"], new.meta["stands_for"] = root, target
+        self.now[root] = self.now.get(root, 0) + 1
+        self.made[root] = (value, self.now[root])
+        self.made[target] = (value if target is root else new, self.now[root])
+        node.meta["written"] = target
+
+    def written(self, node: fx.Node) -> fx.Node:
+        """The result of a write is its target."""
+        while "written" in node.meta:
+            node = node.meta["written"]
+        return node
+
+    def only_target(self, node: fx.Node) -> fx.Node:
+        """What a write writes to, of the kinds that are known here: x.op_(...) and op(..., out=x)."""
+        targets = written_args(node)
+        if not is_aten(node):
+            raise Unwritable(f"{node.target} is no ATen operator: what it writes is not known", node)
+        if len(targets) != 1:
+            raise Unwritable(f"{node.target} writes to several tensors", node)
+        if targets[0] is node.kwargs.get("out") or (op_name(node).endswith("_") and targets[0] is node.args[0]):
+            return targets[0]
+        raise Unwritable(f"{node.target} writes to a list of tensors", node)
+
+    def functional(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        name = op_name(node)
+        like, value = args[0], (args[1] if len(args) > 1 else None)
+        if name == "zero_":
+            return self.instead(like, self.emit(aten.zeros_like.default, (like,), {}, node), node)
+        if name == "fill_" and not isinstance(value, fx.Node):
+            return self.instead(like, self.emit(aten.full_like.default, (like, value), {}, node), node)
+        if name in ("fill_", "copy_"):
+            cast = self.emit(aten.to.dtype, (value, value_of(node).dtype), {}, node)
+            cast.meta["val"] = value_of(value).to(value_of(node).dtype)
+            new = self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node)
+            if value_of(cast).dim() and not self.writes_part(node):
+                new = self.laid_out(new, value_of(cast).expand(shape_of(node)), node)
+            return self.instead(like, new, node)
+        if node.target is aten.bernoulli_.float:
+            return self.emit(aten.bernoulli.p, (like, named(node, "p")), {}, node)
+        overload, given = returning(node), {key: arg for key, arg in kwargs.items() if key != "out"}
+        if overload is None:
+            raise Unwritable(f"{node.target} has no form that returns its result", node)
+        result = self.emit(overload, args, given, node)
+        values = fx.map_arg((args, given), lambda arg: value_of(arg))
+        with value_of(node).fake_mode, torch.no_grad():
+            found = overload(*values[0], **values[1])
+        if found.shape != shape_of(written_args(node)[0]):
+            raise Unwritable(f"{node.target} changes the size of what it writes to", node)
+        if found.dtype == value_of(node).dtype:
+            return result
+        result.meta["val"] = value_of(node).to(found.dtype)
+        cast = self.emit(aten.to.dtype, (result, value_of(node).dtype), {}, node)
+        before = self.latest(written_args(node)[0])
+        if found.is_floating_point() or found.is_complex() or not self.carries.get(before, True):
+            return cast
+        if name not in COMPARISONS:
+            raise Unwritable(f"{node.target} writes to a value with a gradient, and autograd does not see it", node)
+        return self.instead(before, cast, node)
+
+    def laid_out(self, new: fx.Node, found: torch.Tensor, node: fx.Node) -> fx.Node:
+        """A copy in the order that the memory of the target has, where `found`, the value of `new`, has another: views
+        that merge dims can then be made of it."""
+        there = value_of(node)
+        dims = [dim for dim, size in enumerate(there.shape) if not same(size, 1)]
+        if all(same(found.stride(dim), there.stride(dim)) for dim in dims):
+            return new
+        order = sorted(range(there.dim()), key=there.stride().__getitem__, reverse=True)
+        back = [order.index(dim) for dim in range(len(order))]
+        how = {"memory_format": torch.contiguous_format}
+        for target, args, kwargs in ((aten.permute, (order,), {}), (aten.clone, (), how), (aten.permute, (back,), {})):
+            if target is aten.permute and order == back == list(range(len(order))):
+                continue
+            found = target.default(found, *args, **kwargs)
+            new = self.emit(target.default, (new, *args), kwargs, node)
+            new.meta["val"] = found
+        return new
+
+    def instead(self, before: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
+        """Of what a part is written over, the rest keeps the gradient, and the part need not be at hand."""
+        if self.writes_part(why) or not self.carries.get(before, True):
+            return value
+        new = instead(self.graph, before, value, why)
+        self.note_gradient(new)
+        return new
+
+    def writes_part(self, node: fx.Node) -> bool:
+        place = self.written(self.only_target(node))
+        while place in self.parents and op_name(place) not in PARTS:
+            place = self.parents[place]
+        return place in self.parents
+
+    def paste(self, view: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
+        """The parent of `view` with `value` where the view looks."""
+        parent, name = self.parents[view], op_name(view)
+        same_bytes = value_of(view).dtype == value_of(parent).dtype
+        written = self.carries.get(self.latest(parent), True) or self.carries.get(value, True)
+        if name in PARTS and value_of(parent).is_complex() and written:
+            raise Unwritable(
+                f"{why.target} writes to a part of complex numbers, through which no gradient is known", why
+            )
+        if view.op == "call_function" and name in PASTE and same_bytes:
+            return self.emit(*PASTE[name](self.latest(parent), value, view, shape_of(parent)), {}, parent)
+        raise Unwritable(f"{why.target} writes through {view.target}, which is no view that can be undone", why)
+
+    def copy_back(self) -> None:
+        """Inputs that the program changes get their last value."""
+        for root in [node for node in self.now if node.op == "placeholder"]:
+            self.emit(aten.copy_.default, (root, self.latest(root)), {}, root)
+
+    def emit(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+        new = self.graph.call_function(target, tuple(args), dict(kwargs))
+        new.meta = origin(like)
+        new.meta["val"] = torch.empty_like(value_of(like))
+        self.note_gradient(new)
+        return new
+
+
+def instead(graph: fx.Graph, before: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
+    """`value`, written over all of `before`: to this autograd gives a gradient of zeros, which is not none (an
+    optimizer decays a weight whose gradient is zero)."""
+    how = {"dtype": torch.bool, "device": value_of(before).device}
+    always = graph.call_function(aten.full.default, ([], True), how)
+    always.meta = {**origin(why), "val": value_of(before).new_empty((), dtype=torch.bool)}
+    new = graph.call_function(aten.where.self, (always, value, before))
+    new.meta = {**origin(why), "val": torch.empty_like(value_of(before))}
+    return new
+
+
+MANY = ("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
+
+
+def part_by_part(graph: fx.Graph) -> None:
+    """Views that an op gives many of, and those of `narrow`, each as a view of its own, where their memory is written
+    to from there on."""
+    written = set[int | None]()
+    for node in reversed(graph.nodes):
+        if is_write(node):
+            written |= set(map(storage, written_args(node)))
+        elif node.target is aten.narrow.default and storage(node.args[0]) in written:
+            start = place_of(node.args[2], shape_of(node.args[0])[node.args[1]])
+            node.target, node.args = aten.slice.Tensor, (*node.args[:2], start, start + node.args[3])
+        elif is_aten(node) and op_name(node) in MANY and storage(node.args[0]) in written and in_order(node):
+            for part in [user for user in node.users if user.target is operator.getitem]:
+                part.target, part.args = cut_out(node, part.args[1])
+            if not node.users:
+                graph.erase_node(node)
+
+
+def in_order(node: fx.Node) -> bool:
+    """Whether the views follow each other: those of tensor_split may be taken back and forth, and overlap."""
+    size = shape_of(node.args[0])[named(node, "dim")]
+    return op_name(node) == "unbind" or same(sum(value.shape[named(node, "dim")] for value in value_of(node)), size)
+
+
+def cut_out(node: fx.Node, index: int) -> tuple[Any, Any]:
+    """One of the views that `node` gives, as an op and its arguments."""
+    base, dim = node.args[0], named(node, "dim")
+    if op_name(node) == "unbind":
+        return aten.select.int, (base, dim, index)
+    ends = list(accumulate((value.shape[dim] for value in value_of(node)), initial=0))
+    index = place_of(index, len(ends) - 1)
+    return aten.slice.Tensor, (base, dim, ends[index], ends[index + 1])
+
+
+COMPARISONS = ("eq_", "ne_", "lt_", "le_", "gt_", "ge_")  # whose gradients are zeros
+
+
+def is_write(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written_args(node: fx.Node) -> list[fx.Node]:
+    """What a write writes to."""
+    found: list[fx.Node] = []
+    for arg in node.target._schema.arguments:
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            fx.map_arg(named(node, arg.name), found.append)
+    return found
+
+
+INPLACE_VIEWS = {
+    aten.as_strided_.default: aten.as_strided.default,
+    aten.detach_.default: aten.detach.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.swapaxes_.default: aten.swapaxes.default,
+    aten.swapdims_.default: aten.swapdims.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
+
+
+def views_by_value(graph: fx.Graph) -> None:
+    """x.unsqueeze_(0) writes no number: who reads x from there on reads a view. Raises Unwritable for an input, which
+    the caller would see with another shape."""
+    for node in graph.nodes:
+        if node.target in INPLACE_VIEWS:
+            viewed = node.args[0]
+            while is_write(viewed):
+                viewed = written_args(viewed)[0]
+            if viewed.op == "placeholder":
+                raise Unwritable(f"{node.target} changes what an input is a view of", node)
+            node.target = INPLACE_VIEWS[node.target]
+
+
+def returning(node: fx.Node) -> Any:
+    """The op that returns what a write writes, `add` of `add_`, `add.Tensor` of `add.out`, `pow.Tensor_Scalar` of
+    `pow_.Scalar`; None where there is none. What is written to has other names in some (`dropout` of `dropout_`)."""
+    target = node.target
+    name = target._schema.name.split("::")[1].removesuffix("_")
+    packet = getattr(aten, "normal_functional" if target is aten.normal_.default else name, None)
+    if packet is None:
+        return None
+
+    def taken(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
+        arguments = [arg for arg in overload._schema.arguments if arg.name != "out"]
+        return [("" if arg.name in ("self", "input") else arg.name, str(arg.type)) for arg in arguments]
+
+    for overload in map(partial(getattr, packet), packet.overloads()):
+        if taken(overload) == taken(target) and not overload._schema.is_mutable:
+            return overload
+    return None
+
+
+def storage(node: fx.Node) -> int | None:
+    value = value_of(node)
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def reshaped(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    return aten.reshape.default, (value, list(shape))
+
+
+def unpermuted(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    order = [dim % len(shape) for dim in view.args[1]]
+    return aten.permute.default, (value, [order.index(dim) for dim in range(len(shape))])
+
+
+Paste = Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], tuple[Any, Any]]
+
+PARTS = ("slice", "select", "diagonal")
+PASTE: dict[str, Paste] = {
+    "slice": lambda parent, value, view, shape: (aten.slice_scatter.default, (parent, value, *view.args[1:])),
+    "select": lambda parent, value, view, shape: (aten.select_scatter.default, (parent, value, *view.args[1:])),
+    "diagonal": lambda parent, value, view, shape: (aten.diagonal_scatter.default, (parent, value, *view.args[1:])),
+    **dict.fromkeys(
+        ("transpose", "swapaxes", "swapdims"),
+        lambda parent, value, view, shape: (aten.transpose.int, (value, *view.args[1:])),
+    ),
+    "mT": lambda parent, value, view, shape: (aten.transpose.int, (value, -2, -1)),
+    "t": lambda parent, value, view, shape: (aten.t.default, (value,)),
+    "permute": unpermuted,
+    **dict.fromkeys(
+        ("movedim", "moveaxis"),
+        lambda parent, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
+    ),
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), reshaped
+    ),
+    **dict.fromkeys(
+        ("alias", "detach", "contiguous", "to"), lambda parent, value, view, shape: (aten.alias.default, (value,))
+    ),
+}

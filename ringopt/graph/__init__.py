@@ -1,1 +1,0 @@
-"""FX graph helpers: terms of masks, axes of tensors, placements, printing. Knows no process, kernel or exchange."""

@@ -1,0 +1,1 @@
+"""Data sheets of devices and links, measured rates, and the profile of this machine."""

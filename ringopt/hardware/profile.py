@@ -1,0 +1,71 @@
+"""The profile of a machine: the rates that `ringopt bench --calibrate` measured, in the user's cache folder.
+
+One JSON file for each machine, version of torch and device: what was measured with another kernel is not believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from ringopt.errors import OptionError
+from ringopt.hardware.rates import Rates, cautious
+
+FORMAT = 3
+
+
+def folder() -> Path:
+    """`ringopt` in XDG_CACHE_HOME, or in ~/.cache (XDG Base Directory Specification: a relative path is ignored)."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "ringopt"
+
+
+def path_of(device: str = "cpu") -> Path:
+    """Of the profile of this machine."""
+    name = torch.cuda.get_device_name() if device == "cuda" else processor()
+    machine = hashlib.blake2b(f"{platform.node()} {name}".encode(), digest_size=4).hexdigest()
+    return folder() / f"profile-{device}-{machine}-torch{torch.__version__}.json"
+
+
+def processor() -> str:
+    return f"{platform.machine()} {platform.processor()} {os.cpu_count()}"
+
+
+def store(rates: Rates, device: str = "cpu") -> Path:
+    """Writes the profile in one go: whoever reads meanwhile has the old one or the new. Raises OSError."""
+    path = path_of(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps({"format": FORMAT, "rates": rates.to_dict()}, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+    load.cache_clear()
+    return path
+
+
+def here(device: str = "cpu") -> Rates:
+    """The rates of this machine: measured, or `cautious`. Raises OptionError for a file that cannot be read."""
+    found = load(path_of(device))
+    return found if found is not None else cautious()
+
+
+@lru_cache(maxsize=8)
+def load(path: Path) -> Rates | None:
+    """None where there is no file. Read once: a program's choices do not change under its feet. Raises OptionError."""
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"format {data['format']}, and this version of ringopt reads {FORMAT}")
+        return Rates.of_dict(data["rates"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise OptionError(
+            f"the profile {path} cannot be read ({type(problem).__name__}: {problem}); delete it, or measure anew with "
+            "`ringopt bench --calibrate`"
+        ) from problem

@@ -1,0 +1,1 @@
+"""Facts about FX graphs: nodes, placements, symbolic sizes, refusals, printing. Knows no process, kernel or plan."""

@@ -1,0 +1,91 @@
+"""Activation checkpointing, as tags on nodes.
+
+    y = checkpoint(f, x)   ->   the nodes of f in line, each tagged: compute me again in the backward
+
+The tags are torch's own ("recompute" and "ac_graph_id" of node.meta), which AOTAutograd's partitioner follows: it saves
+what goes into a region and repeats the tagged nodes in the backward. Here "ac_graph_id" is the number of a Region until
+the sharded graph is done, so that regions in regions can be told apart (passes/recompute.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
+
+from ringopt.ir.refusal import Refusal
+
+Contexts = Callable[[], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Region:
+    """One call of `checkpoint`. `outermost` is the number of the region that all regions around it are in: what is
+    saved is what goes into that one. `policy` says op by op what is saved; None: nothing is."""
+
+    outermost: int
+    policy: TorchDispatchMode | None = None
+
+
+@dataclass
+class Regions:
+    """The regions of one graph, in the order in which they are entered."""
+
+    made: dict[int, Region] = field(default_factory=dict)
+
+    def enter(self, contexts: Contexts | None, around: int | None) -> int | Refusal:
+        """The number of a new region inside `around`. `contexts` is the `context_fn` of its checkpoint."""
+        number = len(self.made)
+        region = Region(self.made[around].outermost if around is not None else number)
+        if contexts is not None:
+            forward, _again = contexts()
+            if not isinstance(forward, _CachingTorchDispatchMode):
+                return Refusal(
+                    "the context_fn of a checkpoint gives a context other than those of "
+                    f"create_selective_checkpoint_contexts: {type(forward).__name__}"
+                )
+            forward.ac_graph_id = region.outermost  # it tags what it is asked about
+            region = Region(region.outermost, forward)
+        self.made[number] = region
+        return number
+
+
+def tags(number: int) -> dict[str, Any]:
+    return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": number}
+
+
+def tags_of(gm: fx.GraphModule) -> str:
+    """A digest of the tags of a graph: its text does not tell them."""
+    tagged = [
+        (place, node.meta.get("ac_graph_id"), node.meta["recompute"].name)
+        for place, node in enumerate(gm.graph.nodes)
+        if "recompute" in node.meta
+    ]
+    return hashlib.blake2b(repr(tagged).encode(), digest_size=8).hexdigest()
+
+
+class Policed:
+    """An operator in a region with a policy: the policy is asked about each of the operators it consists of, as torch
+    asks it (tag_activation_checkpoint in torch/_higher_order_ops/wrap.py)."""
+
+    def __init__(self, target: Callable[..., Any], policy: TorchDispatchMode):
+        self.target, self.policy = target, policy
+        self.__name__ = self.__qualname__ = getattr(target, "__name__", "operator")
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.policy:
+            return self.target(*args, **kwargs)
+
+
+def police(gm: fx.GraphModule) -> None:
+    """Policies are asked when AOTAutograd traces `gm`: only there are the operators that they know."""
+    for node in gm.graph.nodes:
+        policy = node.meta.pop("policy", None)
+        if policy is not None:
+            node.target = Policed(node.target, policy)

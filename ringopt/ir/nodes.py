@@ -1,0 +1,170 @@
+"""Small questions about FX nodes of a flat pre-dispatch ATen graph."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import TracingContext
+
+from ringopt.ir.symbolic_sizes import plain
+
+ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for what is no operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return getattr(target, "__name__", "") if node.op == "call_function" else ""
+
+
+def is_aten(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+
+
+def readable(name: str) -> str:
+    """Dynamo's `l_self_modules_linear_parameters_weight_` as `linear_weight`."""
+    return re.sub(r"(^|_)(l_self|l|modules|parameters|buffers)(?=_)", "", name).strip("_") or name
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws from a default generator."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def value_of(node: Any) -> Any:
+    """The fake value recorded when the graph was captured, None for what is no node."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, by place."""
+    found = graph.output_node().args[0]
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Sizes of a tensor node, which may be open (ringopt/ir/symbolic_sizes.py); of a node with several outputs,
+    those of the first."""
+    value = value_of(node)
+    if isinstance(value, (tuple, list)):
+        value = value[0]
+    return tuple(plain(size) for size in value.shape)
+
+
+def tensor_args(node: fx.Node) -> Iterator[fx.Node]:
+    """Every place where a tensor (or a tuple of tensors) is an argument, in order; a node used twice comes twice."""
+    found: list[fx.Node] = []
+
+    def note(arg: fx.Node) -> fx.Node:
+        found.append(arg)
+        return arg
+
+    fx.map_arg((node.args, node.kwargs), note)
+    return iter([arg for arg in found if isinstance(value_of(arg), (torch.Tensor, tuple, list))])
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by keyword."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def named(node: fx.Node, name: str) -> Any:
+    """An argument by the name it has in the schema of the op; its default where it was not given. KeyError for a name
+    that the schema has not."""
+    schema: dict[str, Any] = {arg.name: (place, arg) for place, arg in enumerate(node.target._schema.arguments)}
+    place, arg = schema[name]
+    if place < len(node.args):
+        return node.args[place]
+    return node.kwargs.get(name, arg.default_value)
+
+
+def module_path(node: fx.Node) -> str:
+    """`model.layers.0.self_attn`: the innermost module the node was traced in; "" outside any."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return ""
+    path = re.sub(r"^(L\['\w+'\]|L__\w+?__)", "", stack[-1][0])
+    return re.sub(r"\[?'?(?:_modules)?'?\]?[\[\].']+", ".", path).strip(".")
+
+
+def origin(node: fx.Node) -> dict[str, Any]:
+    """Meta that a node made in the place of `node` takes over: where it comes from, and whether it is computed again in
+    the backward (ir/checkpoint_regions.py)."""
+    return {key: node.meta[key] for key in ORIGIN if key in node.meta}
+
+
+def source_line(node: fx.Node) -> str:
+    """`modeling_llama.py:210: weights = softmax(scores, -1)`: the innermost line of the program that is not torch's; ""
+    where that is not known."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n\s*([^\n]*))?', node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    path, number, code = next((frame for frame in frames[::-1] if "/torch/" not in frame[0]), frames[-1])
+    return f"{os.path.basename(path)}:{number}" + (f": {code.strip()}" if code.strip() else "")
+
+
+def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Which values carry a gradient, from the placeholders' `requires_grad` forward. True when in doubt."""
+    found: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        found[node] = carries_gradient(node, any(found.get(arg, True) for arg in node.all_input_nodes))
+    return found
+
+
+LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
+WITHOUT_GRADIENT = frozenset({"detach", *LIKE, *NEW})
+
+
+def carries_gradient(node: fx.Node, given: bool) -> bool:
+    """Whether `node` does; `given`: some operand of it does."""
+    value = value_of(node)
+    if node.op in ("placeholder", "get_attr"):
+        return isinstance(value, torch.Tensor) and value.requires_grad
+    if node.op != "call_function" or op_name(node) in WITHOUT_GRADIENT:
+        return False
+    outputs = value if isinstance(value, (tuple, list)) else [value]
+    return given and any(
+        not isinstance(out, torch.Tensor) or out.is_floating_point() or out.is_complex() for out in outputs
+    )
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """torch's own, which also checks that the graph is well formed; but only of nodes that nobody reads it is asked
+    whether they do something else, a question that costs as much as all the rest."""
+    random = True
+    if TracingContext.try_get():  # as torch decides whether a random number that nobody reads is drawn
+        from torch._inductor.config import fallback_random as random
+    graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure(random))
+
+
+def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+    """A new node with its fake value, told to come from where `like` comes from."""
+    name = target._schema.name.split("::")[1]
+    new = graph.create_node("call_function", target, tuple(args), kwargs or {}, name)
+    new.meta = origin(like)
+    given, named = fx.map_arg((new.args, new.kwargs), value_of)
+    new.meta["val"] = target(*given, **named)
+    return new
+
+
+def emit_attention(graph: fx.Graph, args: Any, like: fx.Node) -> fx.Node:
+    """A `ringopt::attention`. It is not run for its value: what it computes on one device depends on the length."""
+    new = graph.create_node("call_function", torch.ops.ringopt.attention.default, tuple(args), {}, "attention")
+    new.meta = origin(like)
+    q, v = value_of(args[0]), value_of(args[2])
+    new.meta["val"] = q.new_empty((*q.shape[:3], v.shape[3]))
+    return new

@@ -1,0 +1,52 @@
+"""A graph as short text, for goldens, logs and the README."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.ir.nodes import is_tensor, op_name, value_of
+
+# Arguments that tell a reader nothing: the name of the ranks' mesh, and the token that tells caches apart.
+HIDDEN = ("group", "version")
+
+
+def short(graph: fx.Graph, sizes: bool = False) -> str:
+    """One line a node: `%out = op(%in, 2)`. Names are those of the nodes; overloads, defaults and namespaces are left
+    out."""
+    return "\n".join(line(node, sizes) for node in graph.nodes)
+
+
+def line(node: fx.Node, sizes: bool = False) -> str:
+    names = [arg.name for arg in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
+    shown = [arg for i, arg in enumerate(node.args) if i >= len(names) or names[i] not in HIDDEN]
+    given = [text(arg) for arg in shown] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
+    if node.op == "output":
+        return f"return {text(node.args[0])}"
+    if node.op == "placeholder":
+        said = f"%{node.name} = input"
+    elif node.op == "get_attr":
+        said = f"%{node.name} = constant {node.target}"
+    else:
+        said = f"%{node.name} = {op_name(node)}({', '.join(given)})"
+    return said + (f"  # {list(value_of(node).shape)}" if sizes and is_tensor(node) else "")
+
+
+def text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(map(text, value))
+        return f"[{inside}]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
+
+
+def changes(before: str, after: str) -> str:
+    """The lines that differ, marked - and +, with those that stay."""
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    return "\n".join(entry for entry in lines if not entry.startswith("?"))

@@ -1,0 +1,59 @@
+"""`gather` in two, so that the shards travel behind other work.
+
+    ticket = gather_start(x, ..., number, group)    posts this rank's rows
+    whole = gather_finish(ticket, x, ..., group)    waits, and puts the rows of all ranks in order
+
+The sum over the ranks has its halves in gradient_buckets.py. ringopt/overlap/async_collectives.py puts both into
+graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringopt.distributed.mesh import mesh_of, program_until_here
+from ringopt.distributed.tickets import issue, redeem, settle
+from ringopt.ops.collectives import padded, whole_of, with_dim
+
+
+@torch.library.custom_op("ringopt::gather_start", mutates_args=())
+def gather_start(
+    x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, number: int, group: str
+) -> Tensor:
+    """A ticket for the shards of `gather`, which are under way. No two of a graph have one `number`, so that no
+    compiler takes them for one."""
+    mesh, place = mesh_of(group), (dim, outer, length, inner, layout)
+    program_until_here(mesh)
+    settle(mesh)
+    message = padded(x, *place, mesh)
+    if message.data_ptr() == x.data_ptr():
+        message = message.clone()  # a compiler may give the memory of `x` to another value while this one travels
+    parts, pending = mesh.start_all_gather(message, f"gather {number}")
+    return issue(mesh, about(x, *place), (parts, pending), [pending])
+
+
+@gather_start.register_fake
+def _(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, number: int, group: str) -> Tensor:
+    return x.new_empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("ringopt::gather_finish", mutates_args=())
+def gather_finish(
+    ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str
+) -> Tensor:
+    """The whole, of which `x` tells sizes and dtype. Raises RingCommError, RingMismatchError."""
+    mesh, place = mesh_of(group), (dim, outer, length, inner, layout)
+    program_until_here(mesh)
+    parts, pending = redeem(ticket, about(x, *place))
+    pending.wait()
+    return whole_of(x, parts, *place, mesh)
+
+
+@gather_finish.register_fake
+def _(ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str) -> Tensor:
+    return x.new_empty(with_dim(x, dim, outer * length * inner))
+
+
+def about(x: Tensor, *place: object) -> tuple[object, ...]:
+    return "gather", tuple(x.shape), x.dtype, *place

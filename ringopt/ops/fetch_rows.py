@@ -1,0 +1,330 @@
+"""Rows of a sharded sequence, fetched from the ranks that hold them.
+
+    fetch_rows     each rank gets the rows it wants, zeros for rows outside the sequence
+    return_rows    its transpose: what was made of the rows goes back to where they came from, and is added up
+    look_up_rows   every rank gets the rows whose numbers are in a tensor
+
+What a rank wants is one of four forms, and numbers (which are arguments, not text, because a length may be open):
+
+    move a s c ...      another sequence, made of rows a, a + s, ... (c of them) and so on, sharded by the same layout:
+                        slices, shifts, rolls, flips, padding
+    take a s c ...      the same rows on every rank
+    apart n s a         another sequence of n rows: row i of this one is row a + i * s of it, in between are zeros
+    halo n s a w        for each chunk of n outputs the rows that windows of w rows see, window i beginning at i * s + a
+
+Only rows that are not where they are wanted travel, point to point, as bytes. Each rank works out who sends what from
+the layout alone, so nothing is asked of the others.
+
+The gradient of rows on every rank is complete on every rank (see collectives.py), so `return_rows` of a `take` sends
+nothing: each rank keeps what belongs to its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.geometry.layouts import Layout, layout_of
+from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.ops.collectives import factored, with_dim
+
+Piece = tuple[int, int, int]  # first row, step (of any sign, or 0), how many
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rows each rank wants, as above. `pieces` of a halo is its one (n, s, a, w)."""
+
+    form: str
+    pieces: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, form: str, numbers: Sequence[int]) -> Wanted:
+        width = 4 if form == "halo" else 3
+        return cls(form, tuple(tuple(numbers[i : i + width]) for i in range(0, len(numbers), width)))
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for piece in self.pieces for number in piece]
+
+    @property
+    def length(self) -> int:
+        """Rows of the sequence that a move (or an apart) makes, or that a take wants."""
+        return self.pieces[0][0] if self.form == "apart" else sum(count for _start, _step, count in self.pieces)
+
+    @property
+    def everywhere(self) -> bool:
+        """The result is replicated."""
+        return self.form == "take"
+
+    def ranges(self, layout: str, ranks: int, rank: int) -> list[range]:
+        """The windows' rows of each chunk of a halo, in the order of the local tensor; chunks are not joined."""
+        ((length, stride, start, width),) = self.pieces
+        plan = layout_of(layout, length, ranks)
+        edges = [(plan.edge(chunk), plan.edge(chunk + 1)) for chunk in plan.chunks(rank)]
+        return [range(a * stride + start, (b - 1) * stride + start + width) for a, b in edges if a < b]
+
+    def rows(self, layout: str, ranks: int) -> list[Tensor]:
+        """The rows that each rank wants, in order; those below 0 or past the end are zeros."""
+        if self.form == "halo":
+            windows = [self.ranges(layout, ranks, rank) for rank in range(ranks)]
+            return [torch.cat([torch.arange(0), *map(row_numbers, rows)]) for rows in windows]
+        if self.form == "apart":
+            ((length, stride, start),) = self.pieces
+            past = torch.arange(length) - start
+            whole = torch.where(past % stride == 0, past // stride, -1)
+        else:
+            whole = torch.cat([start + step * torch.arange(count) for start, step, count in self.pieces])
+        if self.everywhere:
+            return [whole] * ranks
+        plan = layout_of(layout, len(whole), ranks)
+        return [whole[held(plan, rank)] for rank in range(ranks)]
+
+
+def moved(*pieces: Piece) -> Wanted:
+    return Wanted("move", pieces)
+
+
+def taken(*pieces: Piece) -> Wanted:
+    return Wanted("take", pieces)
+
+
+def apart(length: int, stride: int, start: int) -> Wanted:
+    """`length` rows, of which those from `start` on, `stride` apart, are the rows of the sequence."""
+    return Wanted("apart", ((length, stride, start),))
+
+
+def windows(length: int, stride: int, start: int, width: int) -> Wanted:
+    """What `length` windows see: window i the `width` rows from i * stride + start on."""
+    return Wanted("halo", ((length, stride, start, width),))
+
+
+def held(layout: Layout, rank: int) -> Tensor:
+    """The rows of `rank`, in the order of its local tensor."""
+    return torch.cat([torch.arange(0), *map(row_numbers, layout.ranges(rank))])
+
+
+def row_numbers(rows: range) -> Tensor:
+    return torch.arange(rows.start, rows.stop)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """What one rank does: rows `own` of its shard become rows `kept` of its result (of `rows` rows); rows `sends[peer]`
+    of its shard go to a peer, and what comes from a peer becomes rows `receives[peer]` of the result."""
+
+    rows: int
+    own: Tensor
+    kept: Tensor
+    sends: tuple[tuple[int, Tensor], ...]
+    receives: tuple[tuple[int, Tensor], ...]
+
+
+@lru_cache(maxsize=256)
+def fetch_of(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
+    return plan_fetch(wanted, layout, length, ranks, rank, device)
+
+
+def plan_fetch(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
+    plan = layout_of(layout, length, ranks)
+    return route([held(plan, other) for other in range(ranks)], wanted.rows(layout, ranks), length, rank, device)
+
+
+def route(homes: Sequence[Tensor], wanted: Sequence[Tensor], length: int, rank: int, device: torch.device) -> Fetch:
+    """What `rank` does, where each rank holds the rows `homes` of `length` and wants the rows `wanted`."""
+    owner, place = torch.full((length + 1,), -1), torch.zeros(length + 1, dtype=torch.long)
+    for other, rows in enumerate(homes):
+        owner[rows], place[rows] = other, torch.arange(len(rows))
+    # Row `length` has no owner.
+    wants = [torch.where((rows >= 0) & (rows < length), rows, length) for rows in wanted]
+
+    def places(peer: int) -> Tensor:
+        return place[wants[peer][owner[wants[peer]] == rank]].to(device)
+
+    mine = wants[rank]
+    peers = [peer for peer in range(len(homes)) if peer != rank]
+    sends = [(peer, places(peer)) for peer in peers]
+    receives = [(peer, (owner[mine] == peer).nonzero()[:, 0].to(device)) for peer in peers]
+    return Fetch(
+        len(mine), places(rank), (owner[mine] == rank).nonzero()[:, 0].to(device),
+        tuple((peer, rows) for peer, rows in sends if len(rows)),
+        tuple((peer, rows) for peer, rows in receives if len(rows)),
+    )  # fmt: skip
+
+
+def swap(mesh: Mesh, dim: int, x: Tensor, sends: Any, receives: Any, label: str) -> list[Tensor]:
+    """Rows of `x` along `dim` go to peers; the rows that came for each of `receives`."""
+
+    out = [(peer, x.index_select(dim, rows)) for peer, rows in sends]
+    return trade(mesh, x, out, [(peer, with_dim(x, dim, len(rows))) for peer, rows in receives], label)
+
+
+def trade(mesh: Mesh, x: Tensor, sends: Any, receives: Any, label: str) -> list[Tensor]:
+    """Parts of `x` go to peers; what came of each of `receives`, a peer and the sizes of its part."""
+    # As bytes: gloo carries no bool, and no complex numbers.
+    out = [(peer, part.reshape(-1).view(torch.uint8)) for peer, part in sends]
+    came = [(peer, x.new_empty(prod(sizes))) for peer, sizes in receives]
+    mesh.exchange(out, [(peer, buffer.view(torch.uint8)) for peer, buffer in came], label).wait()
+    return [buffer.view(sizes) for (_, buffer), (_, sizes) in zip(came, receives, strict=True)]
+
+
+@torch.library.custom_op("ringopt::fetch_rows", mutates_args=())
+def fetch_rows(
+    x: Tensor,
+    dim: int,
+    outer: int,
+    length: int,
+    inner: int,
+    form: str,
+    numbers: Sequence[int],
+    local: int,
+    layout: str,
+    group: str,
+) -> Tensor:
+    """The rows wanted (`form` and `numbers`) of a sequence of `length` rows, of which `x` holds this rank's; `local` is
+    their number."""
+    mesh, wanted = mesh_of(group), Wanted.of(form, numbers)
+    plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, x.device)
+    assert plan.rows == local, f"{wanted}: {plan.rows} rows are wanted here, the graph says {local}"
+    out = run_fetch(plan, factored(x, dim, outer, inner), dim + 1, mesh)
+    return out.reshape(with_dim(x, dim, outer * local * inner))
+
+
+def run_fetch(plan: Fetch, x: Tensor, dim: int, mesh: Mesh, label: str = "fetch_rows") -> Tensor:
+    came = swap(mesh, dim, x, plan.sends, plan.receives, label)
+    out = x.new_zeros(with_dim(x, dim, plan.rows))
+    out.index_copy_(dim, plan.kept, x.index_select(dim, plan.own))
+    for (_, rows), part in zip(plan.receives, came, strict=True):
+        out.index_copy_(dim, rows, part)
+    return out
+
+
+@fetch_rows.register_fake
+def _(
+    x: Tensor,
+    dim: int,
+    outer: int,
+    length: int,
+    inner: int,
+    form: str,
+    numbers: Sequence[int],
+    local: int,
+    layout: str,
+    group: str,
+) -> Tensor:
+    return x.new_empty(with_dim(x, dim, outer * local * inner))
+
+
+@torch.library.custom_op("ringopt::return_rows", mutates_args=())
+def return_rows(
+    grad: Tensor,
+    dim: int,
+    outer: int,
+    length: int,
+    inner: int,
+    form: str,
+    numbers: Sequence[int],
+    local: int,
+    layout: str,
+    group: str,
+) -> Tensor:
+    """The transpose of `fetch_rows`; `local` is the number of this rank's rows of the sequence."""
+    mesh, at, wanted = mesh_of(group), dim + 1, Wanted.of(form, numbers)
+    parts = factored(grad, dim, outer, inner)
+    plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, grad.device)
+    out = parts.new_zeros(with_dim(parts, at, local))
+    out.index_add_(at, plan.own, parts.index_select(at, plan.kept))
+    if not wanted.everywhere:
+        came = swap(mesh, at, parts, plan.receives, plan.sends, "return_rows")
+        for (_, rows), part in zip(plan.sends, came, strict=True):
+            out.index_add_(at, rows, part)
+    return out.reshape(with_dim(grad, dim, outer * local * inner))
+
+
+@return_rows.register_fake
+def _(
+    grad: Tensor,
+    dim: int,
+    outer: int,
+    length: int,
+    inner: int,
+    form: str,
+    numbers: Sequence[int],
+    local: int,
+    layout: str,
+    group: str,
+) -> Tensor:
+    return grad.new_empty(with_dim(grad, dim, outer * local * inner))
+
+
+def _setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    x, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.form, ctx.numbers, _local, ctx.layout, ctx.group = inputs
+    ctx.local = x.shape[ctx.dim] // (ctx.outer * ctx.inner)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows = torch.ops.ringopt.return_rows(
+        grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.form, ctx.numbers, ctx.local, ctx.layout, ctx.group
+    )
+    return rows, None, None, None, None, None, None, None, None, None
+
+
+fetch_rows.register_autograd(_backward, setup_context=_setup)
+
+
+# ---- rows known when the program runs ------------------------------------------------------------------------------
+@torch.library.custom_op("ringopt::look_up_rows", mutates_args=())
+def look_up_rows(x: Tensor, rows: Tensor, dim: int, length: int, layout: str, group: str) -> Tensor:
+    """The rows of a sharded sequence whose numbers are in `rows` (1-D, the same on every rank), replicated.
+
+    A negative number counts from the end. Raises IndexError, on every rank, for one that the sequence has not.
+    """
+    mesh = mesh_of(group)
+    return run_fetch(plan_fetch(asked_for(rows, length), layout, length, mesh.size, mesh.rank, x.device), x, dim, mesh)
+
+
+def asked_for(rows: Tensor, length: int) -> Wanted:
+    numbers: list[int] = rows.tolist()
+    for number in numbers:
+        if not -length <= number < length:
+            raise IndexError(f"row {number} was asked for, of a sequence of {length} rows")
+    return Wanted("take", tuple((number % length, 1, 1) for number in numbers))
+
+
+@look_up_rows.register_fake
+def _(x: Tensor, rows: Tensor, dim: int, length: int, layout: str, group: str) -> Tensor:
+    return x.new_empty(with_dim(x, dim, rows.shape[0]))
+
+
+@torch.library.custom_op("ringopt::add_to_rows", mutates_args=())
+def add_to_rows(grad: Tensor, rows: Tensor, dim: int, length: int, local: int, layout: str, group: str) -> Tensor:
+    """The transpose of `look_up_rows`, for a gradient that is complete on every rank."""
+    mesh = mesh_of(group)
+    plan = plan_fetch(asked_for(rows, length), layout, length, mesh.size, mesh.rank, grad.device)
+    return grad.new_zeros(with_dim(grad, dim, local)).index_add_(dim, plan.own, grad.index_select(dim, plan.kept))
+
+
+@add_to_rows.register_fake
+def _(grad: Tensor, rows: Tensor, dim: int, length: int, local: int, layout: str, group: str) -> Tensor:
+    return grad.new_empty(with_dim(grad, dim, local))
+
+
+def _look_up_setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    x, rows, ctx.dim, ctx.length, ctx.layout, ctx.group = inputs
+    ctx.local = x.shape[ctx.dim]
+    ctx.save_for_backward(rows)
+
+
+def _look_up_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (rows,) = ctx.saved_tensors
+    local = torch.ops.ringopt.add_to_rows(grad, rows, ctx.dim, ctx.length, ctx.local, ctx.layout, ctx.group)
+    return local, None, None, None, None, None
+
+
+look_up_rows.register_autograd(_look_up_backward, setup_context=_look_up_setup)

@@ -1,0 +1,60 @@
+"""`ringopt::rows_here`: how many rows of a sequence this rank holds, asked when the program runs.
+
+    rows_here(length, layout, group, inputs, names, program, when) -> int
+
+A program for any number of ranks has no local sizes in its text. This number is an open size in it (an unbacked
+symbol), and every local size follows from it. Before it answers, the ranks compare `inputs`, called `names`, and
+`program`, a digest of the whole text: every rank must pass the same full batch to the same program.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
+from ringopt.context_parallel.geometry.rows import count
+from ringopt.distributed.consistency import compare, digest
+from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.errors import PlanError
+
+# Which programs a mesh has been asked about. Ranks that are threads of one process share a mesh, hence the rank.
+_compared: WeakKeyDictionary[Mesh, set[tuple[int, str]]] = WeakKeyDictionary()
+
+
+@torch.library.custom_op(
+    "ringopt::rows_here",
+    mutates_args=(),
+    schema="(SymInt length, str layout, str group, Tensor[] inputs, str names, str program, str when) -> SymInt",
+)
+def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:
+    """`names` are parted by commas; `when` is "first", "always" or "never", as the option check_inputs. Raises, on
+    every rank alike, RingMismatchError where they differ and PlanError where some rank would have too few rows."""
+    mesh = mesh_of(group)
+    if mesh.size == 1 and length > 0:
+        return length
+    compared = _compared.setdefault(mesh, set())
+    if names and (when == "always" or (when == "first" and (mesh.rank, program) not in compared)):
+        compare(mesh, digest(program.encode()), names.split(","), inputs)
+        compared.add((mesh.rank, program))
+    check_enough(length, layout, mesh.size)
+    return count(layout_of(layout, length, mesh.size).ranges(mesh.rank))
+
+
+@rows_here.register_fake
+def _(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:
+    # Not `get_ctx().new_dynamic_size`: by Dynamo's settings no data makes sizes, and this follows from no data.
+    size = torch.library.get_ctx()._shape_env.create_unbacked_symint()
+    torch.fx.experimental.symbolic_shapes._constrain_range_for_size(size, min=1)
+    return size  # type: ignore[no-any-return]
+
+
+def check_enough(length: int, layout: str, ranks: int) -> None:
+    """Raises PlanError where some of the ranks would have too few rows."""
+    least = LAYOUTS[layout].chunks_per_rank * ranks
+    if length < least:
+        raise PlanError(
+            f"this program has a {layout} sequence of {length} rows, and {ranks} ranks need {least}; use fewer"
+        )

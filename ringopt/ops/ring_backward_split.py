@@ -1,0 +1,87 @@
+"""`ring_attention_backward` in two, so that the last sums of dK and dV come home behind other work.
+
+    dq, ticket, dsources = ring_backward_begin(...)    all is computed, and the last messages are under way
+    dk, dv = ring_backward_finish(ticket, k, v, group)
+
+The arguments of the first are those of the whole, and so are its messages: ranks that run the one can meet ranks that
+run the other. ringopt/overlap/start_early.py puts them into graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.executor.attend import backward_until_home
+from ringopt.context_parallel.executor.interleave import Keys
+from ringopt.context_parallel.executor.keys_move import Operands, Saved, rounded_parts
+from ringopt.distributed.mesh import mesh_of, program_until_here
+from ringopt.distributed.tickets import issue, redeem
+from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, Config, begun, empty_beside, prepare
+
+
+@torch.library.custom_op(
+    "ringopt::ring_backward_begin",
+    mutates_args=(),
+    schema=(
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
+        "-> (Tensor dq, Tensor ticket, Tensor[] dsources)"
+    ),
+)
+def ring_backward_begin(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sources: list[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    *config: Any,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """See `ring_attention_backward`; a ticket in place of dK and dV."""
+    given, chosen = Operands(q, k, v, sources, sinks, seed), Config(*config)
+    site = prepare("ring_attention_backward", given, chosen)
+    with site.mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
+        found = backward_until_home(site.attention, site.mesh, dout, Saved(given, out, lse), begun(given, True, chosen))
+    ticket = issue(site.mesh, about(k, v), found.keys, found.keys.pending)
+    beside = rounded_parts(found.parts, found.dsinks, given, site.attention.learned)
+    return found.dq.to(q.dtype), ticket, beside
+
+
+@ring_backward_begin.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sources: list[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    *config: Any,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ticket = k.new_empty((), dtype=torch.int64, device="cpu")
+    return q.new_empty(q.shape), ticket, empty_beside(sources, sinks, Config(*config))
+
+
+@torch.library.custom_op("ringopt::ring_backward_finish", mutates_args=())
+def ring_backward_finish(ticket: Tensor, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """dK and dV. Raises RingCommError, RingMismatchError."""
+    program_until_here(mesh_of(group))
+    keys: Keys = redeem(ticket, about(k, v))
+    dk, dv = keys.arrive()
+    return dk.to(k.dtype), dv.to(v.dtype)
+
+
+@ring_backward_finish.register_fake
+def _(ticket: Tensor, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def about(k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    return "home", tuple(k.shape), tuple(v.shape), k.dtype

@@ -1,0 +1,228 @@
+"""Gathers and sums over the ranks, started as soon as their operand is there and waited for where they are first read.
+
+    y = mm(h, w)                           y = mm(h, w)
+    loss = ...                  ->         ticket = gather_start(y, ...)
+    whole = gather(y, ...)                 loss = ...
+    return loss, whole                     whole = gather_finish(ticket, y, ...)
+
+In two steps, over the graphs that AOTAutograd makes. First each gather and sum goes up as far as it may, past messages
+that it is not made of (`advance`). Where, is decided by operators that send, by what is made of what and by whole
+sizes, and by nothing else: a partitioner may recompute other things on one rank than on another, and all ranks must
+post their messages in one order. Then each is parted where something takes long enough to hide it, and a bucket of
+gradients to hold less (`part`): that is each rank's own business, for the whole and its halves post the same message.
+
+What is started early is held longer. A gather or a sum goes no further up than where all that is under way fits into
+`Budget.in_flight`. Sums of parameters' gradients take the place of the gradients, so they are not counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.ir.nodes import op_name, origin, value_of
+from ringopt.ops import (
+    async_gather,  # noqa: F401
+    gradient_buckets,  # noqa: F401  (registers the operators)
+)
+from ringopt.overlap.collective_order import sends
+from ringopt.overlap.reorder import (
+    KEYS_FIRST,
+    dependents_among,
+    flops_of,
+    is_fixed,
+    is_product,
+    is_start,
+    numbers,
+    sources_among,
+)
+
+BUDGET = "budget"  # in the meta of a graph
+COLLECTIVES = ("gather", "reduce_from_group", "reduce_bucket")
+# What computes beside its messages.
+ATTENTIONS = (
+    "ring_attention", "ring_attention_backward", "ring_backward_begin", "dilated_attention",
+    "dilated_attention_backward",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be started early, the same on all ranks; of a graph without attention, what needs no rates.
+
+    ranks       that share a sequence
+    in_flight   bytes that what was started early may hold
+    rate        FLOP/s of what hides it
+    step        seconds that it costs to start apart
+    """
+
+    ranks: int = 0
+    in_flight: int = 1 << 30
+    rate: float = 1e9
+    step: float = 0.0
+
+    def pays(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether messages are worth being waited for after `nodes`."""
+        found = list(nodes)
+        seconds = [flops_of(node) / self.rate for node in found if is_product(node)]
+        return any(op_name(node) in ATTENTIONS for node in found) or (bool(seconds) and sum(seconds) >= self.step)
+
+
+def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, float]) -> None:
+    """In place. `held`: bytes that are under way already when a message is posted."""
+    collectives = collectives_of(graph)
+    advance_all(collectives, held, budget.in_flight)
+    for number, node in enumerate(collectives):
+        part(node, number, budget)
+
+
+def collectives_of(graph: fx.Graph) -> list[fx.Node]:
+    """Ours: torch has a gather too."""
+    return [node for node in graph.nodes if sends(node) and op_name(node) in COLLECTIVES]
+
+
+# ---- where it starts -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class HeldBack:
+    """A gather or a sum that starts later than it could, for more than may be would be under way: `under_way` bytes,
+    of which `size` are its own."""
+
+    node: fx.Node
+    size: float
+    under_way: float
+
+
+def advance_all(collectives: Sequence[fx.Node], held: dict[fx.Node, float], bound: int) -> list[HeldBack]:
+    """In place, each as far as it may; those that the bound holds back."""
+    placed: set[fx.Node] = set()
+    found = []
+    for node in collectives:
+        found.append(advance(node, placed, held, bound))
+        placed.add(node)
+    return [one for one in found if one is not None]
+
+
+def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bound: int) -> HeldBack | None:
+    """Behind the last message that it is made of, and those `placed` there before it. What else it is made of is
+    computed before the next one."""
+    nodes = list(node.graph.nodes)
+    place = {other: i for i, other in enumerate(nodes)}
+    made_of = sources_among(nodes[: place[node]], node.all_input_nodes)
+    posts = [other for other in nodes[: place[node]] if sends(other) and op_name(other) not in KEYS_FIRST]
+    crossed: list[fx.Node] = []
+    size = bytes_of(node)
+    while posts and posts[-1] not in made_of and held.get(posts[-1], 0) + size <= bound:
+        crossed.insert(0, posts.pop())
+    beyond = list(takewhile(lambda other: other not in made_of, reversed(posts)))
+    stopped = None
+    if not placed.issuperset(beyond):
+        stopped = HeldBack(node, size, held.get(beyond[0], 0) + size)
+    while crossed and crossed[0] in placed:
+        posts.append(crossed.pop(0))
+    following = crossed[0] if crossed else node
+    late = [other for other in nodes[place[following] : place[node]] if other in made_of]
+    if any(map(is_fixed, late)):
+        return None  # random numbers and writes keep their places
+    for other in late:
+        following.prepend(other)
+    begin = place[posts[-1]] if posts else 0
+    before = [other for other in nodes[begin : place[following]] if other in made_of or is_start(other)]
+    after = max([*before, *posts[-1:]], key=place.__getitem__, default=nodes[0]) if not late else late[-1]
+    order = list(node.graph.nodes)
+    behind = next(other for other in order[order.index(after) + 1 :] if other.op != "placeholder")
+    if behind is not node:
+        behind.prepend(node)
+    for other in crossed:
+        held[other] = held.get(other, 0) + size
+    return stopped
+
+
+def bytes_of(node: fx.Node) -> float:
+    """That are held longer where it starts early: of the whole value, the same on all ranks."""
+    if op_name(node) == "reduce_bucket":
+        return 0
+    value = value_of(node)
+    return numbers(value.shape) * int(value.element_size())
+
+
+# ---- what it is hidden behind ----------------------------------------------------------------------------------------
+def part(node: fx.Node, number: int, budget: Budget) -> None:
+    """In two, of which the second stands before the first reader, if there is or can be something between them: what
+    needs neither is computed before its readers are, up to the next node that has its place. A bucket of gradients
+    always: between its halves the gradients are given back, so that it never holds more than two copies."""
+    nodes = list(node.graph.nodes)
+    place = {other: i for i, other in enumerate(nodes)}
+    several = list(node.users) if op_name(node) == "reduce_bucket" else []
+    readers = [reader for one in (several or [node]) for reader in one.users]
+    if not readers or (op_name(node) != "gather" and not has_known_sizes(node)):
+        return
+    reader = min(readers, key=place.__getitem__)
+    between = nodes[place[node] + 1 : place[reader]]
+    if not budget.pays(between):
+        after = list(takewhile(lambda other: not is_fixed(other) and other.op != "output", nodes[place[reader] :]))
+        late = dependents_among([node, *several, *after], [node])
+        free = [other for other in after if other not in late]
+        if budget.pays(free):
+            for other in free:
+                reader.prepend(other)
+        elif not several:
+            return
+    if op_name(node) == "gather":
+        halve_gather(node, reader, number)
+    else:
+        halve_sum(node, several, reader, number)
+
+
+def has_known_sizes(node: fx.Node) -> bool:
+    """Whether no size of what is summed is open: they are written into the second half."""
+    return all(isinstance(size, int) for value in values_of(node) for size in value.shape)
+
+
+def values_of(node: fx.Node) -> Sequence[torch.Tensor]:
+    value = value_of(node)
+    return value if isinstance(value, (tuple, list)) else [value]
+
+
+def halve_gather(node: fx.Node, reader: fx.Node, number: int) -> None:
+    graph, (x, *place, group) = node.graph, node.args
+    with graph.inserting_before(node):
+        start = graph.call_function(torch.ops.ringopt.gather_start.default, (x, *place, number, group))
+    start.meta = {**origin(node), "val": ticket_value(value_of(node))}
+    with graph.inserting_before(reader):
+        finish = graph.call_function(torch.ops.ringopt.gather_finish.default, (start, x, *place, group))
+    finish.meta = {**origin(node), "val": value_of(node)}
+    node.replace_all_uses_with(finish)
+    graph.erase_node(node)
+
+
+def halve_sum(node: fx.Node, several: Sequence[fx.Node], reader: fx.Node, number: int) -> None:
+    """Of one value, or of a bucket whose results are `several`."""
+    graph, (given, group) = node.graph, node.args
+    values = values_of(node)
+    with graph.inserting_before(node):
+        summed = given if isinstance(given, (tuple, list)) else [given]
+        start = graph.call_function(torch.ops.ringopt.reduce_start.default, (summed, number, group))
+    start.meta = {**origin(node), "val": ticket_value(values[0])}
+    sizes, dims = [size for value in values for size in value.shape], [value.dim() for value in values]
+    arguments: Any = (start, sizes, dims, values[0].dtype, values[0].device, group)
+    with graph.inserting_before(reader):
+        finish = graph.call_function(torch.ops.ringopt.reduce_finish.default, arguments)
+        finish.meta = {**origin(node), "val": list(values)}
+        result = finish
+        if not several:
+            result = graph.call_function(operator.getitem, (finish, 0))
+            result.meta = {**origin(node), "val": values[0]}
+    for one in several:
+        reader.prepend(one)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def ticket_value(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((), dtype=torch.int64, device="cpu")

@@ -1,0 +1,56 @@
+"""Row-major memory, said where Inductor would ask for numbers.
+
+    dy = add(dq, dk)               dy  = add(dq, dk)                                   # [B, 1, n, D]
+    dw = mm(view(dy).t(), x)  ->   row = inductor_force_stride_order(dy, [4, 3, 2, 1])
+                                   dw  = mm(view(row).t(), x)
+
+A value of one channel is row-major and channels last at once. Where a product reads a view of it, Inductor takes it for
+the latter and compares its strides as numbers (torch 2.11 to 2.13), which a number of rows that is known only when the
+program runs has not: the gradient of one head behind a linear layer, say.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+from torch._inductor import inductor_prims
+from torch._prims_common import is_contiguous_for_memory_format_or_false
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ringopt.ir.nodes import is_aten, value_of
+from ringopt.overlap.reorder import is_product
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def say_row_major(graph: fx.Graph) -> None:
+    """In place, for what Inductor may lay out as it likes."""
+    for node in list(graph.nodes):
+        views = [user for user in node.users if is_view(user) and leads_to_kernel(user)]
+        if not views or is_view(node) or is_product(node) or not is_aten(node) or not is_ambiguous(value_of(node)):
+            continue
+        with graph.inserting_after(node):
+            strides = list(range(value_of(node).dim(), 0, -1))  # their order counts
+            row = graph.call_function(inductor_prims.force_stride_order, (node, strides))
+        row.meta = dict(node.meta)
+        for view in views:
+            view.replace_input_with(node, row)
+
+
+def is_ambiguous(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() not in CHANNELS_LAST or not free_unbacked_symbols(value):
+        return False
+    return is_contiguous_for_memory_format_or_false(value, memory_format=CHANNELS_LAST[value.dim()])
+
+
+def is_view(node: fx.Node) -> bool:
+    return is_aten(node) and any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def leads_to_kernel(view: fx.Node) -> bool:
+    """Whether an operator reads it that is no code of Inductor's: a product, or one of ours."""
+    ours = (user for user in view.users if isinstance(user.target, torch._ops.OpOverload))
+    return any(
+        is_product(user) or user.target.namespace == "ringopt" or (is_view(user) and leads_to_kernel(user))
+        for user in ours
+    )

@@ -1,1 +1,0 @@
-"""Reports and diffs as HTML: each page one file that opens without a network, in dark and in light."""

@@ -1,0 +1,1 @@
+"""What a step will cost at any size, from traces at small ones."""

@@ -1,0 +1,197 @@
+"""What a model says of itself at the size of its inputs, for `ringopt.plan`: its attentions, what it computes and sends
+beside them, and what is live when. Traced once for each of a few numbers of ranks; nothing is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils._pytree import tree_map_only
+
+from ringopt.backend import transform
+from ringopt.cost.choose import Case
+from ringopt.cost.dilated import DilatedCase
+from ringopt.cost.simulate import Heads
+from ringopt.distributed.mesh import PretendedMesh
+from ringopt.drivers.explain import hollow, value_of_output
+from ringopt.errors import RingError
+from ringopt.ir.nodes import is_tensor, op_name, requires_grad, shape_of, value_of
+from ringopt.ops.traffic import Sending, sendings
+from ringopt.options import Options
+from ringopt.planner.liveness import Live, Shape, live_of, of_parameters, partitioned, sizes
+from ringopt.recognize.row_pairs import NO_SITE
+from ringopt.reporting.figures import Figures, matrix_flops
+
+TRACED = (2, 4)  # ranks
+
+
+@dataclass(frozen=True)
+class PlannedSite:
+    """One attention, or several alike: a case at the traced length, and how often it occurs."""
+
+    module: str
+    case: Case | DilatedCase
+    times: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What the traces say.
+
+    length        of the longest sequence
+    dtype         of the attentions
+    pairs         notes of the reports on weights of pairs that are no site
+    shared_flops  forward, of products outside the attentions: of the whole sequence, where each rank does its rows
+    pair_flops    the same, of those that make weights of pairs, or sum values by them
+    own_flops     the same, where every rank does all
+    moved         what each rank sends beside the attentions; by traced ranks, then by rank
+    live          memory, of each graph; by traced ranks
+    """
+
+    length: int
+    dtype: str
+    sites: tuple[PlannedSite, ...]
+    refused: tuple[str, ...]
+    pairs: tuple[str, ...]
+    training: bool
+    shared_flops: int
+    pair_flops: int
+    own_flops: int
+    moved: Mapping[int, Sequence[Sequence[Sending]]]
+    live: Mapping[int, Sequence[Live]]
+
+
+def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, hardware: str) -> Traced:
+    live: dict[int, Sequence[Live]] = {}
+    moved: dict[int, Sequence[Sequence[Sending]]] = {}
+    refused, pairs = list[str](), list[str]()
+    nodes: list[tuple[fx.GraphModule, fx.Node]] = []
+    weights: dict[fx.Node, tuple[int, int]] = {}
+    length = 0
+    for ranks in TRACED:
+        graphs, refused, pairs = flat_graphs(model, args, kwargs, options, PretendedMesh(0, ranks, hardware))
+        nodes = [(graph, node) for graph in graphs for node in graph.graph.nodes]
+        weights = {node: dims for graph in graphs for node, dims in weights_of(graph).items()}
+        lengths = [n for site in sites_of(nodes) for n in (site.case.q_length, site.case.kv_length)]
+        lengths += [node.meta["whole"].shape[dim] for node, dims in weights.items() for dim in dims]
+        length = max(lengths, default=0)
+        if not length:
+            return Traced(0, "", (), tuple(refused), tuple(pairs), False, 0, 0, 0, {}, {})
+        parts = [partitioned(graph) for graph in graphs]
+        rows, shapes = -(-length // ranks), {shape for at in weights.items() for shape in shapes_of_pairs(*at)}
+        live[ranks] = [live_of(graph, part, rows, ranks, shapes) for graph, part in zip(graphs, parts, strict=True)]
+        moved[ranks] = [
+            [one for part in parts for one in sent_beside(part, ranks, rank, rows)] for rank in range(ranks)
+        ]
+    ranks = TRACED[-1]
+    shared = of_pairs = own = 0
+    for graph, node in nodes:
+        if op_name(node) in ("ring_attention", "dilated_attention", "attention"):
+            continue
+        flops = matrix_flops(node, Figures(graph.graph, PretendedMesh(0, ranks)))
+        if not weights.keys().isdisjoint((node, *node.all_input_nodes)):
+            of_pairs += flops * ranks
+        elif any(x.meta.get("placement") is not None for x in (node, *node.all_input_nodes)):
+            shared += flops * ranks
+        else:
+            own += flops
+    sites = tuple(sites_of(nodes))
+    training = torch.is_grad_enabled() and any(requires_grad(node.graph)[node] for node in weights)
+    training = training or any(site.case.training for site in sites)
+    dtype = sites[0].case.heads.dtype if sites else str(value_of(next(iter(weights))).dtype).removeprefix("torch.")
+    said = (tuple(refused), tuple(pairs))
+    return Traced(length, dtype, sites, *said, training, shared, of_pairs, own, moved, live)
+
+
+def weights_of(graph: fx.GraphModule) -> dict[fx.Node, tuple[int, int]]:
+    """What is made of pairs of rows that are no site, each rank of its queries, and the dims that count them."""
+    names = graph.meta["weights"]
+    here = [node for node in graph.graph.nodes if node.name in names and node.meta.get("placement") is not None]
+    return {node: names[node.name] for node in here}
+
+
+def shapes_of_pairs(node: fx.Node, dims: tuple[int, int]) -> Iterator[Shape]:
+    """Of a node, and of what is spread over its heads, such as a mask."""
+    whole = shape_of(node)
+    first, second = sorted(dim - len(whole) for dim in dims)
+    for x in filter(is_tensor, (node, *node.all_input_nodes)):
+        sizes = shape_of(x)
+        if len(sizes) >= -first and (sizes[first], sizes[second]) == (whole[first], whole[second]):
+            yield prod(sizes), (sizes[first], sizes[second])
+
+
+def flat_graphs(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: PretendedMesh
+) -> tuple[list[fx.GraphModule], list[str], list[str]]:
+    """Every graph that is sharded, why sites or graphs are not, and what is said of pairs."""
+    graphs: list[fx.GraphModule] = []
+    refused, pairs = list[str](), list[str]()
+
+    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        flat, report, _random = transform(gm, example_inputs, options, mesh)
+        refused.extend(f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal)
+        refused.extend([report.refusal] if report.refusal else [])
+        pairs.extend(note for note in report.notes if note.endswith(NO_SITE))
+        if flat is not None:
+            graphs.append(flat)
+        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
+        return lambda *_inputs: tuple(hollow(value) for value in outputs)
+
+    torch._dynamo.reset()
+    args, kwargs = tree_map_only(torch.Tensor, unmarked, (args, kwargs))
+    try:
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            torch.compile(model, backend=dry, dynamic=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, RingError):
+            raise failed.inner_exception from None
+        raise
+    return graphs, refused, pairs
+
+
+def unmarked(x: torch.Tensor) -> torch.Tensor:
+    """Without what torch._dynamo.mark_dynamic has noted on it: a plan is of numbers."""
+    return x.detach().requires_grad_(x.requires_grad) if hasattr(x, "_dynamo_dynamic_indices") else x
+
+
+def sites_of(nodes: Sequence[tuple[fx.GraphModule, fx.Node]]) -> list[PlannedSite]:
+    """Alike ones are one site."""
+    found: dict[Case | DilatedCase, PlannedSite] = {}
+    for graph, node in nodes:
+        case = case_of(graph, node)
+        if case is not None:
+            seen = found.get(case)
+            found[case] = replace(seen, times=seen.times + 1) if seen else PlannedSite(node.name, case, 1)
+    return list(found.values())
+
+
+def case_of(graph: fx.GraphModule, node: fx.Node) -> Case | DilatedCase | None:
+    name = op_name(node)
+    if name not in ("ring_attention", "dilated_attention"):
+        return None
+    q, k, v = (value_of(operand) for operand in node.args[:3])
+    training = torch.is_grad_enabled() and requires_grad(graph.graph)[node]
+    if name == "dilated_attention":
+        length, pattern, _dropout, _scale, _layout, strategy, kernel = node.args[6:13]
+        return DilatedCase(pattern, int(length), Heads.of(q, k, v, kernel), training, strategy)
+    q_length, kv_length, pattern, mask = node.args[6:10]
+    (q_layout, kv_layout), kernel = node.args[13:15], node.args[16]
+    whole = "queries" if q_layout == "replicated" else "keys" if kv_layout == "replicated" else ""
+    return Case(pattern, int(q_length), int(kv_length), Heads.of(q, k, v, kernel), training, mask, whole)
+
+
+def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, rows: int) -> list[Sending]:
+    """By `rank` in the partitioned graphs of a program, its attentions aside; gradients of parameters do not grow."""
+    found: list[Sending] = []
+    for graph in parts:
+        leaving = of_parameters(graph.graph) if graph is not parts[0] else set()
+        for node in graph.graph.nodes:
+            sent = sendings(node, ranks, rank, rows)
+            found += [replace(one, grows=False) if leaving & set(sizes(node)) else one for one in sent]
+    return found

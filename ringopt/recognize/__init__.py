@@ -1,0 +1,1 @@
+"""Attention in any spelling: candidates, their reading as expressions, and the proof."""

@@ -1,0 +1,105 @@
+"""Weights of pairs of rows that are no site: attention that could not be proved, and what mixes rows in its manner.
+
+    scores = q @ k.mT;  w = relu(scores) or softmax(talk(scores));  y = w @ v
+
+Whatever becomes of the weights, they are computed row by row: a rank that has its own queries, and keys and values
+whole, computes its own rows of y. Found by two axes that a product brings, one from each operand, and another product
+that sums one of them away. Nothing is proved here: the rules of sharding do as much as is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product as all_pairs
+
+import torch.fx as fx
+
+from ringopt.dims.contraction import Product, product_of
+from ringopt.dims.origin import CONVOLUTIONS, is_learned, is_row, is_weight, origins
+from ringopt.dims.rules import rule_of
+from ringopt.ir.nodes import is_aten, is_tensor, op_name, shape_of, tensor_args
+from ringopt.ir.placement import Sharded
+from ringopt.ir.symbolic_sizes import is_open
+
+# They mix along a dim, or over channels, and leave every dim what it was.
+MIXING = frozenset(("softmax", "_softmax", "log_softmax", "dropout", "cumsum", "sort", "getitem", *CONVOLUTIONS))
+
+NO_SITE = "are no site: each rank computes the rows of its own queries, with keys and values whole"  # for the report
+
+Axes = tuple[Sharded, Sharded]  # one axis of each operand
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """`rows`: which dim of the `queries` counts rows. `weights`: what is made of pairs of rows, from the product of
+    queries and keys on, by the dims that count the rows of either."""
+
+    queries: fx.Node
+    rows: Sharded
+    weights: dict[fx.Node, tuple[int, int]]
+
+
+def pairs_in(graph: fx.Graph) -> dict[fx.Node, Pairs]:
+    """By the product that makes them."""
+    found: dict[fx.Node, Pairs] = {}
+    for node in graph.nodes:
+        product = product_of(node)
+        if product is None or not product.own(0) or not product.own(1):
+            continue
+        if any(map(is_open, shape_of(node))):
+            continue  # Inductor (torch 2.13) lowers no bmm of rows whose number is not known
+        if any(map(is_weight, product.operands)) or any(map(is_learned, product.operands)):
+            continue
+        for axes in all_pairs(rows_of(product, 0), rows_of(product, 1)):
+            sides, weights = weighing(node, (at(product, axes[0]), at(product, axes[1])))
+            for side in sides:
+                operand = product.operands[side]
+                dim = product.letters[side].index(axes[side])
+                found[node] = Pairs(operand, Sharded(dim, 1, shape_of(operand)[dim], 1), weights)
+    return found
+
+
+def rows_of(product: Product, side: int) -> list[str]:
+    """The axes of one operand alone that count rows of a sequence."""
+    operand, letters = product.operands[side], product.letters[side]
+    return [letter for letter in product.own(side) if any(map(is_row, origins(operand, letters.index(letter))))]
+
+
+def at(product: Product, letter: str) -> Sharded:
+    dim = product.out.index(letter)
+    return Sharded(dim, 1, shape_of(product.node)[dim], 1)
+
+
+def weighing(start: fx.Node, axes: Axes) -> tuple[set[int], dict[fx.Node, tuple[int, int]]]:
+    """The sides whose axis is still there where another product sums the other's away; and what has both until then, by
+    their dims."""
+    sides: set[int] = set()
+    pending, seen = [(start, axes)], set[tuple[fx.Node, Axes]]()
+    while pending:
+        node, here = pending.pop()
+        if (node, here) in seen:
+            continue
+        seen.add((node, here))
+        for user in node.users:
+            for index in (i for i, arg in enumerate(tensor_args(user)) if arg is node):
+                below, summed = after(user, index, here)
+                sides |= summed
+                pending += below
+    return sides, {node: (first.dim, second.dim) for node, (first, second) in seen}
+
+
+def after(user: fx.Node, index: int, axes: Axes) -> tuple[list[tuple[fx.Node, Axes]], set[int]]:
+    """Where both axes are in what `user` makes of its `index`-th operand; or which of them it leaves."""
+    if user.op != "call_function":
+        return [], set()
+    operand = list(tensor_args(user))[index]
+    if op_name(user) in MIXING and is_tensor(user) and shape_of(user)[-2:] == shape_of(operand)[-2:]:
+        return [(user, axes)], set()
+    rule = rule_of(user) if is_aten(user) else None
+    if rule is None or len(rule.operands) != len(list(tensor_args(user))):
+        return [], set()
+    first, second = (rule.push(index, place) for place in axes)
+    if first is not None and second is not None:
+        return [(user, (first, second))], set()
+    left = {0} if first is not None and rule.sums(index, axes[1]) else set[int]()
+    return [], left | ({1} if second is not None and rule.sums(index, axes[0]) else set[int]())

@@ -1,0 +1,1 @@
+"""Wrappers of a compiled call: graph boundaries, checks of inputs, mask guards, verification, traces."""

@@ -1,0 +1,78 @@
+"""Do all ranks run the same program on the same inputs?
+
+Asked before a graph first runs: a loader that feeds each rank its own batch, or parameters seeded apart, would give
+numbers that look right and are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Variable
+
+from ringopt.distributed.consistency import compare, digest
+from ringopt.distributed.mesh import Mesh
+from ringopt.tensor.lazy import Lazy
+
+
+class CheckedInputs:
+    """The compiled graph; its inputs are compared over the ranks at the first call, or at every call.
+
+    `program` is the text of the graph before it was sharded, `names` those of its inputs. With `random` the states of
+    the random number generators are compared too: the graph draws numbers that must be the same on every rank.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], mesh: Mesh, program: str, names: Sequence[str], when: str, random: bool = False
+    ):
+        self.run, self.mesh, self.names, self.when, self.random = run, mesh, tuple(names), when, random
+        self.program = digest(program.encode())
+        self.asked = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        if any(isinstance(x, FakeTensor) for x in inputs):
+            return self.run(*inputs)  # torch looks what comes out, as it does between the parts of a graph under DDP
+        end_broken_backward(self.mesh)
+        if self.when == "always" or (self.when == "first" and not self.asked):
+            states = [("the random number generator", torch.get_rng_state())] if self.random else []
+            if self.random and torch.cuda.is_available():
+                states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
+            names, values = (*self.names, *(name for name, _ in states)), (*inputs, *(state for _, state in states))
+            compare(self.mesh, self.program, names, [told(value) for value in values])
+            self.asked = True
+        with self.mesh.unbroken():
+            outputs = self.run(*inputs)
+        watch_backward(self.mesh, outputs)
+        return outputs
+
+
+def watch_backward(mesh: Mesh, outputs: Sequence[Any]) -> None:
+    """Hears when the backward of the program that made `outputs` begins. Nobody is told of an error in its midst (no
+    memory left for a product), but what was to be called at its end is not called then."""
+    for node in {x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None}:
+        node.register_prehook(partial(begin_backward, mesh))
+
+
+def begin_backward(mesh: Mesh, gradients: Sequence[Any]) -> None:
+    if torch.compiler.is_compiling():  # by compiled autograd, whose passes have no such end
+        return
+    task, backwards = torch._C._current_graph_task_id(), mesh.backwards
+    if task != -1 and task not in backwards:
+        backwards.add(task)
+        Variable._execution_engine.queue_callback(partial(backwards.discard, task))
+
+
+def end_broken_backward(mesh: Mesh) -> None:
+    """Outside of all backwards, what has not ended was cut short."""
+    if mesh.backwards and torch._C._current_graph_task_id() == -1:
+        mesh.backwards.clear()
+        mesh.cut_short("an earlier backward was cut short by an error", "an error in a backward", later=True)
+
+
+def told(value: Any) -> Any:
+    """Of a tensor of which each rank has its own rows, what the ranks must have alike."""
+    return repr(value.shard.spread) if isinstance(value, Lazy) else value

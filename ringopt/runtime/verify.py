@@ -1,0 +1,287 @@
+"""`verify=True`: what was compiled is held against the program it was made from, before its first result is returned.
+
+    found    = compiled(copies of the inputs), and the gradients of random cotangents
+    expected = the program as Dynamo gave it, whole on every rank, with the same inputs and cotangents
+    result   = compiled(inputs)
+
+It works on copies, so buffers, gradients and generators are those of one call. A value may differ by what its dtype
+allows, or by ten times what the program itself moves by when its inputs are rounded anew (where a router chooses
+another expert): rounding is no error of a compiler.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ringopt.distributed.mesh import Mesh
+from ringopt.errors import VerificationError
+from ringopt.frontend.capture import unseen
+from ringopt.tensor.lazy import Lazy, Spread, spread, whole
+
+log = logging.getLogger(__name__)
+
+# By which share of its largest element a value may differ, where nothing is computed in a coarser dtype.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+ROUNDINGS = 10
+# A gradient that cancels to nothing (of the bias of keys) is all rounding: below this share of the largest element of
+# all gradients, that is its measure.
+LEAST = 1e-4
+SHOWN = 4  # values that differ and are told
+
+GRADIENT = "the gradient of "
+
+Values = dict[str, Any]
+
+
+class Original:
+    """The graph before anybody compiled it, with `names` of its inputs."""
+
+    def __init__(self, program: fx.GraphModule, names: Sequence[str]):
+        graph = fx.Graph()  # a copy: whoever compiles the program edits it
+        graph.output(graph.graph_copy(program.graph, {}))
+        self.run, self.names = fx.GraphModule(program, graph), tuple(names)
+        self.dtypes, self.outputs = dtypes_of(program), names_of_outputs(program)
+
+
+class Verified:
+    """`run`, whose first call is compared with `original`: outputs, inputs that are written, and gradients.
+
+    `local` has the outputs that are this rank's rows; `averaged` the inputs whose gradients are to be averaged over the
+    ranks. Raises VerificationError on every rank alike.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        original: Original,
+        mesh: Mesh,
+        local: Mapping[int, Spread],
+        averaged: Collection[int],
+    ):
+        self.run, self.original, self.mesh, self.local, self.averaged = run, original, mesh, local, averaged
+        self.asked = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not self.asked and not any(isinstance(x, FakeTensor) for x in inputs):
+            before = generators()
+            try:
+                with unseen():
+                    self.verify(inputs)
+            finally:
+                restore(before)
+            self.asked = True
+        return self.run(*inputs)
+
+    def verify(self, inputs: Sequence[Any]) -> None:
+        if any(is_traceable_wrapper_subclass(x) and not isinstance(x, Lazy) for x in inputs):
+            log.warning("verify: nothing was compared, for tensors that are spread by others (DTensor) come in")
+            return
+        before = generators()
+        found = self.values(inputs, compiled=True)
+        restore(before)
+        expected = self.values(inputs)
+        if not all(map(torch.equal, before, generators())):
+            log.warning(
+                "verify: nothing was compared, for the program draws random numbers (dropout), and ranks draw others "
+                "than one process does. Verify it with dropout 0, or after model.eval()"
+            )
+            return
+        dtypes = self.original.dtypes | ambient(inputs)
+        allowed = dict.fromkeys(expected, max((TOLERANCE.get(dtype, 0.5) for dtype in dtypes), default=0.0))
+        apart = self.over_ranks(distances(found, expected))
+        if any(error > allowed[name] for name, (error, _) in apart.items()):
+            eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+            rounded = distances(self.values(inputs, shaken=eps), expected)
+            allowed = {name: max(bound, ROUNDINGS * rounded[name]) for name, bound in allowed.items()}
+        wrong = [Apart(name, *found, allowed[name]) for name, found in apart.items() if not found[0] <= allowed[name]]
+        if wrong:
+            raise VerificationError(told(wrong, len(expected)))
+        log.info("verify: %d values agree, the largest error is %.1e", len(apart), max(e for e, _ in apart.values()))
+
+    def values(self, inputs: Sequence[Any], compiled: bool = False, shaken: float = 0.0) -> Values:
+        """What the compiled program or the original returns and writes, and the gradients, by name."""
+        leaves = copies(inputs, compiled)
+        if shaken:
+            leaves = [moved(x, shaken, seed) for seed, x in enumerate(leaves)]
+        given = [entering(leaf, x) if compiled else leaf for leaf, x in zip(leaves, inputs, strict=True)]
+        # What is written must not be a leaf; what is a leaf to the caller is not written.
+        given = [x.clone() if is_inner(old) else x for x, old in zip(given, inputs, strict=True)]
+        run = self.run if compiled else self.original.run
+        made = [opened(out) for out in run(*given)]
+        rows = self.local if compiled else {}
+        gradients = self.gradients(made, leaves, rows) if torch.is_grad_enabled() else []
+        values = dict(zip(self.original.outputs, made, strict=True))
+        if not compiled:
+            values |= {self.original.outputs[i]: how.cut(made[i]) for i, how in self.local.items()}
+        for name, x, old in zip(self.original.names, given, inputs, strict=True):
+            if isinstance(x, Tensor) and not isinstance(old, Lazy):
+                values[f"{name} after the call"] = x
+        for i, gradient in gradients:
+            if compiled and i in self.averaged:
+                gradient = self.mesh.all_reduce(gradient) / self.mesh.size
+            how = inputs[i].shard.spread if isinstance(inputs[i], Lazy) and not compiled else None
+            values[f"{GRADIENT}{self.original.names[i]}"] = how.cut(gradient) if how is not None else gradient
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
+
+    def gradients(
+        self, outputs: Sequence[Any], leaves: Sequence[Any], rows: Mapping[int, Spread]
+    ) -> list[tuple[int, Tensor]]:
+        """Of every leaf that has one, by place. Cotangents have length 1: an output counts as much as another."""
+        wanted = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        given = [(i, x) for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        if not wanted or not given:
+            return []
+        cotangents = [rows[i].cut(cotangent(rows[i].size, x)) if i in rows else cotangent(x.shape, x) for i, x in given]
+        with torch._C._DisableAutocast():
+            found = torch.autograd.grad(
+                [x for _, x in given], [x for _, x in wanted], cotangents, allow_unused=True, materialize_grads=True
+            )
+        return [(i, gradient) for (i, _), gradient in zip(wanted, found, strict=True)]
+
+    def over_ranks(self, errors: Mapping[str, float]) -> dict[str, tuple[float, int]]:
+        """The largest error of each value, and the rank that has it; the same on all ranks."""
+        mine = torch.tensor(list(errors.values()), dtype=torch.float64, device=self.mesh.device)
+        every = self.mesh.all_gather(mine, "verify")
+        largest = torch.stack(every).max(0)
+        return dict(zip(errors, zip(largest.values.tolist(), largest.indices.tolist(), strict=True), strict=True))
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+def copies(inputs: Sequence[Any], rows: bool) -> list[Any]:
+    """Leaves with the numbers of `inputs`; what shares memory shares it again. Of lazy tensors the `rows`, or the
+    whole."""
+    memo: dict[int, Any] = {}
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if isinstance(x, Lazy):
+            own = x.shard.rows.detach().clone()
+            plain = own if rows else opened(spread(own, x.shard.spread)).detach()
+        else:
+            plain = copy.deepcopy(x.detach(), memo)
+        return plain.requires_grad_(x.requires_grad)
+
+    return [copied(x) for x in inputs]
+
+
+def moved(leaf: Any, eps: float, seed: int) -> Any:
+    """A leaf whose numbers are others by about a rounding error, alike on all ranks."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    other = leaf.detach() * (1 + eps * drawn(leaf.shape, leaf, seed))
+    return other.requires_grad_(leaf.requires_grad)
+
+
+def opened(x: Any) -> Any:
+    return whole(x) if isinstance(x, Lazy) else x
+
+
+def entering(leaf: Any, x: Any) -> Any:
+    return spread(leaf, x.shard.spread) if isinstance(x, Lazy) else leaf
+
+
+def is_inner(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, Lazy) and not x.is_leaf
+
+
+def cotangent(size: Sequence[int], like: Tensor) -> Tensor:
+    """Random, of length 1, the same on all ranks."""
+    return drawn(size, like, seed=0).div_(max(prod(size), 1) ** 0.5)
+
+
+def drawn(size: Sequence[int], like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(size), generator=generator, dtype=torch.float64).to(like.device, like.dtype)
+
+
+def generators() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+
+
+def restore(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+# ---- what may differ -------------------------------------------------------------------------------------------------
+def dtypes_of(program: fx.GraphModule) -> set[torch.dtype]:
+    """In which the program computes, its regions included."""
+    graphs = [part.graph for part in program.modules() if isinstance(part, fx.GraphModule)]
+    found = (node.meta.get("example_value") for graph in graphs for node in graph.nodes)
+    return {x.dtype.to_real() for x in found if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())}
+
+
+def names_of_outputs(program: fx.GraphModule) -> list[str]:
+    outputs = program.graph.output_node().args[0]
+    return [f"output {i} ({out})" for i, out in enumerate(outputs)]
+
+
+def ambient(inputs: Sequence[Any]) -> set[torch.dtype]:
+    """Dtypes that settings around the call make it compute in: autocast, and matrix products in fewer digits."""
+    devices = {x.device.type for x in inputs if isinstance(x, Tensor)} - {"meta"}
+    found = {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
+    return found | ({torch.bfloat16} if torch.get_float32_matmul_precision() != "highest" else set())
+
+
+def distances(found: Values, expected: Values) -> dict[str, float]:
+    """Relative to the largest element; infinite where sizes, dtypes or anything but numbers differ."""
+    gradients = [x for name, x in expected.items() if name.startswith(GRADIENT)]
+    least = LEAST * max((float(x.abs().max()) for x in gradients if x.numel()), default=0.0)
+    return {
+        name: distance(found.get(name), value, least if name.startswith(GRADIENT) else 0.0)
+        for name, value in expected.items()
+    }
+
+
+def distance(one: Any, other: Any, least: float) -> float:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return 0.0 if type(one) is type(other) and one == other else inf
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return inf
+    if torch.equal(one, other):
+        return 0.0
+    if not other.is_floating_point() and not other.is_complex():
+        return inf
+    wide = torch.complex128 if other.is_complex() else torch.float64
+    one, other = one.to(wide), other.to(wide)
+    alike = (one == other) | (one.isnan() & other.isnan())
+    worst = torch.where(alike, 0.0, (one - other).abs()).nan_to_num(inf).max()
+    largest = torch.where(other.isfinite(), other.abs(), 0.0).max()
+    return float(worst) / max(float(largest), least, 1e-300) if worst else 0.0
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A value that differs: `error` is relative to its largest element, on the rank where that is largest."""
+
+    name: str
+    error: float
+    rank: int
+    allowed: float
+
+    def __str__(self) -> str:
+        much = "in size, dtype or value" if self.error == inf else f"by {self.error:.1e} of its largest element"
+        return f"{self.name} {much} on rank {self.rank} (allowed: {self.allowed:.0e})"
+
+
+def told(wrong: Sequence[Apart], compared: int) -> str:
+    furthest = sorted(wrong, key=lambda apart: -apart.error)
+    shown = "; ".join(map(str, furthest[:SHOWN])) + ("; ..." if len(wrong) > SHOWN else "")
+    return (
+        f"verify: {len(wrong)} of {compared} values differ from those of the original program: {shown}. Its results "
+        "must not be used. Compile with backend='inductor' meanwhile, and report it with what "
+        "options={'dump': folder} writes"
+    )

@@ -1,0 +1,72 @@
+"""Operators that torch defines by others, taken apart.
+
+    y = outer(a, b)   ->   y = mul(view(a, [3, 1]), b)
+
+An operator that nothing here knows may consist of ones that are known. What it does is what torch itself does in
+eager: its CompositeImplicitAutograd kernel, traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from ringopt.dims.rules import is_known
+from ringopt.ir.nodes import op_name, tensor_args, value_of
+from ringopt.ir.symbolic_sizes import is_open
+
+
+def parts_of(node: fx.Node, handled: frozenset[str]) -> fx.Graph | None:
+    """A graph with a placeholder for each tensor that `node` reads; its operators have rules, or are among `handled`.
+    None where the operator is known itself or none that torch defines by others, or one of these is not known either,
+    writes, or is hidden from autograd."""
+    target, operands = node.target, list(dict.fromkeys(tensor_args(node)))
+    if not isinstance(target, torch._ops.OpOverload) or not target._can_decompose():
+        return None
+    if is_known(node) or op_name(node) in handled:
+        return None  # what is known of it has an answer already
+    values = [value_of(operand) for operand in operands]
+    if not all(isinstance(value, FakeTensor) and not any(map(is_open, value.shape)) for value in values):
+        return None
+
+    def run(*given: torch.Tensor) -> Any:
+        known = dict(zip(operands, given, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: known.get(arg, value_of(arg)))
+        return target.decompose(*args, **kwargs)
+
+    try:
+        with tracing(None), values[0].fake_mode, torch.enable_grad(), torch._C._DisableAutocast():
+            given = [value.detach().requires_grad_(value.is_floating_point()) for value in values]
+            traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
+            same = gradient_of(run(*given)) == gradient_of(traced(*given))
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return None  # it looks at numbers
+    calls = [part for part in traced.graph.nodes if part.op not in ("placeholder", "output")]
+    fine = all(part.target != target and (is_known(part) or op_name(part) in handled) for part in calls)
+    return traced.graph if calls and fine and same else None
+
+
+def gradient_of(made: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The backward of what was made: its functions, each with the places of those it hands on to. A kernel may keep a
+    part of its work from autograd, which no trace shows."""
+    order: dict[Any, int] = {}
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    def visit(function: Any) -> int:
+        if function is None:
+            return -1
+        if function not in order:
+            below = tuple(visit(after) for after, _ in function.next_functions)
+            order[function] = len(order)
+            found.append((function.name(), below))
+        return order[function]
+
+    for value in tree_leaves(made):
+        found.append(("", (visit(value.grad_fn),)))
+    return found

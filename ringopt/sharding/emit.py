@@ -1,0 +1,138 @@
+"""What the handlers of this package write with: the local form of one node, step by step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.ir.nodes import named, shape_of, value_of
+from ringopt.ir.placement import Sharded
+from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ops.fetch_rows import Wanted
+from ringopt.sharding.sharder import Sharder
+
+aten = torch.ops.aten
+
+Handler = Callable[[Sharder, fx.Node], bool]
+
+
+class Steps:
+    """Emits the ops that stand in the place of `node`.
+
+    A replicated value here is one with the same bits and the same complete gradient on every rank; it must pass through
+    `beside` before it meets values that differ by rank.
+    """
+
+    def __init__(self, sharder: Sharder, node: fx.Node):
+        self.sharder, self.node = sharder, node
+        sharder.reader = node
+
+    def __call__(self, op: Any, *args: Any, placement: Sharded | None = None, **kwargs: Any) -> fx.Node:
+        return self.sharder.step(op, *args, like=self.node, placement=placement, **kwargs)
+
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return self(aten.to.dtype, x, dtype, placement=x.meta["placement"])
+
+    def item(self, both: fx.Node, index: int) -> fx.Node:
+        """An element of a tuple."""
+        new = self.sharder.call(operator.getitem, (both, index), self.node, None, name=f"{self.node.name}_{index}")
+        new.meta["whole"] = None
+        return new
+
+    # ---- between the ranks -----------------------------------------------------------------------------------------
+    def total(self, partial: fx.Node) -> fx.Node:
+        """Partial sums to their sum, replicated."""
+        return self(torch.ops.ringopt.reduce_from_group.default, partial, self.sharder.group)
+
+    def parts(self, partial: fx.Node) -> fx.Node:
+        """[ranks, ...]: what every rank has, replicated."""
+        mine = self(aten.unsqueeze.default, partial, 0)
+        ranks, group = self.sharder.ranks, self.sharder.group
+        return self(torch.ops.ringopt.gather.default, mine, 0, 1, ranks, 1, "contiguous", group)
+
+    def beside(self, x: fx.Node) -> fx.Node:
+        """A replicated value for use beside sharded ones: their gradients of it are summed over the ranks."""
+        return self(torch.ops.ringopt.copy_to_group.default, x, self.sharder.group)
+
+    def fetch(
+        self, x: fx.Node, place: Sharded, wanted: Wanted, out: Sharded | None, of: fx.Node | None = None
+    ) -> fx.Node:
+        """Rows of `x`, sharded as `place`, that ringopt/ops/fetch_rows.py tells of: sharded as `out`, or replicated;
+        `of` is the node whose value they are, where nothing is left to do."""
+        sharder, target = self.sharder, torch.ops.ringopt.fetch_rows.default
+        layout = sharder.layout(place.length if out is None else out.length)
+        if layout != sharder.layout(place.length):
+            x = self.relaid(x, place, layout)
+        if wanted.form == "halo":
+            local: Any = len(wanted.rows(layout, sharder.ranks)[sharder.rank])
+        else:
+            local = wanted.length if wanted.everywhere else sharder.rows(wanted.length, layout)
+        args = (x, *sharder.factors(place), wanted.form, wanted.numbers, local, layout, sharder.group)
+        return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
+
+    def relaid(self, x: fx.Node, place: Sharded, layout: str) -> fx.Node:
+        """`x`, sharded as `place`, in another layout than that of its sequence: by way of the whole."""
+        sharder, old = self.sharder, self.sharder.layout(place.length)
+        said = f"{self.node.name}: {place.length} rows, {old}, are gathered and laid out anew, {layout}"
+        sharder.relaid.append(said)
+        whole = self(torch.ops.ringopt.gather.default, x, *sharder.factors(place), old, sharder.group)
+        rows = sharder.rows(place.length, layout)
+        return self(torch.ops.ringopt.scatter.default, whole, *sharder.factors(place), rows, layout, sharder.group)
+
+    def numbers(self, place: Sharded, device: torch.device) -> fx.Node:
+        """Which places of a dim that is sharded as `place` this rank holds."""
+        sharder, whole = self.sharder, self(aten.arange.default, place.size, device=device)
+        args = (whole, *sharder.factors(place.at(0)), sharder.rows(place.length), sharder.layout(place.length))
+        return self(torch.ops.ringopt.scatter.default, *args, sharder.group)
+
+    # ---- the result --------------------------------------------------------------------------------------------------
+    def done(self, value: fx.Node, placement: Sharded | None = None, of: fx.Node | None = None) -> bool:
+        """`value` is the node's (or that of an element of its tuple): cast to its dtype where it was computed wider."""
+        node = of or self.node
+        final = self.sharder.call(aten.to.dtype, (value, value_of(node).dtype), node, placement)
+        self.sharder.set(node, final, placement)
+        return True
+
+
+def enough_rows(sharder: Sharder, length: int) -> bool:
+    """Whether every chunk of the layout has a row."""
+    length = at_hand(length) if sharder.asks else length  # `rows_here` asks again, of the ranks that there are
+    return length >= sharder.least(length)
+
+
+def sequence_at(sharder: Sharder, x: fx.Node, dims: Sequence[int]) -> Sharded | None:
+    """The placement of `x` where `dims` is the one dim that is its sequence, with nothing else folded into it."""
+    place = sharder.placements[x]
+    if place is None or place.outer * place.inner > 1 or [dim % len(shape_of(x)) for dim in dims] != [place.dim]:
+        return None
+    return place
+
+
+def wide_dtype(value: torch.Tensor) -> torch.dtype:
+    """What partial sums are added up in: of 16 bits, float32, which also counts tokens without rounding."""
+    return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+
+
+def has_argument(node: fx.Node, name: str) -> bool:
+    return any(arg.name == name for arg in node.target._schema.arguments)
+
+
+def dims_of(node: fx.Node) -> list[int]:
+    """What the op reduces over, from 0; all dims of the first argument where it takes no dim, or was given none."""
+    rank, dims = len(shape_of(node.args[0])), named(node, "dim") if has_argument(node, "dim") else None
+    return [dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))]
+
+
+def keeps_dims(node: fx.Node) -> bool:
+    """Whether reduced dims stay, of size 1."""
+    return has_argument(node, "keepdim") and bool(named(node, "keepdim"))
+
+
+def getitems(node: fx.Node) -> list[fx.Node] | None:
+    """The elements of a tuple that are used; None where it is used whole."""
+    users = list(node.users)
+    return users if all(user.target is operator.getitem for user in users) else None

@@ -1,0 +1,227 @@
+"""Ops that look at neighbouring rows: convolution, pooling, unfolding, running sums.
+
+    y = conv1d(x, w, padding=1)   ->   seen   = fetch_rows(x_rows, "halo 11:1:-1:3")    # each chunk and a row around it
+                                       y_rows = cat([conv1d(chunk, w) for chunk in split(seen)])
+
+Each output row is computed by the rank that the layout gives it to, from all rows that its window sees: so any stride
+and dilation. A rank's chunks are computed one by one, because the rows at the end of one are no neighbours of those at
+the beginning of the next. Of open length, or for any number of ranks, the graph cannot say where chunks end: a
+convolution is then an operator of its own, that asks when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+import ringopt.ops.convolution
+import ringopt.ops.prefix_sum  # noqa: F401  (registers the operators)
+from ringopt.ir.nodes import is_tensor, named, op_name, shape_of, value_of
+from ringopt.ir.placement import Sharded
+from ringopt.ir.symbolic_sizes import is_open
+from ringopt.ops.fetch_rows import Wanted, windows
+from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at, wide_dtype
+from ringopt.sharding.handlers.sums import pooled_to_one
+from ringopt.sharding.sharder import Sharder
+
+aten = torch.ops.aten
+
+
+def convolution(sharder: Sharder, node: fx.Node) -> bool:
+    """conv1d and conv2d, with the sequence along one of the dims the kernel moves in."""
+    weight, bias = (named(node, name) for name in ("weight", "bias"))
+    moving = len(shape_of(weight)) - 2
+    place = sharder.placements[node.args[0]]
+    at = place.dim - (len(shape_of(node)) - moving) if place is not None else -1
+    before = padding_before(node, moving)
+    if place is None or at < 0 or before is None:
+        return False
+    stride, dilation = (sizes(named(node, name), moving) for name in ("stride", "dilation"))
+    wanted = seen_by(node, place.dim, stride[at], -before[at], dilation[at] * (shape_of(weight)[2 + at] - 1) + 1)
+    padding = [0 if i == at else size for i, size in enumerate(before)]
+    if sharder.asks or is_open(wanted.pieces[0][0]):
+        return of_open_length(sharder, node, place, wanted, (stride, padding, dilation, named(node, "groups")))
+    op = aten.conv1d.default if moving == 1 else aten.conv2d.default
+
+    def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
+        small = [sharder.beside(x) if is_tensor(x) else None for x in (weight, bias)]
+        return step(op, piece, *small, stride, padding, dilation, named(node, "groups"), placement=out)
+
+    return by_chunks(sharder, node, place, wanted, local)
+
+
+def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, how: Sequence[Any]) -> bool:
+    """A convolution in one operator. `how`: stride, padding, dilation, groups."""
+    x, weight, bias = (named(node, name) for name in ("input", "weight", "bias"))
+    out = Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
+    batched = len(shape_of(x)) == len(shape_of(weight)) <= 4
+    if place.outer * place.inner > 1 or not batched or not enough_rows(sharder, out.length):
+        return False
+    step, layout = Steps(sharder, node), sharder.layout(out.length)
+    rows = sharder.values[x]
+    if layout != sharder.layout(place.length):
+        rows = step.relaid(rows, place, layout)
+    small = [sharder.beside(each) if is_tensor(each) else None for each in (weight, bias)]
+    args = (rows, *small, place.dim, place.length, wanted.numbers, *how, sharder.rows(out.length), layout)
+    return step.done(step(torch.ops.ringopt.convolve_rows.default, *args, sharder.group, placement=out), out)
+
+
+def sizes(given: Any, count: int) -> list[int]:
+    return list(given) * count if len(given) == 1 else list(given)
+
+
+def padding_before(node: fx.Node, moving: int) -> list[int] | None:
+    """Zeros before the first row, in each dim the kernel moves in; None where other dims are padded unevenly."""
+    padding = named(node, "padding")
+    if padding == "valid":
+        return [0] * moving
+    if padding != "same":
+        return sizes(padding, moving)
+    kernel, dilation = shape_of(node.args[1])[2:], sizes(named(node, "dilation"), moving)
+    return [dilation[0] * (kernel[0] - 1) // 2] if moving == 1 else None
+
+
+def pooling(sharder: Sharder, node: fx.Node) -> bool:
+    """avg_pool and max_pool, with the sequence along one of the dims the windows move in. Rows outside it are as zeros
+    to an average, which must count them, and as -inf to a maximum."""
+    moving, maximum = int(op_name(node)[-2]), op_name(node).startswith("max")
+    place = sharder.placements[node.args[0]]
+    at = place.dim - (len(shape_of(node)) - moving) if place is not None else -1
+    if place is None or at < 0:
+        return False
+    kernel, padding = (sizes(named(node, name), moving) for name in ("kernel_size", "padding"))
+    stride = sizes(named(node, "stride") or kernel, moving)
+    counted = not padding[at] or named(node, "count_include_pad") if not maximum else True
+    if not counted or (named(node, "ceil_mode") and not maximum) or (maximum and not is_floating(node)):
+        return False
+    dilation = sizes(named(node, "dilation"), moving) if maximum else [1] * moving
+    wanted = seen_by(node, place.dim, stride[at], -padding[at], dilation[at] * (kernel[at] - 1) + 1)
+    beside = [0 if i == at else size for i, size in enumerate(padding)]
+    rest = [dilation, *node.args[5:]] if maximum else node.args[4:]
+
+    def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
+        return step(node.target, piece, kernel, stride, beside, *rest, placement=out)
+
+    return by_chunks(sharder, node, place, wanted, local, outside=-inf if maximum else None)
+
+
+def is_floating(node: fx.Node) -> bool:
+    return bool(value_of(node).is_floating_point())
+
+
+def adaptive_pooling(sharder: Sharder, node: fx.Node) -> bool:
+    """adaptive_avg_pool to one row, or to sizes that divide what is there: windows of one size."""
+    if pooled_to_one(sharder, node):
+        return True
+    moving, place = int(op_name(node)[-2]), sharder.placements[node.args[0]]
+    before, after = (shape_of(x)[-moving:] for x in (node.args[0], node))
+    if place is None or place.dim < len(shape_of(node)) - moving or any(map(is_open, (*before, *after))):
+        return False
+    if any(size % left for size, left in zip(before, after, strict=True)):
+        return False
+    kernel = [size // left for size, left in zip(before, after, strict=True)]
+    op = aten.avg_pool1d.default if moving == 1 else aten.avg_pool2d.default
+
+    def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
+        return step(op, piece, kernel, kernel, placement=out)
+
+    width = kernel[place.dim - len(shape_of(node)) + moving]
+    return by_chunks(sharder, node, place, seen_by(node, place.dim, width, 0, width), local)
+
+
+def im2col(sharder: Sharder, node: fx.Node) -> bool:
+    """nn.functional.unfold, of a sequence along the rows of the picture: a row of windows is made of some rows."""
+    place, sample = sharder.placements[node.args[0]], shape_of(node.args[0])
+    if place is None or place.dim != len(sample) - 2:
+        return False
+    kernel, dilation, padding, stride = (list(given) for given in node.args[1:5])
+    width = dilation[0] * (kernel[0] - 1) + 1
+    down, across = (
+        (sample[i - 2] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)
+    )
+
+    def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
+        return step(node.target, piece, kernel, dilation, [0, padding[1]], stride, placement=out)
+
+    out = Sharded(len(shape_of(node)) - 1, 1, down, across)
+    return by_chunks(sharder, node, place, windows(down, stride[0], -padding[0], width), local, out)
+
+
+def unfold(sharder: Sharder, node: fx.Node) -> bool:
+    dim, size, stride = node.args[1:4]
+    place = sequence_at(sharder, node.args[0], [dim])
+    if place is None:
+        return False
+
+    def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
+        return step(aten.unfold.default, piece, dim, size, stride, placement=out)
+
+    return by_chunks(sharder, node, place, seen_by(node, place.dim, stride, 0, size), local)
+
+
+def seen_by(node: fx.Node, dim: int, stride: int, start: int, width: int) -> Wanted:
+    """What the windows see that make the rows of `node` along `dim`."""
+    return windows(shape_of(node)[dim], stride, start, width)
+
+
+Local = Callable[[Steps, fx.Node, Sharded], fx.Node]
+
+
+def by_chunks(
+    sharder: Sharder,
+    node: fx.Node,
+    place: Sharded,
+    wanted: Wanted,
+    local: Local,
+    out: Sharded | None = None,
+    outside: float | None = None,
+) -> bool:
+    """`node` is `local` of the rows that each chunk sees, one chunk after the other. It is sharded as `out`, if not
+    along the same dim; rows outside the sequence are zeros, or all `outside`."""
+    out = out or Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
+    length = out.length
+    if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.asks or is_open(length):
+        return False  # how many chunks, and of which sizes, stands in the graph
+    step = Steps(sharder, node)
+    seen = step.fetch(sharder.values[node.args[0]], place, wanted, replace(out, dim=place.dim, inner=1))
+    rows = wanted.ranges(sharder.layout(length), sharder.ranks, sharder.rank)
+    chunks = step(aten.split_with_sizes.default, seen, list(map(len, rows)), place.dim)
+    pieces = [step.item(chunks, i) for i in range(len(rows))]
+    if outside is not None:
+        pieces = [beyond(step, piece, place, at, outside) for piece, at in zip(pieces, rows, strict=True)]
+    parts = [local(step, piece, out) for piece in pieces]
+    sharder.set(node, sharder.call(aten.cat.default, (parts, out.dim), node, out), out)
+    return True
+
+
+def beyond(step: Steps, piece: fx.Node, place: Sharded, rows: range, outside: float) -> fx.Node:
+    """Rows `rows` of a sequence, those that it has not being `outside`."""
+    before, after = max(0, -rows.start), max(0, rows.stop - place.length)
+    inside = step(aten.narrow.default, piece, place.dim, before, len(rows) - before - after)
+    behind = len(shape_of(step.node)) - 1 - place.dim
+    return step(aten.constant_pad_nd.default, inside, [0, 0] * behind + [before, after], outside)
+
+
+def cumsum(sharder: Sharder, node: fx.Node) -> bool:
+    place = sequence_at(sharder, node.args[0], [named(node, "dim")])
+    if place is None:
+        return False
+    step = Steps(sharder, node)
+    x = step(aten.to.dtype, sharder.values[node.args[0]], wide_dtype(value_of(node)), placement=place)
+    args = (x, place.dim, place.length, False, sharder.layout(place.length), sharder.group)
+    return step.done(step(torch.ops.ringopt.running_sum.default, *args, placement=place), place)
+
+
+NEIGHBOURS: dict[str, Handler] = {
+    **dict.fromkeys(("conv1d", "conv2d"), convolution),
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d"), pooling),
+    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d"), adaptive_pooling),
+    "im2col": im2col,
+    "unfold": unfold,
+    "cumsum": cumsum,
+}

@@ -1,0 +1,28 @@
+"""Random numbers of a shard."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from ringopt.ir.nodes import named, value_of
+from ringopt.ops.dropout import SEEDS
+from ringopt.sharding.emit import Handler, Steps
+from ringopt.sharding.sharder import Sharder
+
+aten = torch.ops.aten
+
+
+def dropout(sharder: Sharder, node: fx.Node) -> bool:
+    """Of a shard, each rank from its own stream; of a replicated value, by every rank alike (the walk's default)."""
+    x = node.args[0]
+    placement, step = sharder.placements[x], Steps(sharder, node)
+    seed = step(aten.randint.default, SEEDS, [], dtype=torch.int64, device=value_of(x).device)
+    both = step(torch.ops.ringopt.dropout.default, sharder.values[x], seed, named(node, "p"), sharder.group)
+    sharder.set(node, sharder.call(operator.getitem, (both, 0), node, placement), placement)
+    return True
+
+
+DRAWS: dict[str, Handler] = {"dropout": dropout}

@@ -1,0 +1,46 @@
+"""Ops that mix the rows of a sequence, computed on shards: one file a family.
+
+A handler `(sharder, node) -> bool` is asked for a node that has a sharded operand and no rule that carries the sharding
+on (ringopt/dims/rules.py). It writes the local form of the node and what the ranks tell each other, and places the
+result; or it answers False before writing anything, and the op runs on other dims (by_columns.py) or gathered operands.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from ringopt.ir.nodes import is_aten, op_name, tensor_args
+from ringopt.sharding.emit import Handler
+from ringopt.sharding.handlers.argmax import EXTREMES
+from ringopt.sharding.handlers.batched_attention import attended
+from ringopt.sharding.handlers.by_columns import by_columns
+from ringopt.sharding.handlers.halo import NEIGHBOURS
+from ringopt.sharding.handlers.joins import JOINS
+from ringopt.sharding.handlers.layers import LAYERS
+from ringopt.sharding.handlers.losses import LOSSES
+from ringopt.sharding.handlers.moe_routing import routed
+from ringopt.sharding.handlers.norms import NORMS
+from ringopt.sharding.handlers.random import DRAWS
+from ringopt.sharding.handlers.resampling import RESAMPLING
+from ringopt.sharding.handlers.rows import ROWS
+from ringopt.sharding.handlers.sums import SUMS, partial_sums
+from ringopt.sharding.handlers.views import plain, reshaped
+from ringopt.sharding.handlers.writes import WRITES
+from ringopt.sharding.sharder import Sharder
+
+HANDLERS: dict[str, Handler] = {
+    **SUMS, **ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS, **RESAMPLING,
+    **WRITES,
+}  # fmt: skip
+
+
+def across(sharder: Sharder, node: fx.Node) -> bool:
+    """Places `node`, whose rows come from several ranks; False where nothing here knows how."""
+    handler = HANDLERS.get(op_name(node)) if is_aten(node) else None
+    if any(way(sharder, node) for way in (partial_sums, reshaped, attended, routed)):
+        return True
+    if handler is None:
+        return by_columns(sharder, node)
+    if handler(sharder, node) or (plain(sharder, next(tensor_args(node))) and handler(sharder, node)):
+        return True
+    return by_columns(sharder, node)

@@ -1,0 +1,324 @@
+"""Builds the sharded graph beside the original one, node by node.
+
+Every value of the original graph is replicated, or sharded by one `Sharded` placement. Conversions sit on edges and are
+made once: the same value may be wanted replicated by one reader and sharded by another.
+
+A replicated value that is wanted sharded is not computed whole and then cut: the demand climbs through token-wise
+producers, by the same table that pushes placements forward, to inputs, `arange` and whatever mixes rows. So position
+ids, rope tables and shifted labels need no code of their own; the replicated originals die as dead code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.dims.rule import Rule, ViewRule
+from ringopt.dims.rules import rule_of
+from ringopt.ir.nodes import (
+    eliminate_dead_code,
+    is_aten,
+    is_tensor,
+    module_path,
+    op_name,
+    origin,
+    requires_grad,
+    shape_of,
+    tensor_args,
+    value_of,
+)
+from ringopt.ir.placement import Sharded
+from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, same
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class GatherNote:
+    """The rows of `value` were needed whole by `reader`."""
+
+    value: fx.Node
+    reader: fx.Node
+    bytes: int
+
+
+class Sharder:
+    """`group` names the ranks, `layout(length)` which rows of a sequence they hold. This is `rank` of `ranks`, and has
+    `rows_here(length, layout)` rows; a sequence of fewer than `least(length)` is not sharded. Where the program `asks`
+    for that when it runs, no number of ranks or rows stands in the graph: `rank` and `ranks` are then only examples."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        group: str,
+        layout: Callable[[int], str],
+        rank: int,
+        ranks: int,
+        rows_here: Callable[[int, str], int],
+        least: Callable[[int], int],
+        asks: bool = False,
+    ):
+        self.group, self.layout, self.rank, self.ranks, self.rows_here = group, layout, rank, ranks, rows_here
+        self.graph = fx.Graph()
+        self.carries = requires_grad(graph)
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.placements: dict[fx.Node, Sharded | None] = {}
+        self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
+        self.gathers: list[GatherNote] = []
+        # Of some values the rows are made in a way of their own; None where that is worse than to cut the whole.
+        self.climbers: dict[fx.Node, Callable[[Sharded], fx.Node | None]] = {}
+        self.climbs = True
+        # How to spread, as soon as they are there, values that nobody demands by a rule
+        # (ringopt/sharding/handlers/demands.py).
+        self.sources: dict[fx.Node, Sharded] = {}
+        self.begun = set[fx.Node]()  # those of them that were: what they were cut from is there, to be dropped
+        # How nodes are placed that the handler of an earlier one has understood
+        # (ringopt/sharding/handlers/moe_routing.py).
+        self.understood: dict[fx.Node, Callable[[], None]] = {}
+        self.relaid: list[str] = []  # sequences that change their layout on the way, for the report
+        self.least, self.asks, self.asked = least, asks, dict[object, fx.Node]()
+        self.reader: fx.Node | None = None
+
+    # ---- what the walk calls ---------------------------------------------------------------------------------------
+    def keep(self, node: fx.Node) -> None:
+        """An input, a constant: replicated as it is."""
+        self.set(node, self.graph.node_copy(node, lambda arg: self.values[arg]), None)
+
+    def begin(self, node: fx.Node) -> None:
+        """A replicated value is sharded from here on; whoever reads it whole has it as it was."""
+        whole, placement = self.values[node], self.sources[node]
+        self.reader = node
+        rows = self.sharded(node, placement)
+        self.converted[node, "whole"] = whole
+        self.begun.add(node)
+        self.set(node, rows, placement)
+
+    def hold(self, node: fx.Node, placement: Sharded) -> None:
+        """An input of which this rank is given its rows."""
+        self.set(node, self.graph.node_copy(node), placement)
+        value, size = value_of(node), list(shape_of(node))
+        size[placement.dim] = (
+            placement.outer * self.rows_here(placement.length, self.layout(placement.length)) * placement.inner
+        )
+        self.values[node].meta["val"] = value.new_empty(size).requires_grad_(value.requires_grad)
+
+    def whole(self, node: fx.Node) -> None:
+        """The op as it was, on whole operands: always right."""
+        self.reader = node
+        made = self.graph.node_copy(node, self.replicated)
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            made.target = aten.reshape.default  # what was gathered has other strides, of which there may be no view
+        self.set(node, made, None)
+
+    def along(self, node: fx.Node) -> bool:
+        """By the table of rules, when some operand is sharded; False where the table has no answer."""
+        operands = list(tensor_args(node))
+        at = [(i, place) for i, arg in enumerate(operands) if (place := self.placements.get(arg)) is not None]
+        rule = rule_of(node) if at else None
+        if rule is None or len(rule.operands) != len(operands):
+            return False
+        self.reader = node
+        for i, place in sorted(at, key=lambda found: -len(shape_of(operands[found[0]]))):
+            out = rule.push(i, place)
+            wanted = rule.pull(out) if out is not None else None
+            if out is not None and wanted is not None and self.consistent(rule, wanted, out):
+                self.set(node, self.emit(node, rule, wanted, out), out)
+                return True
+        return False
+
+    def adopt(self, node: fx.Node, like: fx.Node) -> None:
+        """A node that is new in the original graph: what `like` does is done in parts."""
+        node.meta.update(origin(like))
+        self.carries[node] = any(self.carries[arg] for arg in node.all_input_nodes)
+
+    def set(self, node: fx.Node, value: fx.Node, placement: Sharded | None) -> None:
+        if placement is not None and value_of(node) is not None:
+            assert same(shape_of(node)[placement.dim], placement.size), (node, shape_of(node), placement)
+        self.values[node], self.placements[node] = value, placement
+        value.meta["placement"] = placement
+        value.meta["whole"] = value_of(node)
+
+    # ---- conversions -----------------------------------------------------------------------------------------------
+    def replicated(self, node: fx.Node) -> fx.Node:
+        """The whole value on every rank."""
+        placement = self.placements[node]
+        if placement is None:
+            return self.values[node]
+        return self.once(node, "whole", lambda: self.gather(node, placement))
+
+    def gather(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        value = value_of(node)
+        assert self.reader is not None
+        self.gathers.append(GatherNote(node, self.reader, at_hand(value.numel()) * value.element_size()))
+        args = (self.values[node], *self.factors(placement), self.layout(placement.length), self.group)
+        return self.call(torch.ops.ringopt.gather.default, args, node, None, name=f"{node.name}_whole")
+
+    def beside(self, node: fx.Node) -> fx.Node:
+        """The whole value, used beside sharded ones: each rank's gradient of it is a part, so they are summed."""
+        whole = self.replicated(node)
+        if not self.carries[node]:
+            return whole
+        target, name = torch.ops.ringopt.copy_to_group.default, f"{node.name}_beside"
+        return self.once(node, "beside", lambda: self.call(target, (whole, self.group), node, None, name=name))
+
+    def sharded(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        """This rank's rows of the value."""
+        if self.placements[node] == placement:
+            return self.values[node]
+        made = (self.climb, self.respread, self.scatter) if self.climbs else (self.scatter,)
+        return self.once(node, placement, lambda: next(filter(None, (make(node, placement) for make in made))))
+
+    def respread(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
+        """From the sequence along which the value is sharded to another that the same dim is made of, or to another
+        dim; None where sizes are open, or it is too short."""
+        held = self.placements[node]
+        if held is None or self.asks:
+            return None
+        if held.dim != placement.dim:
+            fits = not is_open(placement.length) and placement.length >= self.least(placement.length)
+            return self.turn(node, held, placement) if fits and not self.is_whole(node) else None
+        old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
+        if any(map(is_open, (*old, *new))) or placement.length < self.least(placement.length):
+            return None
+        layouts = map(self.layout, (held.length, placement.length))
+        args = (self.values[node], held.dim, old, new, self.rows(placement.length), *layouts, self.group)
+        return self.call(torch.ops.ringopt.respread.default, args, node, placement, name=f"{node.name}_respread")
+
+    def is_whole(self, node: fx.Node) -> bool:
+        """Whether a sharded value has been gathered for another reader."""
+        return (node, "whole") in self.converted and node not in self.begun
+
+    def turn(self, node: fx.Node, held: Sharded, placement: Sharded) -> fx.Node:
+        """All of the dim along which the value is sharded, and this rank's part of another."""
+        old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
+        layouts = map(self.layout, (held.length, placement.length))
+        args = (self.values[node], held.dim, old, placement.dim, new, self.rows(placement.length), *layouts, self.group)
+        return self.call(torch.ops.ringopt.turn.default, args, node, placement, name=f"{node.name}_turned")
+
+    def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
+        local, layout = self.rows(placement.length), self.layout(placement.length)
+        args = (self.replicated(node), *self.factors(placement), local, layout, self.group)
+        return self.call(torch.ops.ringopt.scatter.default, args, node, placement, name=f"{node.name}_rows")
+
+    def rows(self, length: int, layout: str = "") -> int | fx.Node:
+        """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open. `layout`:
+        if not its own."""
+        layout = layout or self.layout(length)
+        if not self.asks and not is_open(length):
+            return self.rows_here(length, layout)
+        key = (formula(length), layout)
+        if key not in self.asked:
+            some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
+            args: Any = (length, layout, self.group, [some], "", "", "never")
+            node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
+            node.meta["placement"] = node.meta["whole"] = None
+            self.asked[key] = node
+        return self.asked[key]
+
+    def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
+        """Computes only this rank's rows, from rows of the operands."""
+        if node in self.climbers:
+            return self.climbers[node](placement)
+        reached = self.reach(node, placement)
+        return self.emit(node, *reached, placement) if reached is not None else None
+
+    def reach(self, node: fx.Node, placement: Sharded) -> tuple[Rule, list[Sharded | None]] | None:
+        """How a demand for rows of a replicated value climbs over its producer; None where the producer mixes rows or
+        moving the demand up would cost a gather."""
+        rule = rule_of(node) if self.placements[node] is None else None
+        operands = list(tensor_args(node))
+        wanted = rule.pull(placement) if rule is not None and len(rule.operands) == len(operands) else None
+        if rule is None or wanted is None or not self.consistent(rule, wanted, placement):
+            return None
+        if any(operand not in self.placements for operand in operands):
+            return None  # a tuple whose elements were placed by themselves
+        for operand, place in zip(operands, wanted, strict=True):
+            if self.placements[operand] is not None and self.placements[operand] != place:
+                return None
+            if place is None or is_tensor(operand) or self.placements[operand] == place:
+                continue
+            if self.reach(operand, place) is None:
+                return None  # the outputs of a split cannot be scattered
+        return rule, wanted
+
+    def operand(self, node: fx.Node, wanted: Sharded | None) -> fx.Node:
+        return self.beside(node) if wanted is None else self.sharded(node, wanted)
+
+    def once(self, node: fx.Node, form: object, make: Callable[[], fx.Node]) -> fx.Node:
+        key = (node, form)
+        if key not in self.converted:
+            self.converted[key] = make()
+        return self.converted[key]
+
+    # ---- emission --------------------------------------------------------------------------------------------------
+    def consistent(self, rule: Rule, wanted: Sequence[Sharded | None], out: Sharded) -> bool:
+        return all(place is None or rule.push(i, place) == out for i, place in enumerate(wanted))
+
+    def emit(self, node: fx.Node, rule: Rule, wanted: Sequence[Sharded | None], out: Sharded) -> fx.Node:
+        """`node` on local operands. Sizes given as arguments lose the sharded one: it is whatever is here."""
+        args, kwargs = self.operands(node, wanted)
+        target: Any = node.target
+        if isinstance(rule, ViewRule):
+            target, args, kwargs = aten.reshape.default, (args[0], self.local_sizes(node, out)), {}
+        elif is_aten(node) and op_name(node) in ("expand", "broadcast_to"):
+            args = (args[0], self.local_sizes(node, out))
+        return self.call(target, args, node, out, kwargs)
+
+    def operands(self, node: fx.Node, wanted: Sequence[Sharded | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of `node`, its tensors in the wanted placements, in the order of `tensor_args`."""
+        places, tensors = iter(wanted), set(tensor_args(node))
+        new = fx.map_arg(
+            (node.args, node.kwargs),
+            lambda arg: self.operand(arg, next(places)) if arg in tensors else self.values[arg],
+        )
+        return new[0], new[1]
+
+    def local_sizes(self, node: fx.Node, out: Sharded) -> list[int]:
+        return [-1 if dim == out.dim else size for dim, size in enumerate(shape_of(node))]
+
+    def call(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        like: fx.Node,
+        placement: Sharded | None,
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        """A node that is the value of `like` in some form. It takes over the name, so that a diff shows what
+        changed."""
+        new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name or like.name)
+        new.meta = origin(like)
+        new.meta["placement"], new.meta["whole"], new.meta["named"] = placement, value_of(like), name or like.name
+        return new
+
+    def step(self, target: Any, *args: Any, like: fx.Node, placement: Sharded | None = None, **kwargs: Any) -> fx.Node:
+        """A node on the way to the value of `like`, of a shape of its own."""
+        new = self.call(target, args, like, placement, kwargs, name=f"{like.name}_{target._schema.name.split('::')[1]}")
+        new.meta["whole"] = None
+        return new
+
+    def finished(self) -> fx.Graph:
+        """The sharded graph without dead code. The replicated originals being gone, their names are free again."""
+        eliminate_dead_code(self.graph)
+        clean, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: new[arg])
+            new[node] = clean.create_node(node.op, node.target, args, kwargs, node.meta.pop("named", node.name))
+            new[node].meta = node.meta
+        return clean
+
+    def factors(self, placement: Sharded) -> tuple[int, int, int, int]:
+        return placement.dim, placement.outer, placement.length, placement.inner
+
+    def describe(self, note: GatherNote) -> str:
+        placement = self.placements[note.value]
+        reader = (
+            "an output of the graph" if note.reader.op == "output" else f"{op_name(note.reader) or note.reader.target}"
+        )
+        where = module_path(note.reader)
+        return f"{reader}{' in ' + where if where else ''} needs all rows of {note.value.name}, sharded {placement}"

@@ -1,0 +1,1 @@
+"""Whole tensors of which a rank holds its shard."""

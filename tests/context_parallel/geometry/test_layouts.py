@@ -1,0 +1,70 @@
+"""Which rows a rank holds: any length over any number of ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+
+from ringopt.context_parallel.geometry.layouts import LAYOUTS, Contiguous, Layout, Zigzag, layout_of
+from ringopt.context_parallel.geometry.pattern import Full
+from ringopt.context_parallel.geometry.rows import count
+from ringopt.errors import OptionError, PlanError
+
+SIZES = [(length, ranks) for length in (1, 2, 3, 5, 8, 16, 17, 67, 200) for ranks in (1, 2, 3, 4, 7, 8, 16)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("length", "ranks"), SIZES)
+def test_laws(name: str, length: int, ranks: int) -> None:
+    layout = layout_of(name, length, ranks)
+    held = [layout.ranges(rank) for rank in range(ranks)]
+    assert sorted(row for ranges in held for rows in ranges for row in rows) == list(range(length)), "no partition"
+    for rank, ranges in enumerate(held):
+        assert all(ranges), "an empty range"
+        assert all(before.stop < after.start for before, after in pairwise(ranges)), "some touch"
+        assert all(layout.owner(row) == rank for rows in ranges for row in rows)
+        assert abs(count(ranges) - length / ranks) < layout.chunks_per_rank
+    for start in range(0, length, 3):
+        for stop in range(start, length + 1, 5):
+            assert layout.owners(range(start, stop)) == {layout.owner(row) for row in range(start, stop)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_rank_that_has_most(name: str) -> None:
+    """Asked of a million ranks too, so that nobody counts them."""
+    for length, ranks in product(range(1, 61), range(1, 14)):
+        layout = layout_of(name, length, ranks)
+        assert layout.most == max(count(layout.ranges(rank)) for rank in range(ranks)), layout
+    assert layout_of(name, 2**30, 10**6).most == 1074
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranges"),
+    [
+        (Contiguous(10, 3), [(range(0, 3),), (range(3, 6),), (range(6, 10),)]),
+        (Contiguous(2, 4), [(), (range(0, 1),), (), (range(1, 2),)]),
+        (Zigzag(12, 3), [(range(0, 2), range(10, 12)), (range(2, 4), range(8, 10)), (range(4, 8),)]),
+        (Zigzag(7, 2), [(range(0, 1), range(5, 7)), (range(1, 5),)]),
+        (Zigzag(3, 4), [(range(2, 3),), (), (range(0, 2),), ()]),
+        (Zigzag(5, 1), [(range(0, 5),)]),
+    ],
+    ids=str,
+)
+def test_examples(layout: Layout, ranges: list[tuple[range, ...]]) -> None:
+    assert [layout.ranges(rank) for rank in range(layout.ranks)] == ranges
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_zigzag_shares_causal_work_equally(ranks: int) -> None:
+    layout, pattern = Zigzag(20 * ranks, ranks), Full(20 * ranks, 20 * ranks, causal=True)
+    everything = range(layout.length)
+    pairs = {sum(pattern.pairs(rows, everything) for rows in layout.ranges(rank)) for rank in range(ranks)}
+    assert len(pairs) == 1
+
+
+def test_refusals() -> None:
+    with pytest.raises(OptionError, match="layout 'striped' is unknown; the layouts are 'contiguous', 'zigzag'"):
+        layout_of("striped", 8, 2)
+    with pytest.raises(PlanError, match="0 rows over 2 ranks was asked for; both must be at least 1"):
+        layout_of("zigzag", 0, 2)

@@ -1,0 +1,53 @@
+"""Blocks that a pattern cuts through, computed in strips: how long these are, that they hold all that is seen, and that
+equal masks are made once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringopt.context_parallel.executor.tiles import Scores
+from ringopt.context_parallel.geometry.pattern import Kind, pattern_of
+from ringopt.context_parallel.plan.exchange import Block, exchange_of
+from ringopt.context_parallel.plan.tiling import LEAST, LEAST_ON_GPU, computed, pieces, queries_at_once
+from ringopt.expr.mask import Mask
+from tests.context_parallel.reference import visible
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least", "queries"),
+    [
+        ("window(512)", LEAST, 128),  # 639 keys a query; strips of 64 would save a tenth of them
+        ("window(512)", LEAST_ON_GPU, 512),
+        ("window(512,both)", LEAST, 256),
+        ("window(16)", LEAST, 64),
+        ("window(512,sinks=4)", LEAST, 128),
+    ],
+)
+def test_strips_are_as_short_as_pays(pattern: str, least: int, queries: int) -> None:
+    whole = range(2048, 2560)
+    assert queries_at_once(pattern_of(pattern, 8192, 8192), whole, range(1024, 2560), least) == queries
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["window(40)", "window(40,both)", "window(40,sinks=3)", "window(9,rate=3)", "chunked(70)", "documents(0,90,257)"],
+)
+def test_they_hold_all_that_is_seen(pattern: str) -> None:
+    n, rows = 257, range(30, 250)
+    who, block = pattern_of(pattern, n, n), Block(rows, range(2, 257), Kind.PARTIAL)
+    seen, found = visible(pattern, n, n), torch.zeros(n, n, dtype=torch.bool)
+    for piece in pieces(who, block, "flash_cpu"):
+        found[piece.queries.start : piece.queries.stop, piece.keys.start : piece.keys.stop] = True
+    assert not (seen[30:250, 2:] & ~found[30:250, 2:]).any()
+    assert int(found.sum()) <= computed(who, rows, block.keys, len(rows))
+
+
+def test_equal_masks_are_made_once() -> None:
+    """Of the strips of a window. The first queries see all that is before them, and need none."""
+    plan = exchange_of("window(512)", 2048, 2048, 1, "contiguous", "contiguous", "ring")
+    scores = Scores(plan.pattern, Mask(), [], 1, range(2), torch.float32, torch.device("cpu"))
+    tiles = [tile for block in plan.home_blocks(0) for tile in scores.tiles(block)]
+    strips = [tile for tile in tiles if not tile.causal]
+    assert {(len(tile.queries), len(tile.keys)) for tile in strips} == {(128, 639)}
+    assert len(strips) == 12 and len({id(tile.mask) for tile in strips}) == 1

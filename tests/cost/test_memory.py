@@ -1,0 +1,88 @@
+"""What an attention holds at once: predictions from its plan, beside what the allocator counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from ringopt.context_parallel.plan.strategies import MERGE
+from ringopt.cost.choose import Case
+from ringopt.cost.memory import most_memory
+from ringopt.cost.simulate import Heads
+from ringopt.distributed.mesh import PretendedMesh, register
+from ringopt.tools.benchmarks.result import Row
+from ringopt.tools.benchmarks.tables.memory import FEW, STRATEGIES, largest
+from ringopt.tools.benchmarks.workers import memory as memory_ranks
+from ringopt.tools.benchmarks.workers.memory import Alone, Planned, planned, row_of
+
+WIDE = Heads(1, 4, 4, 16, 16, 4, 4, "float32", "flash_cpu")
+GROUPED = Heads(2, 4, 2, 16, 16, 4, 4, "float32", "flash_cpu")
+HALF = Heads(1, 4, 4, 64, 64, 2, 4, "bfloat16", "flash_cpu")
+PATTERNS = (("full", "contiguous"), ("causal", "zigzag"), ("window(40)", "contiguous"))
+
+
+def alone(rank: int, p: int, length: int, heads: Heads, patterns: Sequence[tuple[str, str]] = PATTERNS) -> list[Row]:
+    """What one rank holds. They run one at a time: for what one holds, the others need not be there."""
+    mesh = Alone(PretendedMesh(rank, p))
+    register(mesh)
+    return [row_of(mesh, each) for each in planned(p, length, heads, patterns)]
+
+
+@pytest.mark.parametrize(("p", "heads"), [(2, WIDE), (3, WIDE), (4, GROUPED), (2, HALF)])
+def test_predictions_are_within_15_percent(p: int, heads: Heads) -> None:
+    """Of the rank that holds most."""
+    found = [alone(rank, p, 257, heads) for rank in range(p)]
+    rows = [largest(list(ranks)) for ranks in zip(*found, strict=True)]
+    assert {row["strategy"] for row in rows} == set(STRATEGIES)
+    for row, way in itertools.product(rows, ("forward", "training")):
+        assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["pattern"], row["strategy"], way)
+
+
+class Near(Alone):
+    """A rank whose others read its memory."""
+
+    gathers_in_place = True
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_ranks_that_read_each_others_memory_need_no_buffer_to_gather(p: int) -> None:
+    """The results of a few queries that every rank has are gathered to be merged."""
+    case = Case("full", FEW, 257, WIDE, True, whole="queries")
+    few = Planned(case, MERGE, case.plan(p, "contiguous", MERGE))
+    meshes = [kind(PretendedMesh(0, p)) for kind in (Near, Alone)]
+    for mesh in meshes:
+        register(mesh)
+    near, far = (row_of(mesh, few) for mesh in meshes)
+    for row in (near, far):
+        assert row["forward predicted"] == pytest.approx(row["forward"], rel=0.15)
+    assert near["forward"] < far["forward"]
+
+
+def test_over_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_ranks, "STRATEGIES", ("hybrid(2)",))
+    for p, heads in ((4, WIDE), (6, GROUPED), (4, HALF)):
+        found = [alone(rank, p, 257, heads) for rank in range(p)]
+        for row in (largest(list(ranks)) for ranks in zip(*found, strict=True)):
+            for way in ("forward", "training"):
+                assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["pattern"], p, way)
+
+
+def test_large_exchanges_take_turns_in_what_they_hold_too() -> None:
+    """4 heads of 2 MiB a shard are four exchanges, each with a quarter of the tiles beside the sums of all."""
+    heads = Heads(1, 4, 4, 64, 64, 4, 4, "float32", "flash_cpu")
+    for row in alone(1, 2, 2048, heads, [("full", "contiguous")]):
+        for way in ("forward", "training"):
+            assert row[f"{way} predicted"] == pytest.approx(row[way], rel=0.15), (row["strategy"], way)
+
+
+def test_the_ring_falls_as_1_over_p() -> None:
+    heads = Heads(1, 8, 8, 64, 64, 2, 4, "bfloat16", "flash")
+    held = {
+        p: most_memory(Case("full", 2**15, 2**15, heads, True).plan(p, "contiguous", "ring"), heads) for p in (2, 4, 8)
+    }
+    for p in (4, 8):
+        assert held[p].forward * p == pytest.approx(held[2].forward * 2, rel=0.1)
+        # Of two ranks none passes on what others summed.
+        assert held[p].training * p == pytest.approx(held[2].training * 2, rel=0.4)

@@ -1,0 +1,81 @@
+"""The captured graph is the program, bit for bit; what would lose a gradient is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ringopt.frontend.capture import capture
+from ringopt.ir.nodes import op_name, readable
+from ringopt.pipeline import GraphRefused
+from tests.harness.capturing import assert_same
+from tests.harness.models import MODELS, build
+from tests.harness.translation import captured
+
+
+def is_operator(node):
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+SAMPLE = ("llama_padded", "vit", "t5", "encoder_causal")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.zoo]) for name in MODELS if name != "gpt2"],
+)
+def test_models_bit_for_bit(name):
+    model, inputs = build(name, 13)
+    gm, given = captured(model, **inputs)
+    flat = capture(gm, given)
+    strange = {node.target for node in flat.graph.nodes if node.op == "call_function" and not is_operator(node)}
+    assert {getattr(target, "__name__", target) for target in strange} <= {"getitem", "_set_grad_enabled"}
+    assert "scaled_dot_product_attention" in map(op_name, flat.graph.nodes)
+    assert_same(flat, gm, given)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x * x.max().item(), lambda x: x.nonzero().sum()], ids=["number", "size"]
+)
+def test_what_is_known_only_when_the_program_runs_is_refused(function):
+    open_ended = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+    with open_ended:
+        gm, inputs = captured(function, torch.randn(3))
+    with pytest.raises(GraphRefused, match="is known only when the program runs"):
+        capture(gm, inputs)
+
+
+class Regions(torch.nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            mean = x.mean(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            products = x @ x.T
+        return x * mean + products.float().sum()
+
+
+def test_regions_of_an_exported_program_are_written_out():
+    x = torch.randn(3, 4, requires_grad=True)
+    gm, inputs = captured(torch.export.export(Regions(), (x,)).module(), x)
+    assert {"wrap_with_set_grad_enabled", "wrap_with_autocast"} <= set(map(op_name, gm.graph.nodes))
+    flat = capture(gm, inputs)
+    assert not [node for node in flat.graph.nodes if "wrap" in op_name(node)]
+    assert_same(flat, Regions(), inputs)
+
+
+def test_sizes_become_numbers():
+    gm, inputs = captured(lambda x: F.softmax(x.view(x.shape[0], -1), -1), torch.randn(3, 4, 5))
+    assert [node.args[1] for node in capture(gm, inputs).graph.nodes if op_name(node) == "view"] == [[3, -1]]
+
+
+@pytest.mark.parametrize(
+    "dynamo, said",
+    [
+        ("l_self_modules_linear_parameters_weight_", "linear_weight"),
+        ("l_inputs_input_ids_", "inputs_input_ids"),
+        ("l_x_", "x"),
+    ],
+)
+def test_inputs_have_readable_names(dynamo, said):
+    assert readable(dynamo) == said

@@ -1,0 +1,124 @@
+"""Fetching rows, and giving back what was made of them, held against plain indexing of the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringopt.context_parallel.geometry.layouts import layout_of
+from ringopt.ops.fetch_rows import apart, held, moved, taken, windows
+from tests.harness.threads import run_on_threads
+
+ops = torch.ops.ringopt
+
+N = 13
+WANTED = {
+    "one row": taken((5, 1, 1)),
+    "rows apart": taken((12, -3, 4)),
+    "slice": moved((2, 1, 9)),
+    "shift with zeros": moved((-2, 1, N + 3)),
+    "every third": moved((1, 3, 4)),
+    "roll": moved((10, 1, 3), (0, 1, 10)),
+    "flip": moved((N - 1, -1, N)),
+    "repeated ends": moved((0, 0, 3), (0, 1, N), (N - 1, 0, 2)),
+    "between zeros": apart(2 * N + 3, 2, 3),
+    "apart, from before the first": apart(N, 3, -4),
+    "windows of three": windows(N, 1, -1, 3),
+    "causal windows": windows(N, 1, -3, 4),
+    "strided windows": windows(6, 2, -1, 3),
+}
+
+
+def whole(wanted, x):
+    """The rows wanted of the whole sequence, zeros outside it, by rank."""
+    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+    def of(rank, p, layout):
+        rows = wanted.rows(layout, p)[rank]
+        return padded[torch.where((rows >= 0) & (rows < len(x)), rows, len(x))]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
+@pytest.mark.parametrize("p", (2, 3, 4))
+@pytest.mark.parametrize("name", WANTED)
+def test_rows_and_their_gradient(name, p, layout):
+    wanted, factors = WANTED[name], (0, 2, N, 3)
+    x = torch.randn(N, 2, 3, dtype=torch.float64, requires_grad=True)  # rows first, then outer and inner
+    parts = [whole(wanted, x)(rank, p, layout) for rank in range(p)]
+    weights = [torch.randn_like(part) for part in parts]
+    if wanted.everywhere:  # every rank has the complete gradient
+        weights = [weights[0]] * p
+        parts = parts[:1]
+    sum((part * weight).sum() for part, weight in zip(parts, weights, strict=False)).backward()
+
+    def merged(rows):  # [rows, outer, inner] as one dim
+        return rows.permute(1, 0, 2).reshape(-1)
+
+    def body(mesh):
+        mine = held(layout_of(layout, N, p), mesh.rank)
+        here = merged(x.detach()[mine]).clone().requires_grad_()
+        count = len(wanted.rows(layout, p)[mesh.rank])
+        out = ops.fetch_rows(here, *factors, wanted.form, wanted.numbers, count, layout, mesh.name)
+        assert torch.equal(out, merged(whole(wanted, x.detach())(mesh.rank, p, layout)))
+        (out * merged(weights[mesh.rank])).sum().backward()
+        torch.testing.assert_close(here.grad, merged(x.grad[mine]))
+
+    run_on_threads(p, body)
+
+
+@pytest.mark.parametrize("dtype", (torch.bool, torch.bfloat16, torch.complex64, torch.int64))
+def test_any_dtype_travels_bit_by_bit(dtype):
+    x = torch.tensor([0.0, -0.0, 1.0, float("nan"), 3.0, -0.0]).to(dtype)[:, None]
+
+    def body(mesh):
+        mine = x[held(layout_of("zigzag", 6, 2), mesh.rank)]
+        return ops.fetch_rows(mine, 0, 1, 6, 1, "take", [0, 1, 6], 6, "zigzag", mesh.name)
+
+    for found in run_on_threads(2, body):
+        assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
+
+
+def test_every_row_has_a_place_in_a_window():
+    """Windows of a convolution with padding: chunk by chunk, all rows that they see and no other."""
+    spec = windows(12, 2, -1, 3)
+    assert [spec.ranges("zigzag", 2, rank) for rank in (0, 1)] == [
+        [range(-1, 6), range(17, 24)],
+        [range(5, 12), range(11, 18)],
+    ]
+
+
+@pytest.mark.parametrize("op, local", [(ops.fetch_rows.default, 9), (ops.return_rows.default, 8)])
+def test_what_torch_asks_of_an_operator(op, local):
+    def body(mesh):
+        x = torch.randn(2, 8 if local == 9 else 9, 3, requires_grad=local == 9)
+        return torch.library.opcheck(op, (x, 1, 1, 8, 1, "move", [-1, 1, 9], local, "zigzag", mesh.name))
+
+    assert set(run_on_threads(1, body)[0].values()) == {"SUCCESS"}
+
+
+def test_rows_that_are_looked_up():
+    whole = torch.randn(2, N, 3, dtype=torch.float64, requires_grad=True)
+    rows, weight = torch.tensor([12, 0, -1, 5, 0]), torch.randn(2, 5, 3, dtype=torch.float64)
+    (whole[:, rows] * weight).sum().backward()
+
+    def body(mesh):
+        mine = held(layout_of("zigzag", N, 3), mesh.rank)
+        x = whole.detach()[:, mine].clone().requires_grad_()
+        found = ops.look_up_rows(x, rows, 1, N, "zigzag", mesh.name)
+        assert torch.equal(found, whole[:, rows])
+        (found * weight).sum().backward()
+        torch.testing.assert_close(x.grad, whole.grad[:, mine])
+        with pytest.raises(IndexError, match="row 13 was asked for, of a sequence of 13 rows"):
+            ops.look_up_rows(x.detach(), torch.tensor([0, 13]), 1, N, "zigzag", mesh.name)
+
+    run_on_threads(3, body)
+
+
+def test_what_torch_asks_of_a_look_up():
+    def body(mesh):
+        args = (torch.tensor([1, 6]), 1, 8, "zigzag", mesh.name)
+        return torch.library.opcheck(ops.look_up_rows.default, (torch.randn(2, 8, 3, requires_grad=True), *args))
+
+    assert set(run_on_threads(1, body)[0].values()) == {"SUCCESS"}

@@ -1,0 +1,34 @@
+"""Messages that do not depend on each other keep their order through Inductor."""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor.fx_passes.control_dependencies import control_deps
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ringopt.ops import collectives  # noqa: F401
+from ringopt.overlap.collective_order import Lockstep, talks
+from ringopt.overlap.start_early import InOrder, inductor_settings
+
+ops = torch.ops.ringopt
+
+
+def test_each_operator_waits_for_the_one_before():
+    def program(x):
+        return ops.reduce_from_group(x, "pretend:0/2") * ops.reduce_from_group(x + 1, "pretend:0/2"), ops.scatter(
+            x, 0, 1, 4, 1, 2, "contiguous", "pretend:0/2"
+        )
+
+    gm = make_fx(program, tracing_mode="fake")(torch.randn(4))
+    settings = inductor_settings(gm)
+    assert isinstance(settings["post_grad_custom_post_pass"], InOrder)
+    assert settings["reorder_for_peak_memory"] is False
+    first = next(node for node in gm.graph.nodes if talks(node))
+    Lockstep()(gm.graph)
+    gm.graph.lint()
+    chained = [node for node in gm.graph.nodes if node.target is control_deps]
+    assert [node.args[0] for node in chained] == [(first,), (chained[0],)]
+
+
+def test_a_graph_without_messages_is_left_to_inductor():
+    assert inductor_settings(make_fx(lambda x: x.exp())(torch.randn(4))) == {}

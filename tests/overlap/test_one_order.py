@@ -1,0 +1,117 @@
+"""All ranks post their messages in one order, though their graphs differ: they have unequal rows, and a partitioner
+computes other things again on each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._functorch.config as functorch
+import torch.fx as fx
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringopt.backend import transform
+from ringopt.ir.nodes import op_name
+from ringopt.options import Options
+from ringopt.overlap.collective_order import sends
+from ringopt.overlap.reorder import flops_of, is_product, is_start
+from ringopt.overlap.start_early import budget_of, finish_of, order
+from ringopt.planner.liveness import partitioned
+from tests.harness.translation import Seat, captured, difference, values_and_gradients
+from tests.overlap.test_async_collectives import Beside, Outputs
+from tests.overlap.test_start_early import HEADS, WIDTH, Block, Model, data, on_ranks, ordered, shown
+
+# What posts nothing, and halves that post what the whole does.
+WAITS = ("ring_backward_finish", "gather_finish", "reduce_finish")
+WHOLE = {
+    "ring_backward_begin": "ring_attention_backward", "gather_start": "gather", "reduce_start": "reduce_bucket",
+}  # fmt: skip
+
+
+def posted(graph: fx.Graph) -> list[str]:
+    names = [op_name(node) for node in graph.nodes if sends(node)]
+    return [WHOLE.get(name, name) for name in names if name not in WAITS]
+
+
+@pytest.mark.parametrize(("model", "shard"), [(Outputs, "model"), (Beside, "attention")])
+def test_whatever_is_computed_again(model: type[nn.Module], shard: str) -> None:
+    """Within a memory budget, a partitioner chooses by sizes, which differ by rank. No exchange is repeated, and each
+    that is started is finished in the same graph."""
+    gm, inputs = captured(model().double(), data())
+    found = set()
+    for budget in (1.0, 0.3):
+        for rank in (0, 2):
+            flat, _, _ = transform(gm, inputs, Options(strategy="ring", shard=shard), Seat(rank, 3))
+            assert flat is not None
+            with functorch.patch(activation_memory_budget=budget, activation_memory_budget_runtime_estimator="flops"):
+                parts = partitioned(flat)
+            for part in parts:
+                order(part.graph, budget_of(flat))
+                assert all(finish_of(start) in part.graph.nodes for start in filter(is_start, part.graph.nodes))
+            found.add(str([posted(part.graph) for part in parts]))
+    assert len(found) == 1, found
+
+
+def test_numbers_within_a_memory_budget() -> None:
+    with functorch.patch(activation_memory_budget=0.3, activation_memory_budget_runtime_estimator="flops"):
+        found, _ = on_ranks(3, Model(2).double(), data(), values_and_gradients, strategy="ring")
+    for values, expected in found:
+        assert not difference(expected, values)
+
+
+class Writes(nn.Module):
+    """Attends to a buffer that it writes in place afterwards, and keeps in another what it also returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.block = nn.Linear(WIDTH, WIDTH), Block()
+        self.register_buffer("kept", torch.randn(2, 11, WIDTH))
+        self.register_buffer("seen", torch.zeros(2, 11, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept, q = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (self.kept, self.q(x)))
+        y = F.scaled_dot_product_attention(q, kept, kept, is_causal=True).transpose(1, 2).flatten(2)
+        self.kept.mul_(0.5)
+        z = self.block(y)
+        self.seen.copy_(y.detach())
+        return z.square().mean(), y
+
+
+@pytest.mark.parametrize("p", [pytest.param(2, marks=pytest.mark.zoo), 3])
+def test_what_travels_is_not_written_meanwhile(p: int) -> None:
+    model = Writes().double().requires_grad_(False)  # no gradient could be computed of what was written
+    found, _ = on_ranks(p, model, data().detach(), ordered, strategy="ring")
+    for (values, ran), expected in found:
+        assert not difference(expected, values)
+        names = shown(ran)
+        assert names[: names.index("gathered")].count("ring") == 2, names
+
+
+class Mixed(nn.Module):
+    """Beside an attention of shards: a convolution along them, a product that sums over them, and a linear layer that
+    does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = Block(), Block()
+        self.near, self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Linear(11, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        beside = y @ (y.mT @ self.near(y.mT).mT) + self.mix(y.mT).mean()
+        return (self.block.attend(y) + beside).square().mean()
+
+
+@pytest.mark.parametrize(("p", "layout"), [(2, "zigzag"), (4, "contiguous")])
+def test_what_hides_an_exchange_is_counted_alike(p: int, layout: str) -> None:
+    """By it the ranks decide what starts early: 11 rows are 6 of one rank, and 5 of another."""
+    gm, inputs = captured(Mixed(), data(dtype=torch.float32))
+    found = []
+    for rank in range(p):
+        flat, _, _ = transform(gm, inputs, Options(strategy="ring", layout=layout), Seat(rank, p))
+        assert flat is not None
+        found.append({node.name: flops_of(node, p) for node in flat.graph.nodes if is_product(node)})
+    assert all(counted == found[0] for counted in found), found

@@ -1,0 +1,70 @@
+"""Programs of several graphs: each exact, what crosses a break is what the program says it is, the report says why."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import ringopt
+from tests.harness.models import difference, run
+
+WIDTH, HEADS = 16, 2
+
+
+class Broken(nn.Module):
+    """Attention, a break that Python needs, attention, and a loss behind another break."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2)])
+        self.seen = []
+
+    def attend(self, layer, x):
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def forward(self, x):
+        x = self.attend(self.layers[0], x)
+        torch._dynamo.graph_break(msg="between the layers")
+        self.seen.append(float(x.detach().sum()))  # a number of the whole value
+        x = self.attend(self.layers[1], x)
+        torch._dynamo.graph_break(msg="before the loss")
+        return x.square().mean()
+
+
+def data():
+    return torch.randn(2, 13, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def on_rank(outputs):
+    torch._dynamo.reset()
+    model, before = Broken(), len(ringopt.reports())
+    options = {"inner_backend": "aot_eager", "outputs": outputs}
+    compiled = torch.compile(model, backend="ring", options=options)
+    found, expected = run(compiled, model, {"x": data()}), run(model, model, {"x": data()})
+    seen = abs(model.seen[0] / model.seen[1] - 1)
+    return max(difference(found, expected), seen), [report.notes for report in ringopt.reports()[before:]]
+
+
+def test_each_graph_is_exact_and_says_why_it_ends(ranks):
+    for error, notes in ranks(2, on_rank, "gather"):
+        assert error < 1e-5
+        said = [note for part in notes for note in part if "graph break" in note]
+        for note, line in zip((said[0], said[2]), ("between the layers", "before the loss"), strict=True):
+            assert note.startswith("ends at a graph break: Call to `torch._dynamo.graph_break()` (test_graph_breaks.py")
+            assert line in note and note.endswith("1 values cross it whole, gathered: 1.6 KiB")
+        assert "Tensor.item()" in said[1] and said[1].endswith("nothing is gathered for it")
+
+
+def test_lazy_outputs_cross_in_rows(ranks):
+    for error, notes in ranks(2, on_rank, "lazy"):
+        assert error < 1e-5
+        assert "1 cross it in rows, gathered if they are read there" in str(notes[0])
+
+
+def test_explain_says_it_too():
+    report = ringopt.explain(Broken(), data(), world_size=4)
+    assert sum("ends at a graph break" in note for note in report.notes) == 3
+    assert "between the layers" in str(report).replace("\n", " ")

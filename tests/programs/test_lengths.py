@@ -1,0 +1,175 @@
+"""Sizes that Dynamo leaves open: one compilation serves all lengths, and each call is exact."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ringopt.backend import transform
+from ringopt.options import Options
+from tests.harness.models import build
+from tests.harness.threads import run_on_threads
+from tests.harness.translation import TOLERANCE, Seat, difference, values_and_gradients
+
+
+class Lengths:
+    """A backend of p pretended ranks that compares every call with the program itself; `reports`: one a compilation."""
+
+    def __init__(self, p: int, **options):
+        self.p, self.options, self.reports = p, Options(**options), []
+
+    def __call__(self, gm, inputs):
+        made = [transform(gm, inputs, self.options, Seat(rank, self.p)) for rank in range(self.p)]
+        self.reports.append(made[0][1])
+
+        def run(*inputs):
+            expected = values_and_gradients(gm, inputs)
+            found = run_on_threads(self.p, lambda mesh: values_and_gradients(made[mesh.rank][0] or gm, inputs))
+            for values in found:
+                assert difference(expected, values, TOLERANCE) == ""
+            return gm(*inputs)
+
+        return run
+
+
+def run_over(module: nn.Module, calls, p: int, dynamic=None, **options) -> Lengths:
+    """Runs `module(*call)` for each call, keywords where it is a dict."""
+    torch._dynamo.reset()
+    backend = Lengths(p, **options)
+    compiled = torch.compile(module, backend=backend, dynamic=dynamic)
+    for call in calls:
+        compiled(**call) if isinstance(call, dict) else compiled(*call)
+    return backend
+
+
+class Decoder(nn.Module):
+    """Causal attention, positions by arange, labels shifted by a slice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 50)
+        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, ids):
+        b, n = ids.shape
+        x = self.embed(ids) + torch.sin(torch.arange(n, dtype=torch.float64) / 10)[:, None]
+        q = self.q(self.norm(x)).view(b, n, 4, 4).transpose(1, 2)
+        k, v = (y.view(b, n, 2, 4).transpose(1, 2) for y in self.kv(self.norm(x)).chunk(2, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        logits = self.head(x + self.out(y.transpose(1, 2).reshape(b, n, 16)))
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 50), ids[:, 1:].reshape(-1)), logits
+
+
+def ids(*sizes: int) -> torch.Tensor:
+    return torch.randint(0, 50, sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def test_the_second_length_is_the_last_to_be_compiled():
+    found = run_over(Decoder().double(), [(ids(2, n),) for n in (64, 67, 96, 33, 64, 19)], 3)
+    first, second = found.reports
+    assert first.notes == () and second.notes == ("serves any size 1 of ids, as far as its guards go",)
+    assert second.sharded_fraction == 1.0
+
+
+def test_chunks_that_one_length_cuts_nowhere_are_cut_by_another():
+    class Chunks(nn.Module):
+        def forward(self, x):
+            chunk = torch.arange(x.shape[2]) // 4
+            return F.scaled_dot_product_attention(x, x, x, chunk[:, None] == chunk)
+
+    calls = [(torch.randn(1, 1, n, 4, dtype=torch.float64),) for n in (12, 17, 24)]
+    (report,) = run_over(Chunks(), calls, 3, dynamic=True).reports
+    assert report.sites[0].pattern == "chunked(4,both)" and report.sites[0].bytes_sent == 0
+
+
+def test_the_batch_may_be_open_too():
+    found = run_over(Decoder().double(), [(ids(b, n),) for b, n in ((3, 20), (2, 21), (5, 33))], 2, dynamic=True)
+    assert [report.sharded_fraction for report in found.reports] == [1.0]
+
+
+def test_too_few_rows_for_the_layout_or_the_ranks_compile_again():
+    found = run_over(Decoder().double(), [(ids(2, n),) for n in (20, 4, 2, 21)], 3, dynamic=True)
+    assert [(report.sites[0].layout, report.sites[0].refusal) for report in found.reports] == [
+        ("zigzag", None),
+        ("contiguous", None),
+        ("none", "2 rows for 3 ranks: every rank needs a row"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, pattern", [pytest.param("llama", "causal", marks=pytest.mark.zoo), ("bert", "padding(attention_mask)")]
+)
+def test_models_of_transformers_stay_sharded(name, pattern):
+    model, _ = build(name, 48, torch.float64)
+    calls = []
+    for n in (31, 40, 21):
+        mask = {"attention_mask": torch.ones(2, n, dtype=torch.long)} if name == "bert" else {}
+        for rows in mask.values():
+            rows[1, -n // 4 :] = 0
+        calls.append({"input_ids": ids(2, n), "labels": ids(2, n), **mask})
+    second = run_over(model, calls, 2).reports[1:]
+    assert [(report.sharded_fraction > 0.99, report.sites[0].pattern) for report in second] == [(True, pattern)]
+
+
+class Padded(nn.Module):
+    """Rows moved by a padding below 0, of a value that is gathered."""
+
+    def forward(self, x):
+        y = F.scaled_dot_product_attention(*(x[:, None],) * 3)[:, 0]
+        return F.pad(torch.fft.fftn(y).real, (0, 0, -1, 1)).square().mean()
+
+
+def test_kernels_that_want_numbers_take_open_sizes():
+    calls = [(torch.randn(2, n, 8, dtype=torch.float64),) for n in (12, 14, 15)]
+    first, second = run_over(Padded(), calls, 2).reports
+    assert [gather.op for gather in second.gathers] == [gather.op for gather in first.gathers] == ["fft_fftn"]
+
+
+class Sinks(nn.Module):
+    """As gpt-oss writes them: one logit more, and the largest of a row taken off."""
+
+    def forward(self, x):
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        scores = torch.cat([q @ q.mT, q.new_ones(*q.shape[:3], 1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return scores.softmax(-1)[..., :-1] @ q
+
+
+class Triangles(nn.Module):
+    """Attention over pairs: the features of a row are as many as there are rows."""
+
+    def forward(self, x):
+        pairs = x @ x.mT
+        return (pairs @ pairs.mT).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("module", [Sinks(), Triangles()])
+def test_attention_whose_sizes_follow_the_length(module):
+    calls = [(torch.randn(2, n, 8, dtype=torch.float64),) for n in (12, 15, 14)]
+    found = run_over(module, calls, 2)
+    assert [site.refusal for report in found.reports for site in report.sites] == [None] * len(found.reports)
+
+
+def greedy(cache: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Tokens by the model as it is and compiled, and how the attention of each graph was spread."""
+    import ringopt
+
+    model, prompt = build("llama", 40)[0].eval(), ids(2, 13)
+    model.config.use_cache = True
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    how |= {"cache_implementation": cache} if cache else {}
+    torch._dynamo.reset()
+    before = len(ringopt.reports())
+    with torch.inference_mode():
+        expected = model.generate(prompt, **how)
+        model.forward = torch.compile(model.forward, backend="ring", options={"inner_backend": "eager"})
+        found = model.generate(prompt, **how)
+    return expected, found, [report.sites[0].strategy for report in ringopt.reports()[before:]]
+
+
+@pytest.mark.parametrize("cache, graphs", [("", 3), pytest.param("static", 2, marks=pytest.mark.zoo)])
+def test_tokens_are_generated_with_a_cache(cache, graphs, ranks):
+    """Greedy tokens are those of one process; there is no graph a token."""
+    for expected, found, spread in ranks(2, greedy, cache):
+        assert torch.equal(expected, found)
+        assert len(spread) <= graphs

@@ -1,0 +1,59 @@
+"""Patches of an image are rows from their convolution on: nothing of a vision transformer is computed whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from tests.harness.models import build
+from tests.harness.translation import validate
+
+WIDTH, HEADS = 16, 2
+
+
+class Vision(nn.Module):
+    """Patches in 1 to 3 dims, a class token before them, attention, the class token's logits."""
+
+    def __init__(self, dims, bias=True, **how):
+        super().__init__()
+        torch.manual_seed(0)
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.patches = conv(3, WIDTH, **{"kernel_size": 2, "stride": 2, "bias": bias, **how})
+        self.token, self.qkv = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, image):
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.head(x[:, 0]), x.square().mean()
+
+
+def sharded(size, p=2, **how):
+    image = torch.randn(2, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    verdict = validate(p, Vision(len(size), **how).double(), image.requires_grad_())
+    assert not verdict.wrong and not verdict.report.gathers
+    return verdict.report.sharded_fraction
+
+
+@pytest.mark.parametrize("size, p", [((22,), 2), ((10, 7), 3), ((6, 8), 2), ((4, 5, 6), 4)])
+def test_patches_are_rows(size, p):
+    """What is left over at the sides of 7 and 5 is no part of a patch."""
+    assert sharded(size, p) > 0.99
+
+
+def test_kernels_that_are_no_squares():
+    assert sharded((6, 12), kernel_size=(2, 3), stride=(2, 3), bias=False) > 0.99
+
+
+@pytest.mark.parametrize("how", [{"kernel_size": 3}, {"padding": 1}])
+def test_other_convolutions_are_computed_by_rows_of_the_picture(how):
+    assert sharded((8, 8), **how) > 0.99
+
+
+def test_a_vision_transformer_of_transformers():
+    verdict = validate(3, *build("vit", 0, torch.float64))
+    assert not verdict.wrong and verdict.report.sharded_fraction > 0.99

@@ -1,0 +1,1 @@
+"""Models and attention spellings that tables measure."""

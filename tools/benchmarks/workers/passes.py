@@ -1,0 +1,89 @@
+"""One rank of `ringopt bench passes`, and Inductor on a process of its own."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch import Tensor
+
+from ringopt.backend import transform
+from ringopt.distributed.process import process_mesh
+from ringopt.options import Options
+from ringopt.tools.benchmarks.lab.numbers import distance, numbers
+from ringopt.tools.benchmarks.models.decoder import WORDS, Decoder
+from ringopt.tools.benchmarks.result import Row
+
+LENGTH = 128
+
+
+def made(layers: int) -> tuple[Decoder, Tensor]:
+    torch.manual_seed(0)
+    return Decoder(layers), torch.randint(0, WORDS, (1, LENGTH))
+
+
+def step(run: Any, model: Decoder, ids: Tensor) -> list[Tensor]:
+    return numbers(run, [ids], model.parameters())
+
+
+def sharded(rank: int, ranks: int, depths: Sequence[int], repeats: int) -> list[Row]:
+    """A row for each number of layers: what the passes take, and how far the sharded graph is from the model."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return [of_decoder(layers, repeats) for layers in depths]
+
+
+def of_decoder(layers: int, repeats: int) -> Row:
+    (model, ids), seconds, sizes = made(layers), [], []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        for _ in range(repeats + 1):
+            begin = time.process_time()
+            flat, _, _ = transform(gm, inputs, Options(), process_mesh())
+            seconds.append(time.process_time() - begin)
+        assert flat is not None
+        sizes.append(len(flat.graph.nodes))
+        return flat
+
+    torch._dynamo.reset()
+    found = step(torch.compile(model, backend=backend, fullgraph=True), model, ids)
+    taken = statistics.median(seconds[1:])  # the first turn is for warming up
+    far = distance(found, step(model, model, ids))
+    return {"layers": layers, "nodes": sizes[0], "passes": taken, "node": taken / sizes[0], "error": far}
+
+
+def inductor(rank: int, ranks: int, depths: Sequence[int]) -> list[float]:
+    """Processor seconds until a first step is compiled, forward and backward, by the C++ compiler too."""
+    torch.set_num_threads(1)
+    return [compiling(layers) for layers in depths]
+
+
+def compiling(layers: int) -> float:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.utils import fresh_cache
+
+    (model, ids), begun = made(layers), []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        begun.append(spent())
+        return compile_fx(gm, inputs)
+
+    torch._dynamo.reset()
+    with fresh_cache(), config.patch(compile_threads=1):
+        run = torch.compile(model, backend=backend, fullgraph=True)
+        step(run, model, ids)
+        first = spent()
+        step(run, model, ids)
+    return (first - begun[0]) - (spent() - first)
+
+
+def spent() -> float:
+    """Seconds of this process and of those that it waited for."""
+    return sum(os.times()[:4])
