@@ -19,7 +19,8 @@ from ringopt.compare.graph_diff import SiteView
 from ringopt.compare.program_files import TENSORS
 from ringopt.context_parallel.geometry.dilation import dilation_of, is_dilated
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.context_parallel.geometry.pattern import Kind, pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
 from ringopt.context_parallel.plan.exchange import Cargo

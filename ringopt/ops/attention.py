@@ -21,7 +21,7 @@ from torch import Tensor
 import ringopt.ops.dilated  # noqa: F401  (registers the operator)
 from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.context_parallel.geometry.dilation import is_dilated
-from ringopt.context_parallel.geometry.pattern import pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import HIDDEN, accumulator

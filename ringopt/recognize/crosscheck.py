@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringopt.context_parallel.geometry.pattern import pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.evaluate import evaluate
 from ringopt.expr.mask import places

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from ringopt.context_parallel.geometry.pattern import pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.mask import Mask
 from ringopt.ir.nodes import shape_of

@@ -153,7 +153,7 @@ BLOCKS = re.compile(rf"blocks\((\d+)x(\d+);({RUNS}(?:;{RUNS})*)(,both)?\)")
 
 
 def blocks_of(text: str, q_length: int, kv_length: int) -> Blocks | None:
-    """See patterns.pattern_of; None for a text of another form."""
+    """See parse.pattern_of; None for a text of another form."""
     if found := BLOCKS.fullmatch(text):
         return Blocks(q_length, kv_length, found[4] is None, (int(found[1]), int(found[2])), found[3])
     return None

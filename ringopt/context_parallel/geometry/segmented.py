@@ -220,7 +220,7 @@ CHUNKED, DOCUMENTS = re.compile(r"chunked\((\d+)(,both)?\)"), re.compile(r"docum
 
 
 def structure_of(text: str, q_length: int, kv_length: int) -> Pattern | None:
-    """See patterns.pattern_of; None for a text of another form."""
+    """See parse.pattern_of; None for a text of another form."""
     if found := SINKS.fullmatch(text):
         return Sinks(q_length, kv_length, found[2] is None, int(found[1]), int(found[3]), int(found[5] or 1))
     if (strided := strided_of(text, q_length, kv_length)) is not None:

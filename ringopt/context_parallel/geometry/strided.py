@@ -156,7 +156,7 @@ STRIDED = re.compile(r"(full|causal)\(rate=(\d+)\)|window\((\d+)(,both)?,rate=(\
 
 
 def strided_of(text: str, q_length: int, kv_length: int) -> Strided | None:
-    """See patterns.pattern_of; None for a text of another form."""
+    """See parse.pattern_of; None for a text of another form."""
     found = STRIDED.fullmatch(text)
     if found is None:
         return None

@@ -24,7 +24,8 @@ from functools import cached_property, lru_cache
 from itertools import chain
 
 from ringopt.context_parallel.geometry.layouts import Layout, Replicated, layout_of
-from ringopt.context_parallel.geometry.pattern import Kind, Pattern, pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.pattern import Kind, Pattern
 from ringopt.context_parallel.geometry.rows import ByRank, Rows, count, cut, join, meet, text, without
 from ringopt.context_parallel.plan.strategies import MERGE, QUERIES_MOVE, Local, Route, Strategy, strategy_of
 from ringopt.errors import OptionError, PlanError

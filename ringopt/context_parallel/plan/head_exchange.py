@@ -21,7 +21,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from ringopt.context_parallel.geometry.layouts import Layout, layout_of
-from ringopt.context_parallel.geometry.pattern import Pattern, pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.pattern import Pattern
 from ringopt.context_parallel.geometry.rows import Rows, count, join
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.prove import prove

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringopt.context_parallel.geometry.block_sparse import Blocks
-from ringopt.context_parallel.geometry.pattern import Full, Kind, Pattern, Window, pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.pattern import Full, Kind, Pattern, Window
 from ringopt.context_parallel.geometry.segmented import Chunked, Documents, Prefix, Sinks
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.geometry.visibility import seen

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.layouts import Zigzag
-from ringopt.context_parallel.geometry.pattern import pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange, Part, head_exchange_of, prove_heads
 from ringopt.context_parallel.plan.plan_of import plan_of

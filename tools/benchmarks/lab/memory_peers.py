@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ringopt.context_parallel.geometry.layouts import Layout, layout_of
-from ringopt.context_parallel.geometry.pattern import pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.cost.choose import Case
 from ringopt.cost.simulate import Heads

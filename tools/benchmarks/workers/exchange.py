@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
-from ringopt.context_parallel.geometry.pattern import pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.plan_of import Plan

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor import interleave
 from ringopt.context_parallel.geometry.layouts import Replicated, layout_of
-from ringopt.context_parallel.geometry.pattern import pattern_of
+from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.plan_of import NAMES
 from ringopt.context_parallel.plan.strategies import MERGE
