@@ -21,9 +21,11 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.fake_cache import Answers
-from ringopt.ir.nodes import is_tensor, outputs_of, value_of
+from ringopt.ir.memory import LOST, Memory, storages
+from ringopt.ir.nodes import is_tensor, origin, outputs_of, value_of
+from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import divides, into_nodes, same
-from ringopt.pipeline import Context, Pass
+from ringopt.pipeline import Context, GraphRefused, Pass
 
 aten = torch.ops.aten
 
@@ -46,6 +48,7 @@ class Lower(Pass):
         for graph in (gm.graph, *(node.target.backward.graph for node in custom_gradients(gm.graph))):
             check_sizes(graph)
         restore_strides(gm.graph)
+        keep_memory(gm.graph, context)
         into_nodes(gm.graph)
 
 
@@ -113,3 +116,35 @@ def restore_strides(graph: fx.Graph) -> None:
     found = zip(outputs_of(graph), output.meta["strides"], strict=True)
     outputs = [restored(x, stride) if stride is not None else x for x, stride in found]
     output.args = (tuple(outputs) if isinstance(output.args[0], (tuple, list)) else outputs[0],)
+
+
+def keep_memory(graph: fx.Graph, context: Context) -> None:
+    """Outputs share memory with an input or with each other where they did in the captured program, and nowhere else.
+    Raises GraphRefused where a pass has taken apart what was one."""
+    output, outputs = graph.output_node(), outputs_of(graph)
+    inputs = graph.find_nodes(op="placeholder")
+    owners: dict[int, Memory] = {}
+    for place, node in enumerate(inputs):
+        for storage in storages(node):
+            owners.setdefault(storage, ("input", place))
+    for place, (out, memory) in enumerate(zip(outputs, output.meta["memory"], strict=True)):
+        rows = memory is not None and (place in context.left or is_rows(memory, inputs, context))
+        if memory is None or rows:
+            continue
+        (storage,) = storages(out)
+        found = owners.setdefault(storage, ("output", place))
+        if found == memory:
+            continue
+        if memory != ("output", place):
+            raise GraphRefused(Refusal(LOST.format(out.name), out))
+        with graph.inserting_before(output):
+            outputs[place] = graph.call_function(aten.clone.default, (out,))
+        outputs[place].meta = {**origin(out), "val": torch.empty_like(value_of(out))}
+        owners[min(storages(outputs[place]))] = memory
+    output.args = (tuple(outputs) if isinstance(output.args[0], (tuple, list)) else outputs[0],)
+
+
+def is_rows(memory: Memory, inputs: list[fx.Node], context: Context) -> bool:
+    """Whether each rank has, or is left with, its rows of what lies there."""
+    kind, place = memory
+    return inputs[place].meta.get("placement") is not None if kind == "input" else place in context.left

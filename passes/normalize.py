@@ -23,6 +23,7 @@ from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.functionalize import Functional, Unwritable, instead, views_by_value
 from ringopt.ir.autograd_function import CustomGradient, custom_gradients
+from ringopt.ir.memory import written_rows
 from ringopt.ir.nodes import argument, emit, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.ir.refusal import Refusal
 from ringopt.pipeline import Context, GraphRefused, Pass
@@ -44,6 +45,9 @@ class Normalize(Pass):
             Functional(gm.graph).rewrite()
         except (Uncastable, Unwritable) as problem:
             raise GraphRefused(problem.refusal) from problem
+        refusal = written_rows(gm.graph, context.given)
+        if refusal is not None:
+            raise GraphRefused(refusal)
         drop_assertions(gm.graph)
         drop_identities(gm.graph)
         name_shapes_and_types(gm.graph)

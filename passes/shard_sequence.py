@@ -28,6 +28,7 @@ from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
 from ringopt.distributed.mesh import ANY
 from ringopt.expr.mask import Mask
 from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.memory import base_of, shared_outputs
 from ringopt.ir.nodes import (
     eliminate_dead_code,
     is_random,
@@ -196,12 +197,17 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
     sharder.reader = node
     context.left.clear()  # of an earlier walk
     outputs = list(node.args[0]) if isinstance(node.args[0], (tuple, list)) else []
+    bases = bases_of(sharder, node, context)
+
+    def whole(out: fx.Node) -> fx.Node:
+        return sharder.as_view(out, bases[out]) if out in bases else sharder.replicated(out)
+
     if context.options.outputs == "gather" or not outputs:
-        sharder.graph.output(fx.map_arg(node.args[0], sharder.replicated)).meta.update(node.meta)
+        sharder.graph.output(fx.map_arg(node.args[0], whole)).meta.update(node.meta)
         return
     for i, out in enumerate(outputs):
         placement = sharder.placements.get(out) if isinstance(out, fx.Node) else None
-        if placement is not None:
+        if placement is not None and out not in bases:
             value, where = value_of(out), module_path(out) or source_line(out)
             name = f"output {i} ({out.name}{', ' + where if where else ''})"
             # Whoever reads the rows later has no symbols: what is open is fixed.
@@ -211,8 +217,21 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
             )
             outputs[i] = sharder.values[out]
         else:
-            outputs[i] = fx.map_arg(out, sharder.replicated)
+            outputs[i] = fx.map_arg(out, whole)
     sharder.graph.output(tuple(outputs)).meta.update(node.meta)
+
+
+def bases_of(sharder: Sharder, node: fx.Node, context: Context) -> dict[fx.Node, fx.Node]:
+    """The outputs that are made again as views, and of what: of an input, or of what several of them lie in; not where
+    the rows of that are all that a rank has or is to have. Raises GraphRefused."""
+    found: dict[fx.Node, fx.Node] = {}
+    for memory, outputs in shared_outputs(node.graph):
+        base = base_of(memory, outputs)
+        if isinstance(base, Refusal):
+            raise GraphRefused(base)
+        if base not in context.given and (memory[0] == "input" or context.options.outputs != "local"):
+            found |= dict.fromkeys(outputs, base)
+    return found
 
 
 BESIDE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"

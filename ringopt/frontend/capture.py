@@ -32,6 +32,7 @@ from ringopt.frontend.dynamic_shapes import open_value
 from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order
 from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
 from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.memory import note_memory
 from ringopt.ir.nodes import outputs_of, readable, value_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import into_arguments
@@ -60,6 +61,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         flat = flatten(gm, inputs)
     into_arguments(flat.graph)
     note_strides(flat.graph)
+    note_memory(flat.graph)
     flat.meta["claims"] = claimed
     originals = given.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)

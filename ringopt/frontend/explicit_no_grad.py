@@ -105,7 +105,7 @@ class ExplicitDetach:
             if arg not in self.detached:
                 with self.graph.inserting_after(arg):
                     self.detached[arg] = self.graph.call_function(aten.detach.default, (arg,))
-                self.detached[arg].meta = dict(arg.meta)
+                self.detached[arg].meta = {**arg.meta, "view_of": 0}
             node.replace_input_with(arg, self.detached[arg])
 
 

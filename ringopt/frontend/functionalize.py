@@ -9,6 +9,7 @@ the op's own functional form, and an op without one is refused.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -44,6 +45,9 @@ class Functional:
         self.owner: dict[int, fx.Node] = {}  # storage -> the root that owns it
         self.tangled: set[int] = set()  # storages with more than one root: whose views are not understood
         self.carries: dict[fx.Node, bool] = {}
+        self.given_back: dict[fx.Node, fx.Node] = {}  # what is returned of memory that was written
+        self.outputs = Counter[fx.Node]()  # how many outputs lie in the memory of a root
+        self.overwritten = set[int | None]()  # storages that some write writes to
 
     def rewrite(self) -> None:
         """Raises Unwritable."""
@@ -51,11 +55,15 @@ class Functional:
             return
         part_by_part(self.graph)
         nodes = list(self.graph.nodes)
+        self.overwritten = {storage(x) for node in nodes if is_write(node) for x in written_args(node)}
         for node in nodes:
             with self.graph.inserting_before(node):
-                args = fx.map_arg((node.args, node.kwargs), self.latest)
                 if node.op == "output":
                     self.copy_back()
+                    self.outputs.update(map(self.root, map(self.written, node.all_input_nodes)))
+                    node.args = fx.map_arg(node.args, self.returned)
+                    continue
+                args = fx.map_arg((node.args, node.kwargs), self.latest)
                 if is_write(node):
                     self.write(node, *args)
                     continue
@@ -96,9 +104,25 @@ class Functional:
         parent = self.latest(self.parents[node])
         original_args = (parent, *node.args[1:])
         value = self.emit(node.target, original_args, node.kwargs, node)
-        value.meta["stands_for"] = node
+        value.meta["stands_for"], value.meta["view_of"] = node, 0
         self.made[node] = (value, self.now[self.root(node)])
         return value
+
+    def returned(self, node: fx.Node) -> fx.Node:
+        """What the caller gets: an input that was written is that input, and a view of what was written is a view of
+        what else is returned of it."""
+        node = self.written(node)
+        root = self.root(node)
+        if not self.now.get(root) or (root.op != "placeholder" and self.outputs[root] < 2):
+            return self.latest(node)
+        if node not in self.given_back:
+            if node is root:
+                self.given_back[node] = root if root.op == "placeholder" else self.latest(root)
+            else:
+                args = (self.returned(self.parents[node]), *node.args[1:])
+                self.given_back[node] = self.emit(node.target, args, node.kwargs, node)
+                self.given_back[node].meta["view_of"] = 0
+        return self.given_back[node]
 
     def write(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """The functional form of one mutable op, pasted into the base of its target."""
@@ -149,6 +173,8 @@ class Functional:
             new = self.emit(aten.expand.default, (cast, list(shape_of(node))), {}, node)
             if value_of(cast).dim() and not self.writes_part(node):
                 new = self.laid_out(new, value_of(cast).expand(shape_of(node)), node)
+            if self.is_input_to_be_written(node.args[1]) and not self.writes_part(node):
+                new = self.emit(aten.clone.default, (new,), {}, node)
             return self.instead(like, new, node)
         if node.target is aten.bernoulli_.float:
             return self.emit(aten.bernoulli.p, (like, named(node, "p")), {}, node)
@@ -171,6 +197,12 @@ class Functional:
         if name not in COMPARISONS:
             raise Unwritable(f"{node.target} writes to a value with a gradient, and autograd does not see it", node)
         return self.instead(before, cast, node)
+
+    def is_input_to_be_written(self, value: Any) -> bool:
+        """Whether the memory of `value` is that of an input that gets another value at the end of the program."""
+        return isinstance(value, fx.Node) and (
+            storage(value) in self.overwritten and self.root(self.written(value)).op == "placeholder"
+        )
 
     def laid_out(self, new: fx.Node, found: torch.Tensor, node: fx.Node) -> fx.Node:
         """A copy in the order that the memory of the target has, where `found`, the value of `new`, has another: views

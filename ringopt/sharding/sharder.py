@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from ringopt.dims.rule import Rule, ViewRule
 from ringopt.dims.rules import rule_of
+from ringopt.ir.memory import viewed
 from ringopt.ir.nodes import (
     eliminate_dead_code,
     is_aten,
@@ -149,6 +150,30 @@ class Sharder:
         if placement is None:
             return self.values[node]
         return self.once(node, "whole", lambda: self.gather(node, placement))
+
+    def as_view(self, node: fx.Node, base: fx.Node) -> fx.Node:
+        """The whole value as a view of the whole `base`, with the strides that the program gave that."""
+        return self.once(node, "view", lambda: self.based(base) if node is base else self.viewed(node, base))
+
+    def based(self, node: fx.Node) -> fx.Node:
+        whole = self.replicated(node)
+        if self.placements[node] is None:
+            return whole
+        stride = value_of(node).stride()
+        order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+        back = [order.index(dim) for dim in range(len(order))]
+        for target, args in ((aten.permute, (order,)), (aten.contiguous, ()), (aten.permute, (back,))):
+            if order != back or target is aten.contiguous:
+                whole = self.call(target.default, (whole, *args), node, None)
+                whole.meta["whole"] = None
+        return whole
+
+    def viewed(self, node: fx.Node, base: fx.Node) -> fx.Node:
+        parent = viewed(node)
+        assert parent is not None
+        made = self.graph.node_copy(node, lambda x: self.as_view(x, base) if x is parent else self.replicated(x))
+        made.meta["placement"], made.meta["whole"] = None, value_of(node)
+        return made
 
     def gather(self, node: fx.Node, placement: Sharded) -> fx.Node:
         value = value_of(node)

@@ -1,0 +1,93 @@
+"""In whose memory the outputs of a graph lie.
+
+    return st.add_(1)            is the buffer: who stores it, or held it before, holds the same object
+    return x.mul_(2)[:, 1:]      is a view of the input, in which the caller sees later writes
+    return y, y.transpose(1, 2)  is one value twice
+
+What a program returns is read off the storages of the captured fake values, before any pass. Every node notes whose
+view it is, so that a pass that puts a value of its own in the place of another can make the views again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.ir.nodes import outputs_of, value_of
+from ringopt.ir.refusal import Refusal
+
+Memory = tuple[str, int]  # "input" or "output", and the place of the first that lies in it
+
+LOST = "{} is returned, which lies in the memory of another value that the caller has; as shards it would not"
+
+
+def note_memory(graph: fx.Graph) -> None:
+    """Of each output the memory, and of each node the operand that it is a view of."""
+    owners: dict[int, Memory] = {}
+    for place, node in enumerate(graph.find_nodes(op="placeholder")):
+        for storage in storages(node):
+            owners.setdefault(storage, ("input", place))
+    found: list[Memory | None] = []
+    for place, node in enumerate(outputs_of(graph)):
+        memory = storages(node)
+        found.append(owners.setdefault(min(memory), ("output", place)) if memory else None)
+    graph.output_node().meta["memory"] = found
+    for node in graph.nodes:
+        shared = [i for i, arg in enumerate(node.all_input_nodes) if storages(arg) & storages(node)]
+        if shared and node.op == "call_function":
+            node.meta["view_of"] = shared[0]
+
+
+def storages(node: Any) -> frozenset[int]:
+    """The memory of a tensor node, or of those that a node gives several of."""
+    value = value_of(node)
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    kept = (part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided)
+    return frozenset(part.untyped_storage()._cdata for part in kept)
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of."""
+    place = node.meta.get("view_of")
+    return node.all_input_nodes[place] if place is not None else None
+
+
+def line(node: fx.Node) -> Iterator[fx.Node]:
+    """A value, what it is a view of, what that is a view of."""
+    found: fx.Node | None = node
+    while found is not None:
+        yield found
+        found = viewed(found)
+
+
+def written_rows(graph: fx.Graph, held: Container[fx.Node]) -> Refusal | None:
+    """Why not, where the graph writes to an input of which a rank has its rows."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        if node.args[0] in held:
+            said = f"the program writes to {node.args[0].name}, of which every rank holds its rows"
+            return Refusal(said, node)
+    return None
+
+
+def shared_outputs(graph: fx.Graph) -> Iterator[tuple[Memory, list[fx.Node]]]:
+    """The outputs that lie in the memory of an input, or several of them in one."""
+    groups: dict[Memory, list[fx.Node]] = defaultdict(list)
+    for node, memory in zip(outputs_of(graph), graph.output_node().meta["memory"], strict=True):
+        if memory is not None and node not in groups[memory]:
+            groups[memory].append(node)
+    for memory, nodes in groups.items():
+        if memory[0] == "input" or len(nodes) > 1:
+            yield memory, nodes
+
+
+def base_of(memory: Memory, nodes: list[fx.Node]) -> fx.Node | Refusal:
+    """The input that all `nodes` are views of, or the nearest value that they have in common."""
+    lines = [list(line(node)) for node in nodes]
+    common = [x for x in lines[0] if isinstance(value_of(x), torch.Tensor) and all(x in each for each in lines)]
+    if not common or (memory[0] == "input" and common[-1].op != "placeholder"):
+        return Refusal(LOST.format(nodes[0].name), nodes[0])
+    return common[-1] if memory[0] == "input" else common[0]
