@@ -23,6 +23,10 @@ class RingCommError(RingError, RuntimeError):
     """A message could not be sent or received: a peer died, hung or left."""
 
 
+class RingThreadError(RingCommError):
+    """Two threads of a process were inside one mesh at a time."""
+
+
 class RefusedError(RingError):
     """`on_refusal="error"`: an attention site or a graph was left unsharded."""
 

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -129,6 +129,10 @@ class Mesh(ABC):
             f"{time.monotonic() - begin:.1f} s: {said}. {ADVICE}"
         )
 
+    def held(self) -> AbstractContextManager[None]:
+        """For what talks: this thread is inside the mesh meanwhile, and no other may be. Raises RingThreadError."""
+        return nullcontext()  # most meshes are pretended
+
     def begin_program(self) -> None:  # noqa: B027 (what counts them is who may be cut short)
         """This rank takes part in one more program that talks."""
 
@@ -145,9 +149,10 @@ class Mesh(ABC):
         checkpoint stops to compute again."""
         within, self._within.program = getattr(self._within, "program", False), True
         try:
-            if not within:
-                self.begin_program()
-            yield
+            with self.held():
+                if not within:
+                    self.begin_program()
+                yield
         except (RingError, _StopRecomputationError):
             raise
         except BaseException as error:
@@ -184,9 +189,10 @@ class Mesh(ABC):
         sent, received = (sum(buffer.nbytes for _, buffer in way) for way in (sends, receives))
         pending = Pending(self, [buffer for _, buffer in (*sends, *receives)], label)
         if sends or receives:
-            log_event("posted", label, self.rank, sent, received, len(sends))
-            self.in_flight.add(pending)
-            pending.under_way(self._post(sends, receives, label))
+            with self.held():
+                log_event("posted", label, self.rank, sent, received, len(sends))
+                self.in_flight.add(pending)
+                pending.under_way(self._post(sends, receives, label))
         return pending
 
     def all_gather(self, x: Tensor, label: str = "") -> list[Tensor]:
@@ -194,7 +200,8 @@ class Mesh(ABC):
         if self.size == 1:
             return [x.clone()]
         moved = x.nbytes * (self.size - 1)
-        began, gathered = time.monotonic(), self._all_gather(x, label)
+        with self.held():
+            began, gathered = time.monotonic(), self._all_gather(x, label)
         log_event("all_gather", label, self.rank, moved, moved, self.size - 1, began=began)
         return gathered
 
@@ -203,7 +210,8 @@ class Mesh(ABC):
         if self.size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         moved = 2 * x.nbytes * (self.size - 1) // self.size
-        began, total = time.monotonic(), self._all_reduce(x, label)
+        with self.held():
+            began, total = time.monotonic(), self._all_reduce(x, label)
         log_event("all_reduce", label, self.rank, moved, moved, 2 * (self.size - 1), began=began)
         return total
 
@@ -213,9 +221,10 @@ class Mesh(ABC):
         pending = Pending(self, [x], label)
         if self.size > 1 and x.numel():
             moved = 2 * x.nbytes * (self.size - 1) // self.size
-            log_event("posted", label, self.rank, moved, moved, 2 * (self.size - 1))
-            self.in_flight.add(pending)
-            pending.under_way([self._start_all_reduce(x, label)])
+            with self.held():
+                log_event("posted", label, self.rank, moved, moved, 2 * (self.size - 1))
+                self.in_flight.add(pending)
+                pending.under_way([self._start_all_reduce(x, label)])
         return pending
 
     def start_all_gather(self, x: Tensor, label: str = "") -> tuple[list[Tensor], Pending]:
@@ -224,11 +233,12 @@ class Mesh(ABC):
         if self.size == 1 or not x.numel():
             return [x.clone() for _ in range(self.size)], Pending(self, [], label)
         moved = x.nbytes * (self.size - 1)
-        log_event("posted", label, self.rank, moved, moved, self.size - 1)
-        parts, transfer = self._start_all_gather(x, label)
-        pending = Pending(self, [x, *parts], label)
-        self.in_flight.add(pending)
-        pending.under_way([transfer])
+        with self.held():
+            log_event("posted", label, self.rank, moved, moved, self.size - 1)
+            parts, transfer = self._start_all_gather(x, label)
+            pending = Pending(self, [x, *parts], label)
+            self.in_flight.add(pending)
+            pending.under_way([transfer])
         return parts, pending
 
     @abstractmethod

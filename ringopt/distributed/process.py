@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
+import hashlib
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.distributed import failure_agreement
 from ringopt.distributed.failure_agreement import Place, all_alike
+from ringopt.distributed.groups import group_of, name_of, new_group
 from ringopt.distributed.intra_node.collectives import LocalCollectives
 from ringopt.distributed.intra_node.discovery import Met, meet
 from ringopt.distributed.intra_node.messages import LocalLinks
 from ringopt.distributed.mesh import Mesh, Transfer, Work, register, registered
-from ringopt.errors import OptionError, RingCommError
+from ringopt.distributed.occupancy import CROWD, Occupancy
+from ringopt.errors import OptionError, RingCommError, RingMismatchError, RingThreadError
 from ringopt.options import check_mesh
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class ProcessMesh(Mesh):
     for ringopt's messages only, and they cannot be mistaken for others'. Between ranks on one node, what lies in the
     memory of the CPU goes past the group (distributed/intra_node/messages.py)."""
 
-    def __init__(self, name: str, ranks: Sequence[int], timeout: float, group: Any):
+    def __init__(self, name: str, ranks: Sequence[int], timeout: float, group: Any, named_by: str = ""):
         super().__init__()
         self._name, self.ranks, self.timeout, self.group = name, tuple(ranks), timeout, group
         self._rank = self.ranks.index(dist.get_rank())
@@ -63,9 +66,10 @@ class ProcessMesh(Mesh):
         self._apart: ProcessMesh | None = None
         self._process = os.getpid()
         self._ended = ""  # by what
+        self._occupancy = Occupancy()
         self._place, self._cuts, self._life = Place(), 0, self._lives()
         self._links: LocalLinks | None = None
-        met = self._meet()
+        met = self._meet(f"{name} {named_by}")
         self._links, self._strangers = met.links, met.strangers
         self._together = LocalCollectives(met.links, self._rank) if met.links and met.everybody else None
 
@@ -76,11 +80,18 @@ class ProcessMesh(Mesh):
             return 0
         return dist.distributed_c10d._get_process_group_store(self.group).add(f"ringopt {self._name} {self._rank}", 1)
 
-    def _meet(self) -> Met:
+    def _meet(self, made: str) -> Met:
+        """Of ranks that all have `made` this mesh, and no other of the same ranks. Raises RingMismatchError."""
         # A pretended backend carries nothing, so nobody could be met.
         if self.size == 1 or self.device.type != "cpu" or dist.get_backend(self.group) == "fake":
             return Met(None, False)
         with unset_fake_temporarily():  # a mesh may be made while a graph is traced
+            if len(set(self._of_all(bytes_of_text(made)))) > 1:
+                raise RingMismatchError(
+                    f"rank {self.rank} of {self.size} makes mesh {self._name!r}, and others make another mesh of the "
+                    "same ranks. Threads have meshes of their own made in one order on all ranks: call each model "
+                    "once, one after the other, before the threads start"
+                )
             met = meet(self._rank, self._of_all, self.timeout)
         if met.links is not None:
             weakref.finalize(self, met.links.close)
@@ -133,7 +144,27 @@ class ProcessMesh(Mesh):
 
     def failed(self, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
         self.end("an earlier message has failed")
+        if self._occupancy.crowded:
+            return RingThreadError(self._occupancy.crowded)
         return super().failed(label, what, begin, error)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        if (other := self._occupancy.enter()) is not None:
+            self._end_crowded(other.thread)
+        try:
+            yield
+        finally:
+            self._occupancy.leave()
+        self._occupancy.check()  # the thread that came meanwhile may be the one that the peers have answered
+
+    def _end_crowded(self, other: str) -> NoReturn:
+        who = f"threads {other!r} and {threading.current_thread().name!r}"
+        self._occupancy.crowded = (
+            self._occupancy.crowded or f"rank {self.rank} of {self.size} ({self.name}): {who} {CROWD}"
+        )
+        self.end(f"{who} were inside the mesh at the same time")
+        raise RingThreadError(self._occupancy.crowded)
 
     def begin_program(self) -> None:
         self._place.programs += 1
@@ -269,6 +300,7 @@ class ProcessMesh(Mesh):
                 "ringopt.distributed.process.process_mesh. A compiled model is compiled anew, over the process group "
                 "that there is then or on one process, after torch._dynamo.reset()"
             )
+        self._occupancy.check()
         if self._ended:
             raise RingCommError(
                 f"rank {self.rank} of {self.size} ({self.name}), {label or 'exchange'}: {what} was not begun: "
@@ -281,6 +313,11 @@ class ProcessMesh(Mesh):
             raise self.failed(label, what, begin, error) from error
 
 
+def bytes_of_text(text: str) -> bytes:
+    """As many, whatever the length."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
 def received(buffer: Tensor, peer: int) -> str:
     return f"receive of {buffer.nbytes} bytes from rank {peer}"
 
@@ -289,15 +326,16 @@ def sent(buffer: Tensor, peer: int) -> str:
     return f"send of {buffer.nbytes} bytes to rank {peer}"
 
 
-_cached: dict[tuple[tuple[int, ...], float], ProcessMesh] = {}
+_cached: dict[tuple[str, float], ProcessMesh] = {}
 
 
 def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None = None) -> ProcessMesh:
     """The mesh over the ranks of a 1-D `device_mesh` (None: the whole world), registered under its name.
 
     A message that does not arrive within `timeout_s` seconds is an error; None takes the mesh that these ranks have
-    already, or else 600 seconds. The first call with new ranks or a new timeout makes a process group: all ranks of the
-    mesh must make that call, in the same order. Raises OptionError.
+    already, or else 600 seconds. A `device_mesh` of another process group is another mesh, also over the same ranks.
+    The first call with new ranks, a new group or a new timeout makes a process group: all ranks of the mesh must make
+    that call, in the same order. Raises OptionError, RingMismatchError.
     """
     if device_mesh is not None:
         check_mesh(device_mesh, "mesh")
@@ -310,28 +348,14 @@ def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None 
     ranks = world if device_mesh is None else tuple(device_mesh.mesh.flatten().tolist())
     for key in [key for key, mesh in _cached.items() if not mesh.usable]:
         del _cached[key]
-    name = "world" if ranks == world else "ranks:" + ",".join(map(str, ranks))
-    mesh = _registered(name) if timeout_s is None else _cached.get((ranks, timeout_s))
+    group = group_of(device_mesh)
+    name = name_of(ranks, world, group)
+    mesh = _registered(name) if timeout_s is None else _cached.get((name, timeout_s))
     if mesh is None:
         timeout = DEFAULT_TIMEOUT if timeout_s is None else timeout_s
-        mesh = _cached[ranks, timeout] = ProcessMesh(name, ranks, timeout, new_group(ranks, timeout))
+        mesh = _cached[name, timeout] = ProcessMesh(name, ranks, timeout, new_group(ranks, timeout), group)
     register(mesh)
     return mesh
-
-
-def new_group(ranks: Sequence[int], timeout: float) -> Any:
-    """Only the members of a part of the world make its group: the others may be busy with other meshes. Raises
-    OptionError."""
-    part, ordered = len(ranks) < dist.get_world_size(), list(ranks) == sorted(ranks)
-    # Below torch 2.12 the ranks of a group are always in ascending order.
-    keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
-    if not ordered and not keeps_order:
-        raise OptionError(
-            f"the mesh holds ranks {list(ranks)}, and torch {torch.__version__} makes groups in ascending order only; "
-            "use torch 2.12 or later, or a mesh in that order"
-        )
-    order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
-    return dist.new_group(list(ranks), timedelta(seconds=timeout), use_local_synchronization=part, **order)
 
 
 def _registered(name: str) -> ProcessMesh | None:

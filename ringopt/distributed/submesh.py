@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class SubMesh(Mesh):
     @property
     def teller(self) -> int:
         return self.whole.teller
+
+    def held(self) -> AbstractContextManager[None]:
+        return self.whole.held()
 
     def begin_program(self) -> None:
         self.whole.begin_program()

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 
 from ringopt.distributed.consistency import compare, digest
-from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.mesh import Mesh, registered
 from ringopt.tensor.lazy import Lazy
 
 
@@ -36,17 +36,22 @@ class CheckedInputs:
     def __call__(self, *inputs: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in inputs):
             return self.run(*inputs)  # torch looks what comes out, as it does between the parts of a graph under DDP
-        end_broken_backward(self.mesh)
+        mesh = registered(self.mesh.name) or self.mesh  # as the operators look it up
+        with mesh.held():
+            return self.checked(mesh, inputs)
+
+    def checked(self, mesh: Mesh, inputs: Sequence[Any]) -> Any:
+        end_broken_backward(mesh)
         if self.when == "always" or (self.when == "first" and not self.asked):
             states = [("the random number generator", torch.get_rng_state())] if self.random else []
             if self.random and torch.cuda.is_available():
                 states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
             names, values = (*self.names, *(name for name, _ in states)), (*inputs, *(state for _, state in states))
-            compare(self.mesh, self.program, names, [told(value) for value in values])
+            compare(mesh, self.program, names, [told(value) for value in values])
             self.asked = True
-        with self.mesh.unbroken():
+        with mesh.unbroken():
             outputs = self.run(*inputs)
-        watch_backward(self.mesh, outputs)
+        watch_backward(mesh, outputs)
         return outputs
 
 
@@ -62,7 +67,8 @@ def begin_backward(mesh: Mesh, gradients: Sequence[Any]) -> None:
         return
     task, backwards = torch._C._current_graph_task_id(), mesh.backwards
     if task != -1 and task not in backwards:
-        backwards.add(task)
+        with mesh.held():  # until the end of the backward
+            backwards.add(task)
         Variable._execution_engine.queue_callback(partial(backwards.discard, task))
 
 

@@ -1,0 +1,104 @@
+"""Who is inside a mesh: one thread of the program at a time.
+
+Messages have no name but their order, so two threads that send through one mesh at a time may each be given what was
+meant for the other, without an error. Inside is a thread in a compiled call, in an operator that talks, and in a
+backward from its first message to its end. The threads in which the autograd engine runs a backward, and what a
+checkpoint computes again in them, belong to the thread that called it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import cast
+
+import torch
+from torch.autograd import Variable
+
+from ringopt.errors import RingThreadError
+
+# The engine takes the thread-local objects of torch along to the threads that run a backward.
+KEY = "ringopt strand"
+
+CROWD = (
+    "were inside the mesh at the same time (a call of what was compiled, its backward, or an operator of ringopt). "
+    "Their messages cannot be told apart, so no number of either can be trusted. Call from one thread at a time, in "
+    "the same order on all ranks; or give each model a mesh of its own, options={'mesh': DeviceMesh.from_group(group, "
+    "'cpu', mesh_dim_names=(name,))}, with a group that torch.distributed.new_group has made and a name that no other "
+    "mesh has (Dynamo takes meshes of the same ranks and names for one), and call each once before the threads start. "
+    "Restart the ranks"
+)
+
+
+class Strand:
+    """A thread of the program, with the threads of the autograd engine that work for it."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread().name
+
+
+# Of backwards whose caller has never been here, so that it left no strand for the threads of the engine.
+_of_backwards: weakref.WeakValueDictionary[int, Strand] = weakref.WeakValueDictionary()
+
+
+def strand() -> Strand:
+    """That of whoever asks."""
+    if not torch._C._is_key_in_tls(KEY):
+        task = torch._C._current_graph_task_id()
+        own = _of_backwards.setdefault(task, Strand()) if task != -1 else Strand()
+        torch._C._stash_obj_in_tls(KEY, own)
+    return cast(Strand, torch._C._get_obj_in_tls(KEY))
+
+
+class Occupancy:
+    """Of one mesh. `crowded` says that two threads were inside at a time, once they were."""
+
+    def __init__(self) -> None:
+        self.crowded = ""
+        self._inside: Strand | None = None
+        self._depth = 0
+        self._backwards: dict[int, Strand] = {}
+        self._lock = threading.RLock()  # reentrant: the end of a backward that failed comes whenever it is freed
+
+    def enter(self) -> Strand | None:
+        """Returns the strand that is inside, if it is another's: then there is nothing to leave."""
+        mine, task = strand(), torch._C._current_graph_task_id()
+        with self._lock:
+            if self._inside is not None and self._inside is not mine:
+                return self._inside
+            self._inside, self._depth = mine, self._depth + 1
+            if task == -1 or task in self._backwards:
+                return None
+            self._backwards[task] = mine
+            self._depth += 1
+        Variable._execution_engine.queue_callback(_End(self, task))
+        return None
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._inside = None
+
+    def check(self) -> None:
+        """Raises RingThreadError."""
+        if self.crowded:
+            raise RingThreadError(self.crowded)
+
+    def end_backward(self, task: int) -> None:
+        with self._lock:
+            if self._backwards.pop(task, None) is not None:
+                self.leave()
+
+
+class _End:
+    """Called by the engine at the end of a backward, and freed without a call where that fails."""
+
+    def __init__(self, occupancy: Occupancy, task: int):
+        self._occupancy = occupancy
+        self._end = weakref.finalize(self, occupancy.end_backward, task)
+        self._end.atexit = False
+
+    def __call__(self) -> None:
+        self._end()
+        self._occupancy.check()
