@@ -13,7 +13,8 @@ import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS
 from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
-from ringopt.context_parallel.plan.exchange import Cargo, exchange_of
+from ringopt.context_parallel.plan.exchange import Cargo
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.choose import CLOSE, duration
 from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates

@@ -23,10 +23,10 @@ from ringopt.expr.simplify import substitute
 from ringopt.expr.terms import load, loads, score
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import emit_attention, module_path, requires_grad, shape_of, source_line, value_of
-from ringopt.ir.refusal import Refusal
+from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.passes.find_unfused import in_order, multiplied
-from ringopt.pipeline import Context, GraphRefused, Pass, SiteInfo
+from ringopt.passes.find_unfused import multiplied
+from ringopt.pipeline import Context, Pass, SiteInfo
 from ringopt.recognize.crosscheck import of_scores
 from ringopt.recognize.lift import Cone, Unreadable
 from ringopt.recognize.prove import descendants
@@ -53,7 +53,7 @@ class FindFlex(Pass):
                 raise GraphRefused(Refusal(f"flex_attention: {sentence_of(problem)}", node)) from problem
             new, info = rewrite(graph, node, scores, reading)
             context.sites[new] = info
-        in_order(graph, context)
+        context.sort_sites(graph)
 
 
 def sentence_of(problem: NotAttention | Unreadable) -> str:

@@ -62,7 +62,7 @@ class FindUnfused(Pass):
         softmaxes = [node for node in graph.nodes if op_name(node) in SOFTMAX]
         if softmaxes:
             find_all(graph, softmaxes, context)
-            in_order(graph, context)
+            context.sort_sites(graph)
         tell_exponentials(graph, context)
 
 
@@ -129,14 +129,6 @@ def tell_exponentials(graph: fx.Graph, context: Context) -> None:
     weights = dict.fromkeys(one.softmax for one in candidates(products, EXPONENTIALS) if one.summed)
     for node in filter(exponentials.__contains__, weights):
         leave(op_name(node), node, "its rows are not divided by their plain sum, so they are no softmax", context)
-
-
-def in_order(graph: fx.Graph, context: Context) -> None:
-    """Sites in the order of the program."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for node, info in sorted(context.sites.items(), key=lambda site: place[site[0]]):
-        del context.sites[node]
-        context.sites[node] = info
 
 
 # ---- weights that are used elsewhere ---------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.memory import LOST, Memory, storages
 from ringopt.ir.nodes import is_tensor, origin, outputs_of, value_of
-from ringopt.ir.refusal import Refusal
+from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import divides, into_nodes, same
-from ringopt.pipeline import Context, GraphRefused, Pass
+from ringopt.pipeline import Context, Pass
 
 aten = torch.ops.aten
 

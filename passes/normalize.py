@@ -25,8 +25,8 @@ from ringopt.frontend.functionalize import Functional, Unwritable, instead, view
 from ringopt.ir.autograd_function import CustomGradient, custom_gradients
 from ringopt.ir.memory import written_rows
 from ringopt.ir.nodes import argument, emit, named, op_name, origin, requires_grad, shape_of, value_of
-from ringopt.ir.refusal import Refusal
-from ringopt.pipeline import Context, GraphRefused, Pass
+from ringopt.ir.refusal import GraphRefused, Refusal
+from ringopt.pipeline import Context, Pass
 
 aten = torch.ops.aten
 

@@ -27,13 +27,12 @@ from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.cost.choose import duration
 from ringopt.distributed.mesh import ANY
 from ringopt.hardware.rates import Rates
-from ringopt.ir.nodes import module_path, named, op_name, requires_grad
+from ringopt.ir.nodes import is_parameter, module_path, named, op_name, requires_grad
 from ringopt.overlap.async_collectives import BUDGET, Budget, advance_all, bytes_of, collectives_of
 from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
 from ringopt.overlap.reorder import flops_of, is_product
 from ringopt.overlap.start_early import EXCHANGES, beside_of, gap_before
 from ringopt.passes.choose_strategy import rates_for
-from ringopt.passes.sync_gradients import is_parameter
 from ringopt.pipeline import Context, Pass
 from ringopt.report import readable
 

@@ -41,11 +41,11 @@ from ringopt.ir.nodes import (
     tensor_args,
     value_of,
 )
-from ringopt.ir.placement import Sharded
-from ringopt.ir.refusal import Refusal
+from ringopt.ir.placement import Sharded, Spread
+from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import plain
 from ringopt.ops.ring import VERSION
-from ringopt.pipeline import Context, GraphRefused, Pass, SiteInfo
+from ringopt.pipeline import Context, Pass, SiteInfo
 from ringopt.report import Gather
 from ringopt.sharding.composite import parts_of
 from ringopt.sharding.emit import enough_rows
@@ -56,7 +56,6 @@ from ringopt.sharding.handlers.demands import Demand, sources, worked_on
 from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
 from ringopt.sharding.sharder import Sharder
-from ringopt.tensor.lazy import Spread
 
 
 class ShardSequence(Pass):

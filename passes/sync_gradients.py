@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 import torch.fx as fx
 
-from ringopt.ir.nodes import op_name, value_of
+from ringopt.ir.nodes import is_parameter, op_name, value_of
 from ringopt.ops import gradient_buckets  # noqa: F401  (registers the operators)
 from ringopt.pipeline import Context, Pass
 
@@ -38,10 +38,6 @@ class SyncGradients(Pass):
         for bucket in buckets(copies):
             if len(bucket) > 1:
                 join(gm.graph, bucket)
-
-
-def is_parameter(node: fx.Node) -> bool:
-    return node.op == "placeholder" and bool(node.meta.get("parameter"))
 
 
 def buckets(copies: list[fx.Node]) -> Iterator[list[fx.Node]]:

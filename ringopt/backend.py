@@ -18,8 +18,8 @@ import torch.fx as fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ringopt.context_parallel.geometry.dilation import is_dilated
-from ringopt.distributed.mesh import Mesh, mesh_of
-from ringopt.distributed.process import process_mesh
+from ringopt.distributed.lookup import mesh_of, process_mesh
+from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RefusedError
 from ringopt.expr.mask import Mask
 from ringopt.frontend.capture import capture, known, unseen
@@ -29,10 +29,11 @@ from ringopt.frontend.flatten import has_custom
 from ringopt.frontend.open_floats import floats_as_tensors, left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import readable, requires_grad, shape_of, value_of
+from ringopt.ir.refusal import GraphRefused
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from ringopt.passes import ALONE, LINE
-from ringopt.pipeline import Context, GraphRefused, Pass, Pipeline, SiteInfo
+from ringopt.pipeline import Context, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of

@@ -38,8 +38,8 @@ from ringopt.context_parallel.plan.plan_of import on_nodes
 from ringopt.cost.choose import Case, choose
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.agreed_rates import agreed_rates
-from ringopt.distributed.mesh import Mesh, mesh_of, register
-from ringopt.distributed.process import process_mesh
+from ringopt.distributed.lookup import mesh_of, process_mesh
+from ringopt.distributed.mesh import Mesh, register
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
 from ringopt.expr.mask import Mask

@@ -19,12 +19,11 @@ from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.ir.nodes import eliminate_dead_code
-from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.placement import Layouts, Sharded, Spread
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import Refusal
 from ringopt.options import Options
 from ringopt.report import Gather
-from ringopt.tensor.lazy import Spread
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +89,13 @@ class Context:
         """Whether something of the graph is to be spread over the ranks."""
         return bool(self.given or self.pairs) or any(info.refusal is None for info in self.sites.values())
 
+    def sort_sites(self, graph: fx.Graph) -> None:
+        """Puts sites into the order of the program."""
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        for node, info in sorted(self.sites.items(), key=lambda site: place[site[0]]):
+            del self.sites[node]
+            self.sites[node] = info
+
     def forget(self, graph: fx.Graph) -> None:
         """Sites that nobody read, which `graph` has no longer."""
         alive = set(graph.nodes)
@@ -105,14 +111,6 @@ class Pass(ABC):
     @abstractmethod
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         """Edits `gm.graph` in place."""
-
-
-class GraphRefused(Exception):
-    """A pass cannot make its invariant hold: the whole graph stays as it was, and the report says why."""
-
-    def __init__(self, refusal: Refusal):
-        self.refusal = refusal
-        super().__init__(refusal.sentence)
 
 
 Callback = Callable[[Pass, fx.GraphModule], None]

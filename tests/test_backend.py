@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
 from ringopt.backend import tell, transform
-from ringopt.distributed.mesh import PretendedMesh, mesh_of
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, value_of
 from ringopt.options import Options

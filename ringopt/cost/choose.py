@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, layouts_of, text_of
-from ringopt.context_parallel.plan.exchange import Exchange, exchange_of
-from ringopt.context_parallel.plan.plan_of import NAMES, Plan, hybrid, plan_of
+from ringopt.context_parallel.plan.exchange import Exchange
+from ringopt.context_parallel.plan.plan_of import NAMES, Plan, exchange_of, hybrid, plan_of
 from ringopt.context_parallel.plan.strategies import MERGE, QUERIES_MOVE
 from ringopt.cost.memory import most_memory
 from ringopt.cost.simulate import Heads, pairs_of, simulate

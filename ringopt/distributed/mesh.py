@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -323,36 +322,9 @@ def forget_all() -> None:
     _meshes.clear()
 
 
-def mesh_of(name: str) -> Mesh:
-    """The mesh registered as `name`; "pretend:RANK/SIZE" needs no registration. Raises RingCommError."""
-    if name.startswith("pretend:"):
-        return _pretended(name)
-    mesh = registered(name)
-    if mesh is None and name == ANY:
-        return _whoever_runs()
-    if mesh is None:
-        raise RingCommError(
-            f"no mesh {name!r} in this process; known are {sorted(_meshes) or 'none'}. Start the process group "
-            "(torch.distributed.init_process_group) and make the mesh (ringopt.distributed.process.process_mesh) first"
-        )
-    return mesh
-
-
-def _whoever_runs() -> Mesh:
-    if dist.is_available() and dist.is_initialized():
-        from ringopt.distributed.process import process_mesh  # which stands on this module
-
-        return process_mesh()
-    return _pretended("pretend:0/1")
-
-
-def _pretended(name: str) -> PretendedMesh:
-    place = name.removeprefix("pretend:").split("/")
-    if len(place) == 2 and all(number.isdecimal() for number in place):
-        rank, size = map(int, place)
-        if rank < size:
-            return PretendedMesh(rank, size)
-    raise ValueError(f"mesh name {name!r}: expected pretend:RANK/SIZE with RANK below SIZE, such as pretend:0/8")
+def known() -> list[str]:
+    """The names of all registered meshes."""
+    return sorted(_meshes)
 
 
 def program_until_here(mesh: Mesh) -> None:

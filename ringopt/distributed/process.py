@@ -19,19 +19,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.distributed import failure_agreement
 from ringopt.distributed.failure_agreement import Place, all_alike
-from ringopt.distributed.groups import group_of, name_of, new_group
+from ringopt.distributed.groups import new_group
 from ringopt.distributed.intra_node.collectives import LocalCollectives
 from ringopt.distributed.intra_node.discovery import Met, meet
 from ringopt.distributed.intra_node.messages import LocalLinks
-from ringopt.distributed.mesh import Mesh, Transfer, Work, register, registered
+from ringopt.distributed.mesh import Mesh, Transfer, Work, register
 from ringopt.distributed.occupancy import CROWD, Occupancy
-from ringopt.errors import OptionError, RingCommError, RingMismatchError, RingThreadError
-from ringopt.options import check_mesh
+from ringopt.errors import RingCommError, RingMismatchError, RingThreadError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-DEFAULT_TIMEOUT = 600.0
+    pass
 
 T = TypeVar("T")
 
@@ -297,7 +294,7 @@ class ProcessMesh(Mesh):
         if not self.usable:
             raise RingCommError(
                 f"mesh {self._name!r} belongs to a process group that was destroyed; make it again with "
-                "ringopt.distributed.process.process_mesh. A compiled model is compiled anew, over the process group "
+                "ringopt.distributed.lookup.process_mesh. A compiled model is compiled anew, over the process group "
                 "that there is then or on one process, after torch._dynamo.reset()"
             )
         self._occupancy.check()
@@ -324,40 +321,3 @@ def received(buffer: Tensor, peer: int) -> str:
 
 def sent(buffer: Tensor, peer: int) -> str:
     return f"send of {buffer.nbytes} bytes to rank {peer}"
-
-
-_cached: dict[tuple[str, float], ProcessMesh] = {}
-
-
-def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None = None) -> ProcessMesh:
-    """The mesh over the ranks of a 1-D `device_mesh` (None: the whole world), registered under its name.
-
-    A message that does not arrive within `timeout_s` seconds is an error; None takes the mesh that these ranks have
-    already, or else 600 seconds. A `device_mesh` of another process group is another mesh, also over the same ranks.
-    The first call with new ranks, a new group or a new timeout makes a process group: all ranks of the mesh must make
-    that call, in the same order. Raises OptionError, RingMismatchError.
-    """
-    if device_mesh is not None:
-        check_mesh(device_mesh, "mesh")
-    if not dist.is_initialized():
-        raise OptionError(
-            "a mesh over processes was asked for, and torch.distributed is not initialized: run under torchrun and "
-            "call torch.distributed.init_process_group first"
-        )
-    world = tuple(range(dist.get_world_size()))
-    ranks = world if device_mesh is None else tuple(device_mesh.mesh.flatten().tolist())
-    for key in [key for key, mesh in _cached.items() if not mesh.usable]:
-        del _cached[key]
-    group = group_of(device_mesh)
-    name = name_of(ranks, world, group)
-    mesh = _registered(name) if timeout_s is None else _cached.get((name, timeout_s))
-    if mesh is None:
-        timeout = DEFAULT_TIMEOUT if timeout_s is None else timeout_s
-        mesh = _cached[name, timeout] = ProcessMesh(name, ranks, timeout, new_group(ranks, timeout), group)
-    register(mesh)
-    return mesh
-
-
-def _registered(name: str) -> ProcessMesh | None:
-    mesh = registered(name)
-    return mesh if isinstance(mesh, ProcessMesh) and mesh.usable else None

@@ -36,11 +36,11 @@ from ringopt.frontend.capture import capture, known
 from ringopt.frontend.dynamic_shapes import sizes_of
 from ringopt.ir.nodes import is_tensor, op_name
 from ringopt.ir.printer import short
-from ringopt.ir.refusal import Refusal
+from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import formula, into_assertions
 from ringopt.options import Options
 from ringopt.passes import ALONE, LINE
-from ringopt.pipeline import Context, GraphRefused, Pipeline, SiteInfo
+from ringopt.pipeline import Context, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of

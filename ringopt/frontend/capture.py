@@ -34,10 +34,9 @@ from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
 from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.memory import note_memory
 from ringopt.ir.nodes import outputs_of, readable, value_of
-from ringopt.ir.refusal import Refusal
+from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_arguments
 from ringopt.ops import flex as flex_operator  # noqa: F401  (registers the operator)
-from ringopt.pipeline import GraphRefused
 from ringopt.tensor.lazy import Lazy
 
 

@@ -19,9 +19,8 @@ from torch._ops import HigherOrderOperator
 from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.ir.checkpoint_regions import Regions, tags
-from ringopt.ir.refusal import Refusal
+from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import custom_gradient  # noqa: F401  (registers the operator)
-from ringopt.pipeline import GraphRefused
 
 HIGHER_ORDER = {
     "flex_attention": "flex_attention inside a region of a program is not sharded yet",

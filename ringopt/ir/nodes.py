@@ -168,3 +168,7 @@ def emit_attention(graph: fx.Graph, args: Any, like: fx.Node) -> fx.Node:
     q, v = value_of(args[0]), value_of(args[2])
     new.meta["val"] = q.new_empty((*q.shape[:3], v.shape[3]))
     return new
+
+
+def is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and bool(node.meta.get("parameter"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ringopt.ir.symbolic_sizes import divides, formula, same
@@ -65,6 +65,22 @@ class Layouts:
             return axes[at]
         known = [axis for axis in axes if isinstance(axis, int)] if isinstance(at, int) else []
         return axes[min(known, key=lambda axis: (abs(axis - at), axis))] if known else self.name
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor of `size` and `stride` is spread over the ranks of the mesh called `group`; `name` is for errors."""
+
+    placement: Sharded
+    layout: str
+    group: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    name: str = field(compare=False)
+
+
+def same_rows(one: Spread, other: Spread) -> bool:
+    return (one.placement, one.layout, one.group) == (other.placement, other.layout, other.group)
 
 
 def through_view(placement: Sharded, old: tuple[int, ...], new: tuple[int, ...]) -> Sharded | None:

@@ -13,3 +13,11 @@ class Refusal:
 
     sentence: str
     node: fx.Node | None = None
+
+
+class GraphRefused(Exception):
+    """A pass cannot make its invariant hold: the whole graph stays as it was, and the report says why."""
+
+    def __init__(self, refusal: Refusal):
+        self.refusal = refusal
+        super().__init__(refusal.sentence)

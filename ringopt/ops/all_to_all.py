@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.fetch_rows import trade
 from ringopt.ops.reshard import places
 

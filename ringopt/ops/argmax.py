@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 
 
 @torch.library.custom_op("ringopt::extreme", mutates_args=())

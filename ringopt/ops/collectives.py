@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh
 
 LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
 

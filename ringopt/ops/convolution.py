@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh
 from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of, run_fetch, swap
 
 aten = torch.ops.aten

@@ -28,7 +28,8 @@ from ringopt.context_parallel.geometry.dilation import dilation_of
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of, prove_dilated
 from ringopt.distributed.handshake import agree
-from ringopt.distributed.mesh import Mesh, mesh_of, program_until_here
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh, program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator

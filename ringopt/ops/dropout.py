@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 
 SEEDS = 2**31 - 1
 

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import Layout, layout_of
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh
 from ringopt.ops.collectives import factored, with_dim
 
 Piece = tuple[int, int, int]  # first row, step (of any sign, or 0), how many

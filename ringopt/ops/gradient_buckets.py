@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.distributed.mesh import mesh_of, program_until_here
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.ops.collectives import LIBRARY
 

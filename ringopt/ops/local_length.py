@@ -17,7 +17,8 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.consistency import compare, digest
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh
 from ringopt.errors import PlanError
 
 # Which programs a mesh has been asked about. Ranks that are threads of one process share a mesh, hence the rank.

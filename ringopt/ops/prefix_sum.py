@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import Layout, layout_of
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh
 
 
 @torch.library.custom_op("ringopt::running_sum", mutates_args=())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.collectives import with_dim
 from ringopt.ops.fetch_rows import Fetch, held, route, run_fetch
 

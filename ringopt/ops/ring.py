@@ -31,7 +31,8 @@ from ringopt.context_parallel.plan.head_exchange import HeadExchange, prove_head
 from ringopt.context_parallel.plan.plan_of import Plan, plan_of
 from ringopt.context_parallel.plan.prove import prove
 from ringopt.distributed.handshake import agree
-from ringopt.distributed.mesh import Mesh, mesh_of, program_until_here
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh, program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.expr.mask import Mask

@@ -17,7 +17,8 @@ from torch import Tensor
 from ringopt.context_parallel.executor.attend import backward_until_home
 from ringopt.context_parallel.executor.interleave import Keys
 from ringopt.context_parallel.executor.keys_move import Operands, Saved, rounded_parts
-from ringopt.distributed.mesh import mesh_of, program_until_here
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem
 from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, Config, begun, empty_beside, prepare
 

@@ -7,7 +7,7 @@ Ops whose elements are elements of their source are in ringopt/recognize/lift_vi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -16,28 +16,26 @@ from ringopt.expr.simplify import apply, cast, compare, literal, logic, where
 from ringopt.expr.terms import INTEGERS, Affine, Plain, Term, affine, constant, number
 from ringopt.ir.nodes import argument, is_tensor, named, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import place_of
+from ringopt.recognize.element_reader import ElementReader
 from ringopt.recognize.lift_views import Index, at_dim, bounds_of_slice, broadcast, looked_up, plus, times
 
-if TYPE_CHECKING:
-    from ringopt.recognize.lift import Cone
-
-Rule = Callable[["Cone", fx.Node, Index], "Term | None"]
+Rule = Callable[[ElementReader, fx.Node, Index], "Term | None"]
 
 
 # ---- creation and casts ----------------------------------------------------------------------------------------------
 def filled(position: int | None, value: int = 0) -> Rule:
     """A tensor of one number: the argument at `position`, or `value`."""
 
-    def rule(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+    def rule(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
         given = value if position is None else argument(node, position, "fill_value")
         if isinstance(given, fx.Node):
-            return cast(cone.at(given, ()), value_of(node).dtype) if is_tensor(given) else None
+            return cast(reader.at(given, ()), value_of(node).dtype) if is_tensor(given) else None
         return literal(given, value_of(node).dtype)
 
     return rule
 
 
-def arange(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def arange(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     numbers = [*node.args] if len(node.args) > 1 else [0, *node.args]
     start, step = numbers[0], numbers[2] if len(numbers) > 2 else 1
     if type(start) is not int or type(step) is not int:
@@ -45,56 +43,56 @@ def arange(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     return cast(plus(times(index[0], step), start), value_of(node).dtype)
 
 
-def converted(cone: Cone, node: fx.Node, index: Index) -> Term | None:
-    return cast(cone.at(node.args[0], index), value_of(node).dtype)
+def converted(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    return cast(reader.at(node.args[0], index), value_of(node).dtype)
 
 
-def wrapped(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def wrapped(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     """Indexing by numbers that may be below 0: read from the source, which counts those from its end."""
-    found = looked_up(cone, node, index)
-    return cone.stored(found[0], found[1]) if found is not None else None
+    found = looked_up(reader, node, index)
+    return reader.stored(found[0], found[1]) if found is not None else None
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 def triangle(kept: str) -> Rule:
     """triu keeps where column - row >= diagonal, tril where <=."""
 
-    def rule(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+    def rule(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
         offset = apply("sub", [index[-1], index[-2]], torch.int64)
         inside = compare(kept, offset, argument(node, 1, "diagonal", 0))
-        return where(inside, cone.at(node.args[0], index), 0, value_of(node).dtype)
+        return where(inside, reader.at(node.args[0], index), 0, value_of(node).dtype)
 
     return rule
 
 
-def between(cone: Cone, place: Term, start: int, stop: int) -> tuple[Term, Term]:
+def between(reader: ElementReader, place: Term, start: int, stop: int) -> tuple[Term, Term]:
     """Whether start <= place < stop, and place - start kept inside the piece, so that it may be looked up anyway."""
-    inside = logic("logical_and", cone.fold(compare("ge", place, start)), cone.fold(compare("lt", place, stop)))
+    inside = logic("logical_and", reader.fold(compare("ge", place, start)), reader.fold(compare("lt", place, stop)))
     here = plus(place, -start)
-    least, most = cone.bounds(here)
+    least, most = reader.bounds(here)
     if least < 0 or most >= stop - start:
         here = apply("clamp", [here, 0, stop - start - 1], torch.int64)
     return inside, here
 
 
-def slice_scatter(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def slice_scatter(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     base, source, dim = node.args[0], node.args[1], argument(node, 2, "dim", 0) % len(index)
     start, step, count = bounds_of_slice(node, 3, shape_of(base)[dim])
     if step != 1 or not count:
         return None
-    inside, here = between(cone, index[dim], start, start + count)
-    return where(inside, cone.at(source, at_dim(index, dim, here)), cone.at(base, index), value_of(node).dtype)
+    inside, here = between(reader, index[dim], start, start + count)
+    return where(inside, reader.at(source, at_dim(index, dim, here)), reader.at(base, index), value_of(node).dtype)
 
 
-def select_scatter(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def select_scatter(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     base, source, dim, which = node.args
     dim %= len(index)
-    inside = cone.fold(compare("eq", index[dim], int(place_of(which, shape_of(base)[dim]))))
-    pasted = cone.at(source, index[:dim] + index[dim + 1 :])
-    return where(inside, pasted, cone.at(base, index), value_of(node).dtype)
+    inside = reader.fold(compare("eq", index[dim], int(place_of(which, shape_of(base)[dim]))))
+    pasted = reader.at(source, index[:dim] + index[dim + 1 :])
+    return where(inside, pasted, reader.at(base, index), value_of(node).dtype)
 
 
-def cat(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def cat(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     parts, dim = list(node.args[0]), argument(node, 1, "dim", 0) % len(index)
     if any(len(shape_of(part)) != len(index) or not shape_of(part)[dim] for part in parts):
         return None
@@ -102,13 +100,13 @@ def cat(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     stop = shape_of(node)[dim]
     for part in reversed(parts):
         start = stop - shape_of(part)[dim]
-        inside, here = between(cone, index[dim], start, stop)
-        piece = cast(cone.at(part, at_dim(index, dim, here)), value_of(node).dtype)
+        inside, here = between(reader, index[dim], start, stop)
+        piece = cast(reader.at(part, at_dim(index, dim, here)), value_of(node).dtype)
         term, stop = piece if term is None else where(inside, piece, term, value_of(node).dtype), start
     return term
 
 
-def pad(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def pad(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     if op_name(node) == "pad" and argument(node, 2, "mode", "constant") != "constant":
         return None
     value = argument(node, 3 if op_name(node) == "pad" else 2, "value", 0) or 0
@@ -116,31 +114,31 @@ def pad(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     for i in range(0, len(node.args[1]), 2):
         dim = len(index) - 1 - i // 2
         start = node.args[1][i]
-        within, place = between(cone, index[dim], start, start + sizes[dim])
+        within, place = between(reader, index[dim], start, start + sizes[dim])
         inside, here = logic("logical_and", inside, within), at_dim(here, dim, place)
-    return where(inside, cone.at(node.args[0], here), value, value_of(node).dtype)
+    return where(inside, reader.at(node.args[0], here), value, value_of(node).dtype)
 
 
 # ---- along the rows --------------------------------------------------------------------------------------------------
-def diff(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def diff(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     """Each element less the one before it; before the first stands `prepend`, of one element."""
     x, dim, prepend = node.args[0], named(node, "dim") % len(index), named(node, "prepend")
     if named(node, "n") != 1 or named(node, "append") is not None or value_of(x).dtype not in INTEGERS:
         return None
-    earlier = cone.at(x, at_dim(index, dim, plus(index[dim], -1 if prepend is not None else 0)))
-    later = cone.at(x, index if prepend is not None else at_dim(index, dim, plus(index[dim], 1)))
+    earlier = reader.at(x, at_dim(index, dim, plus(index[dim], -1 if prepend is not None else 0)))
+    later = reader.at(x, index if prepend is not None else at_dim(index, dim, plus(index[dim], 1)))
     if prepend is not None:
-        first = constant(cone.at(prepend, at_dim(index, dim, affine({}, 0)))) if shape_of(prepend)[dim] == 1 else None
+        first = constant(reader.at(prepend, at_dim(index, dim, affine({}, 0)))) if shape_of(prepend)[dim] == 1 else None
         # The line through the rows of x meets what stands before them: there is no need to tell the first row apart.
-        before = constant(cone.at(x, at_dim(index, dim, affine({}, -1))))
+        before = constant(reader.at(x, at_dim(index, dim, affine({}, -1))))
         if not isinstance(earlier, Affine) or first is None or before != first:
             return None
     return apply("sub", [later, earlier], value_of(node).dtype)
 
 
-def running_sum(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def running_sum(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     """Of zeros."""
-    zeros = constant(cone.at(node.args[0], index)) == 0
+    zeros = constant(reader.at(node.args[0], index)) == 0
     return number(0, value_of(node).dtype) if zeros else None
 
 
@@ -160,7 +158,7 @@ POINTWISE = frozenset(("where", "masked_fill", "rsub", "min", "max", "floor_divi
                        "__and__", "__or__", "__xor__", "log_sigmoid", "softplus"))  # fmt: skip
 
 
-def pointwise(cone: Cone, node: fx.Node, index: Index) -> Term | None:
+def pointwise(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     name, dtype = op_name(node), value_of(node).dtype if is_tensor(node) else None
     given = arguments(node)
     if given is None or dtype is None or torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -188,7 +186,7 @@ def pointwise(cone: Cone, node: fx.Node, index: Index) -> Term | None:
     args: list[Term | Plain] = []
     for value in values:
         if isinstance(value, fx.Node):
-            element = cone.at(value, broadcast(index, value))
+            element = reader.at(value, broadcast(index, value))
             args.append(cast(element, common) if name != "where" and shape_of(value) else element)
         else:
             args.append(value)

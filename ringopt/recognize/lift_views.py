@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -18,13 +17,11 @@ from ringopt.expr.simplify import apply, literal
 from ringopt.expr.terms import Affine, Apply, Term, affine
 from ringopt.ir.nodes import argument, is_tensor, shape_of, value_of
 from ringopt.ir.symbolic_sizes import place_of, slice_of
-
-if TYPE_CHECKING:
-    from ringopt.recognize.lift import Cone
+from ringopt.recognize.element_reader import ElementReader
 
 Index = tuple[Term, ...]
 Place = tuple[fx.Node, Index]
-View = Callable[["Cone", fx.Node, Index], "Place | None"]
+View = Callable[[ElementReader, fx.Node, Index], "Place | None"]
 
 ZERO = affine({}, 0)
 
@@ -58,12 +55,12 @@ def bounds_of_slice(node: fx.Node, first: int, size: int) -> tuple[int, int, int
     return slice_of(size, start, stop, argument(node, first + 2, "step", 1))
 
 
-def same(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def same(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     source = node.args[0]
     return (source, index) if value_of(source).dtype == value_of(node).dtype else None
 
 
-def reordered(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def reordered(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     rule = rule_of(node)
     if rule is None:
         return None
@@ -71,16 +68,16 @@ def reordered(cone: Cone, node: fx.Node, index: Index) -> Place | None:
     return node.args[0], tuple(index[dims[dim]] for dim in range(len(index)))
 
 
-def unsqueeze(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def unsqueeze(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     dim = node.args[1] % len(index)
     return node.args[0], index[:dim] + index[dim + 1 :]
 
 
-def expand(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def expand(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     return node.args[0], broadcast(index, node.args[0])
 
 
-def select(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def select(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     source, dim, which = node.args
     if not isinstance(which, int):
         return None
@@ -88,13 +85,13 @@ def select(cone: Cone, node: fx.Node, index: Index) -> Place | None:
     return source, (*index[:dim], affine({}, place_of(which, shape_of(source)[dim])), *index[dim:])
 
 
-def slice_(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def slice_(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     source, dim = node.args[0], argument(node, 1, "dim", 0) % len(index)
     start, step, _count = bounds_of_slice(node, 2, shape_of(source)[dim])
     return source, at_dim(index, dim, plus(times(index[dim], step), start))
 
 
-def reshape(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def reshape(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     """Dims are matched in groups of equal product; a group is one flat number, taken apart into the source's dims."""
     old, new = shape_of(node.args[0]), shape_of(node)
     if value_of(node).dtype != value_of(node.args[0]).dtype:
@@ -114,36 +111,36 @@ def reshape(cone: Cone, node: fx.Node, index: Index) -> Place | None:
                 inner *= old[last]
             else:
                 return None  # a tensor without elements
-        result += apart(cone, flat, old[first : last + 1])
+        result += apart(reader, flat, old[first : last + 1])
     return node.args[0], tuple(result)
 
 
-def apart(cone: Cone, flat: Term, sizes: Sequence[int]) -> list[Term]:
+def apart(reader: ElementReader, flat: Term, sizes: Sequence[int]) -> list[Term]:
     digits: list[Term] = []
     for size in reversed(sizes[1:]):
-        flat, digit = divide(cone, flat, size)
+        flat, digit = divide(reader, flat, size)
         digits.insert(0, digit)
     return [flat, *digits]
 
 
-def divide(cone: Cone, term: Term, length: int) -> tuple[Term, Term]:
+def divide(reader: ElementReader, term: Term, length: int) -> tuple[Term, Term]:
     """Quotient and remainder of a coordinate. (a * length + b) // length is a + b // length, whatever b is: b is taken
     such that it is less than `length`, or else that its quotient is one of two."""
     for rows in (1, 2):
         for nearest in (False, True):
             high, low = parts(term, length, nearest)
-            least, most = cone.bounds(low)
+            least, most = reader.bounds(low)
             if rows == 1 and least >= 0 and most < length:
                 return high, low
             if rows == 2 and most // length - least // length == 1:
-                return quotient_and_rest(cone, high, low, length)
-    return quotient_and_rest(cone, *parts(term, length, False), length)
+                return quotient_and_rest(reader, high, low, length)
+    return quotient_and_rest(reader, *parts(term, length, False), length)
 
 
-def quotient_and_rest(cone: Cone, high: Term, low: Term, length: int) -> tuple[Term, Term]:
+def quotient_and_rest(reader: ElementReader, high: Term, low: Term, length: int) -> tuple[Term, Term]:
     """Of high * length + low."""
-    quotient = cone.fold(apply("floor_divide", [low, length], torch.int64))
-    return plus(high, quotient), cone.fold(apply("remainder", [low, length], torch.int64))
+    quotient = reader.fold(apply("floor_divide", [low, length], torch.int64))
+    return plus(high, quotient), reader.fold(apply("remainder", [low, length], torch.int64))
 
 
 def parts(term: Term, length: int, nearest: bool) -> tuple[Term, Term]:
@@ -190,7 +187,7 @@ def joined(term: Term) -> Term:
     return term
 
 
-def as_strided(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def as_strided(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     """Of a source that lies in memory as it is counted."""
     source, _sizes, strides = node.args[:3]
     value = value_of(source)
@@ -199,43 +196,43 @@ def as_strided(cone: Cone, node: fx.Node, index: Index) -> Place | None:
     flat: Term = affine({}, argument(node, 3, "storage_offset") or 0)
     for place, stride in zip(index, strides, strict=True):
         flat = plus(flat, times(place, stride))
-    least, most = cone.bounds(flat)
+    least, most = reader.bounds(flat)
     inside = least >= 0 and most < value.numel()  # beyond it is memory of which nothing is known
-    return (source, tuple(apart(cone, flat, shape_of(source)))) if inside else None
+    return (source, tuple(apart(reader, flat, shape_of(source)))) if inside else None
 
 
-def repeat(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def repeat(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     source = node.args[0]
     sizes = shape_of(source)
     last = index[len(index) - len(sizes) :]
-    return source, tuple(divide(cone, i, size)[1] if size > 1 else ZERO for i, size in zip(last, sizes, strict=True))
+    return source, tuple(divide(reader, i, size)[1] if size > 1 else ZERO for i, size in zip(last, sizes, strict=True))
 
 
-def repeat_interleave(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def repeat_interleave(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     source, repeats, dim = node.args[0], node.args[1], argument(node, 2, "dim")
     if not isinstance(repeats, int) or dim is None:
         return None
     dim %= len(index)
-    return source, at_dim(index, dim, divide(cone, index[dim], repeats)[0])
+    return source, at_dim(index, dim, divide(reader, index[dim], repeats)[0])
 
 
-def flip(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def flip(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     dims = [dim % len(index) for dim in node.args[1]]
     sizes = shape_of(node)
     return node.args[0], tuple(plus(times(i, -1), sizes[dim] - 1) if dim in dims else i for dim, i in enumerate(index))
 
 
-def index_tensor(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def index_tensor(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     """Climbs into the source only if no number is below 0: those would count from its end."""
-    found = looked_up(cone, node, index)
+    found = looked_up(reader, node, index)
     if found is None:
         return None
     source, full, looked = found
-    inside = source.op in ("placeholder", "get_attr") or all(cone.bounds(term)[0] >= 0 for term in looked)
+    inside = source.op in ("placeholder", "get_attr") or all(reader.bounds(term)[0] >= 0 for term in looked)
     return (source, full) if inside else None
 
 
-def looked_up(cone: Cone, node: fx.Node, index: Index) -> tuple[fx.Node, Index, list[Term]] | None:
+def looked_up(reader: ElementReader, node: fx.Node, index: Index) -> tuple[fx.Node, Index, list[Term]] | None:
     """Advanced indexing: the source, where in it, and the coordinates that came out of index tensors."""
     source, indices = node.args[0], list(node.args[1])
     if any(is_tensor(i) and value_of(i).dtype in (torch.bool, torch.uint8) for i in indices):
@@ -244,27 +241,27 @@ def looked_up(cone: Cone, node: fx.Node, index: Index) -> tuple[fx.Node, Index, 
     rank = max(len(shape_of(indices[dim])) for dim in used)
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     here, rest = index[first : first + rank], iter(index[:first] + index[first + rank :])
-    looked = {dim: cone.at(indices[dim], broadcast(here, indices[dim])) for dim in used}
+    looked = {dim: reader.at(indices[dim], broadcast(here, indices[dim])) for dim in used}
     full = tuple(looked[dim] if dim in looked else next(rest) for dim in range(len(shape_of(source))))
     return source, full, list(looked.values())
 
 
-def index_select(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def index_select(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     source, dim, which = node.args
     dim %= len(index)
-    return source, at_dim(index, dim, cone.at(which, (index[dim],) if shape_of(which) else ()))
+    return source, at_dim(index, dim, reader.at(which, (index[dim],) if shape_of(which) else ()))
 
 
-def gather(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def gather(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     source, dim, which = node.args[:3]
-    return source, at_dim(index, dim % len(index), cone.at(which, index))
+    return source, at_dim(index, dim % len(index), reader.at(which, index))
 
 
-def embedding(cone: Cone, node: fx.Node, index: Index) -> Place | None:
+def embedding(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     weight, ids = node.args[:2]
     if argument(node, 2, "padding_idx", -1) >= 0 or argument(node, 3, "scale_grad_by_freq", False):
         return None  # its gradient is not that of the rows that are read
-    return weight, (cone.at(ids, index[:-1]), index[-1])
+    return weight, (reader.at(ids, index[:-1]), index[-1])
 
 
 VIEWS: dict[str, View] = {

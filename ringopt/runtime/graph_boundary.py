@@ -23,10 +23,11 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import is_tensor, shape_of
+from ringopt.ir.placement import Spread, same_rows
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.pipeline import Context
 from ringopt.report import Gather, readable
-from ringopt.tensor.lazy import Lazy, Spread, rows_of, same_rows, spread, whole
+from ringopt.tensor.lazy import Lazy, cut, rows_of, spread, whole
 
 
 class Boundary:
@@ -49,7 +50,7 @@ def enter(inputs: Sequence[Any], given: Mapping[int, Spread]) -> list[Any]:
         if isinstance(x, Lazy) and i in given and same_rows(x.shard.spread, given[i]):
             return rows_of(x)
         x = whole(x) if isinstance(x, Lazy) else x
-        return given[i].cut(x) if i in given else x
+        return cut(given[i], x) if i in given else x
 
     return [plain(i, x) for i, x in enumerate(inputs)]
 

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
 from ringopt.frontend.capture import unseen
-from ringopt.tensor.lazy import Lazy, Spread, spread, whole
+from ringopt.ir.placement import Spread
+from ringopt.tensor.lazy import Lazy, cut, spread, whole
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Verified:
         gradients = self.gradients(made, leaves, rows) if torch.is_grad_enabled() else []
         values = dict(zip(self.original.outputs, made, strict=True))
         if not compiled:
-            values |= {self.original.outputs[i]: how.cut(made[i]) for i, how in self.local.items()}
+            values |= {self.original.outputs[i]: cut(how, made[i]) for i, how in self.local.items()}
         for name, x, old in zip(self.original.names, given, inputs, strict=True):
             if isinstance(x, Tensor) and not isinstance(old, Lazy):
                 values[f"{name} after the call"] = x
@@ -131,7 +132,7 @@ class Verified:
             if compiled and i in self.averaged:
                 gradient = self.mesh.all_reduce(gradient) / self.mesh.size
             how = inputs[i].shard.spread if isinstance(inputs[i], Lazy) and not compiled else None
-            values[f"{GRADIENT}{self.original.names[i]}"] = how.cut(gradient) if how is not None else gradient
+            values[f"{GRADIENT}{self.original.names[i]}"] = cut(how, gradient) if how is not None else gradient
         return {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
 
     def gradients(
@@ -142,7 +143,9 @@ class Verified:
         given = [(i, x) for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
         if not wanted or not given:
             return []
-        cotangents = [rows[i].cut(cotangent(rows[i].size, x)) if i in rows else cotangent(x.shape, x) for i, x in given]
+        cotangents = [
+            cut(rows[i], cotangent(rows[i].size, x)) if i in rows else cotangent(x.shape, x) for i, x in given
+        ]
         with torch._C._DisableAutocast():
             found = torch.autograd.grad(
                 [x for _, x in given], [x for _, x in wanted], cotangents, allow_unused=True, materialize_grads=True

@@ -19,11 +19,11 @@ from ringopt.arguments import check_layout, dim_of
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.consistency import digest
+from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, register
-from ringopt.distributed.process import process_mesh
 from ringopt.errors import OptionError, RingMismatchError
-from ringopt.ir.placement import Sharded
-from ringopt.tensor.lazy import Spread, spread
+from ringopt.ir.placement import Sharded, Spread
+from ringopt.tensor.lazy import spread
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,7 +15,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_map_only
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.consistency import digest
-from ringopt.distributed.mesh import Mesh, mesh_of
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RingCommError, RingMismatchError
-from ringopt.ir.placement import Sharded
+from ringopt.ir.placement import Spread, same_rows
 from ringopt.ops import collectives  # noqa: F401  (registers the operators)
 
 log = logging.getLogger(__name__)
@@ -40,31 +41,21 @@ PATIENCE = 10.0  # seconds until a rank that waits for the others says so
 aten, ops = torch.ops.aten, torch.ops.ringopt
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How a tensor of `size` and `stride` is spread over the ranks of the mesh called `group`; `name` is for errors."""
+def gathered(spread: Spread, rows: Tensor, group: str) -> Tensor:
+    """Of every rank's rows the whole, with the strides it is to have."""
+    at = spread.placement
+    whole: Tensor = ops.gather(rows, at.dim, at.outer, at.length, at.inner, spread.layout, group)
+    if whole.stride() == spread.stride:
+        return whole
+    return torch.empty_strided(spread.size, spread.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
 
-    placement: Sharded
-    layout: str
-    group: str
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    name: str = field(compare=False)
 
-    def gather(self, rows: Tensor, group: str) -> Tensor:
-        """Of every rank's rows the whole, with the strides it is to have."""
-        at = self.placement
-        whole: Tensor = ops.gather(rows, at.dim, at.outer, at.length, at.inner, self.layout, group)
-        if whole.stride() == self.stride:
-            return whole
-        return torch.empty_strided(self.size, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's rows."""
-        at, mesh = self.placement, mesh_of(self.group)
-        local = count(layout_of(self.layout, at.length, mesh.size).ranges(mesh.rank))
-        rows: Tensor = ops.scatter(whole, at.dim, at.outer, at.length, at.inner, local, self.layout, self.group)
-        return rows
+def cut(spread: Spread, whole: Tensor) -> Tensor:
+    """This rank's rows."""
+    at, mesh = spread.placement, mesh_of(spread.group)
+    local = count(layout_of(spread.layout, at.length, mesh.size).ranges(mesh.rank))
+    rows: Tensor = ops.scatter(whole, at.dim, at.outer, at.length, at.inner, local, spread.layout, spread.group)
+    return rows
 
 
 # How many shards were made, by mesh and rank: all ranks make the same in the same order, so it names them.
@@ -90,7 +81,7 @@ class Shard:
         if self._whole is None or self._whole._version == self._version:
             return self._rows
         with unset_fake_temporarily():  # the whole was written since
-            return self.spread.cut(self._whole)
+            return cut(self.spread, self._whole)
 
     def mapped(self, func: Callable[[Tensor], Tensor]) -> Shard:
         """An op that looks at each entry alone, on the rows."""
@@ -109,10 +100,10 @@ class Shard:
         mesh = mesh_of(self.spread.group)
         apart = mesh.apart()
         if not is_real(self._rows):  # a graph is being made
-            return self.spread.gather(self._rows, apart.name)
+            return gathered(self.spread, self._rows, apart.name)
         self._meet(apart)
         with torch.no_grad():
-            self._whole = self.spread.gather(self._rows, apart.name)
+            self._whole = gathered(self.spread, self._rows, apart.name)
         self._version = 0 if self._whole.is_inference() else self._whole._version
         return self._whole
 
@@ -241,7 +232,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if isinstance(grad, Lazy) and same_rows(grad.shard.spread, ctx.spread):
             return grad.shard.rows, None
-        return ctx.spread.cut(grad), None
+        return cut(ctx.spread, grad), None
 
 
 class _Rows(torch.autograd.Function):
@@ -263,10 +254,6 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def same_rows(one: Spread, other: Spread) -> bool:
-    return (one.placement, one.layout, one.group) == (other.placement, other.layout, other.group)
 
 
 def spread(rows: Tensor, how: Spread) -> Tensor:

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from ringopt.context_parallel.plan.exchange import Cargo, exchange_of
+from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.head_exchange import head_exchange_of
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.choose import Case, choose, choose_layout, duration, estimate
 from ringopt.cost.memory import memory_of
 from ringopt.cost.message_bytes import bytes_sent

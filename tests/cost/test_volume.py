@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import sympy
 
-from ringopt.context_parallel.plan.exchange import Cargo, exchange_of
+from ringopt.context_parallel.plan.exchange import Cargo
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost import volume
 from ringopt.cost.message_bytes import Sizes, bytes_sent
 from ringopt.cost.volume import FORMS, volume_of

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.distributed.mesh import Mesh, PretendedMesh, Transfer, forget_all, mesh_of, register, registered
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import Mesh, PretendedMesh, Transfer, forget_all, register, registered
 from ringopt.errors import RingCommError
 from tests.harness.threads import ThreadMesh, run_on_threads
 

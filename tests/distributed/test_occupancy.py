@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import ringopt
+from ringopt.distributed.lookup import DEFAULT_TIMEOUT, process_mesh
 from ringopt.distributed.occupancy import Occupancy, strand
-from ringopt.distributed.process import DEFAULT_TIMEOUT, ProcessMesh, process_mesh
+from ringopt.distributed.process import ProcessMesh
 from ringopt.errors import RingCommError, RingThreadError
 from tests.distributed.reading import needs_reading
 

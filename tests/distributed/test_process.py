@@ -19,12 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringopt
 import ringopt.ops.ring
 from ringopt.context_parallel.executor.keys_move import KeysMove
-from ringopt.context_parallel.plan.exchange import Cargo, exchange_of
+from ringopt.context_parallel.plan.exchange import Cargo
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.distributed import failure_agreement
 from ringopt.distributed.failure_agreement import Place, all_alike, match
 from ringopt.distributed.intra_node import discovery, process_vm
-from ringopt.distributed.mesh import forget_all, mesh_of
-from ringopt.distributed.process import DEFAULT_TIMEOUT, ProcessMesh, process_mesh
+from ringopt.distributed.lookup import DEFAULT_TIMEOUT, mesh_of, process_mesh
+from ringopt.distributed.mesh import forget_all
+from ringopt.distributed.process import ProcessMesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingCommError, RingMismatchError
 from ringopt.ops import collectives as convert

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from tests.harness import threads
 from tests.harness.threads import ThreadMesh, ThreadsError, run_on_threads
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ringopt.frontend.capture import capture
 from ringopt.ir.nodes import op_name, readable
-from ringopt.pipeline import GraphRefused
+from ringopt.ir.refusal import GraphRefused
 from tests.harness.capturing import assert_same
 from tests.harness.models import MODELS, build
 from tests.harness.translation import captured

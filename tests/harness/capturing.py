@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.frontend.capture import capture, known
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options

@@ -24,9 +24,10 @@ from ringopt.backend import transform
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.frontend.capture import capture, known
 from ringopt.ir.autograd_function import custom_gradients
+from ringopt.ir.refusal import GraphRefused
 from ringopt.options import Options
 from ringopt.passes import LINE, UNDERSTAND
-from ringopt.pipeline import Context, GraphRefused, Pipeline
+from ringopt.pipeline import Context, Pipeline
 from ringopt.report import Report
 from ringopt.reporting.figures import report_of
 from tests.harness.threads import run_on_threads

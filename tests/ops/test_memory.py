@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringopt.distributed.process import process_mesh
+from ringopt.distributed.lookup import process_mesh
 from ringopt.ops.ring import VERSION
 
 Ranks = Callable[..., list[Any]]

@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import ringopt
 from ringopt.backend import transform
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import emit
 from ringopt.options import Options

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.context_parallel.plan.exchange import exchange_of
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.simulate import balance
 from ringopt.ir.placement import Layouts
 from tests.harness.translation import validate

@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ringopt.ir.refusal import GraphRefused
 from ringopt.passes.normalize import Normalize
-from ringopt.pipeline import GraphRefused
 from tests.harness.capturing import after, assert_same, ops
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.backend import transform
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.errors import OptionError
 from ringopt.expr.mask import Mask
 from ringopt.frontend.capture import capture, known

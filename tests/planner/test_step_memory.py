@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringopt.backend import transform
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.frontend.capture import capture
 from ringopt.options import Options
 from ringopt.planner.liveness import live_of, partitioned

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringopt
 from ringopt.backend import transform
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.frontend.capture import capture
 from ringopt.ir.checkpoint_regions import police
 from ringopt.ir.nodes import op_name

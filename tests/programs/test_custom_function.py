@@ -9,7 +9,7 @@ from torch.autograd import Function
 import ringopt
 from ringopt.frontend.capture import capture
 from ringopt.ir.autograd_function import custom_gradients
-from ringopt.pipeline import GraphRefused
+from ringopt.ir.refusal import GraphRefused
 from tests.harness.capturing import assert_same
 from tests.harness.custom_functions import OTHERS, TOKEN_WISE, Both, Model, Silent, data
 from tests.harness.models import difference, run

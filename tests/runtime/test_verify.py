@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.process import ProcessMesh
 from ringopt.errors import ProgramError, VerificationError
 from ringopt.runtime.verify import Original, Verified

@@ -23,12 +23,11 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import chain
 
-from ringopt.context_parallel.geometry.layouts import Layout, Replicated, layout_of
-from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.layouts import Layout, Replicated
 from ringopt.context_parallel.geometry.pattern import Kind, Pattern
 from ringopt.context_parallel.geometry.rows import ByRank, Rows, count, cut, join, meet, text, without
-from ringopt.context_parallel.plan.strategies import MERGE, QUERIES_MOVE, Local, Route, Strategy, strategy_of
-from ringopt.errors import OptionError, PlanError
+from ringopt.context_parallel.plan.route import Route, Strategy
+from ringopt.errors import PlanError
 
 
 class Cargo(Enum):
@@ -121,7 +120,7 @@ class Exchange:
                 f"{lengths[0]} rows over {self.q_layout.ranks} ranks and {lengths[1]} rows over {self.kv_layout.ranks} "
                 "ranks; lengths must agree and the ranks be the same"
             )
-        if self.merges and not (self.queries_move and isinstance(self.strategy, Local)):
+        if self.merges and not (self.queries_move and self.strategy.moves_nothing):
             raise PlanError("queries that every rank has whole are merged, and take no other strategy")
 
     @property
@@ -284,27 +283,6 @@ class Exchange:
     def sent_rows(self, rank: int, cargo: Cargo, backward: bool = False) -> int:
         """Rows that `rank` sends as `cargo` in the forward, or in the backward."""
         return sum(count(m.rows) for step in self.steps(rank, backward) for m in step.sends if m.cargo is cargo)
-
-
-@lru_cache(maxsize=1024)
-def exchange_of(
-    pattern: str, q_length: int, kv_length: int, ranks: int, q_layout: str, kv_layout: str, strategy: str
-) -> Exchange:
-    """The plan of what is named: see `pattern_of`, `layout_of` and `strategy_of` for the names and the errors. Raises
-    OptionError too where the strategy is none for this pattern and these layouts."""
-    plan = Exchange(
-        pattern_of(pattern, q_length, kv_length),
-        layout_of(q_layout, q_length, ranks),
-        layout_of(kv_layout, kv_length, ranks),
-        strategy_of(strategy),
-        strategy in (*QUERIES_MOVE, MERGE),
-    )
-    if refusal := plan.strategy.refusal(plan):
-        raise OptionError(
-            f"strategy {strategy!r} cannot do {pattern} of {q_length} queries over {kv_length} keys on {ranks} ranks: "
-            f"{refusal}. Take another strategy, or 'auto'"
-        )
-    return plan
 
 
 def _pieces(pattern: Pattern, layout: Layout, rank: int) -> Rows:

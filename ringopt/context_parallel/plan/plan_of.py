@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
-from ringopt.context_parallel.plan.exchange import Exchange, exchange_of
+from ringopt.context_parallel.geometry.layouts import layout_of
+from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange, head_exchange_of
-from ringopt.context_parallel.plan.strategies import QUERIES_MOVE, STRATEGIES
+from ringopt.context_parallel.plan.strategies import MERGE, QUERIES_MOVE, STRATEGIES, strategy_of
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.distributed.nodes import nodes_of
 from ringopt.errors import OptionError
@@ -45,6 +48,27 @@ def on_nodes(strategy: str, mesh: Mesh) -> str:
             f"several ranks each: {said}. Take 'ulysses' within one node, 'ring' between single ranks, or 'auto'"
         )
     return hybrid(nodes.size)
+
+
+@lru_cache(maxsize=1024)
+def exchange_of(
+    pattern: str, q_length: int, kv_length: int, ranks: int, q_layout: str, kv_layout: str, strategy: str
+) -> Exchange:
+    """The plan of what is named: see `pattern_of`, `layout_of` and `strategy_of` for the names and the errors. Raises
+    OptionError too where the strategy is none for this pattern and these layouts."""
+    plan = Exchange(
+        pattern_of(pattern, q_length, kv_length),
+        layout_of(q_layout, q_length, ranks),
+        layout_of(kv_layout, kv_length, ranks),
+        strategy_of(strategy),
+        strategy in (*QUERIES_MOVE, MERGE),
+    )
+    if refusal := plan.strategy.refusal(plan):
+        raise OptionError(
+            f"strategy {strategy!r} cannot do {pattern} of {q_length} queries over {kv_length} keys on {ranks} ranks: "
+            f"{refusal}. Take another strategy, or 'auto'"
+        )
+    return plan
 
 
 def plan_of(

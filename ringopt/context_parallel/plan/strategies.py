@@ -1,71 +1,16 @@
-"""Which way keys and values travel: all that a strategy says.
-
-A route takes one piece of rows from its home past a number of ranks, an equal stride apart. Steps, messages, buffers
-and the whole backward follow from the routes (exchange.py), so a new strategy is a new way to yield routes and nothing
-else.
-"""
+"""The strategies by name: which way keys and values travel. What a route is, and what follows: route.py."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, ClassVar
 
 from ringopt.context_parallel.geometry.layouts import Replicated
-from ringopt.context_parallel.geometry.rows import Rows, count, text
+from ringopt.context_parallel.geometry.rows import count, text
+from ringopt.context_parallel.plan.route import Asked, Needed, Route, Strategy
 from ringopt.errors import OptionError
-
-if TYPE_CHECKING:
-    from ringopt.context_parallel.plan.exchange import Exchange
-
-Needed = Mapping[int, Rows]  # user -> the rows of one piece that its queries see, for every rank but the piece's home
-
-
-@dataclass(frozen=True)
-class Route:
-    """`rows` of `home` stop at home + stride, home + 2 stride, ... (mod p): at `hops` ranks in all.
-
-    Stops before hop `first` need no rows; they only pass them on. A stride other than 1 or -1 makes one hop.
-    """
-
-    rows: range
-    home: int
-    stride: int
-    hops: int
-    first: int = 1
-
-    def stop(self, hop: int, ranks: int) -> int:
-        """The rank that is reached with `hop`; hop 0 is home."""
-        return (self.home + hop * self.stride) % ranks
-
-    def hop_of(self, rank: int, ranks: int) -> int | None:
-        """The hop with which `rank` is reached, None where it is not."""
-        if self.hops == 1:
-            return {self.home: 0, self.stop(1, ranks): 1}.get(rank)
-        hop = (rank - self.home) * self.stride % ranks
-        return hop if hop <= self.hops else None
-
-
-class Strategy(ABC):
-    """A frozen dataclass whose fields are its options."""
-
-    direct: ClassVar[bool]  # every route has one hop, so that it concerns its two ends only
-
-    @abstractmethod
-    def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
-        """The routes of one piece: to each user of `needed` at least the rows that it needs."""
-
-    @abstractmethod
-    def most_rows(self, shard: int, backward: bool) -> int | None:
-        """The most rows that a rank buffers beside its own at any time, `shard` being the largest share of a rank; None
-        where no fixed number of shards bounds it. Holds for keys and for gradients: remote rows held, rows on their
-        way in, and a rank's own rows on their way out."""
-
-    def refusal(self, exchange: Exchange) -> str:
-        """Why this strategy is none for the pattern and the layouts of `exchange`, or ""."""
-        return ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +18,7 @@ class Local(Strategy):
     """Nothing travels: every rank has the rows that its queries see. Refuses where one has not."""
 
     direct = True
+    moves_nothing = True
 
     def routes(self, home: int, needed: Needed, ranks: int) -> Iterator[Route]:
         return iter(())
@@ -80,12 +26,12 @@ class Local(Strategy):
     def most_rows(self, shard: int, backward: bool) -> int | None:
         return 0
 
-    def refusal(self, exchange: Exchange) -> str:
-        if exchange.queries_move and not exchange.merges:
+    def refusal(self, asked: Asked) -> str:
+        if asked.queries_move and not asked.merges:
             return "it merges the results of queries that every rank has whole, and these are spread over the ranks"
-        away = exchange.q_layout if exchange.queries_move else exchange.kv_layout
-        for rank in range(exchange.ranks if away.name != Replicated.name else 0):
-            if missing := exchange.missing(rank):
+        away = asked.q_layout if asked.queries_move else asked.kv_layout
+        for rank in range(asked.ranks if away.name != Replicated.name else 0):
+            if missing := asked.missing(rank):
                 more = " ..." if len(missing) > 4 else ""
                 return (
                     f"it moves no rows, and rank {rank} needs {count(missing)} of other ranks: rows {text(missing[:4])}"
@@ -182,12 +128,12 @@ class Halo(Neighbours):
     def most_rows(self, shard: int, backward: bool) -> int | None:
         return 2 * (3 if backward else 2) * shard
 
-    def refusal(self, exchange: Exchange) -> str:
-        layouts = {exchange.q_layout.name, exchange.kv_layout.name} - {"contiguous"}
+    def refusal(self, asked: Asked) -> str:
+        layouts = {asked.q_layout.name, asked.kv_layout.name} - {"contiguous"}
         if layouts:
             return f"it takes contiguous shards, whose neighbours hold neighbouring rows; the layout is {layouts.pop()}"
-        if not exchange.pattern.near:
-            return f"it takes patterns in which a query sees keys near its place, and {exchange.pattern.text!r} is none"
+        if not asked.pattern.near:
+            return f"it takes patterns in which a query sees keys near its place, and {asked.pattern.text!r} is none"
         return ""
 
 

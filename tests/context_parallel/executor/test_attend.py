@@ -15,7 +15,8 @@ from ringopt.context_parallel.executor.buffers import KVShape
 from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.plan import tiling
-from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Step, exchange_of
+from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Step
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.message_bytes import Sizes, bytes_sent
 from ringopt.distributed.traffic import Traffic, record_traffic
 from ringopt.errors import PlanError

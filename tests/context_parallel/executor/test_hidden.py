@@ -8,7 +8,7 @@ import pytest
 
 from ringopt.context_parallel.executor import interleave
 from ringopt.context_parallel.executor.keys_move import Attention
-from ringopt.context_parallel.plan.exchange import exchange_of
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.expr.mask import Mask
 from ringopt.expr.simplify import compare
 from ringopt.expr.terms import axis

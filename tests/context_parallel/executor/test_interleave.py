@@ -11,7 +11,8 @@ import torch
 
 from ringopt.context_parallel.executor import interleave
 from ringopt.context_parallel.executor.interleave import by_turns, shares_of
-from ringopt.context_parallel.plan.exchange import Cargo, exchange_of
+from ringopt.context_parallel.plan.exchange import Cargo
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import prove
 from ringopt.distributed.traffic import Traffic
 from ringopt.expr.mask import Mask

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.plan.exchange import exchange_of
-from ringopt.context_parallel.plan.plan_of import plan_of
+from ringopt.context_parallel.plan.plan_of import exchange_of, plan_of
 from ringopt.context_parallel.plan.prove import prove
 from ringopt.cost.message_bytes import Sizes, bytes_sent
 from ringopt.distributed.traffic import record_traffic

@@ -9,7 +9,8 @@ from expecttest import assert_expected_inline
 
 from ringopt.context_parallel.geometry.layouts import Contiguous, Zigzag
 from ringopt.context_parallel.geometry.pattern import Full, Kind
-from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Step, exchange_of
+from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Step
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import prove
 from ringopt.context_parallel.plan.strategies import Ring
 from ringopt.errors import OptionError, PlanError

@@ -10,7 +10,8 @@ import pytest
 
 from ringopt.context_parallel.geometry.layouts import Layout, Replicated, Zigzag
 from ringopt.context_parallel.geometry.pattern import Kind, Pattern
-from ringopt.context_parallel.plan.exchange import Block, Cargo, Exchange, Message, Step, exchange_of
+from ringopt.context_parallel.plan.exchange import Block, Cargo, Exchange, Message, Step
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import check_peers, check_rank, check_return, prove, simulate
 from ringopt.errors import PlanError
 from tests.context_parallel.drawing import exchanges, sees

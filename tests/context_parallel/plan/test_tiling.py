@@ -9,7 +9,8 @@ import torch
 from ringopt.context_parallel.executor.tiles import Scores
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.pattern import Kind
-from ringopt.context_parallel.plan.exchange import Block, exchange_of
+from ringopt.context_parallel.plan.exchange import Block
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.tiling import LEAST, LEAST_ON_GPU, computed, pieces, queries_at_once
 from ringopt.expr.mask import Mask
 from tests.context_parallel.reference import visible

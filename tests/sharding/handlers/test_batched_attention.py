@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import ringopt
 from ringopt.backend import transform
-from ringopt.distributed.mesh import mesh_of
+from ringopt.distributed.lookup import mesh_of
 from ringopt.frontend.capture import capture, known
 from ringopt.options import Options
 from ringopt.passes import UNDERSTAND

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ringopt.cost.simulate import Heads
-from ringopt.distributed.process import process_mesh
+from ringopt.distributed.lookup import process_mesh
 from ringopt.tools import bench
 from ringopt.tools.benchmarks.lab.machine import this_machine
 from ringopt.tools.benchmarks.lab.memory_peers import peers

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringopt.distributed.process import process_mesh
+from ringopt.distributed.lookup import process_mesh
 from ringopt.errors import RingCommError
 from ringopt.tools import bench
 from ringopt.tools.benchmarks.lab import link_lab

@@ -19,8 +19,9 @@ from ringopt.context_parallel.plan.plan_of import Plan
 from ringopt.cost.choose import Case, choose, choose_layout
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.agreed_rates import agreed_rates
+from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, register
-from ringopt.distributed.process import ProcessMesh, process_mesh
+from ringopt.distributed.process import ProcessMesh
 from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates
 from ringopt.ops.ring import VERSION

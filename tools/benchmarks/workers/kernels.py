@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.merge_lse import Merged, merge_
 from ringopt.context_parallel.geometry.pattern import Kind
-from ringopt.context_parallel.plan.exchange import Block, Exchange, exchange_of
+from ringopt.context_parallel.plan.exchange import Block, Exchange
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.kernels.base import Kernel, accumulator
 from ringopt.kernels.choose import KERNELS, choose
 from ringopt.tools.benchmarks.lab.copying import Copy

@@ -16,10 +16,11 @@ from torch import Tensor
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.buffers import KVShape
 from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
-from ringopt.context_parallel.plan.exchange import Exchange, exchange_of
+from ringopt.context_parallel.plan.exchange import Exchange
+from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import prove
+from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, Transfer
-from ringopt.distributed.process import process_mesh
 from ringopt.distributed.traffic import record_traffic
 from ringopt.expr.mask import Mask
 from ringopt.kernels.choose import choose

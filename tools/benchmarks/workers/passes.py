@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.backend import transform
-from ringopt.distributed.process import process_mesh
+from ringopt.distributed.lookup import process_mesh
 from ringopt.options import Options
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers
 from ringopt.tools.benchmarks.models.decoder import WORDS, Decoder

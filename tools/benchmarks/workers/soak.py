@@ -20,8 +20,8 @@ from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.plan_of import NAMES
 from ringopt.context_parallel.plan.strategies import MERGE
 from ringopt.distributed.intra_node import messages as local_links
+from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, Transfer, register
-from ringopt.distributed.process import process_mesh
 from ringopt.errors import OptionError
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.lab.numbers import distance
