@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringopt
-from ringopt.tools.resident import reset_peak, resident
+from ringopt.tools.common.resident import reset_peak, resident
 
 MIB = 2**20
 

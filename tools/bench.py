@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.benchmarks.against import compared, earlier
+from ringopt.tools.benchmarks.lab.against import compared, earlier
 from ringopt.tools.benchmarks.tables import (
     calibrate,
     dilated,
@@ -24,13 +24,13 @@ from ringopt.tools.benchmarks.tables import (
     speedup,
     training,
 )
-from ringopt.tools.command import CommandError, check_file, console, write
+from ringopt.tools.common.command import CommandError, check_file, console, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from ringopt.tools.benchmarks.lab.machine import Machine
-    from ringopt.tools.benchmarks.result import Result
+    from ringopt.tools.benchmarks.lab.result import Result
 
 EXAMPLES = """\
 examples:

@@ -17,7 +17,7 @@ from typing import NoReturn
 import ringopt
 from ringopt.errors import RingError
 from ringopt.tools import bench, convert, diff, doctor, explain, plan, timeline
-from ringopt.tools.command import CommandError
+from ringopt.tools.common.command import CommandError
 
 # Exit codes: 0 done, 1 diff found differences, 2 a usage error (argparse uses 2 as well) or the command failed.
 FAILED = 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, console, import_all, json_object, positive
+from ringopt.tools.common.command import CommandError, console, import_all, json_object, positive
 from ringopt.tools.verify import MOST, verify
 
 if TYPE_CHECKING:

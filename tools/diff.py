@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from ringopt.tools.command import check_file, console, import_all, positive, write
+from ringopt.tools.common.command import check_file, console, import_all, positive, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ringopt.tools.command import console
+from ringopt.tools.common.command import console
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

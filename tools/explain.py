@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
-from ringopt.tools.command import (
+from ringopt.tools.common.command import (
     CommandError,
     check_file,
     console,

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
-from ringopt.tools.command import CommandError, check_file, console, json_object, load_example, positive, whole, write
+from ringopt.tools.common.command import (
+    CommandError,
+    check_file,
+    console,
+    json_object,
+    load_example,
+    positive,
+    whole,
+    write,
+)
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -16,7 +16,7 @@ from ringopt.hardware.devices import GIB, device_of
 from ringopt.hardware.rates import Rates, rates_of
 from ringopt.planner.plan import Plan, Point
 from ringopt.planner.site_cost import SitePoint, at_length
-from ringopt.tools.command import CommandError
+from ringopt.tools.common.command import CommandError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

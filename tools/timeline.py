@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringopt.tools.command import CommandError, check_file, console, write
+from ringopt.tools.common.command import CommandError, check_file, console, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

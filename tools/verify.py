@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError, first_line
-from ringopt.tools.command import CommandError, import_all
+from ringopt.tools.common.command import CommandError, import_all
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

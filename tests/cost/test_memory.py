@@ -12,8 +12,9 @@ from ringopt.cost.choose import Case
 from ringopt.cost.memory import most_memory
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import PretendedMesh, register
-from ringopt.tools.benchmarks.result import Row
-from ringopt.tools.benchmarks.tables.memory import FEW, STRATEGIES, largest
+from ringopt.tools.benchmarks.lab.names import FEW, STRATEGIES
+from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.tables.memory import largest
 from ringopt.tools.benchmarks.workers import memory as memory_ranks
 from ringopt.tools.benchmarks.workers.memory import Alone, Planned, planned, row_of
 

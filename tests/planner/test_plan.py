@@ -21,7 +21,7 @@ from ringopt.errors import OptionError
 from ringopt.planner.plan import Plan
 from ringopt.planner.site_cost import at_length
 from ringopt.tools.cli import main
-from ringopt.tools.command import WIDTH
+from ringopt.tools.common.command import WIDTH
 from ringopt.tools.plan_pictures import svg_of
 
 ROWS = 64

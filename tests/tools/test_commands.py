@@ -16,7 +16,7 @@ import ringopt
 from ringopt.planner.plan import Plan, Point
 from ringopt.report import Site
 from ringopt.tools.cli import main, parser
-from ringopt.tools.command import WIDTH, console
+from ringopt.tools.common.command import WIDTH, console
 from tests.tools.test_cli import HERE
 
 # What their own tests run: one measures for minutes, one needs the traces of a run.

@@ -17,7 +17,7 @@ from torch.export import Dim, export
 import ringopt
 from ringopt.frontend.pt2_archive import load_with_provenance
 from ringopt.tools.cli import main
-from ringopt.tools.command import CommandError
+from ringopt.tools.common.command import CommandError
 from ringopt.tools.verify import verify
 from tests.tools.test_cli import Causal
 

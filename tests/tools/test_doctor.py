@@ -11,7 +11,7 @@ import torch
 from ringopt.kernels.choose import KERNELS
 from ringopt.tools import doctor
 from ringopt.tools.cli import main
-from ringopt.tools.command import WIDTH
+from ringopt.tools.common.command import WIDTH
 
 
 def test_every_part_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

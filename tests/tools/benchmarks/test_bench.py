@@ -19,13 +19,13 @@ import ringopt
 from ringopt.kernels.choose import KERNELS
 from ringopt.kernels.math import Math
 from ringopt.tools import bench
-from ringopt.tools.benchmarks.against import compared
+from ringopt.tools.benchmarks.lab.against import compared
 from ringopt.tools.benchmarks.lab.machine import this_machine
 from ringopt.tools.benchmarks.lab.numbers import WRONG, distance, numbers
+from ringopt.tools.benchmarks.lab.result import Result
 from ringopt.tools.benchmarks.lab.timing import interleaved
 from ringopt.tools.benchmarks.models.small_models import CASES
 from ringopt.tools.benchmarks.models.spellings import FORMS, LOOKALIKES
-from ringopt.tools.benchmarks.result import Result
 from ringopt.tools.benchmarks.tables import forms
 from ringopt.tools.benchmarks.workers.forms import by_inductor, by_ringopt
 from ringopt.tools.cli import main, parser

@@ -18,9 +18,9 @@ from ringopt.tools.benchmarks.lab.numbers import WRONG
 from ringopt.tools.benchmarks.tables import exchange
 from ringopt.tools.benchmarks.workers import calibrate as calibrate_ranks
 from ringopt.tools.benchmarks.workers import exchange as exchange_ranks
-from ringopt.tools.benchmarks.workers.overlap import Times
+from ringopt.tools.benchmarks.workers.overlap_rank import Times
 from ringopt.tools.cli import main
-from ringopt.tools.command import WIDTH
+from ringopt.tools.common.command import WIDTH
 
 
 def once(runs: dict[str, Any], repeats: int) -> dict[str, Times]:

@@ -16,8 +16,8 @@ from ringopt.tools.benchmarks.lab.numbers import WRONG
 from ringopt.tools.benchmarks.models.small_models import CASES, DEPTH, HEADS, build
 from ringopt.tools.benchmarks.tables import one_process
 from ringopt.tools.benchmarks.workers import one_process as beside
-from ringopt.tools.command import WIDTH
-from ringopt.tools.resident import STATUS
+from ringopt.tools.common.command import WIDTH
+from ringopt.tools.common.resident import STATUS
 from tests.harness.benches import tables
 
 

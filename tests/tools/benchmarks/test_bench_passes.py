@@ -6,7 +6,7 @@ import argparse
 from unittest.mock import MagicMock, patch
 
 from ringopt.tools.benchmarks.lab import link_lab
-from ringopt.tools.benchmarks.result import Row
+from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.tables import passes
 from ringopt.tools.benchmarks.workers.passes import inductor, of_decoder
 

@@ -20,11 +20,12 @@ from ringopt.tools.benchmarks.lab import link_lab
 from ringopt.tools.benchmarks.lab.emulated_link import EmulatedLink
 from ringopt.tools.benchmarks.lab.link_lab import LabError, LinkLab, as_ranks, why_unavailable
 from ringopt.tools.benchmarks.lab.machine import this_machine
-from ringopt.tools.benchmarks.result import Result
+from ringopt.tools.benchmarks.lab.result import Result
 from ringopt.tools.benchmarks.tables import overlap
-from ringopt.tools.benchmarks.workers.overlap import Case, rows_of
+from ringopt.tools.benchmarks.workers.overlap import rows_of
+from ringopt.tools.benchmarks.workers.overlap_rank import Case
 from ringopt.tools.cli import main
-from ringopt.tools.command import WIDTH
+from ringopt.tools.common.command import WIDTH
 from tests.harness.threads import ThreadMesh, run_on_threads
 
 STARTED_OUTSIDE = link_lab.context  # the tests fork their ranks, see tests/conftest.py

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringopt.tools.command import CommandError
+from ringopt.tools.common.command import CommandError
 
 NAMESPACES = Path("/var/run/netns")
 PREFIX = "ringopt-lab-"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import Column, Result, Row
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ def measure(progress: Progress, network: str | None = None) -> Result:
     from ringopt.hardware.profile import store
     from ringopt.tools.benchmarks.lab.link_lab import as_ranks
     from ringopt.tools.benchmarks.workers.calibrate import kernels_on_a_rank, link_on_a_rank, rates_from
-    from ringopt.tools.command import CommandError
+    from ringopt.tools.common.command import CommandError
 
     between = link_of(network) if network is not None else None
     task = progress.add_task("kernels, then the link", total=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, error
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     """Raises CommandError for a scale that leaves too few rows."""
     from ringopt.tools.benchmarks.lab.link_lab import as_ranks
     from ringopt.tools.benchmarks.workers.dilated import on_a_rank
-    from ringopt.tools.command import CommandError
+    from ringopt.tools.common.command import CommandError
 
     if arguments.scale > 64:
         raise CommandError(f"--scale {arguments.scale}: the shortest segment has {LENGTHS[0]} rows; 64 at most")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, error
-from ringopt.tools.command import whole
+from ringopt.tools.benchmarks.lab.names import OURS, TORCH
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
+from ringopt.tools.common.command import whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -24,8 +25,6 @@ RANKS = 2
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 PATTERNS = {"full": "full", "causal": "causal", "window": "window(512)"}
 # "auto" is one of the strategies; torch's ring has no window, and on the CPU no backward. It goes round in two ways.
-OURS = ("local", "halo", "ring", "ring2", "gather", "ring_q", "gather_q", "ulysses", "auto")
-TORCH = {"torch ring": "allgather", "torch ring, all-to-all": "alltoall"}
 WHO = (*OURS, "all-gather", *TORCH, "SDPA")
 
 
@@ -52,7 +51,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     from ringopt.hardware.profile import here
     from ringopt.tools.benchmarks.lab.link_lab import as_ranks
     from ringopt.tools.benchmarks.workers.exchange import DIM, on_a_rank
-    from ringopt.tools.command import CommandError
+    from ringopt.tools.common.command import CommandError
 
     lengths = arguments.lengths or (LENGTHS[::2][:2] if arguments.quick else LENGTHS)
     repeats = 3 if arguments.quick else arguments.repeats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import MODES, Column, Result, Row, chosen, error
+from ringopt.tools.benchmarks.lab.result import MODES, Column, Result, Row, chosen, error
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

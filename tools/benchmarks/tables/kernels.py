@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, chosen, error, long_enough
-from ringopt.tools.command import CommandError, whole
+from ringopt.tools.benchmarks.lab.names import COPY, RING
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, chosen, error, long_enough
+from ringopt.tools.common.command import CommandError, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -22,7 +23,6 @@ examples:
 """
 
 DTYPES = ("float32", "bfloat16", "float16")
-RING, COPY = "ring", "copy"
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:

@@ -15,9 +15,9 @@ from operator import itemgetter
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, error
-from ringopt.tools.benchmarks.tables.exchange import TORCH
-from ringopt.tools.command import CommandError, whole
+from ringopt.tools.benchmarks.lab.names import FEW, PEERS, equal_shards
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
+from ringopt.tools.common.command import CommandError, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -31,10 +31,6 @@ examples:
   ringopt bench memory --ranks 2 4 --json memory.json
 """
 
-STRATEGIES = ("local", "halo", "ring", "ring2", "gather", "ring_q", "gather_q", "ulysses", "merge")
-PEERS = ("all-gather", *TORCH)
-PATTERNS = {"full": "contiguous", "causal": "zigzag", "window(512)": "contiguous"}  # and the layout
-FEW = 16  # queries that every rank has, over keys that are spread
 MIB = 1 << 20
 WAYS = ("forward", "training")
 MANY = 4  # ranks, from which on the ring is to hold less than its peers
@@ -77,11 +73,6 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         notes.append(f"peers take lengths that are multiples of twice the ranks: none on {listed(unequal)}.")
     title = f"Most memory of a rank, {arguments.length} rows, {HEADS.q_heads} heads of {HEADS.key_dim}, float32; MiB"
     return Result(title, COLUMNS, rows, sums, sentences(sums), tuple(notes), KEYS)
-
-
-def equal_shards(length: int, ranks: int) -> bool:
-    """In either layout, as the peers take them."""
-    return length % (2 * ranks) == 0
 
 
 @contextmanager

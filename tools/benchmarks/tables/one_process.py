@@ -7,8 +7,9 @@ import argparse
 import statistics
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, chosen, error
-from ringopt.tools.command import whole
+from ringopt.tools.benchmarks.lab.names import BACKENDS
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, chosen, error
+from ringopt.tools.common.command import whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -21,7 +22,6 @@ examples:
   ringopt bench one-process --repeats 9 --json one-process.json
 """
 
-BACKENDS = ("ring", "inductor")
 MIB = 2**20
 
 

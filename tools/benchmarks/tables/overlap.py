@@ -13,8 +13,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, error, long_enough
-from ringopt.tools.command import several, whole
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error, long_enough
+from ringopt.tools.common.command import several, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -28,7 +28,6 @@ examples:
 """
 
 ROWS = {False: 2048, True: 1024}  # of a rank, with blocks computed and slept through
-PASSES = ("forward", "backward")
 KINDS = {False: "computed", True: "slept"}
 
 
@@ -70,7 +69,8 @@ def share(text: str) -> float:
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     """Raises LabError."""
     from ringopt.tools.benchmarks.lab.link_lab import why_unavailable
-    from ringopt.tools.benchmarks.workers.overlap import Case, rows_of
+    from ringopt.tools.benchmarks.workers.overlap import rows_of
+    from ringopt.tools.benchmarks.workers.overlap_rank import Case
 
     long_enough(arguments.lengths or (), max(arguments.ranks))
     missing = None if arguments.emulated else why_unavailable()

@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ringopt.tools.benchmarks.result import Column, Result, Row, error
-from ringopt.tools.command import CommandError, several, whole
+from ringopt.tools.benchmarks.lab.names import TIMEOUT
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
+from ringopt.tools.common.command import CommandError, several, whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -26,7 +27,6 @@ examples:
   ringopt bench soak --compiled --steps 500
 """
 
-TIMEOUT = 60.0  # seconds until a message that does not arrive ends the soak
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:

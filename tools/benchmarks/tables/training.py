@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.result import Column, Result, Row
-from ringopt.tools.command import whole
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row
+from ringopt.tools.common.command import whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -24,7 +24,7 @@ from ringopt.hardware.rates import Rates, Speed
 from ringopt.kernels.base import HIDDEN, Kernel
 from ringopt.kernels.choose import choose
 from ringopt.ops.ring import VERSION
-from ringopt.tools.benchmarks.workers.overlap import Mute, begin, in_turns, nothing, together
+from ringopt.tools.benchmarks.workers.overlap_rank import Mute, begin, in_turns, nothing, together
 
 HEADS, DIM = 8, 64
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # queries, and as many keys, of a tile

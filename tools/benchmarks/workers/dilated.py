@@ -13,9 +13,9 @@ from torch import Tensor
 
 import ringopt
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.tools.benchmarks.result import Row
-from ringopt.tools.benchmarks.workers.overlap import begin
-from ringopt.tools.resident import reset_peak, resident
+from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.workers.overlap_rank import begin
+from ringopt.tools.common.resident import reset_peak, resident
 
 SAMPLED = 16
 WARM = 8  # rows of a first call, which loads what all calls need

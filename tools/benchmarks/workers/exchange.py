@@ -25,11 +25,11 @@ from ringopt.distributed.process import ProcessMesh
 from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates
 from ringopt.ops.ring import VERSION
+from ringopt.tools.benchmarks.lab.names import OURS, TORCH
 from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.peers import Run, all_gather, torch_ring
-from ringopt.tools.benchmarks.result import MODES, Row
-from ringopt.tools.benchmarks.tables.exchange import OURS, TORCH
-from ringopt.tools.benchmarks.workers.overlap import Mute, Times, begin, nothing, together
+from ringopt.tools.benchmarks.lab.result import MODES, Row
+from ringopt.tools.benchmarks.workers.overlap_rank import Mute, Times, begin, nothing, together
 
 DIM = 64
 LONG, MOST = 0.3, 60  # seconds of timed calls of each, and the most calls

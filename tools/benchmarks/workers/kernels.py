@@ -17,10 +17,10 @@ from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.kernels.base import Kernel, accumulator
 from ringopt.kernels.choose import KERNELS, choose
 from ringopt.tools.benchmarks.lab.copying import Copy
+from ringopt.tools.benchmarks.lab.names import COPY, RING
 from ringopt.tools.benchmarks.lab.numbers import distance
+from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.timing import interleaved
-from ringopt.tools.benchmarks.result import Row
-from ringopt.tools.benchmarks.tables.kernels import COPY, RING
 
 DIM = 64
 SCALE = DIM**-0.5

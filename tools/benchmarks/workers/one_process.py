@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ringopt.tools.benchmarks.lab.names import BACKENDS
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers
+from ringopt.tools.benchmarks.lab.result import MODES, Row
 from ringopt.tools.benchmarks.lab.timing import interleaved
 from ringopt.tools.benchmarks.models.small_models import CASES, build
-from ringopt.tools.benchmarks.result import MODES, Row
-from ringopt.tools.benchmarks.tables.one_process import BACKENDS
-from ringopt.tools.command import CommandError
-from ringopt.tools.resident import STATUS, reset_peak, resident
+from ringopt.tools.common.command import CommandError
+from ringopt.tools.common.resident import STATUS, reset_peak, resident
 
 Run = Callable[[], list[Tensor]]
 

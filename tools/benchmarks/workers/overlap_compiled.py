@@ -29,7 +29,7 @@ from ringopt.runtime.graph_boundary import examples
 from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.sleeping import FLOPS, Sleeping
 from ringopt.tools.benchmarks.lab.wrapped import Wrapped
-from ringopt.tools.benchmarks.workers.overlap import DIM, HEADS, Case, Rank
+from ringopt.tools.benchmarks.workers.overlap_rank import DIM, HEADS, Case, Rank
 
 WIDTH = HEADS * DIM
 WIDER = 8 * WIDTH

@@ -17,8 +17,8 @@ from ringopt.backend import transform
 from ringopt.distributed.lookup import process_mesh
 from ringopt.options import Options
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers
+from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.models.decoder import WORDS, Decoder
-from ringopt.tools.benchmarks.result import Row
 
 LENGTH = 128
 

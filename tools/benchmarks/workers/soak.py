@@ -24,10 +24,10 @@ from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, Transfer, register
 from ringopt.errors import OptionError
 from ringopt.ops.ring import VERSION
+from ringopt.tools.benchmarks.lab.names import TIMEOUT
 from ringopt.tools.benchmarks.lab.numbers import distance
+from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.wrapped import Wrapped
-from ringopt.tools.benchmarks.result import Row
-from ringopt.tools.benchmarks.tables.soak import TIMEOUT
 
 WRONG = 1e-9
 LONGEST = 90  # rows

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import ringopt
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
-from ringopt.tools.benchmarks.result import Row
-from ringopt.tools.benchmarks.workers.overlap import begin, nothing, together
+from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.workers.overlap_rank import begin, nothing, together
 
 HEADS, DIM, LAYOUT = 8, 64, "zigzag"
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ringopt
-from ringopt.tools.benchmarks.result import Row
-from ringopt.tools.benchmarks.workers.overlap import begin
-from ringopt.tools.resident import give_back, reset_peak, resident
+from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.workers.overlap_rank import begin
+from ringopt.tools.common.resident import give_back, reset_peak, resident
 
 VOCABULARY, HEAD = 256, 64
 

@@ -15,9 +15,8 @@ from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.cost.choose import Case
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import Mesh
+from ringopt.tools.benchmarks.lab.names import PEERS, TORCH, equal_shards
 from ringopt.tools.benchmarks.lab.peers import Run, all_gather, torch_ring
-from ringopt.tools.benchmarks.tables.exchange import TORCH
-from ringopt.tools.benchmarks.tables.memory import PEERS, equal_shards
 
 
 @dataclass(frozen=True)

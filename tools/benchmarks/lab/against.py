@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringopt.tools.benchmarks.result import Result, Row
-from ringopt.tools.command import CommandError
+from ringopt.tools.benchmarks.lab.result import Result, Row
+from ringopt.tools.common.command import CommandError
 
 if TYPE_CHECKING:
     from rich.table import Table

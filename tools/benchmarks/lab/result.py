@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ringopt.tools.command import CommandError
+from ringopt.tools.common.command import CommandError
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,0 +1,1 @@
+"""What several commands share: their errors and output, and the memory of a process."""
