@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch._guards import CompileContext
 
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.distributed.lookup import mesh_of, process_mesh
@@ -32,11 +32,12 @@ from ringopt.ir.nodes import readable, requires_grad, shape_of, value_of
 from ringopt.ir.refusal import GraphRefused
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
-from ringopt.passes import ALONE, LINE
+from ringopt.passes import ALONE, LINE, UNDERSTAND
 from ringopt.pipeline import Context, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
+from ringopt.runtime.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.runtime.graph_boundary import Boundary, arriving, break_after, check_arrivals, ends_program, examples
 from ringopt.runtime.input_check import CheckedInputs
 from ringopt.runtime.mask_guards import Made, Watched
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 
 _reports: list[Report] = []
+
+# Steps in which no rank knows which it is: what fails there fails on all.
+ALIKE = frozenset(("capture", *(step.name for step in UNDERSTAND)))
 
 teach()  # before Dynamo traces: it looks the backend up first
 
@@ -78,6 +82,8 @@ def ring(
         _reports.append(report)
         log.info("%s", report)
         tell(report, chosen)
+        if mesh.size > 1 and not anew:
+            tell_of_limit(report)
         meta = flat.meta if flat is not None else {}
         given, left = meta.get("given", {}), meta.get("left", {})
         with left_open(gm):
@@ -117,10 +123,48 @@ def transform(
     numbers were read, "given" the inputs of which it takes this rank's rows, "left" the outputs that are to be lazy,
     "local" those that are this rank's rows, "averaged" the inputs of whose gradients the mean is left to a wrapper,
     "weights" what is made of pairs of rows and is no site, by name.
-    Made `anew`, when Dynamo takes no more guards, it is a graph for the sizes of `example_inputs` only."""
+    Made `anew`, when Dynamo takes no more guards, it is a graph for the sizes of `example_inputs` only. Where a pass
+    fails, `gm` itself is best, on all ranks alike (ringopt/runtime/failing.py)."""
     if "local" in (options.inputs, options.outputs) and not ends_program(gm):
         options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
-    context, sizes = Context(options, mesh), OpenSizes(gm)
+    made = attempted(gm, example_inputs, options, mesh, anew)
+    if isinstance(made, Failure) and not anew and shape_env_of(gm) is not None:
+        specialize(gm)  # other sizes compile other graphs
+        said, made = made.sentence, attempted(gm, example_inputs, options, mesh)
+        if not isinstance(made, Failure):
+            flat, report, random = made
+            return flat, replace(report, notes=(*report.notes, f"compiled for these sizes only: {said}")), random
+    if isinstance(made, Failure):
+        report = report_of(fx.Graph(), Context(options, mesh), made.refusal)
+        Dump(options, mesh.rank).done(report, None)
+        return None, report, False
+    return made
+
+
+Transformed = tuple[fx.GraphModule | None, Report, bool]
+
+
+def attempted(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh, anew: bool = False
+) -> Transformed | Failure:
+    """What `transform` gives; a Failure on all ranks where a pass fails on one of them."""
+    context = Context(options, mesh)
+    failure: Failure | None = None
+    try:
+        made = passed_through(gm, example_inputs, context, anew)
+    except Exception as error:
+        if is_passed_on(error):
+            raise
+        failure = failure_of(error, context.step)
+    # Ranks that have nothing to spread may well compile by themselves: they are not waited for.
+    if context.step not in ALIKE and (context.shards if context.spreads is None else context.spreads):
+        failure = agreed(mesh, failure)
+    return made if failure is None else failure
+
+
+def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context, anew: bool) -> Transformed:
+    """`transform`, as far as nothing fails."""
+    options, mesh, sizes = context.options, context.mesh, OpenSizes(gm)
     given = arriving(example_inputs, mesh)
     if not anew:
         floats_as_tensors(gm)
@@ -145,12 +189,11 @@ def transform(
         inputs = flat.graph.find_nodes(op="placeholder")
         context.given = {inputs[i]: where for i, where in given.items()}
         Pipeline(LINE if mesh.size > 1 else ALONE, passed).run(flat, context)
-    except GuardOnDataDependentSymNode as problem:
-        return for_one_size(gm, example_inputs, options, mesh, problem)
     except GraphRefused as refused:
         report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
         dump.done(report, None)
         return None, report, False
+    context.step = "report"
     check_arrivals(context, inputs)
     flat.meta["relied_on"] = [place for place, node in enumerate(inputs) if node in context.relied_on]
     flat.meta["given"] = {i: context.given[node] for i, node in enumerate(inputs) if node in context.given}
@@ -169,16 +212,6 @@ def transform(
     if mesh.size == 1:
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
     return (flat if sites or context.given or context.pairs else None), report, bool(context.replicated_random)
-
-
-def for_one_size(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh, problem: Exception
-) -> tuple[fx.GraphModule | None, Report, bool]:
-    """What `transform` gives where something depends on how many rows a rank has: other sizes compile other graphs."""
-    specialize(gm)
-    flat, report, random = transform(gm, example_inputs, options, mesh)
-    note = f"compiled for these sizes only: {str(problem).splitlines()[0]}"
-    return flat, replace(report, notes=(*report.notes, note)), random
 
 
 def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
@@ -215,6 +248,22 @@ def tell(report: Report, options: Options) -> None:
         runs = "replicated on every rank" if told["not sharded"] else "as the model has it"
         raise RefusedError(message + f'. With on_refusal="warn" it runs {runs}')
     log.warning(message)
+
+
+def tell_of_limit(report: Report) -> None:
+    """Before Dynamo compiles no more of a frame, and says so in words that have nothing of ranks."""
+    compiling, limit = CompileContext.current_compile_id(), torch._dynamo.config.recompile_limit
+    if compiling is None or compiling.frame_compile_id is None or compiling.frame_compile_id + 1 != limit:
+        return
+    fixed = [note for note in report.notes if "another compiles another graph" in note or "these sizes only" in note]
+    why = f" This one: {'; '.join(fixed)}." if fixed else ""
+    log.warning(
+        "graph %d of one function, and torch._dynamo.config.recompile_limit allows no more: whatever none of them "
+        "serves (another length, train after eval) will run without the compiler, right and whole on every rank.%s "
+        "Raise the limit before the model is first called, or pad inputs to fewer lengths; TORCH_LOGS=recompiles says "
+        "what each was compiled for",
+        *(limit, why),
+    )
 
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:

@@ -66,6 +66,8 @@ class Context:
     weights            by name, what is made of pairs of its rows, and the dims that count them
     given              inputs of which this rank has its rows, and how they are spread
     left               outputs that stay on their ranks, by place, and how they are spread
+    step               the pass that runs, or ran last
+    spreads            whether something is to be spread, once strategies are chosen
     """
 
     options: Options
@@ -83,6 +85,8 @@ class Context:
     weights: dict[str, tuple[int, int]] = field(default_factory=dict)
     given: dict[fx.Node, Spread] = field(default_factory=dict)
     left: dict[int, Spread] = field(default_factory=dict)
+    step: str = "capture"
+    spreads: bool | None = None
 
     @property
     def shards(self) -> bool:
@@ -129,6 +133,7 @@ class Pipeline:
         if self.told:
             trace("captured", gm)
         for step in self.passes:
+            context.step = step.name
             before = short(gm.graph) if self.told and log.isEnabledFor(logging.DEBUG) else ""
             with warnings.catch_warnings():
                 # Open sizes stand in the arguments of nodes until the last pass (ringopt/ir/symbolic_sizes.py).
@@ -136,6 +141,8 @@ class Pipeline:
                 step.run(gm, context)
             eliminate_dead_code(gm.graph)
             context.forget(gm.graph)
+            if step.name == "choose_strategy":
+                context.spreads = context.shards
             if self.told:
                 log.debug("after %s: %d nodes%s", step.name, len(gm.graph.nodes), changed(before, gm))
                 trace(f"after_{step.name}", gm)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.config
 
+from ringopt.runtime import failing
 from ringopt.tools.benchmarks.lab import link_lab
 from tests.harness.pool import POOL, fork_server
 from tests.harness.rank import collect_rarely, compile_without_measuring
@@ -49,6 +50,12 @@ def no_compile_workers() -> Iterator[None]:
         patched.setattr(torch._inductor.config, "compile_threads", 1)
         patched.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
         yield
+
+
+@pytest.fixture(autouse=True)
+def errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that fails would leave its graph as it was, and what is compared would be right."""
+    monkeypatch.setattr(failing, "RAISES", True)
 
 
 @pytest.fixture(scope="session", autouse=True)

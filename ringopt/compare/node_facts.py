@@ -18,7 +18,7 @@ import torch.fx as fx
 from ringopt.compare.graph_diff import SiteView
 from ringopt.compare.program_files import TENSORS
 from ringopt.context_parallel.geometry.dilation import dilation_of, is_dilated
-from ringopt.context_parallel.geometry.layouts import layout_of
+from ringopt.context_parallel.geometry.layouts import layout_of, layouts_of
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.geometry.rows import count
@@ -157,7 +157,7 @@ class Reader:
         sizes = self.sizes(value_of(x))
         if ranks is None or sizes is None or ranks * length > PLANNED:
             return None
-        here = count(layout_of(arguments["layout"], length, ranks).ranges(self.rank))
+        here = count(layout_of(layouts_of(arguments["layout"])[0], length, ranks).ranges(self.rank))
         wanted = Wanted.of(arguments.get("form", "halo"), arguments["numbers"])
         plan = fetch_of(wanted, arguments["layout"], length, ranks, self.rank, torch.device("cpu"))
         row = math.prod(sizes) * value_of(x).dtype.itemsize // max(here, 1)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 import torch.fx as fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -37,7 +38,25 @@ def is_open(size: Any) -> bool:
 
 def formula(size: Any) -> Any:
     """What is equal for equal sizes: the number, or the formula of symbols."""
-    return size.node.expr if isinstance(size, OPEN) else size
+    return settled(size.node.expr, size.node.shape_env) if isinstance(size, OPEN) else size
+
+
+def settled(expression: Any, shape_env: ShapeEnv | None) -> Any:
+    """With the number in place of every part that a guard has fixed: behind `F.pad(x, -n % 4)` at a length where
+    nothing is padded, n + (-n % 4) is n. torch replaces symbols that are fixed, and not what is made of them."""
+    if shape_env is None or not hasattr(expression, "xreplace"):
+        return expression
+    known, seen = _fixed.setdefault(shape_env, ({}, 0))
+    for guard in shape_env.guards[seen:]:
+        equal = guard.expr
+        if isinstance(equal, sympy.Eq) and equal.rhs.is_Integer and isinstance(equal.lhs, sympy.Function):
+            known[equal.lhs.xreplace(known)] = known[equal.lhs] = equal.rhs
+    _fixed[shape_env] = known, len(shape_env.guards)
+    return expression.xreplace(known) if known else expression
+
+
+# Of the guards of each environment, as many as were looked at: which formulas have a number.
+_fixed: WeakKeyDictionary[ShapeEnv, tuple[dict[Any, Any], int]] = WeakKeyDictionary()
 
 
 def same(one: Any, other: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringopt.context_parallel.geometry.layouts import layouts_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of, run_fetch, swap
@@ -26,7 +27,7 @@ def seen_from(
     """What this rank fetches, how many rows the windows of each of its chunks see, and these rows."""
     wanted = Wanted.of("halo", numbers)
     plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, x.device)
-    counts = list(map(len, wanted.ranges(layout, mesh.size, mesh.rank)))
+    counts = list(map(len, wanted.ranges(layouts_of(layout)[1], mesh.size, mesh.rank)))
     return plan, counts, run_fetch(plan, x, dim, mesh, "convolve_rows")
 
 

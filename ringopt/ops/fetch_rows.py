@@ -13,7 +13,8 @@ What a rank wants is one of four forms, and numbers (which are arguments, not te
     halo n s a w        for each chunk of n outputs the rows that windows of w rows see, window i beginning at i * s + a
 
 Only rows that are not where they are wanted travel, point to point, as bytes. Each rank works out who sends what from
-the layout alone, so nothing is asked of the others.
+the layout alone, so nothing is asked of the others. A layout may be two, "zigzag x contiguous": that of the sequence,
+and that of what is made of its rows.
 
 The gradient of rows on every rank is complete on every rank (see collectives.py), so `return_rows` of a `take` sends
 nothing: each rank keeps what belongs to its own rows.
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.geometry.layouts import Layout, layout_of
+from ringopt.context_parallel.geometry.layouts import Layout, layout_of, layouts_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.ops.collectives import factored, with_dim
@@ -133,8 +134,9 @@ def fetch_of(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, de
 
 
 def plan_fetch(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
-    plan = layout_of(layout, length, ranks)
-    return route([held(plan, other) for other in range(ranks)], wanted.rows(layout, ranks), length, rank, device)
+    old, new = layouts_of(layout)
+    plan = layout_of(old, length, ranks)
+    return route([held(plan, other) for other in range(ranks)], wanted.rows(new, ranks), length, rank, device)
 
 
 def route(homes: Sequence[Tensor], wanted: Sequence[Tensor], length: int, rank: int, device: torch.device) -> Fetch:

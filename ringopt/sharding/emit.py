@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.context_parallel.geometry.layouts import layouts_of, text_of
 from ringopt.ir.nodes import named, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand
@@ -64,24 +65,23 @@ class Steps:
         """Rows of `x`, sharded as `place`, that ringopt/ops/fetch_rows.py tells of: sharded as `out`, or replicated;
         `of` is the node whose value they are, where nothing is left to do."""
         sharder, target = self.sharder, torch.ops.ringopt.fetch_rows.default
-        layout = sharder.layout(place.length if out is None else out.length)
-        if layout != sharder.layout(place.length):
-            x = self.relaid(x, place, layout)
+        layouts = self.layouts(place, out)
+        layout = layouts_of(layouts)[1]
         if wanted.form == "halo":
             local: Any = len(wanted.rows(layout, sharder.ranks)[sharder.rank])
         else:
             local = wanted.length if wanted.everywhere else sharder.rows(wanted.length, layout)
-        args = (x, *sharder.factors(place), wanted.form, wanted.numbers, local, layout, sharder.group)
+        args = (x, *sharder.factors(place), wanted.form, wanted.numbers, local, layouts, sharder.group)
         return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
 
-    def relaid(self, x: fx.Node, place: Sharded, layout: str) -> fx.Node:
-        """`x`, sharded as `place`, in another layout than that of its sequence: by way of the whole."""
-        sharder, old = self.sharder, self.sharder.layout(place.length)
-        said = f"{self.node.name}: {place.length} rows, {old}, are gathered and laid out anew, {layout}"
-        sharder.relaid.append(said)
-        whole = self(torch.ops.ringopt.gather.default, x, *sharder.factors(place), old, sharder.group)
-        rows = sharder.rows(place.length, layout)
-        return self(torch.ops.ringopt.scatter.default, whole, *sharder.factors(place), rows, layout, sharder.group)
+    def layouts(self, place: Sharded, out: Sharded | None) -> str:
+        """Of a sequence that is sharded as `place`, and of what is made of its rows. Where they differ, the report
+        says so: more rows change ranks."""
+        layout = self.sharder.layout
+        old, new = layout(place.length), layout(place.length if out is None else out.length)
+        if old != new:
+            self.sharder.relaid.append(f"{self.node.name}: {place.length} rows, {old}, are laid out anew, {new}")
+        return text_of(old, new)
 
     def numbers(self, place: Sharded, device: torch.device) -> fx.Node:
         """Which places of a dim that is sharded as `place` this rank holds."""

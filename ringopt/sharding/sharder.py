@@ -10,6 +10,7 @@ ids, rope tables and shifted labels need no code of their own; the replicated or
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from ringopt.ir.nodes import (
     is_aten,
     is_tensor,
     module_path,
+    named,
     op_name,
     origin,
     requires_grad,
@@ -237,6 +239,8 @@ class Sharder:
             return self.rows_here(length, layout)
         key = (formula(length), layout)
         if key not in self.asked:
+            if not self.asks and not length >= self.least(length):
+                raise AssertionError(f"{length} rows are too few for {self.ranks} ranks in layout {layout}")
             some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
             args: Any = (length, layout, self.group, [some], "", "", "never")
             node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
@@ -291,6 +295,9 @@ class Sharder:
             target, args, kwargs = aten.reshape.default, (args[0], self.local_sizes(node, out)), {}
         elif is_aten(node) and op_name(node) in ("expand", "broadcast_to"):
             args = (args[0], self.local_sizes(node, out))
+        elif op_name(node) in ("slice", "narrow") and named(node, "dim") % len(shape_of(node)) == out.dim:
+            # The rule says that it takes all: what is here is less than what it counts.
+            target, args, kwargs = aten.slice.Tensor, (args[0], out.dim, 0, sys.maxsize), {}
         return self.call(target, args, node, out, kwargs)
 
     def operands(self, node: fx.Node, wanted: Sequence[Sharded | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -71,7 +71,7 @@ def test_an_encoder_that_looks_near_and_a_causal_decoder(p, n, m):
 def test_where_the_sequences_meet_one_is_laid_out_anew():
     verdict = validate(3, Translator(joined=True), *given(64, 41))
     assert not verdict.wrong
-    assert "cat: 41 rows, zigzag, are gathered and laid out anew, contiguous" in verdict.report.notes
+    assert "cat: 41 rows, zigzag, are laid out anew, contiguous" in verdict.report.notes
 
 
 def test_one_that_is_asked_for_is_that_of_all():

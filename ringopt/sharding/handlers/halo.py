@@ -62,12 +62,10 @@ def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Want
     batched = len(shape_of(x)) == len(shape_of(weight)) <= 4
     if place.outer * place.inner > 1 or not batched or not enough_rows(sharder, out.length):
         return False
-    step, layout = Steps(sharder, node), sharder.layout(out.length)
-    rows = sharder.values[x]
-    if layout != sharder.layout(place.length):
-        rows = step.relaid(rows, place, layout)
+    step = Steps(sharder, node)
     small = [sharder.beside(each) if is_tensor(each) else None for each in (weight, bias)]
-    args = (rows, *small, place.dim, place.length, wanted.numbers, *how, sharder.rows(out.length), layout)
+    where = (place.dim, place.length, wanted.numbers, *how, sharder.rows(out.length), step.layouts(place, out))
+    args = (sharder.values[x], *small, *where)
     return step.done(step(torch.ops.ringopt.convolve_rows.default, *args, sharder.group, placement=out), out)
 
 

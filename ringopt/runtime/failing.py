@@ -1,0 +1,81 @@
+"""What becomes of a graph of which a pass fails: an assertion that does not hold, an error that nobody foresaw.
+
+Whatever a pass gets wrong, the program is right as it was. So the graph is made once more for the sizes at hand, where
+it had open ones, and where that fails too it is left as it was, with the reason in the report and the traceback in the
+log. An error may be one rank's alone (its number of rows), and ranks that go different ways would wait for each other
+for ever; so as soon as passes know of ranks, all hear of it and take the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from ringopt.distributed.mesh import Mesh, PretendedMesh
+from ringopt.errors import PlanError, RingError, first_line
+
+log = logging.getLogger(__name__)
+
+#: For tests: errors are raised, so that none is taken for a refusal.
+RAISES = False
+
+# Not ours to handle: how Dynamo starts again, and what this machine has too little of.
+OF_OTHERS = (TorchDynamoException, MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`sentence` says which pass failed and how; `foreseen`: something is only known when the program runs, so sizes
+    have to be fixed."""
+
+    sentence: str
+    foreseen: bool = False
+
+    @property
+    def refusal(self) -> str:
+        return f"{self.sentence}: an error of ringopt, which the log has; the graph runs as it was, and is right"
+
+
+def is_foreseen(error: Exception) -> bool:
+    return isinstance(error, GuardOnDataDependentSymNode)
+
+
+def is_passed_on(error: Exception) -> bool:
+    """Whether it is for whoever compiles: a wrong option, ranks that differ, a message that did not come."""
+    theirs = isinstance(error, RingError) and not isinstance(error, PlanError)
+    return theirs or isinstance(error, OF_OTHERS) or (RAISES and not is_foreseen(error))
+
+
+def failure_of(error: Exception, where: str) -> Failure:
+    """Of an error in pass `where`, told in the log unless it was foreseen."""
+    said = f"{where} failed with {type(error).__name__}: {first_line(error)}"
+    if is_foreseen(error):
+        return Failure(first_line(error), foreseen=True)
+    log.warning("%s. This is an error of ringopt; the program is compiled without what failed", said, exc_info=error)
+    return Failure(said)
+
+
+def agreed(mesh: Mesh, mine: Failure | None) -> Failure | None:
+    """That of this rank, or of another where this one has none. Every rank of `mesh` comes here, or none."""
+    if isinstance(mesh, PretendedMesh) or mesh.size == 1:
+        return mine
+    with unset_fake_temporarily():  # graphs are made while others are traced
+        flags = mesh.all_gather(torch.tensor([_kind(mine)], device=mesh.device), "compiled")
+    return mine or of_another([int(flag) for flag in flags])
+
+
+def of_another(kinds: Sequence[int]) -> Failure | None:
+    failed = [rank for rank, kind in enumerate(kinds) if kind]
+    if not failed:
+        return None
+    return Failure(f"a pass failed on ranks {failed}, whose logs say how", foreseen=max(kinds) == 1)
+
+
+def _kind(failure: Failure | None) -> int:
+    return 0 if failure is None else 1 if failure.foreseen else 2

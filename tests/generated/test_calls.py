@@ -1,0 +1,62 @@
+"""Generated programs that are called several times on real ranks: values, gradients and state are those of eager.
+
+A failure prints the program; `draw(seed)` makes the same one again.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringopt
+from tests.generated.calls import Several, apart, draw, run
+
+WAYS = ({"inner_backend": "eager"}, {"inner_backend": "eager", "layout": "contiguous"}, {"inner_backend": "aot_eager"})
+
+
+def verdict(program: Several, options: dict[str, str]) -> str:
+    """exact, unsharded: right. Else what went wrong. On a rank."""
+    torch._dynamo.reset()
+    model, again = program.module(), program.module()
+    before = len(ringopt.reports())
+    expected = run(model, program.calls)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        compiled = torch.compile(again, backend="ring", options={**options, "on_refusal": "ignore"})
+        wrong = apart(expected, run(again, program.calls, compiled))
+    if wrong:
+        return f"wrong: {wrong}"
+    found = ringopt.reports()[before:]
+    return "exact" if any(site.refusal is None for one in found for site in one.sites) else "unsharded"
+
+
+def verdicts(first: int, count: int) -> list[tuple[int, str]]:
+    """Of programs from seed `first` on, up to one that raises: behind it the ranks cannot go on."""
+    found: list[tuple[int, str]] = []
+    for seed in range(first, first + count):
+        try:
+            found.append((seed, verdict(draw(seed), WAYS[seed % 3])))
+        except Exception as error:  # any is what the test is for
+            found.append((seed, f"crash: {type(error).__name__}: {error}"))
+            break
+    return found
+
+
+def check(ranks, p: int, first: int, count: int) -> None:
+    exact = 0
+    for told in ranks(p, verdicts, first, count, timeout=60 + 20 * count):
+        for seed, said in told:
+            assert said in ("exact", "unsharded"), f"seed {seed}: {said}\n{draw(seed)}"
+            exact += said == "exact"
+    assert exact > p * count // 2
+
+
+@pytest.mark.parametrize("p, first, count", [(2, 0, 15), (3, 500, 10)])
+def test_programs_called_several_times(ranks, p, first, count):
+    """A sample; with -m zoo a thousand."""
+    check(ranks, p, first, count)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("first", range(0, 1000, 50))
+def test_a_thousand_programs_called_several_times(ranks, first):
+    check(ranks, 2 + first // 500, first, 50)

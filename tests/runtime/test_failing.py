@@ -1,0 +1,172 @@
+"""A pass that fails leaves the program as it was, on all ranks alike, and says so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import ringopt
+from ringopt.backend import transform
+from ringopt.distributed.lookup import mesh_of
+from ringopt.errors import OptionError, PlanError, RefusedError
+from ringopt.options import Options
+from ringopt.passes.find_attention import FindAttention
+from ringopt.passes.lower import Lower
+from ringopt.passes.shard_sequence import ShardSequence
+from ringopt.runtime import failing
+from tests.harness.translation import captured
+
+
+class Causal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv = nn.Embedding(20, 8), nn.Linear(8, 24)
+
+    def forward(self, ids):
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(self.embed(ids)).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean((1, 3))
+
+
+def ids(n: int) -> torch.Tensor:
+    return torch.arange(2 * n).view(2, n) % 20
+
+
+def fails(monkeypatch, step, error, when=lambda gm: True):
+    """`step` raises `error` on graphs of which `when` holds."""
+    run = step.run
+
+    def broken(self, gm, context):
+        if when(gm):
+            raise error
+        run(self, gm, context)
+
+    monkeypatch.setattr(failing, "RAISES", False)
+    monkeypatch.setattr(step, "run", broken)
+
+
+@pytest.mark.parametrize("step", [FindAttention, ShardSequence, Lower])
+@pytest.mark.parametrize(
+    "error", [AssertionError("u0 is not u1"), PlanError("no such plan"), KeyError("node"), IndexError()]
+)
+def test_the_graph_is_refused_with_the_pass_and_its_error(monkeypatch, caplog, step, error):
+    fails(monkeypatch, step, error)
+    with caplog.at_level(logging.WARNING):
+        flat, report, _ = transform(*captured(Causal(), ids(12)), Options(), mesh_of("pretend:0/2"))
+    assert flat is None and report.refusal is not None
+    assert report.refusal.startswith(f"{step.name} failed with {type(error).__name__}")
+    (record,) = [record for record in caplog.records if record.exc_info is not None]
+    assert record.levelno == logging.WARNING and record.exc_info[1] is error
+
+
+@pytest.mark.parametrize(
+    "error", [OptionError("no"), MemoryError(), KeyboardInterrupt(), torch._dynamo.exc.SkipFrame("no")]
+)
+def test_what_is_not_ours_is_raised(monkeypatch, error):
+    fails(monkeypatch, Lower, error)
+    with pytest.raises(type(error)):
+        transform(*captured(Causal(), ids(12)), Options(), mesh_of("pretend:0/2"))
+
+
+def of_open_length(gm) -> bool:
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    return any(isinstance(size, torch.SymInt) for x in values for size in getattr(x, "shape", ()))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def call_over_lengths(step, alone: bool, when: str, option: str = "warn"):
+    """What three lengths give where a pass fails, on rank 1 `alone` or on all: the largest error of values and
+    gradients, and what became of each graph."""
+    model, again, error, notes = Causal(), Causal(), 0.0, []
+    rank = torch.distributed.get_rank()
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1 or not alone:
+            fails(patched, step, AssertionError("planted"), of_open_length if when == "open" else lambda gm: True)
+        patched.setattr(failing, "RAISES", False)
+        before = len(ringopt.reports())
+        options = {"inner_backend": "eager", "on_refusal": option}
+        compiled = torch.compile(again, backend="ring", options=options)
+        for n in (12, 20, 15, 20):
+            for one in (model, again):
+                one.zero_grad()
+            expected, found = model(ids(n)), compiled(ids(n))
+            expected.sum().backward()
+            found.sum().backward()
+            pairs = [(expected, found), *zip(gradients(model), gradients(again), strict=True)]
+            error = max(error, *(float((a - b).abs().max()) for a, b in pairs))
+        notes = [(report.refusal or "", report.notes) for report in ringopt.reports()[before:]]
+    return error, notes
+
+
+@pytest.mark.parametrize("step", [FindAttention, Lower])
+@pytest.mark.parametrize("alone", [False, True])
+def test_ranks_decide_alike(ranks, step, alone):
+    """FindAttention knows of no rank, so it cannot fail on one."""
+    if alone and step is FindAttention:
+        return
+    found = ranks(2, call_over_lengths, step, alone, "always")
+    for rank, (error, told) in enumerate(found):
+        assert error < 1e-6 and len(told) == 3  # a graph a length: they were fixed before it was refused
+        said = "failed on ranks [1]" if alone and rank == 0 else f"{step.name} failed with AssertionError: planted"
+        assert all(said in refusal for refusal, _ in told)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_open_sizes_are_fixed_where_a_pass_fails_with_them(ranks, alone):
+    for error, told in ranks(2, call_over_lengths, Lower, alone, "open"):
+        assert error < 1e-6 and [refusal for refusal, _ in told] == [""] * 3
+        assert all("compiled for these sizes only" in notes[-1] for _, notes in told[1:])
+
+
+def refused(alone: bool) -> str:
+    try:
+        call_over_lengths(Lower, alone, "always", "error")
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        return f"{type(inner).__name__}: {inner}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_on_refusal_error_raises_on_all_ranks(ranks, alone):
+    assert all(said.startswith(RefusedError.__name__) and "failed" in said for said in ranks(2, refused, alone))
+
+
+class Fixed(Causal):
+    """Reads its length as a number, so every length is another graph."""
+
+    def forward(self, ids):
+        return super().forward(ids) * int(ids.shape[1] ** 2 % 97 > 3) + len(str(int(ids.shape[1])))
+
+
+def over_the_limit() -> tuple[float, list[str], int]:
+    """Errors of six lengths with room for three graphs; warnings; graphs."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    listener, error, model, before = Listener(logging.WARNING), 0.0, Fixed(), len(ringopt.reports())
+    logging.getLogger("ringopt.backend").addHandler(listener)
+    limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": False}
+    with torch._dynamo.config.patch(limits):
+        compiled = torch.compile(model, backend="ring", dynamic=False, options={"inner_backend": "eager"})
+        for n in (8, 12, 9, 20, 12, 31):
+            error = max(error, float((compiled(ids(n)) - model(ids(n))).abs().max()))
+    logging.getLogger("ringopt.backend").removeHandler(listener)
+    return error, said, len(ringopt.reports()) - before
+
+
+def test_the_last_graph_that_dynamo_makes_is_told_of(ranks):
+    for error, said, graphs in ranks(2, over_the_limit):
+        (told,) = [message for message in said if "recompile_limit" in message]
+        assert error < 1e-6 and graphs == 3
+        assert "graph 3 of one function" in told and "Raise the limit" in told
