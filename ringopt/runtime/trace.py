@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from typing import Any
 from ringopt.distributed.mesh import PROGRAM
 from ringopt.distributed.traffic import Event, Traffic, record_from_now_on, stop
 from ringopt.errors import OptionError
+from ringopt.output.files import FULL, write_whole
+
+log = logging.getLogger(__name__)
 
 LANES = ("compute", "program", "exposed", "link")
 TRACKS = 1000  # of a lane, at most
@@ -173,31 +177,44 @@ def covered(spans: Iterable[Span]) -> float:
 
 class Trace:
     """Records from now until the process ends, into `folder`/rank-R.json: written every few seconds, while calls are
-    made, and at the end. Raises OptionError where the folder cannot be made."""
+    made, and at the end. Raises OptionError where the folder cannot be made. A file that cannot be written (a full
+    disk) is warned of, once, and ends the record and not the program; what was written before stays."""
 
     def __init__(self, folder: str, rank: int):
         self.path = Path(folder, f"rank-{rank}.json")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OptionError(f"option trace={folder!r}: {error.strerror}; name a folder that can be made") from None
+            if error.errno not in FULL:
+                told = f"option trace={folder!r}: {error.strerror}; name a folder that can be made"
+                raise OptionError(told) from None
         self.traffic: Traffic = record_from_now_on()
+        self._stopped = False
         self._written = time.monotonic()
         atexit.register(self.close)
 
     def close(self) -> None:
         """Records nothing more."""
+        if self._stopped:
+            return
         stop(self.traffic)
         self.write()
         atexit.unregister(self.close)
 
     def write(self) -> None:
-        self.path.write_text(json.dumps(chrome(spans_of(self.traffic.events))), encoding="utf-8")
+        try:
+            write_whole(self.path, json.dumps(chrome(spans_of(self.traffic.events))))
+        except OSError as error:
+            log.warning("option trace: cannot write %s: %s; nothing more is recorded", self.path, error.strerror)
+            self._stopped = True
+            stop(self.traffic)
+            self.traffic.events.clear()
+            atexit.unregister(self.close)
         self._written = time.monotonic()
 
     def called(self) -> None:
         """To be told at every call."""
-        if time.monotonic() - self._written > EVERY:
+        if not self._stopped and time.monotonic() - self._written > EVERY:
             self.write()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,3 +102,41 @@ def test_logs_show_a_conversion_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [message.partition(":")[0] for message in said[:-1]] == [f"after {step.name}" for step in LINE]
     assert "  + %attention = attention(" in said[[step.name for step in LINE].index("find_attention")]
     assert "1 attention site on 2 ranks" in said[-1]
+
+
+# ---- a full disk -----------------------------------------------------------------------------------------------------
+def compiled_twice(folder: Path) -> None:
+    """At two lengths, each a graph."""
+    torch._dynamo.reset()
+    model = torch.compile(
+        Causal(), backend="ring", dynamic=False, options={"inner_backend": "eager", "dump": str(folder)}
+    )
+    for length in (64, 96):
+        assert model(torch.zeros(1, length, 16)).shape == (1, length, 16)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("file", ["graph0", "01_", "report.html", "graph1"])
+def test_what_cannot_be_written_is_warned_of_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, file: str, number: int
+) -> None:
+    made, wrote = Path.mkdir, Path.write_text
+
+    def failing(real: Any) -> Any:
+        def call(self: Path, *given: Any, **named: Any) -> Any:
+            if self.name.startswith(file):
+                raise OSError(number, os.strerror(number), str(self))
+            return real(self, *given, **named)
+
+        return call
+
+    monkeypatch.setattr(Path, "mkdir", failing(made))
+    monkeypatch.setattr(Path, "write_text", failing(wrote))
+    if file == "graph0" and number != errno.ENOSPC:  # a path that is wrong from the start
+        with pytest.raises(Exception, match=r"option dump: cannot make .*graph0"):
+            compiled_twice(tmp_path)
+        return
+    compiled_twice(tmp_path)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [f"option dump: cannot write in {tmp_path}: {os.strerror(number)}; nothing more is written"]
+    assert not list(tmp_path.rglob("*.part"))

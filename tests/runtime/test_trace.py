@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from ringopt.distributed.mesh import PROGRAM
-from ringopt.distributed.traffic import Event
-from ringopt.runtime.trace import LANES, TRACKS, Span, chrome, covered, on_tracks, read, spans_of, sums, trace_to
+from ringopt.distributed.traffic import Event, log_event
+from ringopt.errors import OptionError
+from ringopt.runtime.trace import LANES, TRACKS, Span, Trace, chrome, covered, on_tracks, read, spans_of, sums, trace_to
 from ringopt.tools import timeline
 from ringopt.tools.cli import main
 
@@ -163,3 +167,58 @@ def test_errors(
         (tmp_path / "rank-0.json").write_text(content)
     assert main(["timeline", str(tmp_path), *words]) == 2
     assert sentence in capsys.readouterr().err.replace("\n", "")
+
+
+# ---- a full disk -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_trace_that_cannot_be_written_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    monkeypatch.setattr("ringopt.timeline.EVERY", -1.0)
+    trace, real = Trace(str(tmp_path), 0), Path.write_text
+    trace.called()
+    before = trace.path.read_text()
+
+    def full(self: Path, text: str, *given: Any, **named: Any) -> None:
+        real(self, text[:5], *given, **named)
+        raise OSError(number, os.strerror(number), str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    for _ in range(3):
+        trace.called()
+    trace.close()
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said == f"option trace: cannot write {trace.path}: {os.strerror(number)}; nothing more is recorded"
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-0.json"] and trace.path.read_text() == before
+    log_event("posted", "later", 0)
+    assert not trace.traffic.events
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="a file system is mounted by root alone")
+def test_on_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        trace = Trace(str(tmp_path / "trace"), 0)
+        trace.traffic.events += EVENTS * 200
+        trace.write()
+        assert [record.levelname for record in caplog.records] == ["WARNING"] and "No space left" in caplog.text
+        assert not list((tmp_path / "trace").iterdir())
+        trace.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_unless_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match=r"option trace=.*: .*; name a folder that can be made"):
+        Trace(str(tmp_path / "file"), 0)
+
+    def full(self: Path, *given: Any, **named: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    Trace(str(tmp_path / "trace"), 0).close()
