@@ -6,7 +6,6 @@ twice.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from ringopt.ir.nodes import readable, requires_grad, shape_of, value_of
 from ringopt.ir.refusal import GraphRefused
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
+from ringopt.output.printable import logger
 from ringopt.passes import ALONE, LINE, UNDERSTAND
 from ringopt.pipeline import Context, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
@@ -45,7 +45,7 @@ from ringopt.runtime.trace import trace_to, traced
 from ringopt.runtime.verify import Original, Verified
 from ringopt.tensor.lazy import Lazy
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 Compiled = Callable[..., Any]
 

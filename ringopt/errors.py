@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from ringopt.output.printable import printable
+
 
 class RingError(Exception):
     """Base of all errors of ringopt."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class OptionError(RingError, ValueError):

@@ -23,9 +23,10 @@ from ringopt.ir.placement import Layouts, Sharded, Spread
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import Refusal
 from ringopt.options import Options
+from ringopt.output.printable import logger
 from ringopt.report import Gather
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 @dataclass

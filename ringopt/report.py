@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType, RenderHook, RenderResult
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from ringopt.output.printable import printable
 
 WIDTH = 100  # columns of a report as text
 ALIKE = 8  # sites that read the same and are still told one by one
@@ -122,7 +125,7 @@ class Report:
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.rich()
+        yield Plainly(self.rich())
 
     def __str__(self) -> str:
         console = Console(width=WIDTH, no_color=True)
@@ -149,6 +152,24 @@ class Report:
             Text(f"sharded {self.sharded_fraction:.1%} of matrix FLOPs; sends {readable(self.bytes_sent)} a forward")
         )
         return Group(*parts)
+
+
+@dataclass(frozen=True)
+class Plainly:
+    """What `shown` prints, its text as it may be shown to a terminal; its colours stay."""
+
+    shown: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.shown, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+class PrintedPlainly(RenderHook):
+    """For a console: all that it prints."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [Plainly(shown) for shown in renderables]
 
 
 def site_table(report: Report) -> Table:

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import ringopt
 from ringopt.errors import RingError
+from ringopt.output.printable import printable
 from ringopt.tools import bench, convert, diff, doctor, explain, plan, timeline
 from ringopt.tools.common.command import CommandError
 
@@ -56,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(chosen.run(chosen))
     except (CommandError, RingError) as error:
         if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(f"ringopt: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(printable("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
+        print(f"ringopt: error: {' '.join(printable(str(error)).split())}", file=sys.stderr)
         return FAILED
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.errors import RingError
+from ringopt.output.printable import printable
 from ringopt.tools.common.command import (
     CommandError,
     check_file,
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         console().print(found)
         for name, formulas in found.formulas().items() if arguments.formulas else ():
-            print(f"\n{name}, one attention on the busiest rank (bytes: on rank r)\n{formulas}")
+            print(printable(f"\n{name}, one attention on the busiest rank (bytes: on rank r)\n{formulas}"))
     if arguments.plot:
         from ringopt.tools.plan_pictures import draw
 

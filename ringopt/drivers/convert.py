@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from ringopt.ir.printer import short
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import formula, into_assertions
 from ringopt.options import Options
+from ringopt.output.printable import logger
 from ringopt.passes import ALONE, LINE
 from ringopt.pipeline import Context, Pipeline, SiteInfo
 from ringopt.report import Report
@@ -46,7 +46,7 @@ from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
 from ringopt.version import __version__
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 KEPT = ("val", "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "unbacked_bindings")
 # What the report and the choice of strategies look at, where the number of ranks is open.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from torch.export import ExportedProgram
 
@@ -27,7 +27,7 @@ from ringopt.options import Options
 from ringopt.planner.liveness import most
 from ringopt.planner.site_cost import SitePoint, at_length, layout_at, layouts_at, named, named_strategy, site_point
 from ringopt.planner.trace_model import TRACED, PlannedSite, Traced, traced
-from ringopt.report import counted, readable, several
+from ringopt.report import Plainly, counted, readable, several
 
 LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi
 
@@ -105,6 +105,9 @@ class Plan:
         return found
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Plainly(Group(*self.rich()))
+
+    def rich(self) -> Iterator[RenderableType]:
         what = "a training step" if self.training else "a forward"
         table = Table(title=f"{what} per rank, {self.hardware} over {self.links}, predicted", title_justify="left")
         for name in ("tokens", "ranks", "memory", "fits", "sent", "FLOP", "time", "exposed"):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -28,12 +27,13 @@ from ringopt.errors import OptionError
 from ringopt.ir.printer import short
 from ringopt.options import Options
 from ringopt.output.files import FULL, write_whole
+from ringopt.output.printable import logger, printable
 from ringopt.pipeline import Pass
 from ringopt.report import Report
 from ringopt.reporting.diff_page import diff_page
 from ringopt.reporting.report_page import report_page
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 # Folders that options name: in which something was written, and in which nothing can be.
 _written: set[str] = set()
@@ -72,7 +72,7 @@ class Dump:
         if self.folder is None:
             return
         try:
-            write_whole(self.folder / name, text)
+            write_whole(self.folder / name, printable(text))
         except OSError as error:
             self.give_up(error)
 

@@ -12,12 +12,15 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from ringopt.output.printable import all_printable, printable
+
 
 def filled(template: str, **said: Any) -> str:
     """The page made from `ringopt/reporting/TEMPLATE.html.jinja`."""
     how = Environment(
-        loader=FunctionLoader(source), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+        loader=FunctionLoader(source), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        finalize=lambda said: printable(said) if type(said) is str else said,
+    )  # fmt: skip
     return how.get_template(template).render(**said)
 
 
@@ -27,5 +30,5 @@ def source(template: str) -> str:
 
 def embedded(data: Any) -> str:
     """JSON inside a script element: no text of a program can end the element."""
-    text = json.dumps(data, separators=(",", ":"))
+    text = json.dumps(all_printable(data), separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

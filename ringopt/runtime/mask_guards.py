@@ -8,7 +8,6 @@ become false is the graph compiled anew, which refuses it.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from ringopt.distributed.consistency import bytes_of, digest
 from ringopt.frontend.flex_block_masks import Claim, is_hollow
+from ringopt.output.printable import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 Compiled = Callable[..., Any]
 State = tuple["weakref.ref[Tensor]", int, int]

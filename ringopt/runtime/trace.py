@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,9 @@ from ringopt.distributed.mesh import PROGRAM
 from ringopt.distributed.traffic import Event, Traffic, record_from_now_on, stop
 from ringopt.errors import OptionError
 from ringopt.output.files import FULL, write_whole
+from ringopt.output.printable import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 LANES = ("compute", "program", "exposed", "link")
 TRACKS = 1000  # of a lane, at most

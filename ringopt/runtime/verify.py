@@ -12,7 +12,6 @@ another expert): rounding is no error of a compiler.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
@@ -28,9 +27,10 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
 from ringopt.frontend.capture import unseen
 from ringopt.ir.placement import Spread
+from ringopt.output.printable import logger
 from ringopt.tensor.lazy import Lazy, cut, spread, whole
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 # By which share of its largest element a value may differ, where nothing is computed in a coarser dtype.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

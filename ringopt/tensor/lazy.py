@@ -12,7 +12,6 @@ of their own: a rank that reads alone ends in an error, and its messages meet no
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,8 +32,9 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RingCommError, RingMismatchError
 from ringopt.ir.placement import Spread, same_rows
 from ringopt.ops import collectives  # noqa: F401  (registers the operators)
+from ringopt.output.printable import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 PATIENCE = 10.0  # seconds until a rank that waits for the others says so
 

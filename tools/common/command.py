@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringopt.output.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -114,9 +116,14 @@ def console() -> Console:
     says: every table fits."""
     from rich.console import Console
 
+    from ringopt.report import PrintedPlainly
+
     out = Console(highlight=False)
     width = None if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
-    return out if out.is_terminal else Console(highlight=False, width=width, color_system=None)
+    if not out.is_terminal:
+        out = Console(highlight=False, width=width, color_system=None)
+    out.push_render_hook(PrintedPlainly())
+    return out
 
 
 def check_file(option: str, path: str | Path | None) -> None:
@@ -132,6 +139,6 @@ def check_file(option: str, path: str | Path | None) -> None:
 def write(path: str | Path, text: str) -> None:
     """A page or a table as a file."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(printable(text), encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None
