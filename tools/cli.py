@@ -58,8 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommandError, RingError) as error:
         if error.__cause__ is not None:
             print(printable("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
-        print(f"ringopt: error: {' '.join(printable(str(error)).split())}", file=sys.stderr)
-        return FAILED
+        return failed(str(error))
+    except Exception as error:  # Python's own exit code would be 1, which says of a diff that there is a difference
+        print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        return failed(f"{type(error).__name__}: {error} (an error of ringopt itself; please report it)")
+
+
+def failed(sentence: str) -> int:
+    print(f"ringopt: error: {' '.join(printable(sentence).split())}", file=sys.stderr)
+    return FAILED
 
 
 if __name__ == "__main__":

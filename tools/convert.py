@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
-from ringopt.tools.common.command import CommandError, console, import_all, json_object, positive
+from ringopt.tools.common.command import CommandError, add_trusted, console, import_all, json_object, positive
 from ringopt.tools.verify import MOST, verify
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ The file that is written runs on one process as before, and under torchrun with 
 
   model = ringopt.load("out.pt2").module()       # or: import ringopt.ops, and torch.export.load
 
-A .pt2 file is a program: convert files you trust. Pickled objects other than tensors are not loaded.
+Nothing of a file is run but with --verify, which runs its operators. Pickled objects and other code are refused.
 
 examples:
   python -m ringopt.tools.example in.pt2
@@ -61,6 +61,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the file names"
     )
+    add_trusted(parser)
     parser.set_defaults(run=run)
 
 
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         def done(following: str = "verify") -> None:
             progress.update(task, advance=1, description=following)
 
-        program, made = load_with_provenance(arguments.source)
+        program, made = load_with_provenance(arguments.source, trusted=arguments.trusted)
         if made is not None:
             raise CommandError(f"{arguments.source} was converted already, by ringopt {made['ringopt']}")
         done("convert")
@@ -120,8 +121,11 @@ def check_ranks(ranks: int | None, verifies: bool) -> None:
 
 
 def converting(arguments: argparse.Namespace, convert: Any) -> tuple[ExportedProgram, Report]:
+    from ringopt.frontend.pt2_archive import blamed
+
     try:
-        made: tuple[ExportedProgram, Report] = convert()
+        with blamed(arguments.source, "converted"):
+            made: tuple[ExportedProgram, Report] = convert()
         return made
     except RingError as error:
         said = str(error).replace("allow_empty=True", "--allow-empty")

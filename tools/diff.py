@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from ringopt.tools.common.command import check_file, console, import_all, positive, write
+from ringopt.tools.common.command import add_trusted, check_file, console, import_all, positive, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 OPEN = re.compile(r"\bs\d")  # in a shape, the length or batch size that an export leaves open
 
 EXAMPLES = """\
-Exit code: 0 no difference, 1 some, 2 an error. A .pt2 file is a program: compare files you trust.
+Exit code: 0 no difference, 1 some, 2 an error. Nothing of a file is run.
 
 marks:
   + added   - removed   -+ replaced, or with other arguments   ~ reads other values   = only shape or placement
@@ -53,6 +53,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the files name"
     )
+    add_trusted(parser)
     parser.set_defaults(run=run)
 
 
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_file("--html", arguments.html)
     import_all(arguments.imports)
-    diff = ringopt.diff(arguments.before, arguments.after, world_size=arguments.world_size)
+    given, ranks = (arguments.before, arguments.after), arguments.world_size
+    diff = ringopt.diff(*given, world_size=ranks, trusted=arguments.trusted)
     if arguments.html:
         write_html(diff, arguments)
     if arguments.json:

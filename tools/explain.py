@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ringopt.errors import RingError
 from ringopt.tools.common.command import (
     CommandError,
+    add_trusted,
     check_file,
     console,
     import_all,
@@ -53,6 +54,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the file names"
     )
+    add_trusted(parser)
     parser.set_defaults(run=run)
 
 
@@ -83,35 +85,43 @@ def report_of_model(arguments: argparse.Namespace) -> Report:
 
 def report_of_file(arguments: argparse.Namespace) -> tuple[str, Report]:
     """The report, and where it comes from if the file has it."""
-    from ringopt.frontend.pt2_archive import load_with_provenance
+    from ringopt.frontend.pt2_archive import blamed, load_with_provenance
 
-    program, made = load_with_provenance(arguments.target)
-    if made is None:
-        return "", explained(arguments, program)
-    return kept(arguments, made)
+    program, made = load_with_provenance(arguments.target, trusted=arguments.trusted)
+    if made is not None:
+        return kept(arguments, made)
+    with blamed(arguments.target, "explained"):
+        return "", asked(arguments, program)
 
 
 def explained(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Report:
-    import ringopt
-
-    how = {name: getattr(arguments, name) for name in ("options", "hardware")}
-    how["world_size"] = arguments.world_size or RANKS
     try:
-        return ringopt.explain(model, *args, **how, **kwargs)
+        return asked(arguments, model, *args, **kwargs)
     except RingError:
         raise
     except Exception as error:
         raise CommandError(f"{arguments.target} could not be explained: {type(error).__name__}: {error}") from error
 
 
+def asked(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Report:
+    import ringopt
+
+    how = {name: getattr(arguments, name) for name in ("options", "hardware")}
+    how["world_size"] = arguments.world_size or RANKS
+    return ringopt.explain(model, *args, **how, **kwargs)
+
+
 def kept(arguments: argparse.Namespace, made: dict[str, Any]) -> tuple[str, Report]:
     """What a converted file holds."""
     import ringopt
+    from ringopt.frontend.pt2_archive import blamed
 
     target, by = arguments.target, made["ringopt"]
     if by != ringopt.__version__:
         raise CommandError(f"{target} was converted by ringopt {by}, and this is {ringopt.__version__}; use that one")
-    report = ringopt.Report.from_dict(made["report"])
+    with blamed(target, "explained"):
+        report = ringopt.Report.from_dict(made["report"])
+        str(report)
     if arguments.options or arguments.hardware or arguments.world_size not in (None, report.world_size):
         raise CommandError(
             f"{target} was converted already and holds the report for {report.world_size} ranks; leave out "

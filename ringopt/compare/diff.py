@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,33 +17,40 @@ from ringopt.compare.graph_diff import GraphDiff, diff_views, with_values
 from ringopt.compare.node_views import views_of
 from ringopt.compare.program_files import FileProgram, Unknown, read_program
 from ringopt.errors import ProgramError
-from ringopt.frontend.pt2_archive import load
+from ringopt.frontend.pt2_archive import blamed, load
 
 Program: TypeAlias = ExportedProgram | fx.GraphModule
 
 
-def diff(before: Program | str | Path, after: Program | str | Path, *, world_size: int | None = None) -> GraphDiff:
+def diff(
+    before: Program | str | Path, after: Program | str | Path, *, world_size: int | None = None, trusted: bool = False
+) -> GraphDiff:
     """What the two differ in: nodes matched by structure and provenance, and what changed in meaning.
 
     Each is an ExportedProgram, an fx.GraphModule or the path of a .pt2 file; ringopt need not have made either.
     `world_size` is the number of ranks to count bytes and FLOPs of rank 0 for, where a graph does not tell its own.
-    Values of parameters, buffers and constants are compared too. Raises ProgramError, OptionError for a
-    `world_size` that is none, and PlanError where the rows of a program are too few for it.
+    Values of parameters, buffers and constants are compared too. `trusted` is as in `ringopt.load`. Raises
+    ProgramError, OptionError for a `world_size` that is none, and PlanError where the rows of a program are too few
+    for it.
     """
     if world_size is not None:
         count_of("world_size", world_size)
-    programs = opened(before), opened(after)
-    views = [views_of(program, world_size) for program in programs]
-    tensors = [tensors_of(program) for program in programs]
+    given = before, after
+    programs = [opened(program, trusted) for program in given]
+    views, tensors = [], []
+    for told, program in zip(given, programs, strict=True):
+        with blamed(told, "compared") if isinstance(told, (str, Path)) else nullcontext():
+            views.append(views_of(program, world_size))
+            tensors.append(tensors_of(program))
     return with_values(diff_views(*views), lambda one, other: differ(tensors[0](one), tensors[1](other)))
 
 
-def opened(program: Program | str | Path) -> Program | FileProgram:
+def opened(program: Program | str | Path, trusted: bool = False) -> Program | FileProgram:
     if isinstance(program, (str, Path)):
         try:
-            return read_program(Path(program))
+            return read_program(Path(program), trusted)
         except Unknown:
-            return load(program)
+            return load(program, trusted=trusted)
     if not isinstance(program, (ExportedProgram, fx.GraphModule)):
         raise ProgramError(
             f"{type(program).__name__} cannot be compared; expected an ExportedProgram, a GraphModule or a .pt2 file"

@@ -58,13 +58,15 @@ class FileProgram:
     stored: Mapping[str, torch.Tensor]
 
 
-def read_program(path: Path) -> FileProgram:
+def read_program(path: Path, trusted: bool = False) -> FileProgram:
     """Raises Unknown, and ProgramError as `ringopt.load` does."""
-    model = checked(path)
+    model = checked(path, trusted)
     try:
         return program_of(model["graph_module"], path)
-    except KeyError as missing:
-        raise Unknown(f"no {missing}") from None
+    except Unknown:
+        raise
+    except Exception as error:  # torch, which reads it next, says what does not fit
+        raise Unknown(f"{type(error).__name__}: {error}") from None
 
 
 def program_of(inside: dict[str, Any], path: Path) -> FileProgram:

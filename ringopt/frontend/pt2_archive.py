@@ -1,9 +1,9 @@
-"""Reading .pt2 files, the archives of `torch.export.save`.
+"""Reading .pt2 files, the archives of `torch.export.save`: the one door for every command and function.
 
-torch unpickles some members of an archive, and a pickle can run any code. So every member is looked at first: one that
-`torch.load(weights_only=True)` does not take is refused, and so are script objects. That keeps out pickled code. It
-does not make a stranger's file harmless: torch hands its size expressions to sympy, and its graph is run. Load what
-you trust.
+A file is data until its program is run. torch would unpickle some members of an archive, load compiled libraries out of
+it, write its names into Python that it compiles, and evaluate its expressions. So before torch sees any of it, members
+are looked at (no pickled code, no libraries, no path that leads out), the JSON is held against the schema of
+torch.export (archive_schema.py), and all is kept within bounds; `trusted=True` lifts the bounds, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import lzma
+import math
 import os
-import pickle
+import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -21,27 +24,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
 from torch.export import ExportedProgram
 
 import ringopt.ops  # noqa: F401  (the operators of converted programs)
-from ringopt.errors import ProgramError, first_line
+from ringopt.errors import ProgramError, RingError, first_line
+from ringopt.frontend.pt2_schema import Odd, check_payload, check_program
 
 # Where provenance is kept in a file that ringopt wrote.
 PROVENANCE = "ringopt.json"
+MODEL = "models/model.json"
+TABLES = {
+    "data/weights/model_weights_config.json": "data/weights",
+    "data/constants/model_constants_config.json": "data/constants",
+}
+PICKLED = ("custom_obj_", "opaque_obj_")
+# Folders of libraries and programs in machine code, which torch loads where it finds them.
+COMPILED = ("data/aotinductor/", "data/executorch/", "data/mtia")
+
+# Bounds of a file that nobody has vouched for. torch.export.save compresses nothing.
+MOST_TIMES = 100  # larger than the file, once it is unpacked, or as tensors
+MOST_ZEROS = 2**30  # bytes of tensors that the file only gives the size of
+MOST_JSON = 2**28  # bytes
+MOST_LEVELS = 200  # of JSON
+# What zipfile raises of a damaged file; RuntimeErrors are of passwords and unknown compressions.
+DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)
+VOUCH = "; if you know where it is from, say trusted (trusted=True, --trusted)"
 
 
-def load(path: str | Path) -> ExportedProgram:
+def load(path: str | Path, *, trusted: bool = False) -> ExportedProgram:
     """The program in `path`. Raises ProgramError: no such file, no .pt2, another version of torch.export, pickled
-    code."""
-    return load_with_provenance(path)[0]
+    code, code in its names, operators or expressions, or, unless it is `trusted`, more than what bounds allow."""
+    return load_with_provenance(path, trusted=trusted)[0]
 
 
-def load_with_provenance(path: str | Path) -> tuple[ExportedProgram, dict[str, Any] | None]:
+def load_with_provenance(path: str | Path, *, trusted: bool = False) -> tuple[ExportedProgram, dict[str, Any] | None]:
     """The program, and what `ringopt convert` noted down when it wrote the file (None: another writer)."""
     if not isinstance(path, (str, os.PathLike)):
         raise ProgramError(f"load takes the path of a .pt2 file; found {type(path).__name__}")
     path = Path(path)
-    checked(path)
+    checked(path, trusted)
+    check_readers(path)
     extra = {PROVENANCE: ""}
     with told_causes() as causes:
         try:
@@ -52,7 +75,17 @@ def load_with_provenance(path: str | Path) -> tuple[ExportedProgram, dict[str, A
                 f"torch {torch.__version__} cannot load {path} ({type(cause).__name__}: {first_line(cause)}); import "
                 "what defines its outputs and operators, or export it again with this torch"
             ) from None
-    return program, json.loads(extra[PROVENANCE]) if extra[PROVENANCE] else None
+    return program, provenance_of(path, extra[PROVENANCE], trusted)
+
+
+def provenance_of(path: Path, text: str, trusted: bool) -> dict[str, Any] | None:
+    if not text:
+        return None
+    made = json_of(path, PROVENANCE, text.encode(), trusted)
+    kinds = {"ringopt": str, "torch": str, "options": dict, "report": dict}
+    if not isinstance(made, dict) or not all(isinstance(made.get(key), kind) for key, kind in kinds.items()):
+        raise ProgramError(f"{path}: {PROVENANCE} is not what `ringopt convert` writes; convert the program again")
+    return made
 
 
 @contextmanager
@@ -80,22 +113,46 @@ def root(error: BaseException) -> BaseException:
     return error
 
 
-def checked(path: Path) -> dict[str, Any]:
+@contextmanager
+def blamed(path: str | Path, what: str) -> Iterator[None]:
+    """For what is done with a program out of a file: the file passes all checks and yet makes no sense (a value that
+    nobody computes, operands that do not fit)."""
+    try:
+        yield
+    except RingError:
+        raise
+    except Exception as error:
+        raise ProgramError(f"{path} cannot be {what} ({type(error).__name__}: {first_line(error)})") from None
+
+
+# ---- the archive -----------------------------------------------------------------------------------------------------
+def checked(path: Path, trusted: bool = False) -> dict[str, Any]:
     """What models/model.json holds, of a .pt2 file that can be read without running code. Raises ProgramError."""
     if not path.is_file():
         raise ProgramError(f"{path} {'is a folder' if path.is_dir() else 'does not exist'}; expected a .pt2 file")
-    if not zipfile.is_zipfile(path):
-        raise ProgramError(
-            f"{path} is not a .pt2 file (no zip archive); write one with torch.export.save(program, path)"
-        )
+    with opened(path, trusted) as archive:
+        return check_members(path, archive, trusted)
+
+
+def opened(path: Path, trusted: bool) -> zipfile.ZipFile:
+    """An archive of which every member can be read, and none is looked at yet."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-            if damaged is None:
-                return check_members(path, archive)
-    except (zipfile.BadZipFile, zlib.error) as error:
+        if not zipfile.is_zipfile(path):
+            raise ProgramError(
+                f"{path} is not a .pt2 file (no zip archive); write one with torch.export.save(program, path)"
+            )
+        archive = zipfile.ZipFile(path)
+        check_names(path, archive)
+        if not trusted:
+            check_sizes(path, archive)
+        damaged = archive.testzip()
+    except RingError:
+        raise
+    except DAMAGED as error:
         damaged = first_line(error)
-    raise ProgramError(f"{path} is damaged ({damaged}): copy it again, or export it again")
+    if damaged is not None:
+        raise ProgramError(f"{path} is damaged ({ascii(damaged)[1:-1][:100]}): copy it again, or export it again")
+    return archive
 
 
 def members_of(archive: zipfile.ZipFile) -> dict[str, str]:
@@ -103,55 +160,172 @@ def members_of(archive: zipfile.ZipFile) -> dict[str, str]:
     return {name.partition("/")[2] or name: name for name in archive.namelist()}
 
 
-def check_members(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+def check_names(path: Path, archive: zipfile.ZipFile) -> None:
     members = members_of(archive)
-    if len(members) != len(archive.namelist()) or len({name.partition("/")[0] for name in members.values()}) > 1:
-        # Two readers may take two of them, and only one would have been looked at.
+    folders = {name.partition("/")[0] for name in members.values()}
+    # Two readers may take two of them, and only one would have been looked at; torch's does not tell cases apart.
+    if len({name.lower() for name in members}) != len(archive.namelist()) or len(folders) > 1:
         raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: members of one name, or several folders")
-    if "serialized_exported_program.json" in archive.namelist():
+    for name in archive.namelist():
+        if name.startswith("/") or "\\" in name or {"..", "."} & set(name.split("/")):
+            raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {name[:60]!a} leads out of it")
+    if "serialized_exported_program.json" in members:
         raise ProgramError(
             f"{path} has the format of torch 2.7 and older; export it again with torch {torch.__version__}"
         )
-    models = [name for name in members if name.startswith("models/") and name.endswith(".json")]
-    if models != ["models/model.json"]:
-        found = f"programs {models}" if models else "no program in it"
+    if found := next((name for name in members if name.startswith(COMPILED)), None):
+        raise ProgramError(f"{path}: {found[:60]!a} is compiled code, which may do anything; it is not loaded")
+    models = [name for name in members if name.startswith("models/")]
+    if models != [MODEL]:
+        found = f"programs {ascii(models)[:200]}" if models else "no program in it"
         raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {found}")
-    try:
-        model: dict[str, Any] = json.loads(archive.read(members["models/model.json"]))
-    except ValueError:
-        raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: models/model.json is no JSON") from None
+
+
+def check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
+    unpacked, packed = sum(info.file_size for info in archive.infolist()), path.stat().st_size
+    if unpacked > MOST_TIMES * packed:
+        raise ProgramError(f"{path} of {packed:,} bytes unpacks to {unpacked:,}, over {MOST_TIMES} times that{VOUCH}")
+    for info in archive.infolist():
+        if info.filename.endswith(".json") and info.file_size > MOST_JSON:
+            raise ProgramError(f"{path}: {info.filename} has {info.file_size:,} bytes, over {MOST_JSON:,}{VOUCH}")
+
+
+def check_members(path: Path, archive: zipfile.ZipFile, trusted: bool) -> dict[str, Any]:
+    members = members_of(archive)
+    model = json_of(path, MODEL, archive.read(members[MODEL]), trusted)
     check_version(path, model)
+    with odd_is_told(path, MODEL):
+        check_program(model)
     for member, name in members.items():
         if member.endswith(".pt"):
-            check_pickle(path, member, archive.read(name))
-        elif member.endswith("_config.json"):
-            folder = member.rpartition("/")[0]
-            for entry in json.loads(archive.read(name)).get("config", {}).values():
-                file = f"{folder}/{entry['path_name']}"
-                if entry["path_name"].startswith(("custom_obj_", "opaque_obj_")):
-                    raise ProgramError(f"{path}: {file} is a pickled object, which may run any code; it is not loaded")
-                if entry.get("use_pickle"):
-                    check_pickle(path, file, archive.read(members[file]))
+            check_pickle(path, member, archive.read(name), trusted)
+    for table, folder in TABLES.items():
+        if table in members:
+            check_table(path, archive, table, folder, trusted)
+    assert isinstance(model, dict)
     return model
 
 
-def check_version(path: Path, model: dict[str, Any]) -> None:
+@contextmanager
+def odd_is_told(path: Path, member: str) -> Iterator[None]:
+    try:
+        yield
+    except Odd as odd:
+        raise ProgramError(f"{path}: {member} is refused: {odd}") from None
+    except RecursionError:
+        raise ProgramError(f"{path}: {member} is nested too deeply") from None
+
+
+def json_of(path: Path, member: str, content: bytes, trusted: bool) -> Any:
+    try:
+        said = json.loads(content.decode())  # as torch reads it
+    except ValueError as error:
+        why = "a number of too many digits" if "digits" in str(error) else "no JSON"
+        raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {member} is {why}") from None
+    except RecursionError:
+        raise ProgramError(f"{path}: {member} is nested too deeply") from None
+    if not trusted and deeper(said, MOST_LEVELS):
+        raise ProgramError(f"{path}: {member} is nested deeper than {MOST_LEVELS} levels{VOUCH}")
+    return said
+
+
+def deeper(said: Any, levels: int) -> bool:
+    row = [said]
+    for _ in range(levels):
+        row = [part for inner in row if isinstance(inner, (dict, list)) for part in parts(inner)]
+        if not row:
+            return False
+    return True
+
+
+def parts(said: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    return (part for part in (said.values() if isinstance(said, dict) else said) if isinstance(part, (dict, list)))
+
+
+def check_version(path: Path, model: Any) -> None:
     from torch._export.serde.schema import SCHEMA_VERSION
 
-    written = model.get("schema_version", {}).get("major")
+    version = model.get("schema_version") if isinstance(model, dict) else None
+    if not isinstance(version, dict) or type(written := version.get("major")) is not int:
+        raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {MODEL} has no schema_version")
     if written != SCHEMA_VERSION[0]:
         raise ProgramError(
-            f"{path} was written by torch {model.get('torch_version', '?')} in format {written}, and torch "
-            f"{torch.__version__} reads format {SCHEMA_VERSION[0]}; export it again with this torch"
+            f"{path} was written by torch {ascii(model.get('torch_version', '?'))[1:-1][:40]} in format {written}, and "
+            f"torch {torch.__version__} reads format {SCHEMA_VERSION[0]}; export it again with this torch"
         )
 
 
-def check_pickle(path: Path, member: str, content: bytes) -> None:
+def check_readers(path: Path) -> None:
+    """Python and torch read archives each with a reader of its own: what was looked at has to be what torch loads."""
+    with zipfile.ZipFile(path) as archive:
+        members = members_of(archive)
+        try:
+            other = torch._C.PyTorchFileReader(str(path))
+            same = sorted(other.get_all_records()) == sorted(members) and all(
+                other.get_record(member) == archive.read(name)
+                for member, name in members.items()
+                if not member.startswith(tuple(f"{folder}/" for folder in TABLES.values())) or member in TABLES
+            )
+        except RuntimeError as error:
+            raise ProgramError(f"{path} cannot be read by torch ({first_line(error)}); export it again") from None
+    if not same:
+        raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: two readers of zip archives read it apart")
+
+
+# ---- tensors and pickles ---------------------------------------------------------------------------------------------
+def check_table(path: Path, archive: zipfile.ZipFile, table: str, folder: str, trusted: bool) -> None:
+    """The table of weights, or of constants."""
+    members = members_of(archive)
+    said = json_of(path, table, archive.read(members[table]), trusted)
+    with odd_is_told(path, table):
+        check_payload(said)
+    unbacked = 0
+    for name, entry in said["config"].items():
+        file = f"{folder}/{entry['path_name']}"
+        if entry["path_name"].startswith(PICKLED):
+            raise ProgramError(f"{path}: {file} is a pickled object, which may run any code; it is not loaded")
+        if file not in members:
+            raise ProgramError(f"{path} is damaged: {ascii(name)[:60]} should lie in {file}, which is not there")
+        if entry["use_pickle"]:
+            check_pickle(path, file, archive.read(members[file]), trusted)
+        elif entry["tensor_meta"] is None:
+            raise ProgramError(f"{path} is damaged: {table} does not say what tensor {ascii(name)[:60]} is")
+        else:
+            held = archive.getinfo(members[file]).file_size
+            size, reach = bytes_of(entry["tensor_meta"])
+            if reach < 0 or 0 < held < reach:
+                raise ProgramError(f"{path} is damaged: the tensor {name[:60]!a} does not lie within {file}")
+            unbacked += size if not held else 0
+            if not trusted and (size > MOST_TIMES * held > 0 or unbacked > MOST_ZEROS):
+                raise ProgramError(f"{path}: the tensor {name[:60]!a} has {size:,} bytes, {held:,} here{VOUCH}")
+
+
+def bytes_of(said: dict[str, Any]) -> tuple[int, int]:
+    """How many a tensor has, and how far into its storage it reaches: -1, where its strides are none."""
+    sizes, strides = ([part.get("as_int", -1) for part in said[key]] for key in ("sizes", "strides"))
+    offset, dtype = said["storage_offset"].get("as_int", -1), _SERIALIZE_TO_TORCH_DTYPE.get(said["dtype"])
+    if len(sizes) != len(strides) or min((*sizes, *strides, offset)) < 0 or dtype is None:
+        return 0, -1
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    size = math.prod(sizes) * dtype.itemsize
+    return size, (offset + last + 1) * dtype.itemsize if size else 0
+
+
+def check_pickle(path: Path, member: str, content: bytes, trusted: bool) -> None:
     if not content:
         return
     try:
-        torch.load(io.BytesIO(content), weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        if not trusted and zipfile.is_zipfile(io.BytesIO(content)):
+            with zipfile.ZipFile(io.BytesIO(content)) as inner:
+                unpacked = sum(info.file_size for info in inner.infolist())
+            if unpacked > MOST_TIMES * len(content):
+                raise ProgramError(f"{path}: {member} unpacks to {unpacked:,} bytes{VOUCH}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.load(io.BytesIO(content), weights_only=True)
+    except RingError:
+        raise
+    except Exception:  # of a damaged pickle, whatever its reader happens on
         raise ProgramError(
             f"{path}: {member} holds pickled objects other than tensors, which may run any code; it is not loaded"
         ) from None

@@ -102,6 +102,10 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def add_trusted(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trusted", action="store_true", help="read a .pt2 file whatever its size, if you know it")
+
+
 def import_all(names: Sequence[str]) -> None:
     """Modules that define what a .pt2 file names: operators, classes of outputs."""
     for name in names:

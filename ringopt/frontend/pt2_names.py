@@ -1,0 +1,163 @@
+"""What a .pt2 file names in this process: operators, and types and enums of the trees that a program takes and gives.
+
+torch looks them up by their path, one attribute after the other, and imports modules for it. Here a name is looked up
+so that nothing is imported and nothing is called, and has to be of the kind that is expected.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+import sys
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNamespace
+
+from ringopt.frontend.pt2_expressions import KEY
+
+# Python functions by which export spells numbers, torch.func's transforms and torch.autocast.
+FUNCTIONS = {
+    **{f"_operator.{name}": None for name in (
+        "add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "le", "lshift", "lt", "mod", "mul", "ne", "neg", "not_",
+        "or_", "pos", "pow", "rshift", "sub", "truediv", "xor", "abs",
+    )},
+    **{f"math.{name}": None for name in ("ceil", "floor", "trunc", "sqrt", "pow")},
+    **{f"torch.{name}": None for name in (
+        "sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sum", "_sym_sqrt", "_sym_log2",
+        "_sym_exp", "_sym_sin", "_sym_cos",
+    )},
+    **{f"torch._functorch.predispatch.{name}": None for name in (
+        "_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting",
+        "_make_dual", "_unpack_dual", "_jvp_increment_nesting", "_jvp_decrement_nesting", "_unwrap_for_grad",
+        "_enter_dual_level", "_exit_dual_level", "lazy_load_decompositions",
+    )},
+}.keys()  # fmt: skip
+# Of torch's own operators, those that read or write files, load libraries, call other processes or run the interpreter
+# of TorchScript; libraries of other packages hold what their package, which was imported, has put there.
+REFUSED_LIBRARIES = {"prim", "profiler", "static_runtime", "_test", "debugprims", "c10d", "symm_mem", "onnx", "rpc"}
+REFUSED_OPERATORS = {("aten", "save"), ("aten", "from_file"), ("aten", "warn"), ("aten", "eval")}
+# Of torch's own higher-order operators, those that run graphs that stand in the file, or an operator.
+HIGHER_ORDER = {
+    "_export_tracepoint", "associative_scan", "auto_functionalized", "auto_functionalized_v2",
+    "autograd_function_apply", "cond", "flex_attention", "flex_attention_backward", "foreach_map", "hints_wrapper",
+    "invoke_quant", "invoke_quant_packed", "invoke_subgraph", "map_impl", "out_dtype", "run_const_graph", "scan",
+    "strict_mode", "tag_activation_checkpoint", "while_loop", "while_loop_stack_output", "with_effects", "wrap",
+    "wrap_activation_checkpoint", "wrap_with_autocast", "wrap_with_set_grad_enabled",
+}  # fmt: skip
+
+PART = re.compile(r"[^\W\d]\w*")
+TREE_LEVELS = 100
+# What a defaultdict makes its values with.
+FACTORIES = {
+    "builtins": {"list", "dict", "set", "tuple", "int", "float", "str", "bool"},
+    "collections": {"OrderedDict"},
+}
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+@cache
+def check_operator(name: str) -> None:
+    """Raises ValueError. One that is not defined here passes: torch, which cannot find it either, says what to do."""
+    if name in FUNCTIONS:
+        return
+    parts = name.split(".")
+    if parts[:2] != ["torch", "ops"] or len(parts) not in (4, 5) or not all(map(PART.fullmatch, parts)):
+        raise ValueError(f"{name[:60]!a} is not an operator")
+    library, operator = parts[2], parts[3]
+    if library in REFUSED_LIBRARIES or (library, operator) in REFUSED_OPERATORS:
+        raise ValueError(f"the operator {name} does more than compute, so a file may not name it")
+    if not defined(parts[2:]):
+        raise ValueError(f"{name[:60]!a} is not an operator")
+
+
+def defined(parts: list[str]) -> bool:
+    """Whether these are the library, the operator and the overload of an operator, or of none that is known."""
+    if parts[0] == "higher_order":
+        return len(parts) == 2 and defined_of_higher_order(parts[1])
+    library = getattr(torch.ops, parts[0], None)
+    if not isinstance(library, _OpNamespace):
+        return False
+    kinds = (OpOverloadPacket, OpOverload)
+    place: Any = library
+    for name, kind in zip(parts[1:], kinds, strict=False):
+        place = getattr(place, name, None)
+        if not isinstance(place, kind):
+            return place is None
+    return True
+
+
+def defined_of_higher_order(name: str) -> bool:
+    found = getattr(torch.ops.higher_order, name, None)
+    if found is None or not isinstance(found, HigherOrderOperator):
+        return found is None
+    return name in HIGHER_ORDER or type(found).__module__.partition(".")[0] != "torch"
+
+
+# ---- trees -----------------------------------------------------------------------------------------------------------
+@cache
+def check_tree(text: str) -> None:
+    """`[1, {"type": "builtins.tuple", "context": "null", "children_spec": []}]`. Raises ValueError."""
+    try:
+        _version, tree = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError("a specification of inputs or outputs that is none") from None
+    check_node(tree, TREE_LEVELS)
+    children = tree["children_spec"]
+    if len(children) == 2 and children[1]["type"] == "builtins.dict":
+        for key in context_of(children[1]["context"]) or ():
+            if not isinstance(key, str) or not PART.fullmatch(key) or keyword.iskeyword(key):
+                raise ValueError(f"{ascii(key)[:60]} is not the name of an argument")
+
+
+def check_node(tree: Any, levels: int) -> None:
+    fine = isinstance(tree, dict) and tree.keys() >= {"type", "context", "children_spec"} and levels > 0
+    if not fine or not isinstance(tree["type"], (str, type(None))) or not isinstance(tree["children_spec"], list):
+        raise ValueError("a specification of inputs or outputs that is none")
+    check_context(context_of(tree["context"]), levels)
+    for child in tree["children_spec"]:
+        check_node(child, levels - 1)
+
+
+def context_of(said: Any) -> Any:
+    """What stands in a context: JSON within JSON, or a name."""
+    try:
+        return json.loads(said) if isinstance(said, str) else said
+    except ValueError:
+        return said
+    except RecursionError:
+        raise ValueError("a specification of inputs or outputs that is none") from None
+
+
+def check_context(said: Any, levels: int) -> None:
+    if levels <= 0:
+        raise ValueError("a specification of inputs or outputs that is none")
+    if isinstance(said, str) and not KEY.fullmatch(said):
+        raise ValueError(f"the key {said[:60]!a} has quotes")
+    if isinstance(said, dict):
+        if "__enum__" in said:
+            check_enum(said)
+        if "default_factory_module" in said or "default_factory_name" in said:
+            check_factory(said)
+    parts = (*said.keys(), *said.values()) if isinstance(said, dict) else said if isinstance(said, list) else ()
+    for part in parts:
+        check_context(part, levels - 1)
+
+
+def check_enum(said: dict[str, Any]) -> None:
+    """`{"__enum__": true, "fqn": "module:Class", "name": "MEMBER"}`: torch imports the module."""
+    module, _, path = str(said.get("fqn")).partition(":")
+    place: Any = sys.modules.get(module)
+    for part in path.split("."):
+        place = vars(place).get(part) if isinstance(place, (type, type(sys))) else None
+    if not (isinstance(place, type) and issubclass(place, Enum)):
+        raise ValueError(f"{ascii(said.get('fqn'))[:60]} is no enum that was imported; import what defines it")
+
+
+def check_factory(said: dict[str, Any]) -> None:
+    module, name = said.get("default_factory_module"), said.get("default_factory_name")
+    if not isinstance(module, str) or name not in FACTORIES.get(module, ()):
+        raise ValueError(f"a defaultdict of {ascii(module)[:40]}, {ascii(name)[:40]}, which may be any function")

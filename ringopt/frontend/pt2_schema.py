@@ -1,0 +1,306 @@
+"""What the JSON of a .pt2 file says is what the schema of torch.export allows, and no text in it is code.
+
+torch writes names from the file into Python that it compiles, looks operators up by their path, imports what tree
+specifications name, and evaluates expressions. So before torch sees a file, its JSON is held against the dataclasses of
+torch's schema: every value has the type that its field has, and every text follows the rule for its field. A field that
+is not known here may only hold a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import re
+import types
+import typing
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+from typing import Any, TypeAlias
+
+from torch._export.serde import schema
+from torch._export.serde.union import _Union
+
+from ringopt.errors import first_line
+from ringopt.frontend.pt2_expressions import KEY, NoArithmetic, check_guard, check_range, check_size
+from ringopt.frontend.pt2_names import check_operator, check_tree
+
+Check: TypeAlias = Callable[[Any], None]
+
+NUMBERS = ("Infinity", "-Infinity", "NaN", "inf", "-inf", "nan")  # floats that JSON has no digits for
+NAME = re.compile(r"[^\W\d]\w*")
+PATH = re.compile(r"[^'\"\\\x00-\x1f\x7f\u2028\u2029]*")
+MAGIC = re.compile(r"(^|\.)__\w*__(\.|$)")
+MEMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]*")
+DEVICE = re.compile(r"[a-z_]+(:\d{1,3})?")
+# Lines of source may hold anything but what moves a terminal, or begins a line where no reader sees one.
+TEXT = re.compile(r"[^\x00-\x08\x0b\x0d-\x1f\x7f\u2028\u2029]*")
+
+
+class Odd(ValueError):
+    """What is wrong, and where in the JSON."""
+
+    def __init__(self, sentence: str, place: str = ""):
+        super().__init__(f"{place.lstrip('.')}: {sentence}" if place else sentence)
+        self.sentence, self.place = sentence, place
+
+    def within(self, place: str) -> Odd:
+        return Odd(self.sentence, f"{place}{self.place}")
+
+
+def check_program(model: Any) -> None:
+    """Of models/model.json. Raises Odd."""
+    of_type(schema.ExportedProgram)(model)
+
+
+def check_payload(config: Any) -> None:
+    """Of data/weights/model_weights_config.json, and that of the constants. Raises Odd."""
+    of_type(schema.PayloadConfig)(config)
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+def name(said: str) -> None:
+    if not NAME.fullmatch(said) or keyword.iskeyword(said):
+        raise Odd(f"{said[:60]!a} is not a name")
+
+
+def name_or_none(said: str) -> None:
+    if said:
+        name(said)
+
+
+def dotted(said: str) -> None:
+    if not PATH.fullmatch(said) or MAGIC.search(said):
+        raise Odd(f"{said[:60]!a} is not the path of a module or a tensor")
+
+
+def text(said: str) -> None:
+    if not TEXT.fullmatch(said):
+        raise Odd("a text with control characters")
+
+
+def matching(pattern: re.Pattern[str], what: str) -> Check:
+    def check(said: str) -> None:
+        if not pattern.fullmatch(said):
+            raise Odd(f"{said[:60]!a} is not {what}")
+
+    return check
+
+
+def arithmetic(check: Callable[[str], None], what: str) -> Check:
+    def checked(said: str) -> None:
+        try:
+            check(said)
+        except NoArithmetic as found:
+            raise Odd(f"{said[:60]!a} is not {what}: it holds {found}") from None
+
+    return checked
+
+
+def no_harm(check: Callable[[str], None]) -> Check:
+    def checked(said: str) -> None:
+        try:
+            check(said)
+        except ValueError as found:
+            raise Odd(first_line(found)) from None
+
+    return checked
+
+
+operator, tree = no_harm(check_operator), no_harm(check_tree)
+size = arithmetic(check_size, "the arithmetic of sizes")
+
+# By class and field; of a dict also its keys. All other texts are names.
+TEXTS: dict[tuple[type, str], Check] = {
+    (schema.Device, "type"): matching(DEVICE, "a device"),
+    (schema.SymExpr, "expr_str"): size,
+    (schema.NamedArgument, "name"): name_or_none,
+    (schema.Node, "name"): name_or_none,
+    (schema.Node, "target"): operator,
+    (schema.Node, "metadata"): text,
+    (schema.Argument, "as_operator"): operator,
+    (schema.Argument, "as_string"): text,
+    (schema.Argument, "as_strings"): text,
+    (schema.ConstantValue, "as_string"): matching(KEY, "a text without quotes"),
+    (schema.CustomObjArgument, "class_fqn"): dotted,
+    (schema.InputToParameterSpec, "parameter_name"): dotted,
+    (schema.InputToBufferSpec, "buffer_name"): dotted,
+    (schema.InputToTensorConstantSpec, "tensor_constant_name"): dotted,
+    (schema.InputToCustomObjSpec, "custom_obj_name"): dotted,
+    (schema.BufferMutationSpec, "buffer_name"): dotted,
+    (schema.ParameterMutationSpec, "parameter_name"): dotted,
+    (schema.GradientToParameterSpec, "parameter_name"): dotted,
+    (schema.ModuleCallSignature, "in_spec"): tree,
+    (schema.ModuleCallSignature, "out_spec"): tree,
+    (schema.ModuleCallEntry, "fqn"): dotted,
+    (schema.GraphModule, "metadata"): text,
+    (schema.GraphModule, "treespec_namedtuple_fields"): dotted,
+    (schema.ExportedProgram, "range_constraints"): arithmetic(check_range, "the arithmetic of sizes"),
+    (schema.ExportedProgram, "torch_version"): matching(re.compile(r"[\w.+<=-]*"), "a version"),
+    (schema.ExportedProgram, "guards_code"): arithmetic(check_guard, "a condition on sizes"),
+    (schema.PayloadConfig, "config"): dotted,
+    (schema.PayloadMeta, "path_name"): matching(MEMBER, "a member beside the table that names it"),
+}
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@cache
+def of_type(kind: Any, texts: Check = name) -> Check:
+    """The check of a value of this type; `texts` is the rule of its field."""
+    if isinstance(kind, typing.ForwardRef):
+        kind = kind.__forward_arg__
+    if isinstance(kind, str):
+        kind = getattr(schema, kind)
+    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return of_type(inside[0], texts)
+    if origin in (typing.Union, types.UnionType):
+        return maybe(of_type(next(part for part in inside if part is not type(None)), texts))
+    if origin is list:
+        return listed(of_type(inside[0], texts))
+    if origin is dict:
+        return keyed(texts, of_type(inside[1], texts))
+    if issubclass(kind, _Union):
+        return one_of(kind)
+    if dataclasses.is_dataclass(kind):
+        return fields(kind)
+    if issubclass(kind, IntEnum):
+        return numbered(kind)
+    return {int: whole, float: number, bool: truth, str: written(texts)}[kind]
+
+
+def found(said: Any) -> str:
+    named = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return named.get(type(said), "a number")
+
+
+def whole(said: Any) -> None:
+    if type(said) is not int:
+        raise Odd(f"{found(said)} in the place of a whole number")
+    if not -(2**63) <= said < 2**64:
+        raise Odd("a whole number of more than 64 bits")
+
+
+def number(said: Any) -> None:
+    if type(said) is int:
+        whole(said)
+    elif type(said) is not float and said not in NUMBERS:
+        raise Odd(f"{found(said)} in the place of a number")
+
+
+def truth(said: Any) -> None:
+    if type(said) is not bool:
+        raise Odd(f"{found(said)} in the place of true or false")
+
+
+def written(texts: Check) -> Check:
+    def check(said: Any) -> None:
+        if type(said) is not str:
+            raise Odd(f"{found(said)} in the place of a text")
+        texts(said)
+
+    return check
+
+
+def numbered(kind: type[IntEnum]) -> Check:
+    known = set(map(int, kind))
+
+    def check(said: Any) -> None:
+        if type(said) is not int or said not in known:
+            raise Odd(f"{ascii(said)[:20]} is no {kind.__name__}")
+
+    return check
+
+
+def maybe(inner: Check) -> Check:
+    def check(said: Any) -> None:
+        if said is not None:
+            inner(said)
+
+    return check
+
+
+def listed(inner: Check) -> Check:
+    def check(said: Any) -> None:
+        if type(said) is not list:
+            raise Odd(f"{found(said)} in the place of a list")
+        for place, part in enumerate(said):
+            try:
+                inner(part)
+            except Odd as odd:
+                raise odd.within(f"[{place}]") from None
+
+    return check
+
+
+def keyed(texts: Check, inner: Check) -> Check:
+    def check(said: Any) -> None:
+        if type(said) is not dict:
+            raise Odd(f"{found(said)} in the place of an object")
+        for key, part in said.items():
+            texts(key)
+            try:
+                inner(part)
+            except Odd as odd:
+                raise odd.within(f"[{ascii(key)[:60]}]") from None
+
+    return check
+
+
+@cache
+def checks_of(kind: type) -> dict[str, Check]:
+    hints = typing.get_type_hints(kind, globalns=vars(schema))
+    known = {field: hint for field, hint in hints.items() if not field.startswith("_")}
+    return {field: of_type(hint, TEXTS.get((kind, field), name)) for field, hint in known.items()}
+
+
+def one_of(kind: type) -> Check:
+    def check(said: Any) -> None:
+        if type(said) is not dict or len(said) != 1:
+            raise Odd(f"{found(said)} in the place of one {kind.__name__}")
+        (field, part), known = next(iter(said.items())), checks_of(kind)
+        if field not in known:
+            raise Odd(f"{ascii(field)[:60]} is no kind of {kind.__name__}")
+        if field == "as_none":
+            return  # whatever stands there is not read
+        try:
+            known[field](part)
+        except Odd as odd:
+            raise odd.within(f".{field}") from None
+
+    return check
+
+
+def fields(kind: Any) -> Check:
+    needed = {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+    def check(said: Any) -> None:
+        if type(said) is not dict:
+            raise Odd(f"{found(said)} in the place of a {kind.__name__}")
+        if lacking := needed - said.keys():
+            raise Odd(f"a {kind.__name__} without {sorted(lacking)[0]}")
+        for field, known in checks_of(kind).items():
+            if field in said:
+                try:
+                    known(said[field])
+                except Odd as odd:
+                    raise odd.within(f".{field}") from None
+        if kind is schema.Graph:
+            inputs_of(said["inputs"])
+
+    return check
+
+
+def inputs_of(inputs: list[dict[str, Any]]) -> None:
+    """A text that is an input is written into a guard, between quotes."""
+    quoted = matching(KEY, "a text without quotes")
+    for place, entry in enumerate(inputs):
+        if "as_string" in entry:
+            try:
+                quoted(entry["as_string"])
+            except Odd as odd:
+                raise odd.within(f".inputs[{place}].as_string") from None
