@@ -34,6 +34,7 @@ from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
 from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.memory import note_memory
 from ringopt.ir.nodes import outputs_of, readable, value_of
+from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_arguments
 from ringopt.ops import flex as flex_operator  # noqa: F401  (registers the operator)
@@ -52,7 +53,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     given, gm = gm, without_tables(gm) if claimed else gm
     refuse_higher_order(gm)
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    mode = RealStrides(allow_non_fake_inputs=True, shape_env=shape_env)
     seen = zip(given.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     inputs = [fake(open_value(node, value) if shape_env is not None else value, mode) for node, value in seen]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():

@@ -165,7 +165,7 @@ class Sharder:
         order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
         back = [order.index(dim) for dim in range(len(order))]
         for target, args in ((aten.permute, (order,)), (aten.contiguous, ()), (aten.permute, (back,))):
-            if order != back or target is aten.contiguous:
+            if target is aten.contiguous or order != sorted(order):
                 whole = self.call(target.default, (whole, *args), node, None)
                 whole.meta["whole"] = None
         return whole

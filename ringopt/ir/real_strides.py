@@ -1,0 +1,48 @@
+"""Fake values that lie in memory as the real ones will.
+
+Of a few operators torch's fake kernels keep the order of the operand's dims where the kernels of the CPU do not
+(torch 2.13). Eager and torch.compile(backend="aot_eager") return what the kernels give, and so do we: a program that
+makes views of an output, or another graph behind it, meets the same strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+aten = torch.ops.aten
+
+# By operator, the memory format of the first result on the CPU.
+FORMATS: dict[Any, Callable[[Tensor], torch.memory_format]] = {
+    **dict.fromkeys(
+        (
+            aten.native_batch_norm.default,
+            aten._native_batch_norm_legit.default,
+            aten._native_batch_norm_legit.no_stats,
+            aten._native_batch_norm_legit_no_training.default,
+            aten._batch_norm_with_update.default,
+            aten._batch_norm_no_update.default,
+        ),
+        suggest_memory_format,
+    ),
+    aten.log_sigmoid_forward.default: lambda x: torch.contiguous_format,
+}
+
+
+class RealStrides(FakeTensorMode):
+    """torch's mode, with the strides of the kernels."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func not in FORMATS or not isinstance(args[0], Tensor) or args[0].device.type != "cpu":
+            return found
+        first, *others = found
+        with self:
+            return (torch.empty_like(first, memory_format=FORMATS[func](args[0])), *others)
