@@ -217,3 +217,27 @@ def test_the_constant_mask() -> None:
     biased = forward(ones(), ones(), ones(), [], None, None, *config(6, 6, mask=text))
     assert_near(biased[0], plain[0], 1e-6)
     assert_near(biased[1], plain[1] + 2, 1e-6)
+
+
+# ---- sizes of 1 ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["ring", "ring2", "gather", "gather_q", "ring_q", "ulysses", "merge", "local"])
+def test_outputs_share_no_memory_where_sizes_are_1(strategy: str, dtype: torch.dtype) -> None:
+    """A view of the one row of one head is contiguous: nothing that asks for that copies it. torch refuses such
+    outputs."""
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        rows = {"merge": (1, 6), "local": (6, 1)}.get(strategy, (mesh.size, mesh.size))
+        whole = {"merge": "q_layout", "local": "kv_layout"}.get(strategy)
+        sides = zip(rows, ("q_layout", "kv_layout"), strict=True)
+        queries, keys = (n if whole == side else n // mesh.size for n, side in sides)
+        heads = mesh.size if strategy == "ulysses" else 1
+        q, k, v = (torch.ones(1, heads, n, 1, dtype=dtype) for n in (queries, keys, keys))
+        layouts = {whole: "replicated"} if whole else {}
+        how = config(*rows, "full", group=mesh.name, strategy=strategy, **layouts)
+        args = (q, k, v, [], None, None, *how)
+        out, lse = forward(*args)
+        return [out, *backward(out, *args[:3], out, lse, *args[3:])[:3]]
+
+    for out, *_ in run_on_threads(2, body):
+        assert torch.equal(out, torch.ones_like(out))

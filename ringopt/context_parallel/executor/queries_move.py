@@ -119,7 +119,8 @@ class QueriesMove(BlockBackward):
         q, beside = self.held.pair(tile.queries)
         width = given.v.shape[3]
         dout, out, lse = beside.split([width, width, beside.shape[3] - 2 * width], -1)
-        wide = lse.contiguous().view(accumulator(q.dtype)).squeeze(-1)
+        # A copy even where there is one row, whose view is contiguous: its bits may begin where no float32 can.
+        wide = lse.clone(memory_format=torch.contiguous_format).view(accumulator(q.dtype)).squeeze(-1)
         return dout, q, given.k[:, :, rows], given.v[:, :, rows], out, wide
 
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
