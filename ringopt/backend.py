@@ -7,6 +7,7 @@ twice.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ import torch.fx as fx
 from torch._guards import CompileContext
 
 from ringopt.context_parallel.geometry.dilation import is_dilated
+from ringopt.distributed.consistency import digest
 from ringopt.distributed.lookup import mesh_of, process_mesh
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RefusedError
@@ -39,7 +41,7 @@ from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
 from ringopt.runtime.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.runtime.graph_boundary import Boundary, arriving, break_after, check_arrivals, ends_program, examples
-from ringopt.runtime.input_check import CheckedInputs
+from ringopt.runtime.input_check import CheckedInputs, call_of
 from ringopt.runtime.mask_guards import Made, Watched
 from ringopt.runtime.trace import trace_to, traced
 from ringopt.runtime.verify import Original, Verified
@@ -74,6 +76,11 @@ def ring(
     program = gm.print_readable(print_output=False)
     names = [readable(node.name) for node in gm.graph.find_nodes(op="placeholder")]
 
+    called = [node.target for node in gm.graph.nodes if node.op.startswith("call")]
+    operators = dict(Counter(getattr(target, "__name__", str(target)) for target in called))
+    mesh.recent.folder = chosen.dump or mesh.recent.folder
+    mesh.stands(call_of("compiles a graph", digest(program.encode()), example_inputs, operators), publish=True)
+
     original = Original(gm, names) if chosen.verify else None
 
     def make(inputs: Sequence[Any], anew: bool) -> Made:
@@ -91,7 +98,7 @@ def ring(
         if left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, given, left)
         if flat is not None and mesh.size > 1:
-            run = CheckedInputs(run, mesh, program, names, chosen.check_inputs, random)
+            run = CheckedInputs(run, mesh, program, names, chosen.check_inputs, random, operators)
         if flat is not None and chosen.trace is not None:
             run = traced(run, trace_to(chosen.trace, mesh.rank))
         if original is not None:

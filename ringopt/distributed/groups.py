@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,13 +13,17 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ringopt.errors import OptionError
+from ringopt.errors import OptionError, RingCommError, first_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # The groups that programs name meshes by, by ranks, as they came; of the world that is.
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], list[str]]] = WeakKeyDictionary()
+
+# Groups that could not be made, with what was said of it, and how often each was to be; of the world that is.
+_failed: WeakKeyDictionary[Any, dict[tuple[str, float], str]] = WeakKeyDictionary()
+_tries: WeakKeyDictionary[Any, Counter[tuple[str, float]]] = WeakKeyDictionary()
 
 
 def _default() -> str:
@@ -45,6 +51,36 @@ def name_of(ranks: tuple[int, ...], world: tuple[int, ...], group: str) -> str:
         groups.append(group)
     number = groups.index(group)
     return f"{base} ({number + 1})" if number else base
+
+
+def met_group(name: str, ranks: Sequence[int], timeout: float) -> Any:
+    """The group that carries the messages of mesh `name`. Raises RingCommError where a rank does not come, at once
+    where one has not come before: those that did are not at the same group any more."""
+    failed = _failed.setdefault(dist.group.WORLD, {})
+    if (name, timeout) in failed:
+        raise RingCommError(failed[name, timeout])
+    store, began = dist.distributed_c10d._get_default_store(), time.monotonic()
+    tries = _tries.setdefault(dist.group.WORLD, Counter())
+    tries[name, timeout] += 1
+    keys = {rank: f"ringopt comes {name} {timeout} {tries[name, timeout]} {rank}" for rank in ranks}
+    try:
+        store.set(keys[dist.get_rank()], "")
+        return new_group(ranks, timeout)
+    except RuntimeError as error:
+        missing = missing_of(store, keys)
+        failed[name, timeout] = (
+            f"mesh {name!r} of ranks {list(ranks)} was not made in {time.monotonic() - began:.1f} s: "
+            f"{f'ranks {missing} did not come' if missing else first_line(error)}. They died while they compiled, or "
+            "make other calls; look at their output, and restart the ranks"
+        )
+        raise RingCommError(failed[name, timeout]) from error
+
+
+def missing_of(store: Any, keys: dict[int, str]) -> list[int]:
+    try:
+        return [rank for rank, key in keys.items() if not store.check([key])]
+    except RuntimeError:  # with the process that keeps the store
+        return []
 
 
 def new_group(ranks: Sequence[int], timeout: float) -> Any:

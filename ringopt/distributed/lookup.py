@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ringopt.distributed.groups import group_of, name_of, new_group
+from ringopt.distributed.groups import group_of, met_group, name_of
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh, known, register, registered
 from ringopt.distributed.process import ProcessMesh
 from ringopt.errors import OptionError, RingCommError
@@ -44,7 +44,7 @@ def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None 
     mesh = _registered(name) if timeout_s is None else _cached.get((name, timeout_s))
     if mesh is None:
         timeout = DEFAULT_TIMEOUT if timeout_s is None else timeout_s
-        mesh = _cached[name, timeout] = ProcessMesh(name, ranks, timeout, new_group(ranks, timeout), group)
+        mesh = _cached[name, timeout] = ProcessMesh(name, ranks, timeout, met_group(name, ranks, timeout), group)
     register(mesh)
     return mesh
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
+from ringopt.distributed.standing import Call, Recent
 from ringopt.distributed.traffic import log_event
 from ringopt.errors import RingCommError, RingError, first_line
 
@@ -64,6 +65,8 @@ class Pending:
         A second call waits for nothing: a work of gloo that is waited for twice blocks until the timeout.
         """
         began = time.monotonic()
+        if self._transfers:
+            self._mesh.recent.note("waits", self.label)
         while self._transfers:
             transfer = self._transfers.pop(0)
             try:
@@ -73,6 +76,7 @@ class Pending:
         if self._buffers:
             self._buffers.clear()
             self._mesh.in_flight.discard(self)
+            self._mesh.recent.note("waited", self.label)
             log_event("waited", self.label, self._mesh.rank, began=began)
 
 
@@ -84,6 +88,7 @@ class Mesh(ABC):
     def __init__(self) -> None:
         # After an error nobody waits for these any more, and yet the transport may still write into their buffers.
         self.in_flight: set[Pending] = set()
+        self.recent = Recent()
         self._within = threading.local()  # whether this thread is in the midst of a program
         # Passes of autograd that have begun a program's and are not over (runtime/input_check.py).
         self.backwards: set[int] = set()
@@ -131,6 +136,10 @@ class Mesh(ABC):
     def held(self) -> AbstractContextManager[None]:
         """For what talks: this thread is inside the mesh meanwhile, and no other may be. Raises RingThreadError."""
         return nullcontext()  # most meshes are pretended
+
+    def stands(self, call: Call, publish: bool = False) -> None:
+        """In which call this rank is; `publish`: the others can read it from now on."""
+        self.recent.call = call
 
     def begin_program(self) -> None:  # noqa: B027 (what counts them is who may be cut short)
         """This rank takes part in one more program that talks."""
@@ -189,6 +198,7 @@ class Mesh(ABC):
         pending = Pending(self, [buffer for _, buffer in (*sends, *receives)], label)
         if sends or receives:
             with self.held():
+                self.recent.note("posted", label, [peer for peer, _ in (*sends, *receives)], sent)
                 log_event("posted", label, self.rank, sent, received, len(sends))
                 self.in_flight.add(pending)
                 pending.under_way(self._post(sends, receives, label))
@@ -200,7 +210,9 @@ class Mesh(ABC):
             return [x.clone()]
         moved = x.nbytes * (self.size - 1)
         with self.held():
+            self.recent.note("all_gather", label, sent=moved)
             began, gathered = time.monotonic(), self._all_gather(x, label)
+        self.recent.note("done", label)
         log_event("all_gather", label, self.rank, moved, moved, self.size - 1, began=began)
         return gathered
 
@@ -210,7 +222,9 @@ class Mesh(ABC):
             return x.clone(memory_format=torch.contiguous_format)
         moved = 2 * x.nbytes * (self.size - 1) // self.size
         with self.held():
+            self.recent.note("all_reduce", label, sent=moved)
             began, total = time.monotonic(), self._all_reduce(x, label)
+        self.recent.note("done", label)
         log_event("all_reduce", label, self.rank, moved, moved, 2 * (self.size - 1), began=began)
         return total
 
@@ -221,6 +235,7 @@ class Mesh(ABC):
         if self.size > 1 and x.numel():
             moved = 2 * x.nbytes * (self.size - 1) // self.size
             with self.held():
+                self.recent.note("posted", label, "all", moved)
                 log_event("posted", label, self.rank, moved, moved, 2 * (self.size - 1))
                 self.in_flight.add(pending)
                 pending.under_way([self._start_all_reduce(x, label)])
@@ -233,6 +248,7 @@ class Mesh(ABC):
             return [x.clone() for _ in range(self.size)], Pending(self, [], label)
         moved = x.nbytes * (self.size - 1)
         with self.held():
+            self.recent.note("posted", label, "all", moved)
             log_event("posted", label, self.rank, moved, moved, self.size - 1)
             parts, transfer = self._start_all_gather(x, label)
             pending = Pending(self, [x, *parts], label)

@@ -19,12 +19,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.distributed import failure_agreement
 from ringopt.distributed.failure_agreement import Place, all_alike
-from ringopt.distributed.groups import new_group
+from ringopt.distributed.groups import met_group
 from ringopt.distributed.intra_node.collectives import LocalCollectives
 from ringopt.distributed.intra_node.discovery import Met, meet
 from ringopt.distributed.intra_node.messages import LocalLinks
 from ringopt.distributed.mesh import Mesh, Transfer, Work, register
 from ringopt.distributed.occupancy import CROWD, Occupancy
+from ringopt.distributed.standing import PATIENCE, Call, differences
+from ringopt.distributed.standing import publish as tell_where
 from ringopt.errors import RingCommError, RingMismatchError, RingThreadError
 
 if TYPE_CHECKING:
@@ -62,13 +64,24 @@ class ProcessMesh(Mesh):
         self.device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         self._apart: ProcessMesh | None = None
         self._process = os.getpid()
-        self._ended = ""  # by what
+        self._ended, self._written = "", ""  # by what, and where the last events are
         self._occupancy = Occupancy()
         self._place, self._cuts, self._life = Place(), 0, self._lives()
         self._links: LocalLinks | None = None
         met = self._meet(f"{name} {named_by}")
         self._links, self._strangers = met.links, met.strangers
         self._together = LocalCollectives(met.links, self._rank) if met.links and met.everybody else None
+
+    @property
+    def _store(self) -> Any:
+        """Of the group; None where nothing is carried."""
+        if self.size == 1 or dist.get_backend(self.group) == "fake":
+            return None
+        return dist.distributed_c10d._get_process_group_store(self.group)
+
+    @property
+    def _told_as(self) -> str:
+        return f"{self._name} {self._life}"
 
     def _lives(self) -> int:
         """How often this rank has made this group with this store, which may outlive torch.distributed: as often as the
@@ -134,16 +147,37 @@ class ProcessMesh(Mesh):
 
     def apart(self) -> Mesh:
         if self._apart is None:
-            group = new_group(self.ranks, self.timeout)
+            group = met_group(f"{self._name} apart", self.ranks, self.timeout)
             self._apart = ProcessMesh(f"{self._name} apart", self.ranks, self.timeout, group)
             register(self._apart)
         return self._apart
 
     def failed(self, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
+        first = not self._ended
         self.end("an earlier message has failed")
         if self._occupancy.crowded:
             return RingThreadError(self._occupancy.crowded)
-        return super().failed(label, what, begin, error)
+        told = super().failed(label, what, begin, error)
+        # Who waited in vain has peers that hear of it now, and tell; who is gone tells nothing.
+        patience = PATIENCE if "timed out" in str(error).lower() else 0.0
+        return RingCommError(
+            " ".join(filter(None, (f"{told}.", self._differences(patience if first else None), f"{self._written}.")))
+        )
+
+    def _differences(self, patience: float | None) -> str:
+        """In what the calls of the ranks differ: asked once, for all leave then."""
+        if patience is None or self._store is None:
+            return ""
+        said = differences(self._store, self._told_as, self._rank, self.size, self.recent.call, patience)
+        return f"{said}." if said else ""
+
+    def stands(self, call: Call, publish: bool = False) -> None:
+        super().stands(call)
+        if publish and self._store is not None:
+            try:
+                tell_where(self._store, self._told_as, self._rank, call)
+            except RuntimeError as error:
+                raise self.failed("", "telling where this rank stands", time.monotonic(), error) from error
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -196,7 +230,8 @@ class ProcessMesh(Mesh):
     def end(self, why: str) -> None:
         """This rank takes no more part, and its neighbours are told."""
         # The ranks are not at the same message any more: what is sent next would be taken for what was to come.
-        self._ended = self._ended or why
+        if not self._ended:
+            self._ended, self._written = why, self.recent.write(self._name, self._rank, why)
         if self._links is not None:
             self._links.fail()
 
@@ -301,7 +336,8 @@ class ProcessMesh(Mesh):
         if self._ended:
             raise RingCommError(
                 f"rank {self.rank} of {self.size} ({self.name}), {label or 'exchange'}: {what} was not begun: "
-                f"{self._ended}, and the ranks are not at the same message any more. Restart the ranks"
+                f"{self._ended}, and the ranks are not at the same message any more. Restart the ranks. "
+                f"{self._written}"
             )
         begin = time.monotonic()
         try:

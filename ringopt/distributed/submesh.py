@@ -20,7 +20,7 @@ class SubMesh(Mesh):
 
     def __init__(self, whole: Mesh, ranks: Sequence[int]):
         self.whole, self.ranks, self.device, self.in_flight = whole, ranks, whole.device, whole.in_flight
-        self._within = whole._within
+        self._within, self.recent = whole._within, whole.recent
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ numbers that look right and are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 from ringopt.distributed.consistency import compare, digest
 from ringopt.distributed.mesh import Mesh, registered
+from ringopt.distributed.standing import Call
 from ringopt.tensor.lazy import Lazy
 
 
@@ -27,10 +28,11 @@ class CheckedInputs:
     """
 
     def __init__(
-        self, run: Callable[..., Any], mesh: Mesh, program: str, names: Sequence[str], when: str, random: bool = False
-    ):
+        self, run: Callable[..., Any], mesh: Mesh, program: str, names: Sequence[str], when: str, random: bool = False,
+        operators: Mapping[str, int] | None = None,
+    ):  # fmt: skip
         self.run, self.mesh, self.names, self.when, self.random = run, mesh, tuple(names), when, random
-        self.program = digest(program.encode())
+        self.program, self.operators = digest(program.encode()), operators or {}
         self.asked = False
 
     def __call__(self, *inputs: Any) -> Any:
@@ -38,6 +40,7 @@ class CheckedInputs:
             return self.run(*inputs)  # torch looks what comes out, as it does between the parts of a graph under DDP
         mesh = registered(self.mesh.name) or self.mesh  # as the operators look it up
         with mesh.held():
+            mesh.stands(call_of("calls a compiled graph", self.program, inputs, self.operators), publish=not self.asked)
             return self.checked(mesh, inputs)
 
     def checked(self, mesh: Mesh, inputs: Sequence[Any]) -> Any:
@@ -53,6 +56,13 @@ class CheckedInputs:
             outputs = self.run(*inputs)
         watch_backward(mesh, outputs)
         return outputs
+
+
+def call_of(doing: str, program: Sequence[int], inputs: Sequence[Any], operators: Mapping[str, int]) -> Call:
+    """Of the inputs, those that are no parameters."""
+    given = [x for x in inputs if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]
+    sizes = tuple(f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in given)
+    return Call(doing, str(program[0]), sizes, torch.is_grad_enabled(), operators)
 
 
 def watch_backward(mesh: Mesh, outputs: Sequence[Any]) -> None:
