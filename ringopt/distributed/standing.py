@@ -15,6 +15,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from threading import get_ident
+from time import monotonic
 from typing import TypeAlias
 
 from ringopt.distributed.failure_agreement import PAUSE, Store
@@ -48,7 +50,7 @@ class Recent:
         self.call, self.folder = Call(), ""
 
     def note(self, what: str, label: str, ranks: object = "", sent: int = 0) -> None:
-        self.events.append((time.monotonic(), what, label, ranks, sent, threading.get_ident()))
+        self.events.append((monotonic(), what, label, ranks, sent, get_ident()))
 
     def write(self, name: str, rank: int, why: str) -> str:
         """The file, or why there is none, as a sentence of an error."""
