@@ -3,6 +3,7 @@
 `UNDERSTAND` is the part that one process needs too: attention with its mask in the cheapest form.
 """
 
+from ringopt.passes.canonicalize import Canonicalize
 from ringopt.passes.choose_strategy import ChooseStrategy
 from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.dilate import Dilate
@@ -21,6 +22,7 @@ from ringopt.passes.sync_gradients import SyncGradients
 
 UNDERSTAND = (
     Normalize(),  # functional: values may be read anywhere
+    Canonicalize(),  # in one order on all ranks: what is decided in the order of the graph is decided alike
     FindSoftmax(),  # every softmax is one node
     SplitWeights(),  # and each has products of its own
     FindAttention(),  # every attention that is called is one canonical node

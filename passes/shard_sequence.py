@@ -204,11 +204,12 @@ def leave(sharder: Sharder, node: fx.Node, context: Context) -> None:
     if context.options.outputs == "gather" or not outputs:
         sharder.graph.output(fx.map_arg(node.args[0], whole)).meta.update(node.meta)
         return
+    places = context.order.outputs if context.order is not None else range(len(outputs))
     for i, out in enumerate(outputs):
         placement = sharder.placements.get(out) if isinstance(out, fx.Node) else None
         if placement is not None and out not in bases:
             value, where = value_of(out), module_path(out) or source_line(out)
-            name = f"output {i} ({out.name}{', ' + where if where else ''})"
+            name = f"output {places[i]} ({out.name}{', ' + where if where else ''})"
             # Whoever reads the rows later has no symbols: what is open is fixed.
             size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, node.meta["strides"][i]))
             context.left[i] = Spread(

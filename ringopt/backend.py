@@ -29,6 +29,7 @@ from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.flatten import has_custom
 from ringopt.frontend.open_floats import floats_as_tensors, left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
+from ringopt.ir.io_order import Reordered
 from ringopt.ir.nodes import readable, requires_grad, shape_of, value_of
 from ringopt.ir.refusal import GraphRefused
 from ringopt.ops.ring import VERSION
@@ -73,13 +74,15 @@ def ring(
     """
     chosen = Options.of(options)
     mesh = mesh_for(chosen)
-    program = gm.print_readable(print_output=False)
     names = [readable(node.name) for node in gm.graph.find_nodes(op="placeholder")]
 
     called = [node.target for node in gm.graph.nodes if node.op.startswith("call")]
     operators = dict(Counter(getattr(target, "__name__", str(target)) for target in called))
     mesh.recent.folder = chosen.dump or mesh.recent.folder
-    mesh.stands(call_of("compiles a graph", digest(program.encode()), example_inputs, operators), publish=True)
+    # Ranks may have their inputs in another order yet, so what is told of them has none.
+    called_with = digest(repr(sorted(operators.items())).encode())
+    given = sorted(example_inputs, key=lambda x: f"{getattr(x, 'shape', x)} {getattr(x, 'dtype', '')}")
+    mesh.stands(call_of("compiles a graph", called_with, given, operators), publish=True)
 
     original = Original(gm, names) if chosen.verify else None
 
@@ -94,11 +97,12 @@ def ring(
         meta = flat.meta if flat is not None else {}
         given, left = meta.get("given", {}), meta.get("left", {})
         with left_open(gm):
-            run = inner(flat if flat is not None else gm, examples(inputs, given), chosen, mode)
+            run = in_order(flat if flat is not None else gm, examples(inputs, given), chosen, mode)
         if left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, given, left)
         if flat is not None and mesh.size > 1:
-            run = CheckedInputs(run, mesh, program, names, chosen.check_inputs, random, operators)
+            check = (chosen.check_inputs, random, operators)
+            run = CheckedInputs(run, mesh, meta["program"], meta["order"].inputs, names, *check)
         if flat is not None and chosen.trace is not None:
             run = traced(run, trace_to(chosen.trace, mesh.rank))
         if original is not None:
@@ -271,6 +275,16 @@ def tell_of_limit(report: Report) -> None:
         "what each was compiled for",
         *(limit, why),
     )
+
+
+def in_order(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:
+    """`inner`, with inputs and outputs in their canonical order: a partitioner and autograd follow them."""
+    order = gm.meta.get("order")
+    if order is None or order.is_that_of_caller:
+        return inner(gm, example_inputs, options, mode)
+    order.apply(gm.graph)
+    gm.recompile()
+    return Reordered(inner(gm, order.of_inputs(example_inputs), options, mode), order)
 
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Compiled:

@@ -18,6 +18,7 @@ import torch.fx as fx
 from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
+from ringopt.ir.io_order import Order
 from ringopt.ir.nodes import eliminate_dead_code
 from ringopt.ir.placement import Layouts, Sharded, Spread
 from ringopt.ir.printer import short
@@ -69,6 +70,7 @@ class Context:
     left               outputs that stay on their ranks, by place, and how they are spread
     step               the pass that runs, or ran last
     spreads            whether something is to be spread, once strategies are chosen
+    order              while the passes run, the order of inputs and outputs that is not the caller's
     """
 
     options: Options
@@ -88,6 +90,7 @@ class Context:
     left: dict[int, Spread] = field(default_factory=dict)
     step: str = "capture"
     spreads: bool | None = None
+    order: Order | None = None
 
     @property
     def shards(self) -> bool:
@@ -150,7 +153,16 @@ class Pipeline:
             if self.callback is not None:
                 gm.recompile()
                 self.callback(step, gm)
+        if context.order is not None:
+            in_order_of_caller(gm, context, context.order)
         gm.recompile()
+
+
+def in_order_of_caller(gm: fx.GraphModule, context: Context, order: Order) -> None:
+    """`gm.meta["order"]` stays: compilers below get the graph in that order again."""
+    order.back.apply(gm.graph)
+    context.left = {order.outputs[place]: where for place, where in context.left.items()}
+    gm.meta["order"], context.order = order, None
 
 
 def trace(when: str, gm: fx.GraphModule) -> None:

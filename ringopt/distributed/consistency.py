@@ -11,23 +11,31 @@ from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RingMismatchError
+from ringopt.ir.canonical_order import Program
 
 WORDS = 4  # int64 words of a digest
 
 
-def compare(mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequence[Any]) -> None:
-    """Raises RingMismatchError on every rank alike when a rank has another program or another input."""
+def compare(
+    mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequence[Any], lines: Program | None = None
+) -> None:
+    """Raises RingMismatchError on every rank alike when a rank has another program (of which it has the `lines`) or
+    another input."""
     shapes = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else x for x in inputs]
     header = [len(inputs), *program, *digest(repr(shapes).encode())]
-    odd = differing(mesh, torch.tensor([header], device=mesh.device))
+    headers = mesh.all_gather(torch.tensor([header], device=mesh.device))
+    odd = differing(headers)
     if odd:
+        programs = [found[0, 1 : 1 + WORDS].tolist() for found in headers]
+        if lines is not None and any(found != programs[0] for found in programs):
+            raise RingMismatchError(other_programs(mesh, lines))
         raise RingMismatchError(
             f"ranks {sorted(odd)} compiled another program, or were given inputs of other shapes, than rank 0; "
             f"this is rank {mesh.rank} with {[shape for shape in shapes if shape is not None][:8]}. Every rank must "
             "make the same call with the same full batch, and the model must not ask for its rank (if rank == 0: print)"
         )
     rows = torch.tensor([digest(bytes_of(x)) for x in inputs], device=mesh.device).reshape(-1, WORDS)
-    odd = differing(mesh, rows)
+    odd = differing(mesh.all_gather(rows))
     if odd:
         told = "; ".join(f"{names[i]} on ranks {sorted(ranks)}" for i, ranks in by_row(odd).items())
         raise RingMismatchError(
@@ -39,9 +47,31 @@ def compare(mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequen
         )
 
 
-def differing(mesh: Mesh, rows: Tensor) -> dict[int, list[int]]:
+SHOWN = 300  # bytes of a line of a program that are told to the other ranks
+
+
+def other_programs(mesh: Mesh, program: Program) -> str:
+    """What the ranks are told whose programs differ: the first line of each that is not that of rank 0."""
+    longest = max(int(count) for count in mesh.all_gather(torch.tensor([len(program.lines)], device=mesh.device)))
+    digests = [digest(line.encode())[0] for line in program.lines] + [0] * (longest - len(program.lines))
+    gathered = mesh.all_gather(torch.tensor(digests, device=mesh.device))
+    unequal = torch.stack([other != gathered[0] for other in gathered])
+    place = int(unequal.any(0).nonzero()[0])
+    odd = unequal[:, place].nonzero().flatten().tolist()
+    line, source = ("nothing", "") if place >= len(program.lines) else (program.lines[place], program.sources[place])
+    said = (line + (f" ({source})" if source else "")).encode()[:SHOWN]
+    mine = torch.tensor([*said, *[0] * (SHOWN - len(said))], dtype=torch.uint8, device=mesh.device)
+    lines = [bytes(found.tolist()).rstrip(b"\0").decode(errors="replace") for found in mesh.all_gather(mine)]
+    told = "; ".join(f"rank {rank} has {lines[rank]}" for rank in (0, *odd))
+    return (
+        f"ranks {odd} compiled another program than rank 0, whatever order it is written in. The first node that "
+        f"differs: {told}. Every rank must run the same model in the same mode; it must not ask for its rank "
+        "(if rank == 0: print), and must draw random numbers in one order (not by going through a set)"
+    )
+
+
+def differing(gathered: Sequence[Tensor]) -> dict[int, list[int]]:
     """rank -> numbers of the rows in which it differs from rank 0."""
-    gathered = mesh.all_gather(rows)
     first = gathered[0]
     unequal = {rank: (other != first).any(1).nonzero().flatten().tolist() for rank, other in enumerate(gathered)}
     return {rank: found for rank, found in unequal.items() if found}

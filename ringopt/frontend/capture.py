@@ -66,7 +66,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     originals = given.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
     for node, original, given, value in placeholders:
-        node.meta["input"] = original.name
+        node.meta["input"], node.meta["source"] = original.name, source_of(original)
         node.meta["parameter"] = isinstance(given, torch.nn.Parameter) or "_parameters_" in original.name
         if not node.meta["parameter"] and holds_numbers(given) and belongs_to_program(original):
             node.meta["content"] = given
@@ -130,6 +130,15 @@ def without_tables(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(gm.graph, {}))
     erase_tables(graph)
     return fx.GraphModule(gm, graph)
+
+
+def source_of(node: fx.Node) -> str:
+    """Where Dynamo has an input from, as an expression of the program; "" where that is not known."""
+    if "source" not in node.meta:  # noted, because Dynamo takes it away after its backend has run
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        name = getattr(source, "name", "")
+        node.meta["source"] = str(name() if callable(name) else name)  # a method up to torch 2.9
+    return str(node.meta["source"])
 
 
 def belongs_to_program(node: fx.Node) -> bool:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from ringopt.frontend.functionalize import Unwritable, is_write, storage, written_args
-from ringopt.ir.nodes import carries_gradient, named, op_name, value_of
+from ringopt.frontend.functionalize import Unwritable, storage
+from ringopt.ir.nodes import carries_gradient, is_write, named, op_name, value_of, written_args
 
 aten = torch.ops.aten
 

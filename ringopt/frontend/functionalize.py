@@ -18,7 +18,17 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.ir.nodes import carries_gradient, is_aten, named, op_name, origin, shape_of, value_of
+from ringopt.ir.nodes import (
+    carries_gradient,
+    is_aten,
+    is_write,
+    named,
+    op_name,
+    origin,
+    shape_of,
+    value_of,
+    written_args,
+)
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import place_of, same
 
@@ -310,19 +320,6 @@ def cut_out(node: fx.Node, index: int) -> tuple[Any, Any]:
 
 
 COMPARISONS = ("eq_", "ne_", "lt_", "le_", "gt_", "ge_")  # whose gradients are zeros
-
-
-def is_write(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def written_args(node: fx.Node) -> list[fx.Node]:
-    """What a write writes to."""
-    found: list[fx.Node] = []
-    for arg in node.target._schema.arguments:
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            fx.map_arg(named(node, arg.name), found.append)
-    return found
 
 
 INPLACE_VIEWS = {

@@ -172,3 +172,16 @@ def emit_attention(graph: fx.Graph, args: Any, like: fx.Node) -> fx.Node:
 
 def is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and bool(node.meta.get("parameter"))
+
+
+def is_write(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written_args(node: fx.Node) -> list[fx.Node]:
+    """What a write writes to."""
+    found: list[fx.Node] = []
+    for arg in node.target._schema.arguments:
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            fx.map_arg(named(node, arg.name), found.append)
+    return found

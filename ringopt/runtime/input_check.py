@@ -17,30 +17,42 @@ from torch.autograd import Variable
 from ringopt.distributed.consistency import compare, digest
 from ringopt.distributed.mesh import Mesh, registered
 from ringopt.distributed.standing import Call
+from ringopt.ir.canonical_order import Program
 from ringopt.tensor.lazy import Lazy
 
 
 class CheckedInputs:
     """The compiled graph; its inputs are compared over the ranks at the first call, or at every call.
 
-    `program` is the text of the graph before it was sharded, `names` those of its inputs. With `random` the states of
-    the random number generators are compared too: the graph draws numbers that must be the same on every rank.
+    `program` is the graph before it was sharded, `places` the inputs in its order, `names` those of the inputs. With
+    `random` the states of the random number generators are compared too: the graph draws numbers that must be the same
+    on every rank.
     """
 
     def __init__(
-        self, run: Callable[..., Any], mesh: Mesh, program: str, names: Sequence[str], when: str, random: bool = False,
+        self,
+        run: Callable[..., Any],
+        mesh: Mesh,
+        program: Program,
+        places: Sequence[int],
+        names: Sequence[str],
+        when: str,
+        random: bool = False,
         operators: Mapping[str, int] | None = None,
-    ):  # fmt: skip
-        self.run, self.mesh, self.names, self.when, self.random = run, mesh, tuple(names), when, random
-        self.program, self.operators = digest(program.encode()), operators or {}
+    ):
+        self.run, self.mesh, self.program, self.when, self.random = run, mesh, program, when, random
+        self.places, self.names = tuple(places), tuple(names[place] for place in places)
+        self.digest = digest(program.text.encode())
+        self.operators = operators or {}
         self.asked = False
 
     def __call__(self, *inputs: Any) -> Any:
         if any(isinstance(x, FakeTensor) for x in inputs):
             return self.run(*inputs)  # torch looks what comes out, as it does between the parts of a graph under DDP
         mesh = registered(self.mesh.name) or self.mesh  # as the operators look it up
+        ordered = [inputs[place] for place in self.places]
         with mesh.held():
-            mesh.stands(call_of("calls a compiled graph", self.program, inputs, self.operators), publish=not self.asked)
+            mesh.stands(call_of("calls a compiled graph", self.digest, ordered, self.operators), publish=not self.asked)
             return self.checked(mesh, inputs)
 
     def checked(self, mesh: Mesh, inputs: Sequence[Any]) -> Any:
@@ -49,8 +61,9 @@ class CheckedInputs:
             states = [("the random number generator", torch.get_rng_state())] if self.random else []
             if self.random and torch.cuda.is_available():
                 states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
-            names, values = (*self.names, *(name for name, _ in states)), (*inputs, *(state for _, state in states))
-            compare(mesh, self.program, names, [told(value) for value in values])
+            names = (*self.names, *(name for name, _ in states))
+            values = [told(value) for value in (*(inputs[place] for place in self.places), *dict(states).values())]
+            compare(mesh, self.digest, names, values, self.program)
             self.asked = True
         with mesh.unbroken():
             outputs = self.run(*inputs)

@@ -1,0 +1,240 @@
+"""What a functional graph computes, whatever order its nodes stand in and whatever they are called.
+
+    for kind in {"full", "sliding"}: masks[kind] = ...     # a set: each process goes through it in an order of its own
+
+makes graphs on two ranks that differ in the order of their inputs and nodes. The canonical order is that in which the
+outputs need the values: depth first, arguments from left to right. Only what has an order of its own in the program
+(random numbers, messages, operators that nobody here knows) keeps it and comes first. So no name and no position
+decides anything but among outputs, which Dynamo puts in the order it found them in: these follow a hash of what they
+compute, and of who else reads what they are made of.
+
+The text written in that order says all that is computed. Equal texts are equal programs; that equal programs have equal
+texts is not proved for outputs that no such hash can tell apart, and unequal texts are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.nodes import is_random, is_write, named, outputs_of, source_line, value_of
+from ringopt.ir.symbolic_sizes import OPEN, at_hand, formula
+
+
+@dataclass(frozen=True)
+class Program:
+    """The canonical text, a line a node, and the line of source that each comes from."""
+
+    lines: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+# ---- what keeps its order --------------------------------------------------------------------------------------------
+PURE = ("aten", "prims", "ringopt")
+
+
+def keeps_order(node: fx.Node) -> bool:
+    """Whether something else than its operands decides what a node gives or does: a generator, other ranks, an operator
+    of which only its name is known."""
+    if isinstance(node.target, CustomGradient):
+        return any(map(keeps_order, node.target.backward.graph.nodes))
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op == "call_function" and bool(node.is_impure())
+    if is_write(node):
+        return False  # the final copy_ into inputs: they are different ones
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" in names and named(node, "dropout_p") == 0.0:
+        return False  # attention, which draws for its dropout only
+    return is_random(node) or "group" in names or node.target.namespace not in PURE or bool(node.is_impure())
+
+
+# ---- the order -------------------------------------------------------------------------------------------------------
+def canonical_order(graph: fx.Graph, in_place: bool = False) -> tuple[list[fx.Node], list[int]]:
+    """All nodes but the output, and which place of the output comes when; with `in_place` these stay where they are."""
+    colors = Colors(graph)
+    found: dict[fx.Node, None] = {}
+    visit(filter(keeps_order, graph.nodes), found)
+    outputs = outputs_of(graph)
+    places = list(range(len(outputs)))
+    if not in_place:
+        colors.tell_apart([x for x in outputs if isinstance(x, fx.Node)])
+        places.sort(key=lambda place: colors.key(outputs[place]))
+    visit((x for place in places for x in nodes_in(outputs[place])), found)
+    rest = [node for node in graph.nodes if node not in found and node.op != "output"]
+    last = [node for node in rest if is_write(node)]
+    colors.tell_apart(rest)
+    visit((x for node in sorted(last, key=colors.key) for x in node.all_input_nodes), found)
+    ends = [node for node in rest if node not in found and not is_write(node)]
+    visit(sorted(ends, key=lambda node: (any(user not in last for user in node.users), colors.key(node))), found)
+    visit(sorted(last, key=colors.key), found)
+    return list(found), places
+
+
+def visit(roots: Iterable[fx.Node], found: dict[fx.Node, None]) -> None:
+    """Adds each root behind all that it needs."""
+    for root in roots:
+        stack = [(root, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                found.setdefault(node)
+            elif node not in found:
+                stack.append((node, True))
+                stack += [(arg, False) for arg in reversed(nodes_in((node.args, node.kwargs))) if arg not in found]
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes of an argument, in order; one that stands twice comes twice."""
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+class Colors:
+    """Hashes of nodes that do not depend on how the graph was written down: of what they compute, at first."""
+
+    def __init__(self, graph: fx.Graph):
+        self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.labels = {}
+        turn = 0
+        for node in self.nodes:
+            turn += (kept := keeps_order(node))
+            self.labels[node] = f"{turn if kept else ''} {said(node, lambda arg: '%', at_hand)} {recomputed(node)}"
+        self.returned = set(nodes_in(graph.output_node().args))
+        self.of = dict(self.labels)
+        self.follow_operands()
+
+    def key(self, value: Any) -> tuple[str, str]:
+        """Of a node or a constant. Programs that differ a little are to have their outputs in one order, so that the
+        first line that differs is where they do: the operator goes before the hash."""
+        if not isinstance(value, fx.Node):
+            return f"{type(value).__name__} {text(value, str, at_hand)}", ""
+        return f"node {self.labels[value]}", self.of[value]
+
+    def tell_apart(self, nodes: Sequence[fx.Node]) -> None:
+        """Nodes that compute the same from the same differ by who reads what, and what these read beside it."""
+        wanted, known = len(set(nodes)), 0
+        while len({self.of[node] for node in nodes}) < wanted and known < (count := len(set(self.of.values()))):
+            known = count
+            self.follow_users()
+            self.follow_operands()
+
+    def follow_operands(self) -> None:
+        for node in self.nodes:
+            self.of[node] = digest(self.of[node], *(self.of[arg] for arg in nodes_in((node.args, node.kwargs))))
+
+    def follow_users(self) -> None:
+        for node in reversed(self.nodes):
+            readers = [
+                f"{self.of[user]} {place}"
+                for user in node.users
+                if user.op != "output"
+                for place, arg in enumerate(nodes_in((user.args, user.kwargs)))
+                if arg is node
+            ]
+            self.of[node] = digest(self.of[node], str(node in self.returned), *sorted(readers))
+
+
+def digest(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+# ---- the text --------------------------------------------------------------------------------------------------------
+def program_of(graph: fx.Graph, order: Sequence[fx.Node]) -> Program:
+    """Of a graph whose nodes have canonical names. An input has its line where it is first read."""
+    symbols = Symbols()
+    regions: dict[Any, int] = {}
+
+    def line(node: fx.Node) -> str:
+        region = regions.setdefault(node.meta["ac_graph_id"], len(regions)) if recomputed(node) else ""
+        again = f" computed again in region {region} {recomputed(node)}" if recomputed(node) else ""
+        return f"%{node.name} = {said(node, lambda arg: f'%{arg.name}', symbols)}{again}"
+
+    lines = [line(node) for node in order]
+    returned = f"return {text(graph.output_node().args[0], lambda arg: f'%{arg.name}', symbols)}"
+    return Program((*lines, returned), (*map(source_line, order), ""))
+
+
+class Symbols:
+    """Open sizes by the order in which they come: Dynamo names them after the input it saw first."""
+
+    def __init__(self) -> None:
+        self.names: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def __call__(self, size: Any) -> Any:
+        expression = formula(size)
+        for symbol in sorted(getattr(expression, "free_symbols", ()), key=str):
+            self.names.setdefault(symbol, sympy.Symbol(f"n{len(self.names)}", integer=True, positive=True))
+        return expression.xreplace(self.names)
+
+
+def said(node: fx.Node, name: Callable[[fx.Node], str], size: Callable[[Any], Any]) -> str:
+    """What a node is, its operands called by `name`."""
+    value = value_of(node)
+    if node.op == "placeholder":
+        what = f"input {node.meta.get('source') or node.meta.get('input') or node.name}"
+        kind = f" {value.dtype} {text(list(value.shape), name, size)}" if isinstance(value, Tensor) else ""
+        return what + kind + (" with a gradient" if kind and value.requires_grad else "")
+    if node.op == "get_attr":
+        return f"constant {content(getattr(node.graph.owning_module, str(node.target), None))}"
+    given = [text(arg, name, size) for arg in node.args]
+    given += [f"{key}={text(arg, name, size)}" for key, arg in node.kwargs.items()]
+    return f"{target(node)}({', '.join(given)})"
+
+
+def target(node: fx.Node) -> str:
+    if isinstance(node.target, CustomGradient):
+        graph = node.target.backward.graph
+        return f"custom_gradient[{digest(program_of(graph, [x for x in graph.nodes if x.op != 'output']).text)}]"
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(
+        node.target, "__name__", str(node.target)
+    )  # fmt: skip
+
+
+def content(value: Any) -> str:
+    """The numbers of a constant of the program."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, FakeTensor) or value.device.type == "meta" or value.layout != torch.strided:
+        return kind
+    held = value.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).cpu().numpy()
+    return f"{kind} {hashlib.blake2b(held.tobytes(), digest_size=16).hexdigest()}"
+
+
+def text(value: Any, name: Callable[[fx.Node], str], size: Callable[[Any], Any]) -> str:
+    """An argument. Each rank has a device of its own, so of that only the type is said."""
+    if isinstance(value, fx.Node):
+        return name(value)
+    if isinstance(value, OPEN):
+        return str(size(value))
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(text(each, name, size) for each in value)
+        return f"[{inside}]"
+    if isinstance(value, dict):
+        inside = ", ".join(f"{key!r}: {text(each, name, size)}" for key, each in value.items())
+        return f"{{{inside}}}"
+    if isinstance(value, slice):
+        return f"slice{text([value.start, value.stop, value.step], name, size)}"
+    if isinstance(value, torch.device):
+        return value.type
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def recomputed(node: fx.Node) -> str:
+    """How a checkpoint has a node computed again; "" where it has not."""
+    return node.meta["recompute"].name if node.meta.get("recompute") is not None else ""
