@@ -51,6 +51,11 @@ def put(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
         if node.op != "placeholder":
             end.prepend(node)
     rename_constants(gm, nodes)
+    place = {node: number for number, node in enumerate([*nodes, end])}
+    for node in nodes:  # fx keeps them in the order in which they were made
+        users = sorted(node.users, key=place.__getitem__)
+        node.users.clear()
+        node.users.update(dict.fromkeys(users))
 
 
 def rename(graph: fx.Graph) -> None:

@@ -140,7 +140,8 @@ def escapes(candidate: Candidate, found: Found) -> bool:
     weights that take part in what follows."""
     end = candidate.values.node
     inside = between(candidate.softmax, end)
-    users = [user for node in inside for user in node.users if user not in inside and user is not end]
+    ordered = [node for node in end.graph.nodes if node in inside]
+    users = [user for node in ordered for user in node.users if user not in inside and user is not end]
     others = [user for user in users if leads_anywhere(user)]
     if not all(map(only_leaves, others)):
         names = ", ".join(dict.fromkeys(op_name(user) or user.op for user in others))

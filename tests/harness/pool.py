@@ -17,7 +17,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -87,9 +87,13 @@ class Rank:
 
 
 class RankPool:
-    """Ranks 0..3, started when they are first needed. Not for use by two threads at a time."""
+    """Ranks 0..3, started when they are first needed. Not for use by two threads at a time.
 
-    def __init__(self) -> None:
+    With `hash_seeds` each rank is a Python of its own with its PYTHONHASHSEED, as torchrun starts them: a set of
+    strings has another order in each. Those of the fork server share one."""
+
+    def __init__(self, hash_seeds: Sequence[int] = ()) -> None:
+        self._hash_seeds = tuple(hash_seeds)
         self._ranks: list[Rank] = []
         self._size = 0
         self._meetings = 0
@@ -137,12 +141,14 @@ class RankPool:
             self.kill()
         if len(self._ranks) >= p:
             return
-        context = fork_server()
+        context: Any = multiprocessing.get_context("spawn") if self._hash_seeds else fork_server()
         for number in range(len(self._ranks), p):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder.name, f"stacks-{number}-{self._meetings}")
             process = context.Process(target=serve, args=(theirs, number, str(stacks)), daemon=True)
-            process.start()
+            seeds = {"PYTHONHASHSEED": str(self._hash_seeds[number])} if self._hash_seeds else {}
+            with one_thread(), environment(**seeds):
+                process.start()
             theirs.close()
             self._ranks.append(Rank(number, process, ours, stacks))
 
@@ -211,15 +217,23 @@ def first(failures: dict[int, Failure], size: int, function: str) -> RankError:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """OpenMP in the fork server: a pool of threads does not survive a fork, and the ranks would hang in it."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    with environment(OMP_NUM_THREADS="1"):
+        yield
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """For processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 POOL = RankPool()
