@@ -6,9 +6,9 @@ A model that goes through a set makes its nodes in another order in every proces
 outputs in that order. What the passes behind this one decide in the order of the graph (which site is first, which
 messages follow each other, what shares a bucket) they then decide alike on all ranks.
 
-Before: a functional graph, in which a value may be read anywhere. After: the canonical order (ir/canonical_order.py), with
-names by it; `gm.meta["program"]` is the text that the ranks compare. How the program is called and what it returns is
-permuted as well until the last pass is done (`Order`).
+Before: a functional graph, in which a value may be read anywhere. After: the canonical order (ir/canonical_order.py),
+with names by it; `gm.meta["program"]` is the text that the ranks compare. How the program is called and what it returns
+is permuted as well until the last pass is done (`Order`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def rename(graph: fx.Graph) -> None:
         if node.op == "placeholder":
             base = readable(node.meta.get("input", node.name))
         else:
-            base = re.sub(r"_\d+$", "", node.name)
+            base = node.target if node.op == "get_attr" else re.sub(r"_\d+$", "", node.name)
         node.name = names.create_name(base, node)
         if node.op == "placeholder":
             node.target = node.name

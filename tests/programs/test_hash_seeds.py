@@ -53,7 +53,8 @@ class Kinds(nn.Module):
     def mask(self, kind: str, i: Tensor) -> Tensor:
         mask = torch.zeros(len(i), len(i), dtype=torch.bool)
         q, k = i[:, None], i[None]
-        seen = {"full": k <= q, "sliding": (k <= q) & (q - k < 5), "chunked": q // 4 == k // 4, "near": (q - k).abs() < 3}
+        near = (q - k).abs() < 3
+        seen = {"full": k <= q, "sliding": (k <= q) & (q - k < 5), "chunked": q // 4 == k // 4, "near": near}
         return mask.logical_or_(seen[kind])
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
