@@ -188,8 +188,9 @@ class TestGolden(expecttest.TestCase):
         self.assertExpectedInline(
             diff,
             """\
-  %linear_weight = input
   %x = input
+  %linear_weight = input
+  %add = add(%x, 1)
 + %x_rows = scatter(%x, 1, 1, 10, 1, 5, 'zigzag')
 + %linear_weight_beside = copy_to_group(%linear_weight)
 - %linear = linear(%x, %linear_weight)
@@ -207,16 +208,16 @@ class TestGolden(expecttest.TestCase):
 + %mean_reduce_from_group = reduce_from_group(%mean_sum)
 + %mean_div = div(%mean_reduce_from_group, 40)
 + %mean = to(%mean_div, float32)
-  %add = add(%x, 1)
-  return [%mean, %add]""",  # noqa: E501
+  return [%add, %mean]""",  # noqa: E501
         )
 
     def test_attention_alone(self):
         self.assertExpectedInline(
             changed_by_sharding(One(), Options(shard="attention")),
             """\
-  %linear_weight = input
   %x = input
+  %linear_weight = input
+  %add = add(%x, 1)
   %linear = linear(%x, %linear_weight)
   %unsqueeze = unsqueeze(%linear, 1)
 - %attention = attention(%unsqueeze, %unsqueeze, %unsqueeze, None, [], None, None, 'causal', '', 0, 0.5)
@@ -228,6 +229,5 @@ class TestGolden(expecttest.TestCase):
 + %squeeze = squeeze(%attention_whole, 1)
   %linear_1 = linear(%squeeze, %linear_weight)
   %mean = mean(%linear_1)
-  %add = add(%x, 1)
-  return [%mean, %add]""",  # noqa: E501
+  return [%add, %mean]""",  # noqa: E501
         )

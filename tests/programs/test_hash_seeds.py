@@ -142,3 +142,35 @@ def test_random_numbers_drawn_in_another_order_are_other_programs(seeded: Any) -
     said = seeded(3, refused, Noise, timeout=600)
     assert said == said[:1] * 3
     assert said[0].startswith("ranks [1, 2] compiled another program than rank 0") and "must draw random" in said[0]
+
+
+def gemma() -> tuple[nn.Module, Tensor]:
+    config = pytest.importorskip("transformers.models.gemma4.configuration_gemma4").Gemma4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, global_head_dim=16, sliding_window=5, vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8, num_kv_shared_layers=0, max_position_embeddings=64,
+        layer_types=["sliding_attention", "full_attention"] * 2, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4ForCausalLM
+
+    torch.manual_seed(0)
+    ids = torch.randint(0, 64, (1, 23), generator=torch.Generator().manual_seed(1))
+    return Gemma4ForCausalLM(config).double(), ids
+
+
+def gemma_trained(shards: bool) -> tuple[list[str], list[Tensor]]:
+    model, ids = gemma()
+    called = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"}) if shards else model
+    loss = F.cross_entropy(called(input_ids=ids).logits.flatten(0, 1), ids.flatten())  # its own one is in float32
+    loss.backward()
+    assert not shards or len(ringopt.reports()[-1].sites) == 4
+    return list(model.model.unique_layer_types), [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.zoo
+def test_a_model_of_transformers_that_goes_through_a_set(seeded: Any) -> None:
+    _, expected = gemma_trained(False)
+    results = seeded(3, gemma_trained, True, timeout=600)
+    assert len({tuple(order) for order, _ in results}) > 1, "the seeds must give other orders"
+    for _, found in results:
+        assert difference(found, expected) < 1e-10
