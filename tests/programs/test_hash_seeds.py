@@ -173,4 +173,4 @@ def test_a_model_of_transformers_that_goes_through_a_set(seeded: Any) -> None:
     results = seeded(3, gemma_trained, True, timeout=600)
     assert len({tuple(order) for order, _ in results}) > 1, "the seeds must give other orders"
     for _, found in results:
-        assert difference(found, expected) < 1e-10
+        assert difference(found, expected) < 1e-5  # its norms are in float32
