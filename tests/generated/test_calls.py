@@ -11,7 +11,15 @@ import torch
 import ringopt
 from tests.generated.calls import Several, apart, draw, run
 
-WAYS = ({"inner_backend": "eager"}, {"inner_backend": "eager", "layout": "contiguous"}, {"inner_backend": "aot_eager"})
+EAGER = {"inner_backend": "eager"}
+WAYS = (
+    EAGER,
+    {**EAGER, "layout": "contiguous"},
+    EAGER,
+    EAGER,
+    {**EAGER, "shard": "attention"},
+    {"inner_backend": "aot_eager"},
+)
 
 
 def verdict(program: Several, options: dict[str, str]) -> str:
@@ -34,7 +42,7 @@ def verdicts(first: int, count: int) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     for seed in range(first, first + count):
         try:
-            found.append((seed, verdict(draw(seed), WAYS[seed % 3])))
+            found.append((seed, verdict(draw(seed), WAYS[seed % len(WAYS)])))
         except Exception as error:  # any is what the test is for
             found.append((seed, f"crash: {type(error).__name__}: {error}"))
             break

@@ -216,13 +216,14 @@ def merged(y):
     return y.transpose(1, 2).flatten(2)
 
 
+NORMAL = ((0, 1), (1, 2), (2, 3), (2, 4), (3, 5))  # open sizes take Dynamo seconds where blocks are padded
 ORDERS = [(25, 40, 41, 44, 12), (40, 25, 28), (40, 41), (18, 30, 19, 37), (30, 18), (9, 1, 2, 12)]
 
 
 @pytest.mark.parametrize(
     "module, order",
     [
-        pytest.param(module, order, marks=[] if (i + j) % 3 == 0 else pytest.mark.zoo)
+        pytest.param(module, order, marks=[] if (i, j) in NORMAL else pytest.mark.zoo)
         for i, module in enumerate((InBlocks(), InBlocks(causal=False), InChunks(), Narrowed()))
         for j, order in enumerate(ORDERS)
     ],
