@@ -1,4 +1,4 @@
-"""The structure of the code, read from its syntax trees: imports, sizes, duplicates. `python -m tests.structure`.
+"""The structure of the code, read from its syntax trees. `python -m tests.structure [CHECKOUT]` prints the figures.
 
 Imports inside functions and for annotations count like any other: whoever reads the code follows them too.
 """
@@ -6,19 +6,25 @@ Imports inside functions and for annotations count like any other: whoever reads
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+import re
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TOPS = {"ringopt": "ringopt", "passes": "ringopt.passes", "tools": "ringopt.tools"}
+ALIKE = 6  # lines: as many equal ones in two places are a duplicate
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Module:
-    """One file: its dotted `name`, and what it imports, as dotted names of modules."""
+    """One file by its dotted name."""
 
     name: str
     path: Path
@@ -31,33 +37,38 @@ class Module:
     def folder(self) -> str:
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
+    def functions(self) -> Iterator[Function]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
 
-def modules() -> dict[str, Module]:
+
+def modules(root: Path = ROOT) -> dict[str, Module]:
     """Every module of the package, by name; passes/ and tools/ under the names that they are installed by."""
     found = {}
     for top, package in TOPS.items():
-        for path in sorted((ROOT / top).rglob("*.py")):
-            parts = path.relative_to(ROOT / top).with_suffix("").parts
-            if path.parent.resolve() == path.parent:
+        for path in sorted((root / top).rglob("*.py")):
+            if path.parent.resolve() == path.parent:  # not through a link
+                parts = path.relative_to(root / top).with_suffix("").parts
                 name = ".".join([package, *parts]).removesuffix(".__init__")
                 found[name] = Module(name, path)
     return found
 
 
-def imports(module: Module, known: Mapping[str, Module]) -> set[str]:
-    """The modules among `known` that `module` imports anywhere in its text."""
-    found = set[str]()
-    for node in ast.walk(module.tree):
+# ---- imports ---------------------------------------------------------------------------------------------------------
+def imported(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
+    """(module, name taken from it or None) of every import in the text."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in known else node.module for name in inner}
-    return found & known.keys() - {module.name}
+            yield from ((node.module, alias.name) for alias in node.names)
 
 
 def import_graph(known: Mapping[str, Module]) -> dict[str, set[str]]:
-    return {name: imports(module, known) for name, module in known.items()}
+    graph = {}
+    for name, module in known.items():
+        targets = ((f"{at}.{taken}", at) for at, taken in imported(module.tree))
+        graph[name] = {inner if inner in known else at for inner, at in targets} & known.keys() - {name}
+    return graph
 
 
 def folder_graph(known: Mapping[str, Module]) -> dict[str, set[str]]:
@@ -95,27 +106,95 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def side_effect_imports(module: Module) -> Iterator[str]:
-    """Imports of modules of ringopt of which the text uses no name."""
+def side_effect_imports(module: Module) -> list[str]:
+    """Modules of ringopt that are imported and of which the text uses no name."""
     used = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
+    used |= {text.partition(".")[0] for text in annotations(module.tree)}
+    found = []
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            at = node.module if isinstance(node, ast.ImportFrom) else None
             for alias in node.names:
-                if alias.name.startswith("ringopt.") and (alias.asname or "ringopt") not in used:
-                    yield alias.name
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ringopt"):
-            for alias in node.names:
-                if (alias.asname or alias.name) not in used:
-                    yield f"{node.module}.{alias.name}"
+                name = f"{at}.{alias.name}" if at else alias.name
+                bound = alias.asname or alias.name.partition(".")[0]
+                if name.startswith("ringopt.") and (bound not in used or (at is None and bound == "ringopt")):
+                    found.append(name)
+    return found
+
+
+def annotations(tree: ast.Module) -> Iterator[str]:
+    """Names in annotations that are texts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\b[A-Za-z_]\w*", node.value)
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+def files_in_folders(known: Mapping[str, Module]) -> Counter[str]:
+    return Counter(module.folder for module in known.values() if module.path.name != "__init__.py")
+
+
+def lines_of(function: Function) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def parameters_of(function: Function) -> int:
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls", "ctx")])
+
+
+def undocumented(known: Mapping[str, Module]) -> list[str]:
+    """Public functions and classes at the top of their file without a docstring."""
+    return [
+        f"{name}.{node.name}"
+        for name, module in known.items()
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+
+
+def duplicates(known: Mapping[str, Module]) -> set[tuple[str, str]]:
+    """Pairs of places that share ALIKE lines of code, imports and docstrings aside; each run of lines counts once."""
+    places = defaultdict[tuple[str, ...], list[tuple[str, int]]](list)
+    for name, module in known.items():
+        skipped = {
+            line
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        text = [(i, line.strip()) for i, line in enumerate(module.path.read_text().splitlines(), 1)]
+        code = [(i, line) for i, line in text if line and i not in skipped and not line.startswith("#")]
+        for at in range(len(code) - ALIKE + 1):
+            window = code[at : at + ALIKE]
+            if sum(len(line) for _, line in window) > 100:  # not brackets alone
+                places[tuple(line for _, line in window)].append((name, window[0][0]))
+    pairs = {pair for found in places.values() for pair in combinations(sorted(found), 2)}
+    begins = {((a, i), (b, j)) for (a, i), (b, j) in pairs if ((a, i - 1), (b, j - 1)) not in pairs}
+    return {(f"{a}:{i}", f"{b}:{j}") for (a, i), (b, j) in begins}
+
+
+def figures(root: Path) -> Iterator[str]:
+    known = modules(root)
+    graph, rooms = import_graph(known), folder_graph(known)
+    functions = [function for module in known.values() for function in module.functions()]
+    yield f"modules: {len(known)}, imports: {sum(map(len, graph.values()))}"
+    yield f"arrows between folders: {sum(map(len, rooms.values()))}"
+    yield f"circles of modules: {circles(graph)}"
+    yield f"circles of folders: {circles(rooms)}"
+    yield f"most files in a folder: {files_in_folders(known).most_common(8)}"
+    yield f"modules imported for a side effect: {sum(bool(side_effect_imports(module)) for module in known.values())}"
+    yield f"functions: {len(functions)}, over 60 lines: {sum(lines_of(each) > 60 for each in functions)}"
+    yield f"functions of more than 7 parameters: {sum(parameters_of(each) > 7 for each in functions)}"
+    yield f"public functions and classes without a docstring: {len(undocumented(known))}"
+    yield f"pairs of places that share {ALIKE} lines: {len(duplicates(known))}"
+    for document in ("README.md", "ARCHITECTURE.md"):
+        yield f"words in {document}: {len((root / document).read_text().split())}"
 
 
 if __name__ == "__main__":
-    known = modules()
-    graph, rooms = import_graph(known), folder_graph(known)
-    arrows = [sum(map(len, of.values())) for of in (graph, rooms)]
-    print(f"{len(known)} modules, {arrows[0]} imports, {arrows[1]} arrows between folders")
-    for what, found in (("modules", circles(graph)), ("folders", circles(rooms))):
-        print(f"circles of {what}: {found}")
-    for name, module in known.items():
-        if effects := list(side_effect_imports(module)):
-            print(f"imports for side effects: {name}: {', '.join(effects)}")
+    print(*figures(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT), sep="\n")
