@@ -57,6 +57,7 @@ class SiteInfo:
 class Context:
     """What the passes of one graph share.
 
+    inputs             of the graph, in the order of the caller
     values             tensors known when the graph is compiled (constants and buffers of the program), by node
     relied_on          of these, the ones whose numbers the transformed graph takes for granted
     sites              the attention nodes, in order
@@ -75,6 +76,7 @@ class Context:
 
     options: Options
     mesh: Mesh
+    inputs: list[fx.Node] = field(default_factory=list)
     values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     relied_on: set[fx.Node] = field(default_factory=set)
     sites: dict[fx.Node, SiteInfo] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._inductor.config
 
-from ringopt.runtime import failing
+from ringopt.drivers import failing
 from ringopt.tools.benchmarks.lab import link_lab
 from tests.harness.pool import POOL, fork_server
 from tests.harness.rank import collect_rarely, compile_without_measuring

@@ -15,9 +15,9 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
-from ringopt.backend import tell, transform
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import PretendedMesh
+from ringopt.drivers.compile import tell, transform
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, value_of
 from ringopt.options import Options
@@ -218,7 +218,7 @@ def test_on_refusal_error_says_the_sites():
             return F.scaled_dot_product_attention(x, x, x[:, :1], enable_gqa=True)
 
     gm, inputs = captured(OneValue(), data())
-    _, report, _ = transform(gm, inputs, Options(), mesh_of("pretend:0/2"))
+    report = transform(gm, inputs, Options(), mesh_of("pretend:0/2")).report
     with pytest.raises(ringopt.errors.RefusedError, match="have different numbers of heads"):
         tell(report, Options(on_refusal="error"))
 
@@ -275,7 +275,7 @@ def test_the_report_says_where_messages_do_not_go_the_shortest_way():
         remark = "messages go through gloo"
 
     for mesh, told in ((Far(0, 2), True), (PretendedMesh(0, 2), False)):
-        report = transform(*captured(Attention(), data()), Options(), mesh)[1]
+        report = transform(*captured(Attention(), data()), Options(), mesh).report
         assert (Far.remark in report.notes) == told
 
 
@@ -295,6 +295,6 @@ def test_one_process_takes_the_causal_flag():
     compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
     assert difference(run(compiled, model, inputs), run(model, model, inputs)) < 1e-5
     assert ringopt.reports()[-1].world_size == 1
-    flat, _, _ = transform(*captured(model, **inputs), Options(), mesh_of("pretend:0/1"))
+    flat = transform(*captured(model, **inputs), Options(), mesh_of("pretend:0/1")).graph
     sites = [node for node in flat.graph.nodes if op_name(node) == "attention"]
     assert [(site.args[3], site.args[7], site.args[8]) for site in sites] == [(None, "causal", "")] * 2

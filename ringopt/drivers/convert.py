@@ -28,8 +28,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from ringopt.backend import tell
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
+from ringopt.drivers.compile import Compiled, line_of_passes, tell
 from ringopt.errors import ProgramError
 from ringopt.frontend.capture import capture, known
 from ringopt.frontend.dynamic_shapes import sizes_of
@@ -39,8 +39,7 @@ from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import formula, into_assertions
 from ringopt.options import Options
 from ringopt.output.printable import logger
-from ringopt.passes import ALONE, LINE
-from ringopt.pipeline import Context, Pipeline, SiteInfo
+from ringopt.pipeline import Context, SiteInfo
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
@@ -91,12 +90,12 @@ def converted(
         lowered(program, captured, chosen, AnyRank(*PLACES[0])),
         lowered(program, captured, silent, AnyRank(*PLACES[1]), told=False),
     ]
-    asked, report = guards_of(program), made[0][1]
+    asked, report = guards_of(program), made[0].report
     lost = lost_in_export(program)
     for what in lost:
         log.warning(what)
     report = dataclasses.replace(report, notes=(*report.notes, *lost))
-    if report.refusal is not None or not made[0][2].shards:
+    if report.refusal is not None or made[0].graph is None:
         reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites]
         why = "; ".join([*reasons, *report.left_alone, *filter(None, [report.refusal])]) or "no attention was found"
         if allow_empty:
@@ -105,31 +104,29 @@ def converted(
     log.info("%s", report)
     tell(report, chosen)
     check_fixed(program)
-    gm, context = for_any_rank(made)
+    gm = for_any_rank(made)
     into_assertions(gm.graph, asked)
-    if context.replicated_random:
+    if made[0].draws_random:
         raise ProgramError(
-            f"{', '.join(context.replicated_random[:3])} draw random numbers that must be the same on every rank, "
+            f"{', '.join(made[0].draws_random[:3])} draw random numbers that must be the same on every rank, "
             "which a converted program cannot check; export the model in eval mode"
         )
     keep_names(program, gm.graph)
     compare_inputs(program, gm, chosen)
-    return rebuilt(program, gm, context), report
+    return rebuilt(program, gm, made[0].sites), report
 
 
-def for_any_rank(made: Sequence[tuple[fx.GraphModule, Report, Context]]) -> tuple[fx.GraphModule, Context]:
+def for_any_rank(made: Sequence[Compiled]) -> fx.GraphModule:
     """The lowered graph, made for two places of different meshes, if it is the same text."""
-    texts = [short(gm.graph).splitlines() for gm, _report, _context in made]
+    texts = [short(one.graph.graph).splitlines() if one.graph is not None else [] for one in made]
     if texts[0] != texts[1]:
         one, other = next(pair for pair in zip_longest(*texts, fillvalue="nothing") if pair[0] != pair[1])
         raise ProgramError(
             "the sharded program depends on the number of ranks, so one file cannot serve all: "
             f"{one.strip()} on 2 ranks and {other.strip()} on 3; options strategy and layout may fix it"
         )
-    refusal = made[0][1].refusal
-    if refusal is not None:
-        raise ProgramError(f"the program cannot be sharded over an open number of ranks: {refusal}")
-    return made[0][0], made[0][2]
+    assert made[0].graph is not None, "what cannot be sharded was refused before"
+    return made[0].graph
 
 
 def options_of(options: Mapping[str, Any] | Options | None) -> Options:
@@ -220,9 +217,11 @@ def captured_once(program: ExportedProgram) -> Callable[[], fx.GraphModule]:
 
 def lowered(
     program: ExportedProgram, captured: Callable[[], fx.GraphModule], options: Options, mesh: Mesh, told: bool = True
-) -> tuple[fx.GraphModule, Report, Context]:
+) -> Compiled:
+    """What the passes make of the program for one place of a mesh."""
     context, dump = Context(options, mesh), Dump(options, mesh.rank)
-    try:
+
+    def begin() -> fx.GraphModule:
         gm = captured()
         if any(claim.places for claim in gm.meta["claims"]):
             raise GraphRefused(
@@ -230,18 +229,18 @@ def lowered(
             )
         context.values = {node: value for node, value in known(gm).items() if node.op == "get_attr"}
         context.values |= lifted_constants(program, gm)
-        dump.captured(gm)
-        Pipeline(LINE if mesh.size > 1 else ALONE, dump.passed, told).run(gm, context)
+        return gm
+
+    try:
+        flat = line_of_passes(begin, context, dump, dump.passed, told)
     except GuardOnDataDependentSymNode as problem:
         said = str(problem).splitlines()[0]
         raise ProgramError(f"something depends on how many rows a rank has: {said}") from problem
-    except GraphRefused as refused:
-        report = report_of(fx.Graph(), Context(options, mesh), refused.refusal.sentence)
-        dump.done(report, None)
-        return fx.GraphModule({}, fx.Graph()), report, context
-    report = report_of(gm.graph, context)
-    dump.done(report, gm)
-    return gm, report, context
+    if isinstance(flat, Report):
+        return Compiled(None, flat)
+    report = report_of(flat.graph, context)
+    dump.done(report, flat)
+    return Compiled.of(flat, report, context) if context.shards else Compiled(None, report)
 
 
 def inputs_of(program: ExportedProgram) -> list[Any]:
@@ -283,9 +282,8 @@ def compare_inputs(program: ExportedProgram, gm: fx.GraphModule, options: Option
 
 
 # ---- from the graph to a program -------------------------------------------------------------------------------------
-def rebuilt(program: ExportedProgram, gm: fx.GraphModule, context: Context) -> ExportedProgram:
+def rebuilt(program: ExportedProgram, gm: fx.GraphModule, sites: Mapping[str, SiteInfo]) -> ExportedProgram:
     """`gm` under the signature, state and call of `program`."""
-    sites = {node.name: info for node, info in context.sites.items()}
     for node in gm.graph.nodes:
         note(node, sites)
     for node in gm.graph.nodes:

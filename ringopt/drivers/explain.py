@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.export import ExportedProgram
 
 from ringopt.arguments import check_model, count_of
-from ringopt.backend import Compiled, transform
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.drivers.convert import captured_once, check, lost_in_export, lowered
-from ringopt.errors import ProgramError, RingError, first_line
+from ringopt.drivers.dry_run import DryRun, errors_of_passes
+from ringopt.errors import ProgramError, first_line
 from ringopt.hardware.devices import Device, device_of, link_of
 from ringopt.options import Options
 from ringopt.report import Report, readable
@@ -64,38 +63,29 @@ def held_by(device: Device, report: Report) -> str:
 
 def of_program(program: ExportedProgram, options: Options, mesh: Mesh) -> Report:
     check(program)
-    report = lowered(program, captured_once(program), options, mesh)[1]
+    report = lowered(program, captured_once(program), options, mesh).report
     return dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
 
 
 def of_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, mesh: Mesh) -> Report:
-    found: list[Report] = []
-
-    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
-        _flat, report, _random = transform(gm, example_inputs, options, mesh)
-        found.append(report)
-        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
-        return lambda *_inputs: tuple(hollow(value) for value in outputs)
-
+    run, rest = DryRun(options, mesh), list[Report]()
     unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
-    try:
-        # Every dry run is a compilation; beyond its limit Dynamo would capture nothing, and nothing would be reported.
-        with torch._dynamo.config.patch(unlimited):
-            torch.compile(model, backend=dry)(*args, **kwargs)  # type: ignore[no-untyped-call]
-    except BackendCompilerFailed as failed:
-        if isinstance(failed.inner_exception, RingError):
-            raise failed.inner_exception from None
-        raise
-    except Exception as error:
-        if not found:
+    # Every dry run is a compilation; beyond its limit Dynamo would capture nothing, and nothing would be reported.
+    with errors_of_passes(), torch._dynamo.config.patch(unlimited):
+        try:
+            run(model, args, kwargs)
+        except BackendCompilerFailed:
             raise
-        found.append(Report(mesh.size, notes=(cut_short(len(found), error),)))
-    if not found:
+        except Exception as error:
+            if not run.graphs:
+                raise
+            rest = [Report(mesh.size, notes=(cut_short(len(run.graphs), error),))]
+    if not run.graphs:
         nothing = (
             "Dynamo captured no graph of this model, so nothing would be sharded; TORCH_LOGS=graph_breaks says why"
         )
         return Report(mesh.size, notes=(nothing,))
-    return Report.merged(found, mesh.size)
+    return Report.merged([*(made.report for made in run.graphs), *rest], mesh.size)
 
 
 def cut_short(graphs: int, error: Exception) -> str:
@@ -105,15 +95,3 @@ def cut_short(graphs: int, error: Exception) -> str:
         f"what follows graph {graphs} is not explained: the program between the graphs was given zeros for what they "
         f"give, and ended with {said}; `ringopt.reports()` after a real call has all of it"
     )
-
-
-def value_of_output(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
-
-
-def hollow(value: Any) -> Any:
-    """A tensor of zeros in the place of a fake one: one element, expanded."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    zeros = torch.zeros((), dtype=value.dtype, device=value.device).expand([int(size) for size in value.shape])
-    return zeros.requires_grad_(value.requires_grad)

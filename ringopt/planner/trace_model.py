@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._pytree import tree_map_only
 
-from ringopt.backend import transform
 from ringopt.cost.choose import Case
 from ringopt.cost.dilated import DilatedCase
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import PretendedMesh
-from ringopt.drivers.explain import hollow, value_of_output
-from ringopt.errors import RingError
+from ringopt.drivers.compile import Compiled
+from ringopt.drivers.dry_run import DryRun, errors_of_passes
 from ringopt.ir.nodes import is_tensor, op_name, requires_grad, shape_of, value_of
 from ringopt.ops.traffic import Sending, sendings
 from ringopt.options import Options
@@ -71,13 +69,15 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
     live: dict[int, Sequence[Live]] = {}
     moved: dict[int, Sequence[Sequence[Sending]]] = {}
     refused, pairs = list[str](), list[str]()
-    nodes: list[tuple[fx.GraphModule, fx.Node]] = []
+    nodes: list[fx.Node] = []
     weights: dict[fx.Node, tuple[int, int]] = {}
     length = 0
     for ranks in TRACED:
-        graphs, refused, pairs = flat_graphs(model, args, kwargs, options, PretendedMesh(0, ranks, hardware))
-        nodes = [(graph, node) for graph in graphs for node in graph.graph.nodes]
-        weights = {node: dims for graph in graphs for node, dims in weights_of(graph).items()}
+        made = sharded(model, args, kwargs, options, PretendedMesh(0, ranks, hardware))
+        refused, pairs = refusals(made), [note for one in made for note in one.report.notes if note.endswith(NO_SITE)]
+        graphs = [one.graph for one in made if one.graph is not None]
+        nodes = [node for graph in graphs for node in graph.graph.nodes]
+        weights = {node: dims for one in made for node, dims in weights_of(one).items()}
         lengths = [n for site in sites_of(nodes) for n in (site.case.q_length, site.case.kv_length)]
         lengths += [node.meta["whole"].shape[dim] for node, dims in weights.items() for dim in dims]
         length = max(lengths, default=0)
@@ -91,10 +91,10 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         ]
     ranks = TRACED[-1]
     shared = of_pairs = own = 0
-    for graph, node in nodes:
+    for node in nodes:
         if op_name(node) in ("ring_attention", "dilated_attention", "attention"):
             continue
-        flops = matrix_flops(node, Figures(graph.graph, PretendedMesh(0, ranks)))
+        flops = matrix_flops(node, Figures(node.graph, PretendedMesh(0, ranks)))
         if not weights.keys().isdisjoint((node, *node.all_input_nodes)):
             of_pairs += flops * ranks
         elif any(x.meta.get("placement") is not None for x in (node, *node.all_input_nodes)):
@@ -109,11 +109,12 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
     return Traced(length, dtype, sites, *said, training, shared, of_pairs, own, moved, live)
 
 
-def weights_of(graph: fx.GraphModule) -> dict[fx.Node, tuple[int, int]]:
+def weights_of(made: Compiled) -> dict[fx.Node, tuple[int, int]]:
     """What is made of pairs of rows that are no site, each rank of its queries, and the dims that count them."""
-    names = graph.meta["weights"]
-    here = [node for node in graph.graph.nodes if node.name in names and node.meta.get("placement") is not None]
-    return {node: names[node.name] for node in here}
+    if made.graph is None:
+        return {}
+    named = [node for node in made.graph.graph.nodes if node.name in made.weights]
+    return {node: made.weights[node.name] for node in named if node.meta.get("placement") is not None}
 
 
 def shapes_of_pairs(node: fx.Node, dims: tuple[int, int]) -> Iterator[Shape]:
@@ -126,33 +127,25 @@ def shapes_of_pairs(node: fx.Node, dims: tuple[int, int]) -> Iterator[Shape]:
             yield prod(sizes), (sizes[first], sizes[second])
 
 
-def flat_graphs(
+def sharded(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: PretendedMesh
-) -> tuple[list[fx.GraphModule], list[str], list[str]]:
-    """Every graph that is sharded, why sites or graphs are not, and what is said of pairs."""
-    graphs: list[fx.GraphModule] = []
-    refused, pairs = list[str](), list[str]()
-
-    def dry(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        flat, report, _random = transform(gm, example_inputs, options, mesh)
-        refused.extend(f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal)
-        refused.extend([report.refusal] if report.refusal else [])
-        pairs.extend(note for note in report.notes if note.endswith(NO_SITE))
-        if flat is not None:
-            graphs.append(flat)
-        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
-        return lambda *_inputs: tuple(hollow(value) for value in outputs)
-
+) -> list[Compiled]:
+    """What becomes of each graph at the sizes at hand."""
+    run = DryRun(options, mesh, dynamic=False)
     torch._dynamo.reset()
     args, kwargs = tree_map_only(torch.Tensor, unmarked, (args, kwargs))
-    try:
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            torch.compile(model, backend=dry, dynamic=False)(*args, **kwargs)  # type: ignore[no-untyped-call]
-    except BackendCompilerFailed as failed:
-        if isinstance(failed.inner_exception, RingError):
-            raise failed.inner_exception from None
-        raise
-    return graphs, refused, pairs
+    with errors_of_passes(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        run(model, args, kwargs)
+    return run.graphs
+
+
+def refusals(made: Sequence[Compiled]) -> list[str]:
+    """Why sites or graphs are not sharded."""
+    found = list[str]()
+    for report in (one.report for one in made):
+        found += [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]
+        found += [report.refusal] if report.refusal else []
+    return found
 
 
 def unmarked(x: torch.Tensor) -> torch.Tensor:
@@ -160,23 +153,23 @@ def unmarked(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_(x.requires_grad) if hasattr(x, "_dynamo_dynamic_indices") else x
 
 
-def sites_of(nodes: Sequence[tuple[fx.GraphModule, fx.Node]]) -> list[PlannedSite]:
+def sites_of(nodes: Sequence[fx.Node]) -> list[PlannedSite]:
     """Alike ones are one site."""
     found: dict[Case | DilatedCase, PlannedSite] = {}
-    for graph, node in nodes:
-        case = case_of(graph, node)
+    for node in nodes:
+        case = case_of(node)
         if case is not None:
             seen = found.get(case)
             found[case] = replace(seen, times=seen.times + 1) if seen else PlannedSite(node.name, case, 1)
     return list(found.values())
 
 
-def case_of(graph: fx.GraphModule, node: fx.Node) -> Case | DilatedCase | None:
+def case_of(node: fx.Node) -> Case | DilatedCase | None:
     name = op_name(node)
     if name not in ("ring_attention", "dilated_attention"):
         return None
     q, k, v = (value_of(operand) for operand in node.args[:3])
-    training = torch.is_grad_enabled() and requires_grad(graph.graph)[node]
+    training = torch.is_grad_enabled() and requires_grad(node.graph)[node]
     if name == "dilated_attention":
         length, pattern, _dropout, _scale, _layout, strategy, kernel = node.args[6:13]
         return DilatedCase(pattern, int(length), Heads.of(q, k, v, kernel), training, strategy)

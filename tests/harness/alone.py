@@ -13,9 +13,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from ringopt.backend import inner, transform
+from ringopt.backend import inner
 from ringopt.distributed.mesh import PretendedMesh, register
 from ringopt.distributed.traffic import record_traffic
+from ringopt.drivers.compile import transform
 from ringopt.options import Options
 from ringopt.report import Site
 from ringopt.runtime.graph_boundary import examples
@@ -48,10 +49,10 @@ def step_of(build: Build, rank: int, p: int, training: bool, **options: Any) -> 
     chosen, sites = Options.of(options), list[Site]()
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        flat, report, _random = transform(gm, inputs, chosen, Seat(rank, p, "h100"))
-        assert flat is not None, report
-        sites.extend(report.sites)
-        return inner(flat, examples(inputs, flat.meta["given"]), chosen, None)
+        made = transform(gm, inputs, chosen, Seat(rank, p, "h100"))
+        assert made.graph is not None, made.report
+        sites.extend(made.report.sites)
+        return inner(made.graph, examples(inputs, made.given), chosen, None)
 
     torch._dynamo.reset()
     model, inputs = build()

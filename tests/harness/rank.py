@@ -114,7 +114,7 @@ def run(job: Job) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch._dynamo.reset()
-    failing = sys.modules.get("ringopt.runtime.failing")
+    failing = sys.modules.get("ringopt.drivers.failing")
     if failing is not None:
         failing.RAISES = True  # else a graph of which a pass fails would be left as it was, and be right
     target: Any = load(job.module, job.path)

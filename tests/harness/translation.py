@@ -20,8 +20,8 @@ import torch.nn as nn
 from torch.func import functional_call
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from ringopt.backend import transform
 from ringopt.distributed.mesh import PretendedMesh
+from ringopt.drivers.compile import transform
 from ringopt.frontend.capture import capture, known
 from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.refusal import GraphRefused
@@ -87,14 +87,14 @@ def validate(p: int, module: nn.Module, *args: Any, tolerance: float = TOLERANCE
 def validate_graph(p: int, gm: fx.GraphModule, inputs: list[Any], tolerance: float, **options: Any) -> Verdict:
     """What `validate` does, with Dynamo's graph."""
     expected = values_and_gradients(gm, inputs)
-    with patch("ringopt.backend.capture", captured_once()):
+    with patch("ringopt.drivers.compile.capture", captured_once()):
         made = [transform(gm, inputs, Options(**options), Seat(rank, p)) for rank in range(p)]
-    graphs = [flat if flat is not None else gm for flat, _, _ in made]
+    graphs = [one.graph if one.graph is not None else gm for one in made]
     results = run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], inputs))
     wrong = [
         f"rank {rank}: {said}" for rank, found in enumerate(results) if (said := difference(expected, found, tolerance))
     ]
-    return Verdict(wrong[0] if wrong else "", made[0][1], graphs[0], results)
+    return Verdict(wrong[0] if wrong else "", made[0].report, graphs[0], results)
 
 
 def captured_once() -> Callable[..., fx.GraphModule]:

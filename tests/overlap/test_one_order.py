@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringopt.backend import transform
+from ringopt.drivers.compile import transform
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
 from ringopt.overlap.collective_order import sends
@@ -42,7 +42,7 @@ def test_whatever_is_computed_again(model: type[nn.Module], shard: str) -> None:
     found = set()
     for budget in (1.0, 0.3):
         for rank in (0, 2):
-            flat, _, _ = transform(gm, inputs, Options(strategy="ring", shard=shard), Seat(rank, 3))
+            flat = transform(gm, inputs, Options(strategy="ring", shard=shard), Seat(rank, 3)).graph
             assert flat is not None
             with functorch.patch(activation_memory_budget=budget, activation_memory_budget_runtime_estimator="flops"):
                 parts = partitioned(flat)
@@ -111,7 +111,7 @@ def test_what_hides_an_exchange_is_counted_alike(p: int, layout: str) -> None:
     gm, inputs = captured(Mixed(), data(dtype=torch.float32))
     found = []
     for rank in range(p):
-        flat, _, _ = transform(gm, inputs, Options(strategy="ring", layout=layout), Seat(rank, p))
+        flat = transform(gm, inputs, Options(strategy="ring", layout=layout), Seat(rank, p)).graph
         assert flat is not None
         found.append({node.name: flops_of(node, p) for node in flat.graph.nodes if is_product(node)})
     assert all(counted == found[0] for counted in found), found

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ringopt
-from ringopt.backend import inner, transform
+from ringopt.backend import inner
 from ringopt.distributed import tickets
 from ringopt.distributed.tickets import issue, redeem, settle
+from ringopt.drivers.compile import transform
 from ringopt.errors import RingMismatchError
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
@@ -87,10 +88,10 @@ def on_ranks(p: int, model: nn.Module, x: Tensor, runner: Callable[..., Any], **
     gm, inputs = captured(model, x)
     chosen = Options(inner_backend="aot_eager", **options)
     made = [transform(gm, inputs, chosen, Seat(rank, p)) for rank in range(p)]
-    runs = [inner(flat, examples(inputs, flat.meta["given"]), chosen, None) for flat, _, _ in made]
+    runs = [inner(one.graph, examples(inputs, one.given), chosen, None) for one in made]
     expected = values_and_gradients(gm, inputs)
     found = run_on_threads(p, lambda mesh: runner(runs[mesh.rank], inputs))
-    return [(one, expected) for one in found], made[0][1]
+    return [(one, expected) for one in found], made[0].report
 
 
 def ordered(compiled: Any, inputs: Any) -> tuple[Any, list[str]]:
@@ -294,7 +295,7 @@ def test_random_numbers_and_messages_keep_their_places() -> None:
             return F.scaled_dot_product_attention(q, k, k)
 
     gm, inputs = captured(Drops(), data(dtype=torch.float32))
-    flat, _, _ = transform(gm, inputs, Options(strategy="ring"), Seat(0, 2))
+    flat = transform(gm, inputs, Options(strategy="ring"), Seat(0, 2)).graph
     body = next(node for node in flat.graph.nodes if op_name(node) == "ring_attention")
     assert not gap_before(body).products
 

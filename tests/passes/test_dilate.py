@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import ringopt
-from ringopt.backend import transform
 from ringopt.distributed.lookup import mesh_of
+from ringopt.drivers.compile import transform
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import emit
 from ringopt.options import Options
@@ -85,10 +85,10 @@ def run_on(p: int, module: nn.Module, inputs: tuple[Tensor, ...], **options: Any
     """Outputs and gradients of each rank, of the graph that the passes make."""
     gm, flat = captured(module, *inputs)
     if p == 1:
-        graph, *_ = transform(gm, flat, Options(**options), mesh_of("pretend:0/1"))
+        graph = transform(gm, flat, Options(**options), mesh_of("pretend:0/1")).graph
         assert graph is not None
         return [values_and_gradients(graph, flat)]
-    graphs = [transform(gm, flat, Options(**options), Seat(rank, p))[0] for rank in range(p)]
+    graphs = [transform(gm, flat, Options(**options), Seat(rank, p)).graph for rank in range(p)]
     return run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], flat))
 
 

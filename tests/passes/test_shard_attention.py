@@ -14,8 +14,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringopt.backend import transform
 from ringopt.distributed.lookup import mesh_of
+from ringopt.drivers.compile import transform
 from ringopt.errors import OptionError
 from ringopt.expr.mask import Mask
 from ringopt.frontend.capture import capture, known
@@ -155,7 +155,7 @@ def test_dropout_drops_the_same_weights_on_any_number_of_ranks(name: str, monkey
     expected = values_and_gradients(with_seed(one), given)
     for p, options in ((2, Options()), (3, Options(layout="zigzag", strategy="gather"))):
         made = [transform(gm, given, options, Seat(rank, p)) for rank in range(p)]
-        graphs = [with_seed(flat) for flat, _, _ in made if flat is not None]
-        assert all(random for _, _, random in made), "the ranks are to compare their generators"
+        graphs = [with_seed(one.graph) for one in made if one.graph is not None]
+        assert all(one.draws_random for one in made), "the ranks are to compare their generators"
         for found in run_on_threads(p, lambda mesh, graphs=graphs: values_and_gradients(graphs[mesh.rank], given)):  # type: ignore[misc]
             assert not difference(expected, found, 1e-10)

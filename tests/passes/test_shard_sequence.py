@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.backend import transform
+from ringopt.drivers.compile import transform
 from ringopt.frontend.capture import capture
 from ringopt.ir.printer import changes, short
 from ringopt.options import Options
@@ -126,7 +126,7 @@ def test_dropout_of_a_shard_is_drawn_by_each_rank():
             return F.dropout(self.attention(x) * 0 + 1, 0.5, True)
 
     gm, given = captured(Dropped().double(), *inputs(512))
-    graphs = [transform(gm, given, Options(layout="contiguous"), Seat(rank, 2))[0] for rank in range(2)]
+    graphs = [transform(gm, given, Options(layout="contiguous"), Seat(rank, 2)).graph for rank in range(2)]
     (out,), (other,) = run_on_threads(2, lambda mesh: graphs[mesh.rank](*given))
     assert torch.equal(out, other)
     assert abs(float(out.detach().mean()) - 1) < 0.05

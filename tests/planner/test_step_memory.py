@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringopt.backend import transform
 from ringopt.distributed.lookup import mesh_of
+from ringopt.drivers.compile import transform
 from ringopt.frontend.capture import capture
 from ringopt.options import Options
 from ringopt.planner.liveness import live_of, partitioned
@@ -25,9 +25,9 @@ def held(length, layers, checkpointed):
     gm, inputs = captured(Llama(layers, WIDTH, checkpointed), torch.randint(VOCABULARY, (1, length)))
     found = [step(capture(gm, inputs), length)]
     for p in (2, 4):
-        flat, report, _random = transform(gm, inputs, Options(), mesh_of(f"pretend:0/{p}"))
-        assert report.sharded_fraction == 1.0
-        found.append(step(flat, length // p))
+        made = transform(gm, inputs, Options(), mesh_of(f"pretend:0/{p}"))
+        assert made.report.sharded_fraction == 1.0
+        found.append(step(made.graph, length // p))
     return found
 
 

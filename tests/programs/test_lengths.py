@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.backend import transform
+from ringopt.drivers.compile import transform
 from ringopt.options import Options
 from tests.harness.models import build
 from tests.harness.threads import run_on_threads
@@ -20,11 +20,11 @@ class Lengths:
 
     def __call__(self, gm, inputs):
         made = [transform(gm, inputs, self.options, Seat(rank, self.p)) for rank in range(self.p)]
-        self.reports.append(made[0][1])
+        self.reports.append(made[0].report)
 
         def run(*inputs):
             expected = values_and_gradients(gm, inputs)
-            found = run_on_threads(self.p, lambda mesh: values_and_gradients(made[mesh.rank][0] or gm, inputs))
+            found = run_on_threads(self.p, lambda mesh: values_and_gradients(made[mesh.rank].graph or gm, inputs))
             for values in found:
                 assert difference(expected, values, TOLERANCE) == ""
             return gm(*inputs)

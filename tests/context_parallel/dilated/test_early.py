@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.backend import inner, transform
+from ringopt.backend import inner
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
+from ringopt.drivers.compile import transform
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from tests.harness.threads import ThreadMesh, run_on_threads
@@ -51,7 +52,7 @@ def test_keys_travel_before_the_queries_are_projected() -> None:
     chosen = Options(inner_backend="aot_eager", segment_lengths=(4, 13), dilation_rates=(1, 2))
 
     def on(p: int) -> list[tuple[list[Tensor], list[str]]]:
-        made = [transform(gm, inputs, chosen, Seat(rank, p))[0] for rank in range(p)]
+        made = [transform(gm, inputs, chosen, Seat(rank, p)).graph for rank in range(p)]
         runs = [inner(flat, inputs, chosen, None) for flat in made]
         return run_on_threads(p, lambda mesh: ordered(runs[mesh.rank], inputs))
 

@@ -9,8 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
-from ringopt.backend import transform
 from ringopt.distributed.lookup import mesh_of
+from ringopt.drivers.compile import transform
 from ringopt.frontend.capture import capture, known
 from ringopt.options import Options
 from ringopt.passes import UNDERSTAND
@@ -141,10 +141,10 @@ def dropped_alike(p, model, given, **options):
     Pipeline(UNDERSTAND).run(one, context)
     expected = values_and_gradients(with_seed(one), given)
     made = [transform(gm, given, Options(**options), Seat(rank, p)) for rank in range(p)]
-    graphs = [with_seed(flat) for flat, _, _ in made]
+    graphs = [with_seed(one.graph) for one in made]
     for found in run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], given)):
         assert not different(expected, found)
-    return made[0][1]
+    return made[0].report
 
 
 def test_heads_of_dilated_attention_keep_rows_of_their_own():

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.backend import transform
+from ringopt.drivers.compile import transform
 from ringopt.options import Options
 from tests.harness.threads import run_on_threads
 from tests.harness.translation import Seat, captured, validate_module
@@ -106,8 +106,8 @@ def test_what_is_dropped_between_experts_is_drawn_by_each_rank():
     x = torch.randn(2, 64, D, dtype=torch.float64)
     gm, given = captured(model, x)
     made = [transform(gm, given, Options(layout="contiguous"), Seat(rank, 2)) for rank in range(2)]
-    assert {gather.op for gather in made[0][1].gathers} == {"output"} and made[0][1].sharded_fraction == 1
-    (out,), (other,) = run_on_threads(2, lambda mesh: made[mesh.rank][0](*given))
+    assert {gather.op for gather in made[0].report.gathers} == {"output"} and made[0].report.sharded_fraction == 1
+    (out,), (other,) = run_on_threads(2, lambda mesh: made[mesh.rank].graph(*given))
     assert torch.equal(out, other)
     model.go = lambda m, x, weights, experts: torch.zeros_like(x)
     kept = (out / model(x) - 1) / 2

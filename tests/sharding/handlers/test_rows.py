@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ringopt import record_traffic
-from ringopt.backend import transform
+from ringopt.drivers.compile import transform
 from ringopt.options import Options
 from tests.harness.threads import run_on_threads
 from tests.harness.translation import Seat, captured
@@ -125,9 +125,9 @@ def traffic_of(step, n, layout):
     made = [transform(gm, given, Options(layout=layout), Seat(rank, 3)) for rank in range(3)]
     plain = transform(*captured(Model().double(), *inputs(n)), Options(layout=layout), Seat(1, 3))
     with record_traffic() as traffic, torch.no_grad():
-        run_on_threads(3, lambda mesh: made[mesh.rank][0](*given))
+        run_on_threads(3, lambda mesh: made[mesh.rank].graph(*given))
     sent = sum(event.bytes for event in traffic.of(1).events if event.label == "fetch_rows")
-    assert made[1][1].bytes_sent - plain[1].bytes_sent == sent
+    assert made[1].report.bytes_sent - plain.report.bytes_sent == sent
     return sent
 
 

@@ -13,8 +13,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringopt.backend import inner, transform
+from ringopt.backend import inner
 from ringopt.distributed.mesh import Mesh
+from ringopt.drivers.compile import transform
 from ringopt.options import Options
 from ringopt.passes import sync_gradients
 from ringopt.runtime.graph_boundary import examples
@@ -88,9 +89,9 @@ class Training:
 
         def backend(gm: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
             with patch.object(sync_gradients, "BUCKET", BUCKET):
-                flat, report, _random = transform(gm, inputs, options, mesh)
-            assert flat is not None, report
-            run = inner(flat, examples(inputs, flat.meta["given"]), options, None)
+                made = transform(gm, inputs, options, mesh)
+            assert made.graph is not None, made.report
+            run = inner(made.graph, examples(inputs, made.given), options, None)
             self._runs.append(lambda: run(*inputs))
             return gm.forward
 

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringopt.backend import inner, transform
+from ringopt.backend import inner
 from ringopt.distributed.mesh import Mesh, register
+from ringopt.drivers.compile import transform
 from ringopt.ir.nodes import op_name
 from ringopt.ops import ring
 from ringopt.options import Options
@@ -121,18 +122,18 @@ def compiled(model: Model, x: Tensor, mesh: Mesh, early: bool) -> Callable[[], T
         sync_gradients=False,
         inner_backend="aot_eager",
     )
-    made: list[Callable[[], Any]] = []
+    runs: list[Callable[[], Any]] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-        flat, report, _random = transform(gm, inputs, options, mesh)
-        assert flat is not None, report
-        for node in flat.graph.nodes:
+        made = transform(gm, inputs, options, mesh)
+        assert made.graph is not None, made.report
+        for node in made.graph.graph.nodes:
             if op_name(node) == "ring_attention" and not early:
                 node.kwargs = {name: given for name, given in node.kwargs.items() if name != "early"}
-        run = inner(flat, examples(inputs, flat.meta["given"]), options, None)
-        made.append(lambda: run(*inputs))
+        run = inner(made.graph, examples(inputs, made.given), options, None)
+        runs.append(lambda: run(*inputs))
         return run
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(x)
-    return lambda: made[0]()[0]
+    return lambda: runs[0]()[0]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor
 
-from ringopt.backend import transform
 from ringopt.distributed.lookup import process_mesh
+from ringopt.drivers.compile import transform
 from ringopt.options import Options
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers
 from ringopt.tools.benchmarks.lab.result import Row
@@ -45,7 +45,7 @@ def of_decoder(layers: int, repeats: int) -> Row:
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         for _ in range(repeats + 1):
             begin = time.process_time()
-            flat, _, _ = transform(gm, inputs, Options(), process_mesh())
+            flat = transform(gm, inputs, Options(), process_mesh()).graph
             seconds.append(time.process_time() - begin)
         assert flat is not None
         sizes.append(len(flat.graph.nodes))

@@ -10,14 +10,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
-from ringopt.backend import transform
 from ringopt.distributed.lookup import mesh_of
+from ringopt.drivers import failing
+from ringopt.drivers.compile import transform
 from ringopt.errors import OptionError, PlanError, RefusedError
 from ringopt.options import Options
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.lower import Lower
 from ringopt.passes.shard_sequence import ShardSequence
-from ringopt.runtime import failing
 from tests.harness.translation import captured
 
 
@@ -56,9 +56,9 @@ def fails(monkeypatch, step, error, when=lambda gm: True):
 def test_the_graph_is_refused_with_the_pass_and_its_error(monkeypatch, caplog, step, error):
     fails(monkeypatch, step, error)
     with caplog.at_level(logging.WARNING):
-        flat, report, _ = transform(*captured(Causal(), ids(12)), Options(), mesh_of("pretend:0/2"))
-    assert flat is None and report.refusal is not None
-    assert report.refusal.startswith(f"{step.name} failed with {type(error).__name__}")
+        made = transform(*captured(Causal(), ids(12)), Options(), mesh_of("pretend:0/2"))
+    assert made.graph is None and made.report.refusal is not None
+    assert made.report.refusal.startswith(f"{step.name} failed with {type(error).__name__}")
     (record,) = [record for record in caplog.records if record.exc_info is not None]
     assert record.levelno == logging.WARNING and record.exc_info[1] is error
 
@@ -155,13 +155,13 @@ def over_the_limit() -> tuple[float, list[str], int]:
             said.append(record.getMessage())
 
     listener, error, model, before = Listener(logging.WARNING), 0.0, Fixed(), len(ringopt.reports())
-    logging.getLogger("ringopt.backend").addHandler(listener)
+    logging.getLogger("ringopt.drivers.compile").addHandler(listener)
     limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": False}
     with torch._dynamo.config.patch(limits):
         compiled = torch.compile(model, backend="ring", dynamic=False, options={"inner_backend": "eager"})
         for n in (8, 12, 9, 20, 12, 31):
             error = max(error, float((compiled(ids(n)) - model(ids(n))).abs().max()))
-    logging.getLogger("ringopt.backend").removeHandler(listener)
+    logging.getLogger("ringopt.drivers.compile").removeHandler(listener)
     return error, said, len(ringopt.reports()) - before
 
 

@@ -1,0 +1,279 @@
+"""From Dynamo's graph to the one that is compiled in its place, by value: what becomes of it is one `Compiled`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch._guards import CompileContext
+
+from ringopt.context_parallel.geometry.dilation import is_dilated
+from ringopt.distributed.lookup import mesh_of, process_mesh
+from ringopt.distributed.mesh import Mesh
+from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
+from ringopt.errors import RefusedError
+from ringopt.expr.mask import Mask
+from ringopt.frontend.capture import capture, known
+from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize
+from ringopt.frontend.flatten import has_custom
+from ringopt.frontend.flex_block_masks import Claim
+from ringopt.frontend.open_floats import floats_as_tensors
+from ringopt.ir.canonical_order import Program
+from ringopt.ir.io_order import Order, Reordered
+from ringopt.ir.nodes import is_parameter, requires_grad, shape_of, value_of
+from ringopt.ir.placement import Spread
+from ringopt.ir.refusal import GraphRefused
+from ringopt.options import Options
+from ringopt.output.printable import logger
+from ringopt.passes import ALONE, LINE, UNDERSTAND
+from ringopt.pipeline import Callback, Context, Pass, Pipeline, SiteInfo
+from ringopt.report import Report
+from ringopt.reporting.dump import Dump
+from ringopt.reporting.figures import report_of
+from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
+
+log = logger(__name__)
+
+Run = Callable[..., Any]
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Run]
+
+# Steps in which no rank knows which it is: what fails there fails on all.
+ALIKE = frozenset(("capture", *(step.name for step in UNDERSTAND)))
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What becomes of a graph. Inputs and outputs are told by their places.
+
+    graph         to be compiled in its place; None where the graph itself is best, and all but the report is empty
+    report        what was done and why
+    draws_random  what draws random numbers that must be the same on every rank
+    program       the text that the ranks compare
+    order         the canonical one of inputs and outputs, which a partitioner and autograd follow
+    given         inputs of which it takes this rank's rows
+    left          outputs that are to be lazy
+    local         outputs that are this rank's rows
+    relied_on     inputs whose numbers were read
+    claims        what was taken for granted of block tables among the inputs
+    averaged      inputs of whose gradients the mean is left to a wrapper
+    weights       by name, what is made of pairs of rows and is no site, and the dims that count them
+    sites         by name, the attentions, those that were refused too
+    """
+
+    graph: fx.GraphModule | None
+    report: Report
+    draws_random: Sequence[str] = ()
+    program: Program | None = None
+    order: Order | None = None
+    given: Mapping[int, Spread] = field(default_factory=dict)
+    left: Mapping[int, Spread] = field(default_factory=dict)
+    local: Mapping[int, Spread] = field(default_factory=dict)
+    relied_on: Sequence[int] = ()
+    claims: Sequence[Claim] = ()
+    averaged: Sequence[int] = ()
+    weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    sites: Mapping[str, SiteInfo] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, flat: fx.GraphModule, report: Report, context: Context) -> Compiled:
+        """Of a graph behind all passes."""
+        options, inputs = context.options, list(enumerate(context.inputs))
+        return cls(
+            flat,
+            report,
+            draws_random=context.replicated_random,
+            program=flat.meta.get("program"),
+            order=flat.meta.get("order"),
+            given={i: context.given[node] for i, node in inputs if node in context.given},
+            left=context.left if options.outputs == "lazy" else {},
+            local=context.left if options.outputs == "local" else {},
+            relied_on=[i for i, node in inputs if node in context.relied_on],
+            claims=flat.meta["claims"],
+            averaged=[] if options.sync_gradients else [i for i, node in inputs if is_parameter(node)],
+            weights=context.weights,
+            sites={node.name: info for node, info in context.sites.items()},
+        )
+
+
+def mesh_for(options: Options) -> Mesh:
+    if options.mesh is None and not (dist.is_available() and dist.is_initialized()):
+        launched = os.environ.get("WORLD_SIZE", "1")
+        if launched not in ("", "1"):
+            log.warning(
+                "compiled for this process alone, which was launched as one of %s (WORLD_SIZE): torch.distributed is "
+                "not initialized. Call torch.distributed.init_process_group before the model is first called",
+                launched,
+            )
+        return mesh_of("pretend:0/1")
+    return process_mesh(options.mesh, options.timeout)
+
+
+def transform(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh, anew: bool = False
+) -> Compiled:
+    """What becomes of `gm`. Made `anew`, when Dynamo takes no more guards, it is a graph for the sizes of
+    `example_inputs` only. Where a pass fails, `gm` itself is best, on all ranks alike (ringopt/drivers/failing.py)."""
+    if "local" in (options.inputs, options.outputs) and not ends_program(gm):
+        options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
+    made = attempted(gm, example_inputs, options, mesh, anew)
+    if isinstance(made, Failure) and not anew and shape_env_of(gm) is not None:
+        specialize(gm)  # other sizes compile other graphs
+        said, made = made.sentence, attempted(gm, example_inputs, options, mesh)
+        if not isinstance(made, Failure):
+            notes = (*made.report.notes, f"compiled for these sizes only: {said}")
+            return replace(made, report=replace(made.report, notes=notes))
+    if isinstance(made, Failure):
+        return Compiled(None, refused(made.refusal, options, mesh, Dump(options, mesh.rank)))
+    return made
+
+
+def attempted(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh, anew: bool = False
+) -> Compiled | Failure:
+    """What `transform` gives; a Failure on all ranks where a pass fails on one of them."""
+    context = Context(options, mesh)
+    failure: Failure | None = None
+    try:
+        made = passed_through(gm, example_inputs, context, anew)
+    except Exception as error:
+        if is_passed_on(error):
+            raise
+        failure = failure_of(error, context.step)
+    # Ranks that have nothing to spread may well compile by themselves: they are not waited for.
+    if context.step not in ALIKE and (context.shards if context.spreads is None else context.spreads):
+        failure = agreed(mesh, failure)
+    return made if failure is None else failure
+
+
+def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: Context, anew: bool) -> Compiled:
+    """`transform`, as far as nothing fails."""
+    options, mesh, sizes = context.options, context.mesh, OpenSizes(gm)
+    given = arriving(example_inputs, mesh)
+    if not anew:
+        floats_as_tensors(gm)
+        # Rows arrive as they were cut: of one length. A custom backward is a graph for one length, and one process
+        # keeps no sizes open.
+        if given or has_custom(gm) or (options.dilates and mesh.size == 1):
+            specialize(gm)
+    shape_env = shape_env_of(gm) if not anew else None
+    if mesh.size == 1 and shape_env is not None:
+        return Compiled(None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)))
+    dump = Dump(options, mesh.rank)
+
+    def begin() -> fx.GraphModule:
+        flat = capture(gm, example_inputs, shape_env)
+        sizes.passed("capture")
+        context.values = known(flat)
+        inputs = flat.graph.find_nodes(op="placeholder")
+        context.given = {inputs[i]: where for i, where in given.items()}
+        return flat
+
+    def passed(step: Pass, gm: fx.GraphModule) -> None:
+        sizes.passed(step.name)
+        dump.passed(step, gm)
+
+    flat = line_of_passes(begin, context, dump, passed)
+    if isinstance(flat, Report):
+        return Compiled(None, flat)
+    context.step = "report"
+    check_arrivals(context, context.inputs)
+    context.notes += sizes.notes if shape_env is not None else ()
+    if mesh.size > 1:
+        context.notes += break_after(gm, context.gathers, len(context.left) if options.outputs == "lazy" else 0)
+        context.notes += [mesh.remark] if mesh.remark else []
+    report = report_of(flat.graph, context)
+    dump.done(report, flat)
+    sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
+    if mesh.size == 1:
+        sites = [(node, info) for node, info in sites if gains_alone(node, info)]
+    if sites or context.given or context.pairs:
+        return Compiled.of(flat, report, context)
+    return Compiled(None, report)
+
+
+def line_of_passes(
+    begin: Callable[[], fx.GraphModule], context: Context, dump: Dump, passed: Callback, told: bool = True
+) -> fx.GraphModule | Report:
+    """The graph that `begin` gives, which tells the context what is known of it, behind all passes; the report alone
+    where it is refused as a whole."""
+    try:
+        flat = begin()
+        context.inputs = flat.graph.find_nodes(op="placeholder")
+        dump.captured(flat)
+        Pipeline(LINE if context.mesh.size > 1 else ALONE, passed, told).run(flat, context)
+    except GraphRefused as problem:
+        return refused(problem.refusal.sentence, context.options, context.mesh, dump)
+    return flat
+
+
+def refused(why: str, options: Options, mesh: Mesh, dump: Dump) -> Report:
+    """The report of a graph that stays as it was."""
+    report = report_of(fx.Graph(), Context(options, mesh), why)
+    dump.done(report, None)
+    return report
+
+
+def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
+    """On one process: whether SDPA takes the place of products written out, or of SDPA with a mask that is needless; or
+    whether weights are dropped, which are to be the same as on many ranks; or flex_attention whose backward the CPU
+    lacks; or whether it is dilated, which is for the options to say and not a gain."""
+    if node.target is not torch.ops.ringopt.attention.default:
+        return False
+    q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
+    if is_dilated(pattern):
+        return True
+    mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
+    plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))
+    large = mask.is_as_large_as_scores(*shape_of(q)[:2])
+    spelled = info.form == "unfused" and sinks is None and mask.score is None and not large
+    backward = info.form == "flex" and value_of(q).device.type == "cpu" and requires_grad(node.graph)[node]
+    return seed is not None or spelled or backward or (info.masked and plain)
+
+
+def tell(report: Report, options: Options) -> None:
+    """Refusals, as the user asked to hear of them. Without ranks to shard over there is nothing to refuse but to
+    dilate."""
+    reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]
+    reasons += [report.refusal] if report.refusal else []
+    reasons += report.left_alone if not report.sites else ()
+    undilated = [f"{site.module or 'attention'}: {site.not_dilated}" for site in report.sites if site.not_dilated]
+    if options.dilates and not report.sites:
+        undilated.append(report.refusal or "no attention was found")
+    told = {"not sharded": reasons if report.world_size > 1 else [], "not dilated": undilated}
+    message = ". ".join(f"{what}: {'; '.join(why)}" for what, why in told.items() if why)
+    if not message or options.on_refusal == "ignore":
+        return
+    if options.on_refusal == "error":
+        runs = "replicated on every rank" if told["not sharded"] else "as the model has it"
+        raise RefusedError(message + f'. With on_refusal="warn" it runs {runs}')
+    log.warning(message)
+
+
+def tell_of_limit(report: Report) -> None:
+    """Before Dynamo compiles no more of a frame, and says so in words that have nothing of ranks."""
+    compiling, limit = CompileContext.current_compile_id(), torch._dynamo.config.recompile_limit
+    if compiling is None or compiling.frame_compile_id is None or compiling.frame_compile_id + 1 != limit:
+        return
+    fixed = [note for note in report.notes if "another compiles another graph" in note or "these sizes only" in note]
+    why = f" This one: {'; '.join(fixed)}." if fixed else ""
+    log.warning(
+        "graph %d of one function, and torch._dynamo.config.recompile_limit allows no more: whatever none of them "
+        "serves (another length, train after eval) will run without the compiler, right and whole on every rank.%s "
+        "Raise the limit before the model is first called, or pad inputs to fewer lengths; TORCH_LOGS=recompiles says "
+        "what each was compiled for",
+        *(limit, why),
+    )
+
+
+def in_order(gm: fx.GraphModule, order: Order | None, inputs: Sequence[Any], compiler: Compile) -> Run:
+    """`gm`, compiled with inputs and outputs in their canonical order: a partitioner and autograd follow them."""
+    if order is None or order.is_that_of_caller:
+        return compiler(gm, inputs)
+    order.apply(gm.graph)
+    gm.recompile()
+    return Reordered(compiler(gm, order.of_inputs(inputs)), order)

@@ -1,0 +1,58 @@
+"""The backend without a compiler: a model's graphs go through the passes, and what they return is zeros that take no
+memory. Python between graphs does run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dynamo.exc import BackendCompilerFailed
+
+from ringopt.distributed.mesh import Mesh
+from ringopt.drivers.compile import Compiled, transform
+from ringopt.errors import RingError
+from ringopt.options import Options
+
+
+class DryRun:
+    """`graphs` has what became of each graph of the models that were called, in order. How `torch.compile` is to treat
+    sizes is `dynamic`."""
+
+    def __init__(self, options: Options, mesh: Mesh, dynamic: bool | None = None):
+        self.options, self.mesh, self.dynamic = options, mesh, dynamic
+        self.graphs: list[Compiled] = []
+
+    def __call__(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises what the passes raise, and what the model does."""
+        torch.compile(model, backend=self.backend, dynamic=self.dynamic)(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
+        self.graphs.append(transform(gm, example_inputs, self.options, self.mesh))
+        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
+        return lambda *_inputs: tuple(hollow(value) for value in outputs)
+
+
+@contextmanager
+def errors_of_passes() -> Iterator[None]:
+    """What a pass raises for whoever compiles, without what Dynamo says around it."""
+    try:
+        yield
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, RingError):
+            raise failed.inner_exception from None
+        raise
+
+
+def value_of_output(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def hollow(value: Any) -> Any:
+    """A tensor of zeros in the place of a fake one: one element, expanded."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    zeros = torch.zeros((), dtype=value.dtype, device=value.device).expand([int(size) for size in value.shape])
+    return zeros.requires_grad_(value.requires_grad)
