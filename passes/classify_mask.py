@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import requires_grad, shape_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
+from ringopt.ops import operators
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.additive_mask import peel
 from ringopt.recognize.crosscheck import of_mask
@@ -45,7 +45,7 @@ class ClassifyMask(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         reader = Reader(gm.graph, context)
         for node, info in context.sites.items():
-            if node.target is not torch.ops.ringopt.attention.default:
+            if node.target is not operators.attention.default:
                 continue
             if node.args[3] is None or node.args[7] != "full":
                 continue

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
 from ringopt.context_parallel.geometry.dilation import Dilation, dilation_of, is_dilated
 from ringopt.dims.origin import origins
 from ringopt.expr.bands import split
@@ -30,10 +29,11 @@ from ringopt.expr.mask import FAR, Mask
 from ringopt.expr.terms import Term, axes_of, conjuncts, dumps
 from ringopt.ir.nodes import emit, shape_of
 from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ops import operators
 from ringopt.pipeline import Context, Pass, SiteInfo
 from ringopt.recognize.additive_mask import Peeled, every, rest_of
 
-attention = torch.ops.ringopt.attention.default
+attention = operators.attention.default
 
 
 class Dilate(Pass):
@@ -142,7 +142,7 @@ def table(node: fx.Node, sources: list[fx.Node], text: str, rows: str, batch: in
     """The condition `text` for each key, [batch, 1, 1, keys], or for each query, [batch, 1, queries, 1]."""
     length = shape_of(node.args[1])[2]
     with node.graph.inserting_before(node):
-        column = emit(node.graph, torch.ops.ringopt.tabulate.default, (sources, text, rows, [batch, 1, length]), node)
+        column = emit(node.graph, operators.tabulate.default, (sources, text, rows, [batch, 1, length]), node)
         if rows == "q":
             return column
         return emit(node.graph, torch.ops.aten.reshape.default, (column, [batch, 1, 1, length]), node)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import ringopt.ops.attention  # noqa: F401  (registers the operator)
 from ringopt.ir.nodes import emit, module_path, shape_of, source_line, value_of
 from ringopt.ir.refusal import Refusal
+from ringopt.ops import operators
 from ringopt.ops.dropout import SEEDS
 from ringopt.pipeline import Context, Pass, SiteInfo
 
@@ -53,7 +53,7 @@ class FindAttention(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node in list(gm.graph.nodes):
-            if node.target is torch.ops.ringopt.attention.default:  # a module of ringopt/nn.py
+            if node.target is operators.attention.default:  # a module of ringopt/nn.py
                 context.sites[node] = SiteInfo(module_path(node), "ringopt", node.args[7], False, source_line(node))
             if node.target is not aten.scaled_dot_product_attention.default:
                 continue
@@ -100,7 +100,7 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
         pattern = "causal" if site.is_causal else "full"
         seed = draw_seed(graph, node) if site.dropout_p else None
         args: Any = (q, k, v, mask, [], None, seed, pattern, "", site.dropout_p, scale)
-        new = graph.create_node("call_function", torch.ops.ringopt.attention.default, args, {}, "attention")
+        new = graph.create_node("call_function", operators.attention.default, args, {}, "attention")
         new.meta = {**node.meta, "val": value_of(node)}
         result = new
         if rank != 4:

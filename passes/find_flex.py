@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 
-import torch
 import torch.fx as fx
 
 from ringopt.expr.bands import Known
@@ -25,6 +24,7 @@ from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import emit_attention, module_path, requires_grad, shape_of, source_line, value_of
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ops import operators
 from ringopt.passes.find_unfused import multiplied
 from ringopt.pipeline import Context, Pass, SiteInfo
 from ringopt.recognize.crosscheck import of_scores
@@ -41,7 +41,7 @@ class FindFlex(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         graph = gm.graph
-        calls = graph.find_nodes(op="call_function", target=torch.ops.ringopt.flex.default)
+        calls = graph.find_nodes(op="call_function", target=operators.flex.default)
         if not calls:
             return
         constants = Constants(graph, context.values, context.relied_on)

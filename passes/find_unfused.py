@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import ringopt.ops.tabulate  # noqa: F401  (registers the operator)
 from ringopt.dims.contraction import product_of
 from ringopt.dims.rules import rule_of
 from ringopt.expr.bands import Known
@@ -41,6 +40,7 @@ from ringopt.ir.nodes import (
 )
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ops import operators
 from ringopt.passes.find_attention import draw_seed, with_positive_scale
 from ringopt.pipeline import Context, Pass, SiteInfo
 from ringopt.recognize.candidates import SOFTMAX, Candidate, Roles, candidates
@@ -364,4 +364,4 @@ def tabulated(graph: fx.Graph, term: Term, axes: Mapping[str, int], like: fx.Nod
     rows = "k" if "k" in term.axes else "q"
     sizes = [axes[name] if name in term.axes else 1 for name in ("b", "h", rows)]
     text = json.dumps(dumps(substitute(term, sources=numbers)), separators=(",", ":"))
-    return emit(graph, torch.ops.ringopt.tabulate.default, (sources, text, rows, sizes), like)
+    return emit(graph, operators.tabulate.default, (sources, text, rows, sizes), like)

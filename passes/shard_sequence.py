@@ -44,6 +44,7 @@ from ringopt.ir.nodes import (
 from ringopt.ir.placement import Sharded, Spread
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import plain
+from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
 from ringopt.pipeline import Context, Pass, SiteInfo
 from ringopt.report import Gather
@@ -269,7 +270,7 @@ def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     extras = [sharder.beside(sinks) if sinks is not None else None]
     extras.append(sharder.replicated(seed) if seed is not None else None)
     both = sharder.step(
-        torch.ops.ringopt.ring_attention.default,
+        operators.ring_attention.default,
         *(*local, read, *extras, q_length, kv_length, pattern, mask, learned, *how),
         *(*layouts, info.strategy, info.kernel, sharder.group, VERSION),
         like=node,
@@ -291,7 +292,7 @@ def attend_dilated(sharder: Sharder, node: fx.Node, context: Context) -> bool:
         sharder.replicated(seed) if seed is not None else None,
     ]
     both = sharder.step(
-        torch.ops.ringopt.dilated_attention.default,
+        operators.dilated_attention.default,
         *(*local, *beside, length, pattern, *how, sharder.layout(length)),
         *(context.options.strategy, context.sites[node].kernel, sharder.group, VERSION),
         like=node,

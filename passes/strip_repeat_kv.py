@@ -13,7 +13,6 @@ query heads, as the repetition did.
 
 from __future__ import annotations
 
-import torch
 import torch.fx as fx
 
 from ringopt.expr.evaluate import evaluate
@@ -21,6 +20,7 @@ from ringopt.expr.terms import Term
 from ringopt.ir.constants import LARGEST, Constants
 from ringopt.ir.nodes import shape_of
 from ringopt.ir.symbolic_sizes import same
+from ringopt.ops import operators
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.lift import Cone, coordinates
 
@@ -31,7 +31,7 @@ class StripRepeatKv(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         constants = Constants(gm.graph, context.values, context.relied_on)
         for node, info in context.sites.items():
-            if node.target is not torch.ops.ringopt.attention.default:
+            if node.target is not operators.attention.default:
                 continue
             k, v = (unrepeated(operand, constants) for operand in node.args[1:3])
             if k is None or v is None or shape_of(k)[1] != shape_of(v)[1]:

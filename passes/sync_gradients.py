@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import is_parameter, op_name, value_of
-from ringopt.ops import gradient_buckets  # noqa: F401  (registers the operators)
+from ringopt.ops import operators
 from ringopt.pipeline import Context, Pass
 
 BUCKET = 25 * 2**20  # bytes; what DistributedDataParallel takes
@@ -33,7 +33,7 @@ class SyncGradients(Pass):
         copies = [node for node in gm.graph.nodes if op_name(node) == "copy_to_group" and is_parameter(node.args[0])]
         if not context.options.sync_gradients:
             for copy in copies:
-                copy.target, copy.args = torch.ops.ringopt.leave_to_wrapper.default, (copy.args[0], context.mesh.size)
+                copy.target, copy.args = operators.leave_to_wrapper.default, (copy.args[0], context.mesh.size)
             return
         for bucket in buckets(copies):
             if len(bucket) > 1:
@@ -70,7 +70,7 @@ def join(graph: fx.Graph, bucket: list[fx.Node]) -> None:
         head.prepend(node)
     with graph.inserting_before(head):
         made = graph.create_node(
-            "call_function", torch.ops.ringopt.copy_all_to_group.default, (parameters, group), {}, "bucket"
+            "call_function", operators.copy_all_to_group.default, (parameters, group), {}, "bucket"
         )
         made.meta = {"placement": None, "whole": None}
     for i, copy in enumerate(bucket):

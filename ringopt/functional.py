@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ringopt.ops.attention
-import ringopt.ops.collectives
-import ringopt.ops.dilated  # noqa: F401  (registers the operators)
 from ringopt.arguments import (
     check_causal,
     check_layout,
@@ -45,6 +42,7 @@ from ringopt.errors import OptionError, RingMismatchError
 from ringopt.expr.mask import Mask
 from ringopt.expr.terms import affine, axis, load
 from ringopt.kernels.choose import choose as choose_kernel
+from ringopt.ops import operators
 from ringopt.ops.dropout import SEEDS
 from ringopt.ops.ring import VERSION
 
@@ -142,7 +140,7 @@ def _alone(
     dropout_p: float, scale: float,
 ) -> Tensor:  # fmt: skip
     check_whole(query, key, value, mask)
-    out: Tensor = torch.ops.ringopt.attention(
+    out: Tensor = operators.attention(
         *(query, key, value, mask, [], sinks, _seed(query, dropout_p), pattern, "", dropout_p, scale)
     )
     return out
@@ -161,7 +159,7 @@ def _spread(
     if seed is not None:
         seed = torch.full_like(seed, held["seed"][0])
     if sinks is not None and ranks.size > 1:  # each rank finds the part of their gradient that its rows make
-        sinks = torch.ops.ringopt.copy_to_group(sinks, ranks.name)
+        sinks = operators.copy_to_group(sinks, ranks.name)
     strategy = on_nodes(strategy, ranks)
     if strategy == "auto":
         by = "math" if dropout_p > 0 else choose_kernel(kernel, *_sizes(query, key, value))[0].name
@@ -169,7 +167,7 @@ def _spread(
         strategy = choose(case, ranks.size, layout, agreed_rates(ranks, query.device.type)).strategy
     learned = [0] if mask.differentiable and sources[0].requires_grad else []
     out: Tensor
-    out, _lse = torch.ops.ringopt.ring_attention(
+    out, _lse = operators.ring_attention(
         *(query, key, value, sources, sinks, seed, q_length, kv_length, pattern, mask.text, learned, dropout_p, scale),
         *(layout, layout, strategy, kernel, ranks.name, VERSION),
     )
@@ -220,12 +218,12 @@ def _dilated(
     if seed is not None:
         seed = torch.full_like(seed, held["seed"][0])
     if sinks is not None and not alone:  # each rank finds the part of their gradient that its rows make
-        sinks = torch.ops.ringopt.copy_to_group(sinks, mesh.name)
+        sinks = operators.copy_to_group(sinks, mesh.name)
     if alone:
         check_whole(query, key, value, None)
     where = ("contiguous" if alone else layout, strategy, kernel, mesh.name, VERSION)
     out: Tensor
-    out, _lse = torch.ops.ringopt.dilated_attention(
+    out, _lse = operators.dilated_attention(
         *(query, key, value, seen, sinks, seed, length, dilation.text, dropout_p, scale, *where)
     )
     return out
@@ -242,7 +240,7 @@ def shard(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, layout:
         return x
     length = x.shape[dim]
     local = count(layout_of(layout, length, ranks.size).ranges(ranks.rank))
-    return torch.ops.ringopt.scatter(x, dim, 1, length, 1, local, layout, ranks.name)  # type: ignore[no-any-return]
+    return operators.scatter(x, dim, 1, length, 1, local, layout, ranks.name)  # type: ignore[no-any-return]
 
 
 def unshard(
@@ -266,7 +264,7 @@ def unshard(
         )
     if ranks is None or size == 1:
         return x
-    return torch.ops.ringopt.gather(x, dim, 1, length, 1, layout, ranks.name)  # type: ignore[no-any-return]
+    return operators.gather(x, dim, 1, length, 1, layout, ranks.name)  # type: ignore[no-any-return]
 
 
 def _mesh_of(mesh: DeviceMesh | Mesh | None) -> Mesh | None:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import ringopt.ops.attention  # noqa: F401  (registers the operator)
 from ringopt.arguments import check_causal, check_numbers, check_operands
 from ringopt.context_parallel.geometry.dilation import Dilation
 from ringopt.errors import OptionError
+from ringopt.ops import operators
 from ringopt.ops.dropout import SEEDS
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention"]
@@ -85,7 +85,7 @@ class DilatedAttention(nn.Module):
             warnings.warn(told, stacklevel=2)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
-        out: Tensor = torch.ops.ringopt.attention(
+        out: Tensor = operators.attention(
             *(query, key, value, attn_mask, [], None, seed, self.patterns[is_causal], "", dropout_p, scale)
         )
         return out

@@ -28,6 +28,7 @@ from ringopt.ir.io_order import Order, Reordered
 from ringopt.ir.nodes import is_parameter, requires_grad, shape_of, value_of
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused
+from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger
 from ringopt.passes import ALONE, LINE, UNDERSTAND
@@ -222,7 +223,7 @@ def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     """On one process: whether SDPA takes the place of products written out, or of SDPA with a mask that is needless; or
     whether weights are dropped, which are to be the same as on many ranks; or flex_attention whose backward the CPU
     lacks; or whether it is dilated, which is for the options to say and not a gain."""
-    if node.target is not torch.ops.ringopt.attention.default:
+    if node.target is not operators.attention.default:
         return False
     q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
     if is_dilated(pattern):

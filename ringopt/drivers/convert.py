@@ -37,6 +37,7 @@ from ringopt.ir.nodes import is_tensor, op_name
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import formula, into_assertions
+from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger
 from ringopt.pipeline import Context, SiteInfo
@@ -277,7 +278,7 @@ def compare_inputs(program: ExportedProgram, gm: fx.GraphModule, options: Option
     pairs = zip(program.graph_signature.input_specs, gm.graph.find_nodes(op="placeholder"), strict=True)
     given = [node for spec, node in pairs if spec.kind is InputKind.USER_INPUT and is_tensor(node)]
     names, text = [node.name for node in given], hashlib.blake2b(short(gm.graph).encode(), digest_size=8).hexdigest()
-    first = gm.graph.find_nodes(op="call_function", target=torch.ops.ringopt.rows_here.default)[0]
+    first = gm.graph.find_nodes(op="call_function", target=operators.rows_here.default)[0]
     first.args = (*first.args[:3], given, ",".join(names), text, options.check_inputs)
 
 

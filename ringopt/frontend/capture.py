@@ -37,7 +37,7 @@ from ringopt.ir.nodes import outputs_of, readable, value_of
 from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_arguments
-from ringopt.ops import flex as flex_operator  # noqa: F401  (registers the operator)
+from ringopt.ops import operators
 from ringopt.tensor.lazy import Lazy
 
 
@@ -169,7 +169,7 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     book = Book(inputs=frozenset(x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)))
     try:
         flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
-        for node in flat.graph.find_nodes(op="call_function", target=torch.ops.ringopt.custom_gradient.default):
+        for node in flat.graph.find_nodes(op="call_function", target=operators.custom_gradient.default):
             give_gradient(node, book.customs[node.args[3]])
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = f"a number or a size made by {error.func} is known only when the program runs; all sizes must be fixed"

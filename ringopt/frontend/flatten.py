@@ -20,7 +20,7 @@ from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.ir.checkpoint_regions import Regions, tags
 from ringopt.ir.refusal import GraphRefused, Refusal
-from ringopt.ops import custom_gradient  # noqa: F401  (registers the operator)
+from ringopt.ops import operators
 
 HIGHER_ORDER = {
     "flex_attention": "flex_attention inside a region of a program is not sharded yet",
@@ -161,7 +161,7 @@ class Flatten(fx.Interpreter):
         differentiable = [k for k in of_numbers if k not in constant]
         tensors = given, [x for x in saved if isinstance(x, Tensor)]
         self.book.customs.append(Custom(backward, outputs, differentiable, saved, operands))
-        called = torch.ops.ringopt.custom_gradient(
+        called = operators.custom_gradient(
             [outputs[k] for k in differentiable], *tensors, len(self.book.customs) - 1
         )
         for k, y in zip(differentiable, called, strict=True):

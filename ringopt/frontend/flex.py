@@ -27,6 +27,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.ir.refusal import Refusal
+from ringopt.ops import operators
 
 aten = torch.ops.aten
 
@@ -154,7 +155,7 @@ def written_out(*args: Any) -> tuple[Tensor, None, None]:
         at = places(query, key)
         scores = cast(call.score_mod(product * call.scale, *at, *call.score_buffers), kind)
         scores = torch.where(call.mask_mod(*at, *call.mask_buffers), scores, -math.inf)
-        return torch.ops.ringopt.flex.default(query, key, value, product, scores), None, None
+        return operators.flex.default(query, key, value, product, scores), None, None
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,6 @@ import torch
 from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
 from torch.export import ExportedProgram
 
-import ringopt.ops  # noqa: F401  (the operators of converted programs)
 from ringopt.errors import ProgramError, RingError, first_line
 from ringopt.frontend.pt2_schema import Odd, check_payload, check_program
 

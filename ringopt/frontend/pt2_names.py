@@ -18,6 +18,8 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNamespace
 
 from ringopt.frontend.pt2_expressions import KEY
+from ringopt.ops import operators
+from ringopt.version import __version__
 
 # Python functions by which export spells numbers, torch.func's transforms and torch.autocast.
 FUNCTIONS = {
@@ -70,6 +72,11 @@ def check_operator(name: str) -> None:
     library, operator = parts[2], parts[3]
     if library in REFUSED_LIBRARIES or (library, operator) in REFUSED_OPERATORS:
         raise ValueError(f"the operator {name} does more than compute, so a file may not name it")
+    if library == operators.name and not hasattr(operators, operator):
+        raise ValueError(
+            f"ringopt {__version__} has no operator {operator[:60]}; load it with the one that wrote it, or convert "
+            "the program again"
+        )
     if not defined(parts[2:]):
         raise ValueError(f"{name[:60]!a} is not an operator")
 

@@ -1,20 +1,32 @@
-"""The `ringopt::` operators, which compiled graphs and converted programs call. Importing this package defines them."""
+"""The `ringopt::` operators, which compiled graphs and converted programs call. Importing this package defines all of
+them; who calls one takes it from here, as `operators.gather.default`.
+"""
 
-import ringopt.ops.all_to_all
-import ringopt.ops.argmax
-import ringopt.ops.async_gather
-import ringopt.ops.attention
-import ringopt.ops.collectives
-import ringopt.ops.convolution
-import ringopt.ops.custom_gradient
-import ringopt.ops.dilated
-import ringopt.ops.dropout
-import ringopt.ops.fetch_rows
-import ringopt.ops.flex
-import ringopt.ops.gradient_buckets
-import ringopt.ops.local_length
-import ringopt.ops.prefix_sum
-import ringopt.ops.reshard
-import ringopt.ops.ring
-import ringopt.ops.ring_backward_split
-import ringopt.ops.tabulate  # noqa: F401
+import torch
+
+from ringopt.ops import (
+    all_to_all,
+    argmax,
+    async_gather,
+    attention,
+    collectives,
+    convolution,
+    custom_gradient,
+    dilated,
+    dropout,
+    fetch_rows,
+    flex,
+    gradient_buckets,
+    local_length,
+    prefix_sum,
+    reshard,
+    ring,
+    ring_backward_split,
+    tabulate,
+)
+
+DEFINED_BY = (
+    all_to_all, argmax, async_gather, attention, collectives, convolution, custom_gradient, dilated, dropout,
+    fetch_rows, flex, gradient_buckets, local_length, prefix_sum, reshard, ring, ring_backward_split, tabulate,
+)  # fmt: skip
+operators = torch.ops.ringopt

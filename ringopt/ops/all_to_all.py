@@ -93,7 +93,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     where = (ctx.new_dim, ctx.new, ctx.dim, ctx.old, ctx.local)
-    back = torch.ops.ringopt.turn(grad, *where, *reversed(ctx.layouts), ctx.group)
+    back = turn(grad, *where, *reversed(ctx.layouts), ctx.group)
     return back, None, None, None, None, None, None, None, None
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.lookup import mesh_of
+from ringopt.ops.collectives import reduce_from_group
 
 
 @torch.library.custom_op("ringopt::extreme", mutates_args=())
@@ -36,7 +37,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, found = ctx.saved_tensors
     equal = x == found
-    count = torch.ops.ringopt.reduce_from_group(equal.sum(ctx.dims, keepdim=True), ctx.group)
+    count = reduce_from_group(equal.sum(ctx.dims, keepdim=True), ctx.group)
     return grad * equal / count, None, None, None
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import ringopt.ops.dilated  # noqa: F401  (registers the operator)
 from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.parse import pattern_of
@@ -26,6 +25,7 @@ from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import HIDDEN, accumulator
 from ringopt.kernels.math import fold, spread
+from ringopt.ops.dilated import dilated_attention
 from ringopt.ops.ring import VERSION
 
 LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
@@ -56,7 +56,7 @@ def attention_reference(
         if mask:
             raise ValueError("ringopt::attention: dilated attention has no mask but of keys")
         how = (k.shape[2], pattern, dropout_p, scale, "contiguous", "auto", "auto", "pretend:0/1", VERSION)
-        return torch.ops.ringopt.dilated_attention(q, k, v, attn_mask, sinks, seed, *how)[0]  # type: ignore[no-any-return]
+        return dilated_attention(q, k, v, attn_mask, sinks, seed, *how)[0]  # type: ignore[no-any-return]
     if dropout_p > 0 and seed is None:
         raise ValueError(f"ringopt::attention: dropout_p is {dropout_p}, and there is no seed to draw from")
     plain = attn_mask is None and not any(parsed.terms)

@@ -108,7 +108,7 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    whole = torch.ops.ringopt.gather(grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.layout, ctx.group)
+    whole = gather(grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.layout, ctx.group)
     return whole.contiguous(memory_format=ctx.memory), None, None, None, None, None, None, None
 
 
@@ -118,7 +118,7 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows = torch.ops.ringopt.scatter(grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.local, ctx.layout, ctx.group)
+    rows = scatter(grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.local, ctx.layout, ctx.group)
     return rows, None, None, None, None, None, None
 
 
@@ -139,7 +139,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.ringopt.reduce_from_group(grad, ctx.group).contiguous(memory_format=ctx.memory), None
+        return reduce_from_group(grad, ctx.group).contiguous(memory_format=ctx.memory), None
 
 
 LIBRARY.define("copy_to_group(Tensor(a) x, str group) -> Tensor(a)")

@@ -139,7 +139,7 @@ def _setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    of_x, of_weight, of_bias = torch.ops.ringopt.convolve_rows_backward(
+    of_x, of_weight, of_bias = convolve_rows_backward(
         grad, x, weight, *ctx.how, ctx.layout, ctx.group
     )
     return of_x, of_weight, of_bias if ctx.bias else None, *[None] * (len(ctx.how) + 3)

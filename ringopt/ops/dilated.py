@@ -131,7 +131,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    dq, dk, dv, dsinks = torch.ops.ringopt.dilated_attention_backward(dout, *ctx.saved_tensors, *ctx.config)
+    dq, dk, dv, dsinks = dilated_attention_backward(dout, *ctx.saved_tensors, *ctx.config)
     return dq, dk, dv, None, dsinks[0] if dsinks else None, None, *(None for _ in ctx.config)
 
 

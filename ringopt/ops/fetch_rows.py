@@ -272,7 +272,7 @@ def _setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows = torch.ops.ringopt.return_rows(
+    rows = return_rows(
         grad, ctx.dim, ctx.outer, ctx.length, ctx.inner, ctx.form, ctx.numbers, ctx.local, ctx.layout, ctx.group
     )
     return rows, None, None, None, None, None, None, None, None, None
@@ -326,7 +326,7 @@ def _look_up_setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 def _look_up_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     (rows,) = ctx.saved_tensors
-    local = torch.ops.ringopt.add_to_rows(grad, rows, ctx.dim, ctx.length, ctx.local, ctx.layout, ctx.group)
+    local = add_to_rows(grad, rows, ctx.dim, ctx.length, ctx.local, ctx.layout, ctx.group)
     return local, None, None, None, None, None
 
 

@@ -113,7 +113,7 @@ class _CopyAllToGroup(torch.autograd.Function):
         there = [i for i, grad in enumerate(grads) if grad is not None]
         found: list[Tensor | None] = [None] * len(grads)
         if there:
-            sums = torch.ops.ringopt.reduce_bucket([grads[i] for i in there], ctx.group)
+            sums = reduce_bucket([grads[i] for i in there], ctx.group)
             for i, total in zip(there, sums, strict=True):
                 found[i] = total
         return None, *found

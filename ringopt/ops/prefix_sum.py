@@ -53,7 +53,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    sums = torch.ops.ringopt.running_sum(grad, ctx.dim, ctx.length, not ctx.backwards, ctx.layout, ctx.group)
+    sums = running_sum(grad, ctx.dim, ctx.length, not ctx.backwards, ctx.layout, ctx.group)
     return sums, None, None, None, None, None
 
 

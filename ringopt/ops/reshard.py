@@ -85,7 +85,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    back = torch.ops.ringopt.respread(grad, ctx.dim, ctx.new, ctx.old, ctx.local, *reversed(ctx.layouts), ctx.group)
+    back = respread(grad, ctx.dim, ctx.new, ctx.old, ctx.local, *reversed(ctx.layouts), ctx.group)
     return back, None, None, None, None, None, None, None
 
 

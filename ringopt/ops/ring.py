@@ -181,7 +181,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks, seed, *sources = ctx.saved_tensors
     beside = (sources, sinks, seed)
-    dq, dk, dv, parts = torch.ops.ringopt.ring_attention_backward(dout, q, k, v, out, lse, *beside, *ctx.config)
+    dq, dk, dv, parts = ring_attention_backward(dout, q, k, v, out, lse, *beside, *ctx.config)
     dsinks = parts.pop() if sinks is not None else None
     dsources: list[Tensor | None] = [None] * len(sources)
     for number, part in zip(Config(*ctx.config).learned, parts, strict=True):

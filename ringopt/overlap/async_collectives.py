@@ -27,10 +27,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import op_name, origin, value_of
-from ringopt.ops import (
-    async_gather,  # noqa: F401
-    gradient_buckets,  # noqa: F401  (registers the operators)
-)
+from ringopt.ops import operators
 from ringopt.overlap.collective_order import sends
 from ringopt.overlap.reorder import (
     KEYS_FIRST,
@@ -192,10 +189,10 @@ def values_of(node: fx.Node) -> Sequence[torch.Tensor]:
 def halve_gather(node: fx.Node, reader: fx.Node, number: int) -> None:
     graph, (x, *place, group) = node.graph, node.args
     with graph.inserting_before(node):
-        start = graph.call_function(torch.ops.ringopt.gather_start.default, (x, *place, number, group))
+        start = graph.call_function(operators.gather_start.default, (x, *place, number, group))
     start.meta = {**origin(node), "val": ticket_value(value_of(node))}
     with graph.inserting_before(reader):
-        finish = graph.call_function(torch.ops.ringopt.gather_finish.default, (start, x, *place, group))
+        finish = graph.call_function(operators.gather_finish.default, (start, x, *place, group))
     finish.meta = {**origin(node), "val": value_of(node)}
     node.replace_all_uses_with(finish)
     graph.erase_node(node)
@@ -207,12 +204,12 @@ def halve_sum(node: fx.Node, several: Sequence[fx.Node], reader: fx.Node, number
     values = values_of(node)
     with graph.inserting_before(node):
         summed = given if isinstance(given, (tuple, list)) else [given]
-        start = graph.call_function(torch.ops.ringopt.reduce_start.default, (summed, number, group))
+        start = graph.call_function(operators.reduce_start.default, (summed, number, group))
     start.meta = {**origin(node), "val": ticket_value(values[0])}
     sizes, dims = [size for value in values for size in value.shape], [value.dim() for value in values]
     arguments: Any = (start, sizes, dims, values[0].dtype, values[0].device, group)
     with graph.inserting_before(reader):
-        finish = graph.call_function(torch.ops.ringopt.reduce_finish.default, arguments)
+        finish = graph.call_function(operators.reduce_finish.default, arguments)
         finish.meta = {**origin(node), "val": list(values)}
         result = finish
         if not several:

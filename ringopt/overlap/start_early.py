@@ -33,7 +33,7 @@ import torch.fx as fx
 from torch.utils._ordered_set import OrderedSet
 
 from ringopt.ir.nodes import named, op_name, origin, shape_of, value_of
-from ringopt.ops import ring_backward_split  # noqa: F401  (registers the operators)
+from ringopt.ops import operators
 from ringopt.ops.dilated import Config as DilatedConfig
 from ringopt.ops.ring import Config
 from ringopt.overlap.async_collectives import BUDGET, Budget, collect_early
@@ -118,7 +118,7 @@ def start(body: fx.Node, gap: Gap, number: int) -> None:
     first = gap.free[0] if gap.free else body
     for node in gap.needed:
         first.prepend(node)
-    dilated, operators = op_name(body) in DILATED, torch.ops.ringopt
+    dilated = op_name(body) in DILATED
     fields = DilatedConfig._fields if dilated else Config._fields
     config = [named(body, name) for name in fields[: fields.index("early")]]
     backward = WAYS[op_name(body)] == "backward"
@@ -138,7 +138,7 @@ def finish_late(graph: fx.Graph) -> None:
     """In place, for each backward of which that is asked: what needs no dK and dV, up to the next node that has its
     place, goes before what does, and they are waited for between the two. Also where that is little on this rank, for
     what a partitioner made of it: another rank waits there, and no message may go past the one and not the other."""
-    for body in graph.find_nodes(op="call_function", target=torch.ops.ringopt.ring_attention_backward.default):
+    for body in graph.find_nodes(op="call_function", target=operators.ring_attention_backward.default):
         parts = {user.args[1]: user for user in body.users}
         grads = [parts[i] for i in (1, 2) if i in parts]
         if "home" not in named(body, "early").split() or not grads:
@@ -156,7 +156,6 @@ def part_home(body: fx.Node, parts: dict[Any, fx.Node], place: fx.Node) -> None:
     """`body` in two, of which the second stands before `place`. `parts`: its results, by number."""
     graph, (dq, dk, dv, dsources) = body.graph, value_of(body)
     ticket_value = dk.new_empty((), dtype=torch.int64, device="cpu")
-    operators = torch.ops.ringopt
     with graph.inserting_before(body):
         begin = graph.call_function(operators.ring_backward_begin.default, body.args, dict(body.kwargs))
         results = [graph.call_function(operator.getitem, (begin, number)) for number in range(3)]

@@ -17,6 +17,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, source_line, value_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
+from ringopt.ops import operators
 from ringopt.ops.all_to_all import bytes_turned
 from ringopt.ops.fetch_rows import Wanted, fetch_of
 from ringopt.ops.reshard import plan_respread
@@ -68,7 +69,7 @@ class Figures:
             value = value_of(node)
             for size in [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ()):
                 self.known[formula(size)] = at_hand(size)
-        for node in graph.find_nodes(op="call_function", target=torch.ops.ringopt.rows_here.default):
+        for node in graph.find_nodes(op="call_function", target=operators.rows_here.default):
             length, layout = node.args[:2]
             plan = layout_of(layout, self(length), mesh.size)
             self.known[formula(value_of(node))] = count(plan.ranges(mesh.rank))

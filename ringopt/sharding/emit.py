@@ -13,6 +13,7 @@ from ringopt.context_parallel.geometry.layouts import layouts_of, text_of
 from ringopt.ir.nodes import named, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted
 from ringopt.sharding.sharder import Sharder
 
@@ -47,24 +48,24 @@ class Steps:
     # ---- between the ranks -----------------------------------------------------------------------------------------
     def total(self, partial: fx.Node) -> fx.Node:
         """Partial sums to their sum, replicated."""
-        return self(torch.ops.ringopt.reduce_from_group.default, partial, self.sharder.group)
+        return self(operators.reduce_from_group.default, partial, self.sharder.group)
 
     def parts(self, partial: fx.Node) -> fx.Node:
         """[ranks, ...]: what every rank has, replicated."""
         mine = self(aten.unsqueeze.default, partial, 0)
         ranks, group = self.sharder.ranks, self.sharder.group
-        return self(torch.ops.ringopt.gather.default, mine, 0, 1, ranks, 1, "contiguous", group)
+        return self(operators.gather.default, mine, 0, 1, ranks, 1, "contiguous", group)
 
     def beside(self, x: fx.Node) -> fx.Node:
         """A replicated value for use beside sharded ones: their gradients of it are summed over the ranks."""
-        return self(torch.ops.ringopt.copy_to_group.default, x, self.sharder.group)
+        return self(operators.copy_to_group.default, x, self.sharder.group)
 
     def fetch(
         self, x: fx.Node, place: Sharded, wanted: Wanted, out: Sharded | None, of: fx.Node | None = None
     ) -> fx.Node:
         """Rows of `x`, sharded as `place`, that ringopt/ops/fetch_rows.py tells of: sharded as `out`, or replicated;
         `of` is the node whose value they are, where nothing is left to do."""
-        sharder, target = self.sharder, torch.ops.ringopt.fetch_rows.default
+        sharder, target = self.sharder, operators.fetch_rows.default
         layouts = self.layouts(place, out)
         layout = layouts_of(layouts)[1]
         if wanted.form == "halo":
@@ -87,7 +88,7 @@ class Steps:
         """Which places of a dim that is sharded as `place` this rank holds."""
         sharder, whole = self.sharder, self(aten.arange.default, place.size, device=device)
         args = (whole, *sharder.factors(place.at(0)), sharder.rows(place.length), sharder.layout(place.length))
-        return self(torch.ops.ringopt.scatter.default, *args, sharder.group)
+        return self(operators.scatter.default, *args, sharder.group)
 
     # ---- the result --------------------------------------------------------------------------------------------------
     def done(self, value: fx.Node, placement: Sharded | None = None, of: fx.Node | None = None) -> bool:

@@ -36,6 +36,7 @@ from ringopt.ir.nodes import (
 )
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, same
+from ringopt.ops import operators
 
 aten = torch.ops.aten
 
@@ -182,14 +183,14 @@ class Sharder:
         assert self.reader is not None
         self.gathers.append(GatherNote(node, self.reader, at_hand(value.numel()) * value.element_size()))
         args = (self.values[node], *self.factors(placement), self.layout(placement.length), self.group)
-        return self.call(torch.ops.ringopt.gather.default, args, node, None, name=f"{node.name}_whole")
+        return self.call(operators.gather.default, args, node, None, name=f"{node.name}_whole")
 
     def beside(self, node: fx.Node) -> fx.Node:
         """The whole value, used beside sharded ones: each rank's gradient of it is a part, so they are summed."""
         whole = self.replicated(node)
         if not self.carries[node]:
             return whole
-        target, name = torch.ops.ringopt.copy_to_group.default, f"{node.name}_beside"
+        target, name = operators.copy_to_group.default, f"{node.name}_beside"
         return self.once(node, "beside", lambda: self.call(target, (whole, self.group), node, None, name=name))
 
     def sharded(self, node: fx.Node, placement: Sharded) -> fx.Node:
@@ -213,7 +214,7 @@ class Sharder:
             return None
         layouts = map(self.layout, (held.length, placement.length))
         args = (self.values[node], held.dim, old, new, self.rows(placement.length), *layouts, self.group)
-        return self.call(torch.ops.ringopt.respread.default, args, node, placement, name=f"{node.name}_respread")
+        return self.call(operators.respread.default, args, node, placement, name=f"{node.name}_respread")
 
     def is_whole(self, node: fx.Node) -> bool:
         """Whether a sharded value has been gathered for another reader."""
@@ -224,12 +225,12 @@ class Sharder:
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
         layouts = map(self.layout, (held.length, placement.length))
         args = (self.values[node], held.dim, old, placement.dim, new, self.rows(placement.length), *layouts, self.group)
-        return self.call(torch.ops.ringopt.turn.default, args, node, placement, name=f"{node.name}_turned")
+        return self.call(operators.turn.default, args, node, placement, name=f"{node.name}_turned")
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
         local, layout = self.rows(placement.length), self.layout(placement.length)
         args = (self.replicated(node), *self.factors(placement), local, layout, self.group)
-        return self.call(torch.ops.ringopt.scatter.default, args, node, placement, name=f"{node.name}_rows")
+        return self.call(operators.scatter.default, args, node, placement, name=f"{node.name}_rows")
 
     def rows(self, length: int, layout: str = "") -> int | fx.Node:
         """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open. `layout`:
@@ -243,7 +244,7 @@ class Sharder:
                 raise AssertionError(f"{length} rows are too few for {self.ranks} ranks in layout {layout}")
             some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
             args: Any = (length, layout, self.group, [some], "", "", "never")
-            node = self.graph.create_node("call_function", torch.ops.ringopt.rows_here.default, args, {}, "rows_here")
+            node = self.graph.create_node("call_function", operators.rows_here.default, args, {}, "rows_here")
             node.meta["placement"] = node.meta["whole"] = None
             self.asked[key] = node
         return self.asked[key]

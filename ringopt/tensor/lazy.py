@@ -31,14 +31,14 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RingCommError, RingMismatchError
 from ringopt.ir.placement import Spread, same_rows
-from ringopt.ops import collectives  # noqa: F401  (registers the operators)
+from ringopt.ops import operators
 from ringopt.output.printable import logger
 
 log = logger(__name__)
 
 PATIENCE = 10.0  # seconds until a rank that waits for the others says so
 
-aten, ops = torch.ops.aten, torch.ops.ringopt
+aten, ops = torch.ops.aten, operators
 
 
 def gathered(spread: Spread, rows: Tensor, group: str) -> Tensor:

@@ -133,6 +133,9 @@ IN_THE_MODEL = {
     "extension": (at(*NODE, "target", put="#ns:op"), "is not an operator"),
     "file of a tensor": (at(*NODE, "target", put="torch.ops.aten.from_file.default"), "does more than compute"),
     "compiled library": (at(*NODE, "target", put="torch.ops.higher_order.aoti_call_delegate"), "is not an operator"),
+    "operator of another ringopt": (
+        at(*NODE, "target", put="torch.ops.ringopt.scater.default"), "has no operator scater"
+    ),
     "operator as an argument": (
         at(*NODE, "inputs", 0, "arg", put={"as_operator": "torch.os.system"}), "is not an operator"
     ),

@@ -13,7 +13,7 @@ from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.expr.mask import Mask
 from ringopt.expr.simplify import apply, where
 from ringopt.expr.terms import Term, affine, axis, load, number, score
-from ringopt.ops import attention as _attention  # noqa: F401  (registers the operator)
+from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
 from tests.context_parallel.reference import Problem, join, rows_of, shard, visible
 from tests.harness.threads import ThreadMesh, run_on_threads
@@ -157,7 +157,7 @@ def on_one_device(case: Case, given: Problem) -> list[Tensor]:
     sources = [x.clone().requires_grad_(i in case.learned) for i, x in enumerate(case.sources)]
     sinks = case.sinks.clone().requires_grad_() if case.sinks is not None else None
     seed = SEED if case.dropout_p else None
-    out = torch.ops.ringopt.attention(
+    out = operators.attention(
         *(q, k, v, None, sources, sinks, seed, case.pattern, case.mask.text, case.dropout_p, given.scale)
     )
     leaves = [q, k, v, *(sources[i] for i in case.learned), *([sinks] if sinks is not None else [])]
@@ -176,7 +176,7 @@ def over_ranks(case: Case, given: Problem, p: int, layout: str, strategy: str, k
         sources = [x.requires_grad_(i in case.learned) for i, x in enumerate(held)]
         sinks = case.sinks.clone().requires_grad_() if case.sinks is not None else None
         seed = SEED.clone() if case.dropout_p else None
-        out, _ = torch.ops.ringopt.ring_attention(
+        out, _ = operators.ring_attention(
             *(*leaves, sources, sinks, seed, N, N, case.pattern, case.mask.text, case.learned, case.dropout_p),
             *(given.scale, layout, layout, strategy, kernel, mesh.name, VERSION),
         )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringopt.ops import argmax  # noqa: F401
+from ringopt.ops import operators as ops
 from tests.harness.threads import run_on_threads
-
-ops = torch.ops.ringopt
 
 
 @pytest.mark.parametrize("largest", (True, False))

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.ops import collectives  # noqa: F401
+from ringopt.ops import operators as ops
 from tests.harness.threads import run_on_threads
-
-ops = torch.ops.ringopt
 
 
 def rows_of(layout, n, p, rank):

@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ringopt.ops import convolution  # noqa: F401
+from ringopt.ops import operators as ops
 from ringopt.ops.reshard import places
 from tests.harness.threads import run_on_threads
-
-ops = torch.ops.ringopt
 
 
 @pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous"), (1, "contiguous")])

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.ops import prefix_sum  # noqa: F401
+from ringopt.ops import operators as ops
 from ringopt.ops.fetch_rows import held
 from tests.harness.threads import run_on_threads
-
-ops = torch.ops.ringopt
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag"))

@@ -6,11 +6,9 @@ import torch
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ringopt.ops import collectives  # noqa: F401
+from ringopt.ops import operators as ops
 from ringopt.overlap.collective_order import Lockstep, talks
 from ringopt.overlap.start_early import InOrder, inductor_settings
-
-ops = torch.ops.ringopt
 
 
 def test_each_operator_waits_for_the_one_before():

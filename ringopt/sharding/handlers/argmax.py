@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import ringopt.ops.argmax  # noqa: F401  (registers the operator)
 from ringopt.ir.nodes import named, op_name, value_of
+from ringopt.ops import operators
 from ringopt.sharding.emit import Handler, Steps, dims_of, getitems, keeps_dims, sequence_at
 from ringopt.sharding.sharder import Sharder
 
@@ -30,7 +30,7 @@ def amax(sharder: Sharder, node: fx.Node) -> bool:
     if not reduced_over(sharder, node, dims):
         return False
     step, largest = Steps(sharder, node), op_name(node) in ("amax", "max")
-    found = step(torch.ops.ringopt.extreme.default, sharder.values[node.args[0]], dims, largest, sharder.group)
+    found = step(operators.extreme.default, sharder.values[node.args[0]], dims, largest, sharder.group)
     return step.done(found if keeps_dims(node) else step(aten.squeeze.dims, found, dims))
 
 

@@ -22,6 +22,7 @@ from ringopt.expr.terms import Term, axis, load, loads
 from ringopt.ir.nodes import shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import same
+from ringopt.ops import operators
 from ringopt.sharding.emit import Steps
 from ringopt.sharding.sharder import Sharder
 
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 def attended(sharder: Sharder, node: fx.Node) -> bool:
     """Where a mask, or the place of a weight that may be dropped, asks for the row of the batch, or for the head. (What
     asks for neither has a rule: dims/rules.py.)"""
-    if node.target is not torch.ops.ringopt.attention.default:
+    if node.target is not operators.attention.default:
         return False
     q, k, v, _given, sources, sinks, seed, pattern, text, *how = node.args
     found = (sharder.placements[x] for x in (q, k, v))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 import torch.fx as fx
 
 from ringopt.dims.rule import Rule, ViewRule
@@ -19,6 +18,7 @@ from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_random, is_tensor, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
+from ringopt.ops import operators
 from ringopt.sharding.emit import Steps, enough_rows, getitems
 from ringopt.sharding.handlers.views import evenly
 from ringopt.sharding.sharder import Sharder
@@ -94,5 +94,5 @@ def home(sharder: Sharder, node: fx.Node, columns: Sharded, rows: Sharded, rank:
         sharder.set(node, sharder.turn(node, columns, back), back)
         return
     args = (sharder.values[node], *sharder.factors(columns), sharder.layout(columns.length), sharder.group)
-    whole = Steps(sharder, node)(torch.ops.ringopt.gather.default, *args)
+    whole = Steps(sharder, node)(operators.gather.default, *args)
     sharder.set(node, whole, None)

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import ringopt.ops.convolution
-import ringopt.ops.prefix_sum  # noqa: F401  (registers the operators)
 from ringopt.ir.nodes import is_tensor, named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
+from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted, windows
 from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at, wide_dtype
 from ringopt.sharding.handlers.sums import pooled_to_one
@@ -66,7 +65,7 @@ def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Want
     small = [sharder.beside(each) if is_tensor(each) else None for each in (weight, bias)]
     where = (place.dim, place.length, wanted.numbers, *how, sharder.rows(out.length), step.layouts(place, out))
     args = (sharder.values[x], *small, *where)
-    return step.done(step(torch.ops.ringopt.convolve_rows.default, *args, sharder.group, placement=out), out)
+    return step.done(step(operators.convolve_rows.default, *args, sharder.group, placement=out), out)
 
 
 def sizes(given: Any, count: int) -> list[int]:
@@ -212,7 +211,7 @@ def cumsum(sharder: Sharder, node: fx.Node) -> bool:
     step = Steps(sharder, node)
     x = step(aten.to.dtype, sharder.values[node.args[0]], wide_dtype(value_of(node)), placement=place)
     args = (x, place.dim, place.length, False, sharder.layout(place.length), sharder.group)
-    return step.done(step(torch.ops.ringopt.running_sum.default, *args, placement=place), place)
+    return step.done(step(operators.running_sum.default, *args, placement=place), place)
 
 
 NEIGHBOURS: dict[str, Handler] = {

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import ringopt.ops.argmax  # noqa: F401  (registers the operator)
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
+from ringopt.ops import operators
 from ringopt.sharding.emit import Handler, Steps, dims_of, getitems, has_argument, keeps_dims, wide_dtype
 from ringopt.sharding.sharder import Sharder
 
@@ -47,7 +47,7 @@ class Statistics(Steps):
     def peak(self) -> fx.Node:
         """The largest element. It has no gradient: what is made with it does not depend on it."""
         detached = self.local(aten.detach.default, self.x)
-        return self(torch.ops.ringopt.extreme.default, detached, self.dims, True, self.sharder.group)
+        return self(operators.extreme.default, detached, self.dims, True, self.sharder.group)
 
     def moments(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         """The mean, what is left of this rank's elements without it, and the sum of the squares of that."""
@@ -130,7 +130,7 @@ def vector_norm(sharder: Sharder, node: fx.Node) -> bool:
     sizes = step.local(aten.abs.default, step.x)
     if order == 1:
         return step.reduced(step.summed(sizes))
-    return step.reduced(step(torch.ops.ringopt.extreme.default, sizes, step.dims, True, sharder.group))
+    return step.reduced(step(operators.extreme.default, sizes, step.dims, True, sharder.group))
 
 
 NORMS: dict[str, Handler] = {

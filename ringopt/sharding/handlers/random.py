@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import named, value_of
+from ringopt.ops import operators
 from ringopt.ops.dropout import SEEDS
 from ringopt.sharding.emit import Handler, Steps
 from ringopt.sharding.sharder import Sharder
@@ -20,7 +21,7 @@ def dropout(sharder: Sharder, node: fx.Node) -> bool:
     x = node.args[0]
     placement, step = sharder.placements[x], Steps(sharder, node)
     seed = step(aten.randint.default, SEEDS, [], dtype=torch.int64, device=value_of(x).device)
-    both = step(torch.ops.ringopt.dropout.default, sharder.values[x], seed, named(node, "p"), sharder.group)
+    both = step(operators.dropout.default, sharder.values[x], seed, named(node, "p"), sharder.group)
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, placement), placement)
     return True
 

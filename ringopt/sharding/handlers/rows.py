@@ -23,6 +23,7 @@ from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand, place_of, slice_of
+from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Piece, moved, taken
 from ringopt.sharding.emit import Handler, Steps, enough_rows, getitems, sequence_at
 from ringopt.sharding.sharder import Sharder
@@ -271,7 +272,7 @@ def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, 
             asked = step(aten.narrow.default, asked, dim, 0, 1)
     flat = step(aten.reshape.default, step(aten.to.dtype, asked, torch.int64), [-1])
     args = (sharder.values[x], flat, place.dim, place.length, sharder.layout(place.length), sharder.group)
-    picked = step(torch.ops.ringopt.look_up_rows.default, *args)
+    picked = step(operators.look_up_rows.default, *args)
     order = step(aten.arange.default, count, device=value_of(rows).device)
     return picked, step(aten.expand.default, step(aten.reshape.default, order, once), list(shape_of(rows)))
 

@@ -23,6 +23,7 @@ from ringopt.hardware.devices import Link
 from ringopt.hardware.rates import Rates, Speed
 from ringopt.kernels.base import HIDDEN, Kernel
 from ringopt.kernels.choose import choose
+from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.workers.overlap_rank import Mute, begin, in_turns, nothing, together
 
@@ -108,7 +109,7 @@ class Call:
 
         def attend(*operands: Tensor) -> Tensor:
             how: tuple[Any, ...] = (length, length, "full", "", [], 0.0, DIM**-0.5, *place)
-            out: Tensor = torch.ops.ringopt.ring_attention(*operands, [], None, None, *how)[0]
+            out: Tensor = operators.ring_attention(*operands, [], None, None, *how)[0]
             return out
 
         def forward() -> Tensor:

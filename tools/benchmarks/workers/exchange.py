@@ -24,6 +24,7 @@ from ringopt.distributed.mesh import Mesh, register
 from ringopt.distributed.process import ProcessMesh
 from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates
+from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.lab.names import OURS, TORCH
 from ringopt.tools.benchmarks.lab.numbers import distance
@@ -124,7 +125,7 @@ class Problem:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lengths = (self.length, self.length)
             how: tuple[Any, ...] = ("", [], 0.0, DIM**-0.5, layout, layout, strategy, "auto", mesh.name, VERSION)
-            out: Tensor = torch.ops.ringopt.ring_attention(q, k, v, [], None, None, *lengths, pattern, *how)[0]
+            out: Tensor = operators.ring_attention(q, k, v, [], None, None, *lengths, pattern, *how)[0]
             return out
 
         return run

@@ -23,6 +23,7 @@ from ringopt.cost.memory import Memory, memory_of
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.errors import OptionError
+from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.lab.names import FEW, PATTERNS, STRATEGIES
 from ringopt.tools.benchmarks.lab.numbers import distance
@@ -88,7 +89,7 @@ class Planned:
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lengths = (case.q_length, case.kv_length)
-            out: Tensor = torch.ops.ringopt.ring_attention(q, k, v, [], None, None, *lengths, *how)[0]
+            out: Tensor = operators.ring_attention(q, k, v, [], None, None, *lengths, *how)[0]
             return out
 
         return run

@@ -23,6 +23,7 @@ from ringopt.distributed.intra_node import messages as local_links
 from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, Transfer, register
 from ringopt.errors import OptionError
+from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
 from ringopt.tools.benchmarks.lab.names import TIMEOUT
 from ringopt.tools.benchmarks.lab.numbers import distance
@@ -129,7 +130,7 @@ class Case:
         what = (drawn.q_length, drawn.kv_length, drawn.pattern, "")
         how = (0.0, SCALE, *drawn.layouts, drawn.strategy, "auto", mesh.name, VERSION)
         with patch.object(interleave, "PIECE", 1 if drawn.several else interleave.PIECE):
-            out, _lse = torch.ops.ringopt.ring_attention(*self._leaves, [], None, None, *what, [], *how)
+            out, _lse = operators.ring_attention(*self._leaves, [], None, None, *what, [], *how)
             dq, dk, dv = torch.autograd.grad(out, self._leaves, self._dout)
         if drawn.strategy == MERGE:
             dq = mesh.all_reduce(dq, "dq")
