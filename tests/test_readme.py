@@ -11,6 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from ringopt.options import Options
+from ringopt.passes import LINE
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -42,6 +43,16 @@ def test_the_table_of_options_is_complete() -> None:
     for name, values, _ in rows:
         choices = [f"`{choice}`" for choice in get_args(hints[name]) if isinstance(choice, str)]
         assert not choices or values.split(", ") == choices
+
+
+def test_architecture_is_read_in_ten_minutes_and_leaves_nothing_out() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.split()) <= 2000
+    rooms = [path.parent.name for path in (ROOT / "ringopt").glob("*/__init__.py") if not path.parent.is_symlink()]
+    assert [room for room in rooms if f"`ringopt/{room}/`" not in text] == []
+    [picture] = re.findall(r"flowchart LR\n(.*?)```", text, re.DOTALL)
+    assert re.findall(r"\w+", picture) == ["capture", *(step.name for step in LINE)]
+    assert [step.name for step in LINE if not re.search(rf"^\|.*\b{step.name}\b", text, re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])
