@@ -7,7 +7,7 @@ outputs in that order. What the passes behind this one decide in the order of th
 messages follow each other, what shares a bucket) they then decide alike on all ranks.
 
 Before: a functional graph, in which a value may be read anywhere. After: the canonical order (ir/canonical_order.py),
-with names by it; `gm.meta["program"]` is the text that the ranks compare. How the program is called and what it returns
+with names by it; `context.program` is the text that the ranks compare. How the program is called and what it returns
 is permuted as well until the last pass is done (`Order`).
 """
 
@@ -36,13 +36,13 @@ class Canonicalize(Pass):
             rename(inner.graph)
         nodes, outputs = canonical_order(gm.graph)
         before = gm.graph.find_nodes(op="placeholder")
-        renumber(gm.meta.get("regions"), nodes)
+        renumber(context.regions, nodes)
         put(gm, nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         context.order = Order(tuple(map(before.index, inputs)), tuple(outputs))
         context.order.apply(gm.graph)
         rename(gm.graph)
-        gm.meta["program"] = program_of(gm.graph, nodes)
+        context.program = program_of(gm.graph, nodes)
 
 
 def put(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
@@ -92,10 +92,10 @@ def rename_constants(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
         node.target = names[node.target]
 
 
-def renumber(regions: Regions | None, nodes: list[fx.Node]) -> None:
+def renumber(regions: Regions, nodes: list[fx.Node]) -> None:
     """Checkpointed regions, in an order in which each comes behind those that it reads from: AOTAutograd's partitioner
     goes by it. They come in the order in which the last nodes of the outermost ones do, as far as they may."""
-    if regions is None or not regions.made:
+    if not regions.made:
         return
     reads: dict[int, set[int]] = {}
     behind: dict[fx.Node, set[int]] = {}

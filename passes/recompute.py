@@ -21,7 +21,6 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.nodes import is_random, value_of
 from ringopt.overlap.collective_order import sends
 from ringopt.pipeline import Context, Pass
@@ -33,13 +32,12 @@ class Recompute(Pass):
     name = "recompute"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        regions: Regions = gm.meta.get("regions") or Regions()
         tagged = [node for node in gm.graph.nodes if node.meta.get("recompute") is not None]
         exchanges = [node for node in tagged if sends(node)]
         for node in filter(sends, gm.graph.nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for node in tagged:
-            region = regions.made[node.meta["ac_graph_id"]]
+            region = context.regions.made[node.meta["ac_graph_id"]]
             node.meta["ac_graph_id"] = region.outermost
             if is_seed(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

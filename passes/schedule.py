@@ -9,7 +9,7 @@ gradients, which are computed while the last sums of dK and dV come home. Where 
 start apart (a step, by the rates that all ranks agreed on), or where more would be under way than may be (a part of the
 device's memory), the exchange starts with the attention, whose own first step hides it, and ends with its backward. The
 graphs themselves are ordered when autograd has made them (ringopt/overlap/start_early.py); what that needs of the rates
-is noted in the graph's meta.
+is noted in the context.
 
 Before: a lowered graph. After: each attention says in which directions it starts early, and its site in the report
 says behind what, or why not; a note of the report has the gathers and sums that are held back.
@@ -28,7 +28,7 @@ from ringopt.cost.choose import duration
 from ringopt.distributed.mesh import ANY
 from ringopt.hardware.rates import Rates
 from ringopt.ir.nodes import is_parameter, module_path, named, op_name, requires_grad
-from ringopt.overlap.async_collectives import BUDGET, Budget, advance_all, bytes_of, collectives_of
+from ringopt.overlap.async_collectives import Budget, advance_all, bytes_of, collectives_of
 from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
 from ringopt.overlap.reorder import flops_of, is_product
 from ringopt.overlap.start_early import EXCHANGES, beside_of, gap_before
@@ -51,7 +51,7 @@ class Schedule(Pass):
                 continue
             why, rates = why_not(node, context), rates_for(context, node)
             ranks = context.mesh.size
-            gm.meta[BUDGET] = Budget(ranks, allowed(rates), rates.default.rate, rates.step)
+            context.budget = Budget(ranks, allowed(rates), rates.default.rate, rates.step)
             first = first_bytes(node, ranks) if not why else 0
             # The gradients of a product are two more of its size.
             ahead = Meanwhile.of([*gap_before(node).products, *beside(node)], 1, ranks, rates, first)
@@ -70,7 +70,7 @@ class Schedule(Pass):
 def waiting(gm: fx.GraphModule, context: Context) -> Iterator[str]:
     """What of the forward's gathers and sums the bound on what is under way will hold back when they are ordered: tried
     on a copy, for compiled code that is cached is not ordered anew."""
-    budget = gm.meta.get(BUDGET)
+    budget = context.budget
     if budget is None or unordered(context):
         return
     copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()

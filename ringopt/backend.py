@@ -24,6 +24,7 @@ from ringopt.ir.nodes import readable
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from ringopt.output.printable import logger
+from ringopt.overlap.async_collectives import Budget
 from ringopt.report import Report
 from ringopt.runtime.graph_boundary import Boundary, examples
 from ringopt.runtime.input_check import CheckedInputs, call_of
@@ -75,8 +76,8 @@ def ring(
             tell_of_limit(made.report)
         flat = made.graph
         with left_open(gm):
-            given, compiler = examples(inputs, made.given), partial(inner, options=chosen, mode=mode)
-            run = in_order(gm if flat is None else flat, made.order, given, compiler)
+            compiler = partial(inner, options=chosen, mode=mode, budget=made.budget)
+            run = in_order(gm if flat is None else flat, made.order, examples(inputs, made.given), compiler)
         if made.left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, made.given, made.left)
         if made.program is not None and made.order is not None and mesh.size > 1:
@@ -92,21 +93,22 @@ def ring(
     return watched if watched.seen else watched.run
 
 
-def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None) -> Run:
+def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, budget: Budget) -> Run:
+    """`gm` by the compiler that option `inner_backend` names."""
     run: Run = gm
     if options.inner_backend != "eager":
         police(gm)
     if options.inner_backend == "aot_eager":
         from ringopt.overlap.start_early import aot_eager
 
-        run = aot_eager(gm, example_inputs)
+        run = aot_eager(gm, example_inputs, budget)
     elif options.inner_backend == "inductor":
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
         from ringopt.overlap.start_early import inductor_settings
 
-        patches = {**(list_mode_options(mode) if mode else {}), **inductor_settings(gm)}
+        patches = {**(list_mode_options(mode) if mode else {}), **inductor_settings(gm, budget)}
         # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it,
         # nor what is computed again in the backward.
         tag = f"{torch.compiler.config.cache_key_tag} ringopt {VERSION} {tags_of(gm)}"

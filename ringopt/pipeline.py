@@ -18,6 +18,8 @@ import torch.fx as fx
 from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
+from ringopt.ir.canonical_order import Program
+from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.io_order import Order
 from ringopt.ir.nodes import eliminate_dead_code
 from ringopt.ir.placement import Layouts, Sharded, Spread
@@ -25,6 +27,7 @@ from ringopt.ir.printer import short
 from ringopt.ir.refusal import Refusal
 from ringopt.options import Options
 from ringopt.output.printable import logger
+from ringopt.overlap.async_collectives import Budget
 from ringopt.report import Gather
 
 log = logger(__name__)
@@ -72,6 +75,10 @@ class Context:
     step               the pass that runs, or ran last
     spreads            whether something is to be spread, once strategies are chosen
     order              while the passes run, the order of inputs and outputs that is not the caller's
+    canonical          that order, afterwards: compilers below get the graph in it again
+    program            the text that the ranks compare
+    regions            that are checkpointed
+    budget             what may be started early; None where there is no attention
     """
 
     options: Options
@@ -93,6 +100,10 @@ class Context:
     step: str = "capture"
     spreads: bool | None = None
     order: Order | None = None
+    canonical: Order | None = None
+    program: Program | None = None
+    regions: Regions = field(default_factory=Regions)
+    budget: Budget | None = None
 
     @property
     def shards(self) -> bool:
@@ -161,10 +172,9 @@ class Pipeline:
 
 
 def in_order_of_caller(gm: fx.GraphModule, context: Context, order: Order) -> None:
-    """`gm.meta["order"]` stays: compilers below get the graph in that order again."""
     order.back.apply(gm.graph)
     context.left = {order.outputs[place]: where for place, where in context.left.items()}
-    gm.meta["order"], context.order = order, None
+    context.canonical, context.order = order, None
 
 
 def trace(when: str, gm: fx.GraphModule) -> None:

@@ -18,7 +18,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.errors import RefusedError
 from ringopt.expr.mask import Mask
-from ringopt.frontend.capture import capture, known
+from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize
 from ringopt.frontend.flatten import has_custom
 from ringopt.frontend.flex_block_masks import Claim
@@ -31,6 +31,7 @@ from ringopt.ir.refusal import GraphRefused
 from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger
+from ringopt.overlap.async_collectives import Budget
 from ringopt.passes import ALONE, LINE, UNDERSTAND
 from ringopt.pipeline import Callback, Context, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
@@ -63,6 +64,7 @@ class Compiled:
     claims        what was taken for granted of block tables among the inputs
     averaged      inputs of whose gradients the mean is left to a wrapper
     weights       by name, what is made of pairs of rows and is no site, and the dims that count them
+    budget        what may be started early
     sites         by name, the attentions, those that were refused too
     """
 
@@ -78,25 +80,27 @@ class Compiled:
     claims: Sequence[Claim] = ()
     averaged: Sequence[int] = ()
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
     sites: Mapping[str, SiteInfo] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flat: fx.GraphModule, report: Report, context: Context) -> Compiled:
+    def of(cls, made: Captured, report: Report, context: Context) -> Compiled:
         """Of a graph behind all passes."""
         options, inputs = context.options, list(enumerate(context.inputs))
         return cls(
-            flat,
+            made.graph,
             report,
             draws_random=context.replicated_random,
-            program=flat.meta.get("program"),
-            order=flat.meta.get("order"),
+            program=context.program,
+            order=context.canonical,
             given={i: context.given[node] for i, node in inputs if node in context.given},
             left=context.left if options.outputs == "lazy" else {},
             local=context.left if options.outputs == "local" else {},
             relied_on=[i for i, node in inputs if node in context.relied_on],
-            claims=flat.meta["claims"],
+            claims=made.claims,
             averaged=[] if options.sync_gradients else [i for i, node in inputs if is_parameter(node)],
             weights=context.weights,
+            budget=context.budget or Budget(),
             sites={node.name: info for node, info in context.sites.items()},
         )
 
@@ -166,50 +170,51 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
         return Compiled(None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)))
     dump = Dump(options, mesh.rank)
 
-    def begin() -> fx.GraphModule:
-        flat = capture(gm, example_inputs, shape_env)
+    def begin() -> Captured:
+        made = capture(gm, example_inputs, shape_env)
+        flat = made.begin(context)
         sizes.passed("capture")
-        context.values = known(flat)
         inputs = flat.graph.find_nodes(op="placeholder")
         context.given = {inputs[i]: where for i, where in given.items()}
-        return flat
+        return made
 
     def passed(step: Pass, gm: fx.GraphModule) -> None:
         sizes.passed(step.name)
         dump.passed(step, gm)
 
-    flat = line_of_passes(begin, context, dump, passed)
-    if isinstance(flat, Report):
-        return Compiled(None, flat)
+    made = line_of_passes(begin, context, dump, passed)
+    if isinstance(made, Report):
+        return Compiled(None, made)
     context.step = "report"
     check_arrivals(context, context.inputs)
     context.notes += sizes.notes if shape_env is not None else ()
     if mesh.size > 1:
         context.notes += break_after(gm, context.gathers, len(context.left) if options.outputs == "lazy" else 0)
         context.notes += [mesh.remark] if mesh.remark else []
-    report = report_of(flat.graph, context)
-    dump.done(report, flat)
+    report = report_of(made.graph.graph, context)
+    dump.done(report, made.graph)
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
     if sites or context.given or context.pairs:
-        return Compiled.of(flat, report, context)
+        return Compiled.of(made, report, context)
     return Compiled(None, report)
 
 
 def line_of_passes(
-    begin: Callable[[], fx.GraphModule], context: Context, dump: Dump, passed: Callback, told: bool = True
-) -> fx.GraphModule | Report:
-    """The graph that `begin` gives, which tells the context what is known of it, behind all passes; the report alone
+    begin: Callable[[], Captured], context: Context, dump: Dump, passed: Callback, told: bool = True
+) -> Captured | Report:
+    """What `begin` gives, which tells the context what is known of it, its graph behind all passes; the report alone
     where it is refused as a whole."""
     try:
-        flat = begin()
+        made = begin()
+        flat = made.graph
         context.inputs = flat.graph.find_nodes(op="placeholder")
         dump.captured(flat)
         Pipeline(LINE if context.mesh.size > 1 else ALONE, passed, told).run(flat, context)
     except GraphRefused as problem:
         return refused(problem.refusal.sentence, context.options, context.mesh, dump)
-    return flat
+    return made
 
 
 def refused(why: str, options: Options, mesh: Mesh, dump: Dump) -> Report:

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
 from ringopt.drivers.compile import Compiled, line_of_passes, tell
 from ringopt.errors import ProgramError
-from ringopt.frontend.capture import capture, known
+from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import sizes_of
 from ringopt.ir.nodes import is_tensor, op_name
 from ringopt.ir.printer import short
@@ -201,47 +201,48 @@ def lost_in_export(program: ExportedProgram) -> list[str]:
     return list(found.values())
 
 
-def captured_once(program: ExportedProgram) -> Callable[[], fx.GraphModule]:
+def captured_once(program: ExportedProgram) -> Callable[[], Captured]:
     """A call gives the flat graph of the program, to edit. Raises GraphRefused."""
 
     @cache
-    def captured() -> fx.GraphModule:
+    def captured() -> Captured:
         return capture(copy.deepcopy(program.graph_module), inputs_of(program), shape_env_of(program))
 
-    def copied() -> fx.GraphModule:
+    def copied() -> Captured:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Raw Sym")  # as in the pipeline
-            return copy.deepcopy(captured())
+            return dataclasses.replace(captured(), graph=copy.deepcopy(captured().graph))
 
     return copied
 
 
 def lowered(
-    program: ExportedProgram, captured: Callable[[], fx.GraphModule], options: Options, mesh: Mesh, told: bool = True
+    program: ExportedProgram, captured: Callable[[], Captured], options: Options, mesh: Mesh, told: bool = True
 ) -> Compiled:
     """What the passes make of the program for one place of a mesh."""
     context, dump = Context(options, mesh), Dump(options, mesh.rank)
 
-    def begin() -> fx.GraphModule:
-        gm = captured()
-        if any(claim.places for claim in gm.meta["claims"]):
+    def begin() -> Captured:
+        found = captured()
+        if any(claim.places for claim in found.claims):
             raise GraphRefused(
                 Refusal("a converted program cannot check the block tables of flex_attention at each run")
             )
-        context.values = {node: value for node, value in known(gm).items() if node.op == "get_attr"}
+        gm = found.begin(context)
+        context.values = {node: value for node, value in context.values.items() if node.op == "get_attr"}
         context.values |= lifted_constants(program, gm)
-        return gm
+        return found
 
     try:
-        flat = line_of_passes(begin, context, dump, dump.passed, told)
+        made = line_of_passes(begin, context, dump, dump.passed, told)
     except GuardOnDataDependentSymNode as problem:
         said = str(problem).splitlines()[0]
         raise ProgramError(f"something depends on how many rows a rank has: {said}") from problem
-    if isinstance(flat, Report):
-        return Compiled(None, flat)
-    report = report_of(flat.graph, context)
-    dump.done(report, flat)
-    return Compiled.of(flat, report, context) if context.shards else Compiled(None, report)
+    if isinstance(made, Report):
+        return Compiled(None, made)
+    report = report_of(made.graph.graph, context)
+    dump.done(report, made.graph)
+    return Compiled.of(made, report, context) if context.shards else Compiled(None, report)
 
 
 def inputs_of(program: ExportedProgram) -> list[Any]:

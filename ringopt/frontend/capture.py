@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,16 +33,32 @@ from ringopt.frontend.dynamic_shapes import open_value
 from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order
 from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
 from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.memory import note_memory
 from ringopt.ir.nodes import outputs_of, readable, value_of
 from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_arguments
 from ringopt.ops import operators
+from ringopt.pipeline import Context
 from ringopt.tensor.lazy import Lazy
 
 
-def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeEnv | None = None) -> fx.GraphModule:
+@dataclass(frozen=True)
+class Captured:
+    """A flat graph; its regions that are checkpointed; what it takes for granted of block tables among its inputs."""
+
+    graph: fx.GraphModule
+    regions: Regions
+    claims: Sequence[Claim]
+
+    def begin(self, context: Context) -> fx.GraphModule:
+        """The graph, of which `context` is told what is known."""
+        context.values, context.regions = known(self.graph), self.regions
+        return self.graph
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeEnv | None = None) -> Captured:
     """The flat ATen graph of `gm`, Dynamo's or an exported program's, with the same placeholders in the same order.
 
     Sizes are those of `example_inputs`; with a `shape_env`, that of `gm`, those that it left open stay so, and stand in
@@ -58,11 +75,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     inputs = [fake(open_value(node, value) if shape_env is not None else value, mode) for node, value in seen]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
         flex.with_mods(gm, lambda value: fake(value, mode))
-        flat = flatten(gm, inputs)
+        flat, regions = flatten(gm, inputs)
     into_arguments(flat.graph)
     note_strides(flat.graph)
     note_memory(flat.graph)
-    flat.meta["claims"] = claimed
     originals = given.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
     for node, original, given, value in placeholders:
@@ -73,7 +89,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         node._rename(readable(original.name))
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
-    return flat
+    return Captured(flat, regions, claimed)
 
 
 def unseen() -> AbstractContextManager[None]:
@@ -165,7 +181,7 @@ def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     return {node: value for node, value in (constants | inputs).items() if isinstance(value, torch.Tensor)}
 
 
-def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Regions]:
     book = Book(inputs=frozenset(x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)))
     try:
         flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
@@ -175,8 +191,7 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         why = f"a number or a size made by {error.func} is known only when the program runs; all sizes must be fixed"
         raise GraphRefused(Refusal(why)) from error
     flat.recompile()
-    flat.meta["regions"] = book.regions
-    return flat
+    return flat, book.regions
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:

@@ -16,6 +16,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
@@ -32,6 +33,9 @@ IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, "add
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 Symbols = dict[fx.Node, frozenset[str]]
+
+# Of graphs that were rewritten, the floats that are open: a graph that is compiled anew has none to be found.
+_opened: WeakKeyDictionary[fx.GraphModule, frozenset[str]] = WeakKeyDictionary()
 
 
 def floats_as_tensors(gm: fx.GraphModule) -> None:
@@ -62,7 +66,7 @@ def floats_as_tensors(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     if numbers:
-        gm.meta["open floats"] = frozenset[str]().union(*numbers.values())
+        _opened[gm] = frozenset[str]().union(*numbers.values())
         gm.recompile()
 
 
@@ -71,7 +75,7 @@ def left_open(gm: fx.GraphModule) -> Iterator[None]:
     """Around what compiles `gm`, rewritten: AOTAutograd has Dynamo fix the floats that it has not itself rewritten, but
     for those that it takes to be fixed already. What it asks to be fixed stays asked, for Dynamo starts again; once all
     is compiled nothing does, or floats of the same name would be fixed in every program to come."""
-    opened = gm.meta.get("open floats", frozenset()) - TensorifyState.force_specializations
+    opened = _opened.get(gm, frozenset()) - TensorifyState.force_specializations
     TensorifyState.force_specializations |= opened
     try:
         yield

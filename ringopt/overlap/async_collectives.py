@@ -40,7 +40,6 @@ from ringopt.overlap.reorder import (
     sources_among,
 )
 
-BUDGET = "budget"  # in the meta of a graph
 COLLECTIVES = ("gather", "reduce_from_group", "reduce_bucket")
 # What computes beside its messages.
 ATTENTIONS = (

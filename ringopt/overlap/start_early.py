@@ -36,7 +36,7 @@ from ringopt.ir.nodes import named, op_name, origin, shape_of, value_of
 from ringopt.ops import operators
 from ringopt.ops.dilated import Config as DilatedConfig
 from ringopt.ops.ring import Config
-from ringopt.overlap.async_collectives import BUDGET, Budget, collect_early
+from ringopt.overlap.async_collectives import Budget, collect_early
 from ringopt.overlap.collective_order import Lockstep, talks
 from ringopt.overlap.in_flight import first_bytes
 from ringopt.overlap.reorder import KEYS_FIRST, dependents_among, is_fixed, is_product, is_start, sources_among
@@ -224,26 +224,18 @@ def products_between(ticket: fx.Node, finish: fx.Node) -> list[fx.Node]:
     return [node for node in nodes[nodes.index(ticket) : nodes.index(finish)] if is_product(node)]
 
 
-def inductor_settings(gm: fx.GraphModule) -> dict[str, Any]:
+def inductor_settings(gm: fx.GraphModule, budget: Budget) -> dict[str, Any]:
     """For compile_fx, which hands them to the backward too, however late that is compiled; none for a graph of one
     process. What Inductor reorders to save memory it reorders by sizes, and these differ by rank."""
     if not any(map(talks, gm.graph.nodes)):
         return {}
-    return {"post_grad_custom_post_pass": InOrder(budget_of(gm)), "reorder_for_peak_memory": False}
+    return {"post_grad_custom_post_pass": InOrder(budget), "reorder_for_peak_memory": False}
 
 
-def budget_of(gm: fx.GraphModule) -> Budget:
-    """That which passes/schedule.py noted."""
-    found: Budget = gm.meta.get(BUDGET, Budget())
-    return found
-
-
-def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], budget: Budget) -> Callable[..., Any]:
     """torch's backend of that name, with graphs in which exchanges start early. A view may be a copy: fake kernels tell
     other strides than the real ones have (torch 2.13: elu_backward of operands that lie differently)."""
     from torch._dynamo.backends import debugging
-
-    budget = budget_of(gm)
 
     def ordered(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
@@ -89,12 +90,16 @@ def check_arrivals(context: Context, inputs: Sequence[fx.Node]) -> None:
     )
 
 
+# Of Dynamo's graphs, for it is there only when they are compiled first.
+_ends: WeakKeyDictionary[fx.GraphModule, bool] = WeakKeyDictionary()
+
+
 def ends_program(gm: fx.GraphModule) -> bool:
     """Whether what Dynamo's graph returns is what the compiled function returns: no break follows, in this function or
     in one that called it. False when in doubt."""
-    if "ends_program" not in gm.meta:  # noted, because Dynamo is there only when its graph is compiled first
-        gm.meta["ends_program"] = no_break_follows(gm)
-    return bool(gm.meta["ends_program"])
+    if gm not in _ends:
+        _ends[gm] = no_break_follows(gm)
+    return _ends[gm]
 
 
 def no_break_follows(gm: fx.GraphModule) -> bool:

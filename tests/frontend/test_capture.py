@@ -28,7 +28,7 @@ SAMPLE = ("llama_padded", "vit", "t5", "encoder_causal")
 def test_models_bit_for_bit(name):
     model, inputs = build(name, 13)
     gm, given = captured(model, **inputs)
-    flat = capture(gm, given)
+    flat = capture(gm, given).graph
     strange = {node.target for node in flat.graph.nodes if node.op == "call_function" and not is_operator(node)}
     assert {getattr(target, "__name__", target) for target in strange} <= {"getitem", "_set_grad_enabled"}
     assert "scaled_dot_product_attention" in map(op_name, flat.graph.nodes)
@@ -59,14 +59,14 @@ def test_regions_of_an_exported_program_are_written_out():
     x = torch.randn(3, 4, requires_grad=True)
     gm, inputs = captured(torch.export.export(Regions(), (x,)).module(), x)
     assert {"wrap_with_set_grad_enabled", "wrap_with_autocast"} <= set(map(op_name, gm.graph.nodes))
-    flat = capture(gm, inputs)
+    flat = capture(gm, inputs).graph
     assert not [node for node in flat.graph.nodes if "wrap" in op_name(node)]
     assert_same(flat, Regions(), inputs)
 
 
 def test_sizes_become_numbers():
     gm, inputs = captured(lambda x: F.softmax(x.view(x.shape[0], -1), -1), torch.randn(3, 4, 5))
-    assert [node.args[1] for node in capture(gm, inputs).graph.nodes if op_name(node) == "view"] == [[3, -1]]
+    assert [node.args[1] for node in capture(gm, inputs).graph.graph.nodes if op_name(node) == "view"] == [[3, -1]]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def step_of(build: Build, rank: int, p: int, training: bool, **options: Any) -> 
         made = transform(gm, inputs, chosen, Seat(rank, p, "h100"))
         assert made.graph is not None, made.report
         sites.extend(made.report.sites)
-        return inner(made.graph, examples(inputs, made.given), chosen, None)
+        return inner(made.graph, examples(inputs, made.given), chosen, None, made.budget)
 
     torch._dynamo.reset()
     model, inputs = build()

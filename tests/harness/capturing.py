@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.distributed.lookup import mesh_of
-from ringopt.frontend.capture import capture, known
+from ringopt.frontend.capture import capture
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
 from ringopt.pipeline import Context, Pass, Pipeline
@@ -22,8 +22,8 @@ def after(
     found: list[tuple[fx.GraphModule, Context]] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        flat, context = capture(gm, inputs), Context(Options(**options), mesh_of(f"pretend:0/{ranks}"))
-        context.values = known(flat)
+        context = Context(Options(**options), mesh_of(f"pretend:0/{ranks}"))
+        flat = capture(gm, inputs).begin(context)
         Pipeline(passes).run(flat, context)
         found.append((flat, context))
         flat.meta["inputs"] = inputs

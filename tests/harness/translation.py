@@ -22,7 +22,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.drivers.compile import transform
-from ringopt.frontend.capture import capture, known
+from ringopt.frontend.capture import Captured, capture
 from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.refusal import GraphRefused
 from ringopt.options import Options
@@ -97,18 +97,17 @@ def validate_graph(p: int, gm: fx.GraphModule, inputs: list[Any], tolerance: flo
     return Verdict(wrong[0] if wrong else "", made[0].report, graphs[0], results)
 
 
-def captured_once() -> Callable[..., fx.GraphModule]:
+def captured_once() -> Callable[..., Captured]:
     """`capture` for all ranks of one graph: it is not told of ranks, and takes a third of the time of the passes."""
-    kept: list[fx.GraphModule] = []
+    kept: list[Captured] = []
 
-    def captured(gm: fx.GraphModule, inputs: Sequence[Any], shape_env: Any = None) -> fx.GraphModule:
-        flat = kept[0] if kept else capture(gm, inputs, shape_env)
+    def captured(gm: fx.GraphModule, inputs: Sequence[Any], shape_env: Any = None) -> Captured:
+        made = kept[0] if kept else capture(gm, inputs, shape_env)
         # What else passes write to is not copied with a graph: regions, backwards of their own, the guards of sizes.
-        if shape_env is None and not flat.meta["regions"].made and not custom_gradients(flat.graph):
-            kept[:] = [flat]
-            flat = _LazyGraphModule(flat, copy.deepcopy(flat.graph))
-            flat.meta.update(kept[0].meta)
-        return flat
+        if shape_env is None and not made.regions.made and not custom_gradients(made.graph.graph):
+            kept[:] = [made]
+            made = replace(made, graph=_LazyGraphModule(made.graph, copy.deepcopy(made.graph.graph)))
+        return made
 
     return captured
 
@@ -121,8 +120,7 @@ def validate_function(p: int, function: Callable[..., Any], inputs: list[Any], *
     shared = Context(chosen, Seat(0, p))
     try:
         program = call_of(function, len(inputs), len(function(*inputs)))
-        flat = capture(program, inputs)
-        shared.values = known(flat)
+        flat = capture(program, inputs).begin(shared)
         Pipeline(UNDERSTAND).run(flat, shared)
         made = [of_rank(flat, shared, Seat(rank, p)) for rank in range(p)]
     except GraphRefused as refused:
@@ -130,7 +128,7 @@ def validate_function(p: int, function: Callable[..., Any], inputs: list[Any], *
         return Verdict("", report, fx.GraphModule({}, fx.Graph()), [])
     results = run_on_threads(p, lambda mesh: values_and_gradients(made[mesh.rank][0], inputs))
     wrong = [f"rank {rank}: {said}" for rank, found in enumerate(results) if (said := difference(expected, found))]
-    if wrong and is_unstable(capture(program, inputs), inputs, expected):  # `flat` is what the passes made of it
+    if wrong and is_unstable(capture(program, inputs).graph, inputs, expected):  # `flat` is what the passes made of it
         wrong = []
     return Verdict(wrong[0] if wrong else "", report_of(made[0][0].graph, made[0][1]), made[0][0], results)
 

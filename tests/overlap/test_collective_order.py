@@ -7,6 +7,7 @@ from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.ops import operators as ops
+from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.collective_order import Lockstep, talks
 from ringopt.overlap.start_early import InOrder, inductor_settings
 
@@ -18,7 +19,7 @@ def test_each_operator_waits_for_the_one_before():
         )
 
     gm = make_fx(program, tracing_mode="fake")(torch.randn(4))
-    settings = inductor_settings(gm)
+    settings = inductor_settings(gm, Budget())
     assert isinstance(settings["post_grad_custom_post_pass"], InOrder)
     assert settings["reorder_for_peak_memory"] is False
     first = next(node for node in gm.graph.nodes if talks(node))
@@ -29,4 +30,4 @@ def test_each_operator_waits_for_the_one_before():
 
 
 def test_a_graph_without_messages_is_left_to_inductor():
-    assert inductor_settings(make_fx(lambda x: x.exp())(torch.randn(4))) == {}
+    assert inductor_settings(make_fx(lambda x: x.exp())(torch.randn(4)), Budget()) == {}

@@ -16,7 +16,7 @@ from ringopt.ir.nodes import op_name
 from ringopt.options import Options
 from ringopt.overlap.collective_order import sends
 from ringopt.overlap.reorder import flops_of, is_product, is_start
-from ringopt.overlap.start_early import budget_of, finish_of, order
+from ringopt.overlap.start_early import finish_of, order
 from ringopt.planner.liveness import partitioned
 from tests.harness.translation import Seat, captured, difference, values_and_gradients
 from tests.overlap.test_async_collectives import Beside, Outputs
@@ -42,12 +42,12 @@ def test_whatever_is_computed_again(model: type[nn.Module], shard: str) -> None:
     found = set()
     for budget in (1.0, 0.3):
         for rank in (0, 2):
-            flat = transform(gm, inputs, Options(strategy="ring", shard=shard), Seat(rank, 3)).graph
-            assert flat is not None
+            made = transform(gm, inputs, Options(strategy="ring", shard=shard), Seat(rank, 3))
+            assert made.graph is not None
             with functorch.patch(activation_memory_budget=budget, activation_memory_budget_runtime_estimator="flops"):
-                parts = partitioned(flat)
+                parts = partitioned(made.graph)
             for part in parts:
-                order(part.graph, budget_of(flat))
+                order(part.graph, made.budget)
                 assert all(finish_of(start) in part.graph.nodes for start in filter(is_start, part.graph.nodes))
             found.add(str([posted(part.graph) for part in parts]))
     assert len(found) == 1, found

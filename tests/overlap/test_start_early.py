@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from ringopt.drivers.compile import transform
 from ringopt.errors import RingMismatchError
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
+from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.start_early import aot_eager, gap_before, inductor_settings
 from ringopt.passes import sync_gradients
 from ringopt.runtime.graph_boundary import examples
@@ -88,7 +90,7 @@ def on_ranks(p: int, model: nn.Module, x: Tensor, runner: Callable[..., Any], **
     gm, inputs = captured(model, x)
     chosen = Options(inner_backend="aot_eager", **options)
     made = [transform(gm, inputs, chosen, Seat(rank, p)) for rank in range(p)]
-    runs = [inner(one.graph, examples(inputs, one.given), chosen, None) for one in made]
+    runs = [inner(one.graph, examples(inputs, one.given), chosen, None, one.budget) for one in made]
     expected = values_and_gradients(gm, inputs)
     found = run_on_threads(p, lambda mesh: runner(runs[mesh.rank], inputs))
     return [(one, expected) for one in found], made[0].report
@@ -331,7 +333,7 @@ def test_on_ranks(ranks: Any, inner_backend: str, dynamic: bool | None) -> None:
 
 def test_settings_stay_with_the_graphs_of_ringopt() -> None:
     before = torch._inductor.config.reorder_for_peak_memory
-    assert inductor_settings(torch.fx.symbolic_trace(lambda x: x + 1)) == {}
+    assert inductor_settings(torch.fx.symbolic_trace(lambda x: x + 1), Budget()) == {}
     assert torch._inductor.config.reorder_for_peak_memory is before
     assert torch._inductor.config.post_grad_custom_post_pass is None
 
@@ -340,6 +342,6 @@ def test_views_where_fake_strides_are_not_the_real_ones() -> None:
     """The gradient of elu lies in memory as the gradient behind it does; its fake kernel follows the operand."""
     x = torch.randn(2, 24, requires_grad=True)
     elu = lambda x: F.elu(x.view(2, 3, 8).transpose(1, 2)).contiguous()  # noqa: E731
-    y = torch.compile(elu, backend=aot_eager)(x)
+    y = torch.compile(elu, backend=partial(aot_eager, budget=Budget()))(x)
     (found,), (expected,) = (torch.autograd.grad(out, x, torch.ones(2, 8, 3)) for out in (y, elu(x)))
     torch.testing.assert_close(found, expected)

@@ -119,7 +119,8 @@ def shuffled(gm: fx.GraphModule, inputs: list[Any], seed: int) -> tuple[fx.Graph
 
 def canonical(gm: fx.GraphModule, inputs: list[Any]) -> tuple[str, list[list[str]], str]:
     """The text, who reads each node, and what all passes make of it."""
-    flat, context = capture(gm, inputs), Context(Options(strategy="ring"), mesh_of("pretend:0/2"))
+    context = Context(Options(strategy="ring"), mesh_of("pretend:0/2"))
+    flat = capture(gm, inputs).begin(context)
     readers: list[list[str]] = []
 
     def passed(step: Any, gm: fx.GraphModule) -> None:
@@ -127,8 +128,9 @@ def canonical(gm: fx.GraphModule, inputs: list[Any]) -> tuple[str, list[list[str
             readers.extend([user.name for user in node.users] for node in gm.graph.nodes)
 
     Pipeline(LINE, passed).run(flat, context)
-    flat.meta["order"].apply(flat.graph)
-    return flat.meta["program"].text, readers, "\n".join(map(str, flat.graph.nodes))
+    assert context.canonical is not None and context.program is not None
+    context.canonical.apply(flat.graph)
+    return context.program.text, readers, "\n".join(map(str, flat.graph.nodes))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -146,9 +148,10 @@ def test_what_is_computed_is_in_the_text() -> None:
 
     def text(function: Callable[..., Any]) -> str:
         gm, inputs = captured(function, *small())
-        flat = capture(gm, inputs)
-        Pipeline((Normalize(), Canonicalize())).run(flat, Context(Options(), mesh_of("pretend:0/2")))
-        return str(flat.meta["program"].text)
+        context = Context(Options(), mesh_of("pretend:0/2"))
+        Pipeline((Normalize(), Canonicalize())).run(capture(gm, inputs).begin(context), context)
+        assert context.program is not None
+        return str(context.program.text)
 
     texts = [
         text(lambda x, y: x * 2 - y),

@@ -18,7 +18,7 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.drivers.compile import transform
 from ringopt.errors import OptionError
 from ringopt.expr.mask import Mask
-from ringopt.frontend.capture import capture, known
+from ringopt.frontend.capture import capture
 from ringopt.ir.nodes import argument, op_name
 from ringopt.options import Options
 from ringopt.passes import UNDERSTAND
@@ -149,8 +149,8 @@ DROPPED: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", DROPPED)
 def test_dropout_drops_the_same_weights_on_any_number_of_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gm, given = captured(model(DROPPED[name]), *inputs())
-    one, context = capture(gm, given), Context(Options(), mesh_of("pretend:0/1"))
-    context.values = known(one)
+    context = Context(Options(), mesh_of("pretend:0/1"))
+    one = capture(gm, given).begin(context)
     Pipeline(UNDERSTAND).run(one, context)
     expected = values_and_gradients(with_seed(one), given)
     for p, options in ((2, Options()), (3, Options(layout="zigzag", strategy="gather"))):

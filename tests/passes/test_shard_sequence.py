@@ -175,7 +175,8 @@ def changed_by_sharding(module, options):
         seen[step.name] = short(gm.graph)
 
     gm, given = captured(module, torch.randn(1, 10, 4))
-    Pipeline(LINE, keep).run(capture(gm, given), Context(options, Seat(0, 2)))
+    context = Context(options, Seat(0, 2))
+    Pipeline(LINE, keep).run(capture(gm, given).begin(context), context)
     return changes(seen["choose_strategy"], seen["shard_sequence"])
 
 

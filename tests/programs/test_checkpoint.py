@@ -109,9 +109,10 @@ def test_numbers(how):
 
 def test_the_captured_graph_is_the_program():
     gm, given = captured(Blocks("nested").double(), data())
-    flat = capture(gm, given)
+    made = capture(gm, given)
+    flat = made.graph
     regions = {node.meta["ac_graph_id"] for node in flat.graph.nodes if "ac_graph_id" in node.meta}
-    assert regions == {0, 1, 2, 3} and {region.outermost for region in flat.meta["regions"].made.values()} == {0, 2}
+    assert regions == {0, 1, 2, 3} and {region.outermost for region in made.regions.made.values()} == {0, 2}
     assert_same(flat, gm, given)
 
 

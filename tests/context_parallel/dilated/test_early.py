@@ -52,8 +52,8 @@ def test_keys_travel_before_the_queries_are_projected() -> None:
     chosen = Options(inner_backend="aot_eager", segment_lengths=(4, 13), dilation_rates=(1, 2))
 
     def on(p: int) -> list[tuple[list[Tensor], list[str]]]:
-        made = [transform(gm, inputs, chosen, Seat(rank, p)).graph for rank in range(p)]
-        runs = [inner(flat, inputs, chosen, None) for flat in made]
+        made = [transform(gm, inputs, chosen, Seat(rank, p)) for rank in range(p)]
+        runs = [inner(one.graph, inputs, chosen, None, one.budget) for one in made]
         return run_on_threads(p, lambda mesh: ordered(runs[mesh.rank], inputs))
 
     ((alone, _),) = on(1)

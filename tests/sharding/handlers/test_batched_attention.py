@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import ringopt
 from ringopt.distributed.lookup import mesh_of
 from ringopt.drivers.compile import transform
-from ringopt.frontend.capture import capture, known
+from ringopt.frontend.capture import capture
 from ringopt.options import Options
 from ringopt.passes import UNDERSTAND
 from ringopt.pipeline import Context, Pipeline
@@ -136,8 +136,8 @@ def test_dilated_attention_of_windows_that_drops_weights_is_computed_whole():
 def dropped_alike(p, model, given, **options):
     """The report, after p ranks have been compared with one process, all with one seed."""
     gm, given = captured(model, *given)
-    one, context = capture(gm, given), Context(Options(**options), mesh_of("pretend:0/1"))
-    context.values = known(one)
+    context = Context(Options(**options), mesh_of("pretend:0/1"))
+    one = capture(gm, given).begin(context)
     Pipeline(UNDERSTAND).run(one, context)
     expected = values_and_gradients(with_seed(one), given)
     made = [transform(gm, given, Options(**options), Seat(rank, p)) for rank in range(p)]

@@ -91,7 +91,7 @@ class Training:
             with patch.object(sync_gradients, "BUCKET", BUCKET):
                 made = transform(gm, inputs, options, mesh)
             assert made.graph is not None, made.report
-            run = inner(made.graph, examples(inputs, made.given), options, None)
+            run = inner(made.graph, examples(inputs, made.given), options, None, made.budget)
             self._runs.append(lambda: run(*inputs))
             return gm.forward
 

@@ -130,7 +130,7 @@ def compiled(model: Model, x: Tensor, mesh: Mesh, early: bool) -> Callable[[], T
         for node in made.graph.graph.nodes:
             if op_name(node) == "ring_attention" and not early:
                 node.kwargs = {name: given for name, given in node.kwargs.items() if name != "early"}
-        run = inner(made.graph, examples(inputs, made.given), options, None)
+        run = inner(made.graph, examples(inputs, made.given), options, None, made.budget)
         runs.append(lambda: run(*inputs))
         return run
 
