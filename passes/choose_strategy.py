@@ -145,13 +145,15 @@ def layouts_of_axes(
     one: Layouts, why: str, spread: Sequence[fx.Node], context: Context, rates: Rates
 ) -> tuple[Layouts, str]:
     """Of sequences of several lengths, each its own; `one` and `why` are those of all of them together."""
-    axes = {formula(length): length for node in spread for length in lengths(node, context)}
+    every = [length for node in spread for length in lengths(node, context)]
+    decided = [bool(length >= 2 * context.mesh.size) for length in every]  # before formulas: it may fix a length
+    axes = {formula(length): length for length in every}
     if len(axes) == 1:
         return one, why
-    enough = {axis: bool(length >= 2 * context.mesh.size) for axis, length in axes.items()}
+    enough = {formula(length): long for length, long in zip(every, decided, strict=True)}
     sites = [(case_of(node, context), *map(formula, lengths(node, context))) for node in spread]
     chosen, said = choose_layouts(one.name, sites, enough, looked_at(context), asked_strategy(context), rates)
-    return Layouts(one.name, tuple(chosen.items())), said or why
+    return Layouts(one.name, tuple((axes[axis], layout) for axis, layout in chosen.items())), said or why
 
 
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:

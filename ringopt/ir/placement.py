@@ -52,15 +52,16 @@ class Sharded:
 class Layouts:
     """The layout of each sequence, by its length: values of equally many rows line up, whatever they were cut from.
 
-    `axes`: of sequences that are attended over, formula of the length -> layout. What is cut from one, or joined, has
-    the layout of the nearest; with none of a known length, and of an open one, `name`.
+    `axes`: of sequences that are attended over, length and layout. What is cut from one, or joined, has the layout of
+    the nearest; with none of a known length, and of an open one, `name`. A guard may fix a length later: by its formula
+    it is looked for as that is now.
     """
 
     name: str = "contiguous"
-    axes: tuple[tuple[object, str], ...] = ()
+    axes: tuple[tuple[int, str], ...] = ()
 
     def of(self, length: int) -> str:
-        at, axes = formula(length), dict(self.axes)
+        at, axes = formula(length), {formula(axis): layout for axis, layout in self.axes}
         if at in axes:
             return axes[at]
         known = [axis for axis in axes if isinstance(axis, int)] if isinstance(at, int) else []

@@ -95,4 +95,5 @@ def rows_of(messages: Iterable[Message], cargo: Cargo) -> int:
 def row_of(body: fx.Node, number: int) -> int:
     """Bytes of a row of all KV heads, in numbers of `number` bytes."""
     k, v = (value_of(named(body, name)) for name in ("k", "v"))
-    return int(at_hand(k.shape[0]) * k.shape[1] * (k.shape[3] + v.shape[3]) * number)
+    batch, heads, width = map(at_hand, (k.shape[0], k.shape[1], k.shape[3] + v.shape[3]))
+    return batch * heads * width * number

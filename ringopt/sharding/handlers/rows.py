@@ -38,12 +38,17 @@ def select(sharder: Sharder, node: fx.Node) -> bool:
     if place is None or dim % len(shape_of(x)) != place.dim:
         return False
     index = place_of(index, place.size)
-    outer, rest = divmod(index, place.length * place.inner) if place.outer > 1 else (0, index)
-    row, inner = divmod(rest, place.inner) if place.inner > 1 else (rest, 0)
+    outer, rest = parted(index, place.length * place.inner) if place.outer > 1 else (0, index)
+    row, inner = parted(rest, place.inner) if place.inner > 1 else (rest, 0)
     rows = Steps(sharder, node).fetch(sharder.values[x], place, taken((row, 1, 1)), None)
     args = (rows, place.dim, outer * place.inner + inner)
     sharder.set(node, sharder.call(aten.select.int, args, node, None), None)
     return True
+
+
+def parted(index: int, size: int) -> tuple[int, int]:
+    """`divmod`, which takes no open sizes."""
+    return index // size, index % size
 
 
 def slice_(sharder: Sharder, node: fx.Node) -> bool:
