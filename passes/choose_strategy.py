@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, text_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
@@ -25,9 +26,8 @@ from ringopt.cost.simulate import Heads
 from ringopt.distributed.agreed_rates import agreed_rates
 from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.errors import OptionError
-from ringopt.expr.mask import Mask
 from ringopt.hardware.rates import Rates, cautious, rates_of
-from ringopt.ir.nodes import op_name, requires_grad, shape_of, source_line, value_of
+from ringopt.ir.nodes import named, op_name, requires_grad, shape_of, source_line, value_of
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand, formula, is_open
 from ringopt.kernels.choose import choose as choose_kernel
@@ -55,7 +55,7 @@ class ChooseStrategy(Pass):
             context.given.clear()
         for node, info in sites.items():
             info.notes += [why] if why else []
-            if is_dilated(node.args[7]):
+            if is_dilated(AttentionCall.of(node).pattern):
                 choose_dilated(node, info, context)
             else:
                 choose_for(node, info, context)
@@ -80,13 +80,13 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
 
 def lengths(node: fx.Node, context: Context) -> tuple[int, int]:
     """Of queries and keys. A program for any number of ranks holds them against that number when it runs."""
-    q, k = shape_of(node.args[0])[2], shape_of(node.args[1])[2]
+    q, k = AttentionCall.of(node).rows
     return (at_hand(q), at_hand(k)) if context.mesh.name == ANY else (q, k)
 
 
 def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
     options, ranks = context.options, context.mesh.size
-    far = Mask.parse(node.args[8]).far
+    far = AttentionCall.of(node).mask_term.far
     if far is not None:
         return f"its scores go through a function that holds {far:g}; beside such a number partial sums are not exact"
     queries, keys = lengths(node, context)
@@ -126,13 +126,14 @@ def layouts_for(sites: dict[fx.Node, SiteInfo], context: Context) -> tuple[Layou
     given = {where.layout for where in context.given.values()}
     if len(given) == 1 and (enough or not sites) and context.options.strategy != "halo":
         return Layouts(given.pop()), ""
-    rates, dilated = rates_for(context, *sites) if spread else None, any(is_dilated(node.args[7]) for node in spread)
+    thinned = [node for node in spread if is_dilated(AttentionCall.of(node).pattern)]
+    rates, dilated = rates_for(context, *sites) if spread else None, bool(thinned)
     if rates is None or (dilated and not enough):
         return Layouts(), ""
-    if all(is_dilated(node.args[7]) for node in spread):
+    if len(thinned) == len(spread):
         name, why = dilated_layout(spread, context, looked_at(context), rates)
         return Layouts(name), why
-    cases = [case_of(node, context) for node in spread if not is_dilated(node.args[7])]
+    cases = [case_of(node, context) for node in spread if node not in thinned]
     name, why = "contiguous", ""
     if enough:
         name, why = choose_layout(cases, looked_at(context), asked_strategy(context), tuple(LAYOUTS), rates)
@@ -157,7 +158,7 @@ def layouts_of_axes(
 
 
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
-    q, k, v = (value_of(operand) for operand in node.args[:3])
+    q, k, v = AttentionCall.of(node).values
     info.layout = text_of(*map(context.layouts.of, lengths(node, context)))
     info.strategy = asked_strategy(context)
     if info.whole:
@@ -195,13 +196,13 @@ def over_nodes(plan: HeadExchange, heads: Heads, rank: int) -> str:
 def case_of(node: fx.Node, context: Context) -> Case:
     """What the prediction looks at: where lengths are open, those at hand. Scores that a function changes, and dropped
     weights, are computed in products."""
-    q, k, v = (value_of(operand) for operand in node.args[:3])
+    call = AttentionCall.of(node)
+    q, k, v = call.values
     kernel, _reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
-    dropped = node.args[9] > 0
-    by = "math" if dropped or Mask.parse(node.args[8]).score is not None else kernel.name
+    by = "math" if call.dropout_p > 0 or call.mask_term.score is not None else kernel.name
     training = torch.is_grad_enabled() and context.carries[node]
     q_length, kv_length = map(at_hand, lengths(node, context))
-    return Case(node.args[7], q_length, kv_length, Heads.of(q, k, v, by), training, node.args[8])
+    return Case(call.pattern, q_length, kv_length, Heads.of(q, k, v, by), training, call.mask)
 
 
 def looked_at(context: Context) -> int:
@@ -211,7 +212,7 @@ def looked_at(context: Context) -> int:
 
 def rates_for(context: Context, *sites: fx.Node) -> Rates:
     """Those that the ranks agreed on; a program for any machine is made for none in particular."""
-    query, mesh = value_of(sites[0].args[0]), context.mesh
+    query, mesh = value_of(named(sites[0], "q")), context.mesh
     if mesh.name == ANY:
         return cautious()
     if isinstance(mesh, PretendedMesh) and mesh.hardware is not None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.calls import AttentionCall
 from ringopt.expr.bands import Known
 from ringopt.expr.evaluate import evaluate
 from ringopt.expr.mask import places
@@ -47,14 +48,15 @@ class ClassifyMask(Pass):
         for node, info in context.sites.items():
             if node.target is not operators.attention.default:
                 continue
-            if node.args[3] is None or node.args[7] != "full":
+            call = AttentionCall.of(node)
+            if call.attn_mask is None or call.pattern != "full":
                 continue
-            found = reader.read(node)
+            found = reader.read(call, call.attn_mask)
             if isinstance(found, Refusal):
                 info.pattern, info.refusal = "mask", found.sentence
                 continue
-            q, k, v, _given, _sources, sinks, seed, _pattern, _mask, *how = node.args
-            node.args = (q, k, v, None, list(found.sources), sinks, seed, found.pattern, found.mask.text, *how)
+            read = {"sources": list(found.sources), "pattern": found.pattern, "mask": found.mask.text}
+            call.replace(attn_mask=None, **read).write(node)
             info.pattern = found.name
             info.notes += found.notes
 
@@ -67,9 +69,8 @@ class Reader:
         self.carries = requires_grad(graph)
         self.found: dict[tuple[object, ...], Reading | Refusal] = {}
 
-    def read(self, site: fx.Node) -> Reading | Refusal:
-        q, k, given = site.args[0], site.args[1], site.args[3]
-        sizes = dict(zip("bhqk", (*shape_of(q)[:3], shape_of(k)[2]), strict=True))
+    def read(self, call: AttentionCall, given: fx.Node) -> Reading | Refusal:
+        sizes = dict(zip("bhqk", (*shape_of(call.q)[:3], call.rows[1]), strict=True))
         key = (given, *map(formula, sizes.values()))
         if key not in self.found:
             self.found[key] = self.reading(given, Cone(self.constants, sizes))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import Dilation, dilation_of, is_dilated
 from ringopt.dims.origin import origins
 from ringopt.expr.bands import split
@@ -42,18 +43,18 @@ class Dilate(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         tables: dict[tuple[object, ...], fx.Node] = {}
         for node, info in context.sites.items():
-            if node.target is attention and is_dilated(node.args[7]):
-                info.pattern = node.args[7]
-            elif context.options.dilates:
-                found = readable(node, info)
-                if isinstance(found, str):
-                    info.not_dilated = found
-                    continue
-                rewrite(node, found, context, tables)
-                info.pattern = node.args[7]
-            else:
+            already = node.target is attention and is_dilated(AttentionCall.of(node).pattern)
+            if not already and not context.options.dilates:
                 continue
-            info.notes += filter(None, told(dilation_of(info.pattern), *map(at_hand, shape_of(node.args[0])[1:3])))
+            found = None if already else readable(node, info)
+            if isinstance(found, str):
+                info.not_dilated = found
+                continue
+            if found is not None:
+                rewrite(node, found, context, tables)
+            call = AttentionCall.of(node)
+            info.pattern = call.pattern
+            info.notes += filter(None, told(dilation_of(info.pattern), *map(at_hand, shape_of(call.q)[1:3])))
 
 
 def told(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
@@ -78,15 +79,15 @@ def readable(node: fx.Node, info: SiteInfo) -> Hidden | str:
     """What its mask hides, or why the site cannot be dilated."""
     if info.refusal is not None or node.target is not attention:
         return info.refusal or "it was not read"
-    q, k, v, given, _sources, _sinks, _seed, pattern, text, *_ = node.args
-    queries, keys = shape_of(q)[2], shape_of(k)[2]
+    call = AttentionCall.of(node)
+    queries, keys = call.rows
     if queries != keys:
         return f"it is no self-attention: {queries} queries look at {keys} keys"
-    if looks_elsewhere(q, k, v):
+    if looks_elsewhere(*call.operands):
         return "it is no self-attention: keys and values come from where the queries do not"
-    if given is not None:
+    if call.attn_mask is not None:
         return "its mask is a tensor that was not read"
-    return hidden(pattern, Mask.parse(text))
+    return hidden(call.pattern, call.mask_term)
 
 
 def looks_elsewhere(q: fx.Node, k: fx.Node, v: fx.Node) -> bool:
@@ -116,7 +117,7 @@ def hidden(pattern: str, mask: Mask) -> Hidden | str:
 
 
 def rewrite(node: fx.Node, found: Hidden, context: Context, tables: dict[tuple[object, ...], fx.Node]) -> None:
-    options, (q, k, v, _given, sources, sinks, seed, _pattern, _mask, *how) = context.options, node.args
+    options, call = context.options, AttentionCall.of(node)
     lengths, rates = options.segment_lengths, options.dilation_rates
     assert lengths is not None and rates is not None
     pattern = Dilation(lengths, rates, found.causal, options.dilation_offsets).text
@@ -124,14 +125,14 @@ def rewrite(node: fx.Node, found: Hidden, context: Context, tables: dict[tuple[o
     def condition(term: Term | None, rows: str) -> fx.Node | None:
         if term is None:
             return None
-        text, batch = json.dumps(dumps(term)), shape_of(q)[0] if "b" in term.axes else 1
-        key = (text, rows, batch, shape_of(k)[2], *sources)
+        text, batch = json.dumps(dumps(term)), shape_of(call.q)[0] if "b" in term.axes else 1
+        key = (text, rows, batch, call.rows[1], *call.sources)
         if key not in tables:
-            tables[key] = table(node, list(sources), text, rows, batch)
+            tables[key] = table(node, list(call.sources), text, rows, batch)
         return tables[key]
 
     seen, sees = condition(found.seen, "k"), condition(found.sees, "q")
-    node.args = (q, k, v, seen, [], sinks, seed, pattern, "", *how)
+    call.replace(attn_mask=seen, sources=[], pattern=pattern, mask="").write(node)
     if sees is not None:
         with node.graph.inserting_after(node):
             kept = emit(node.graph, torch.ops.aten.where.ScalarOther, (sees, node, 0.0), node)
@@ -140,7 +141,7 @@ def rewrite(node: fx.Node, found: Hidden, context: Context, tables: dict[tuple[o
 
 def table(node: fx.Node, sources: list[fx.Node], text: str, rows: str, batch: int) -> fx.Node:
     """The condition `text` for each key, [batch, 1, 1, keys], or for each query, [batch, 1, queries, 1]."""
-    length = shape_of(node.args[1])[2]
+    length = AttentionCall.of(node).rows[1]
     with node.graph.inserting_before(node):
         column = emit(node.graph, operators.tabulate.default, (sources, text, rows, [batch, 1, length]), node)
         if rows == "q":

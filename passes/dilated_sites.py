@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.layouts import LAYOUTS
 from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
 from ringopt.context_parallel.plan.exchange import Cargo
@@ -18,7 +19,6 @@ from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.choose import CLOSE, duration
 from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates
-from ringopt.ir.nodes import shape_of, value_of
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.kernels.choose import choose
 from ringopt.pipeline import Context, SiteInfo
@@ -37,8 +37,9 @@ def dilated_layout(sites: Sequence[fx.Node], context: Context, ranks: int, rates
 
 def seconds(node: fx.Node, context: Context, layout: str, ranks: int, rates: Rates) -> float:
     """Of the slowest rank: what it computes, with what it sends hidden behind that as far as may be."""
-    q, k, v = (value_of(operand) for operand in node.args[:3])
-    plan, shape = plan_of(node, context, layout, ranks), "causal" if "causal" in node.args[7] else "full"
+    call = AttentionCall.of(node)
+    q, k, v = call.values
+    plan, shape = plan_of(node, context, layout, ranks), "causal" if "causal" in call.pattern else "full"
     kernel, _reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     speed = rates.tile(kernel.name, str(q.dtype).removeprefix("torch."), False, shape)
     return max(
@@ -52,8 +53,9 @@ def seconds(node: fx.Node, context: Context, layout: str, ranks: int, rates: Rat
 
 def choose_dilated(node: fx.Node, info: SiteInfo, context: Context) -> None:
     """Fills in `info`."""
-    q, k, v = (value_of(operand) for operand in node.args[:3])
-    layout = context.layouts.of(shape_of(node.args[0])[2])
+    call = AttentionCall.of(node)
+    q, k, v = call.values
+    layout = context.layouts.of(call.rows[0])
     plan = plan_of(node, context, layout, context.mesh.size)
     kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.layout, info.strategy, info.kernel = layout, plan.strategies, kernel.name
@@ -64,27 +66,28 @@ def choose_dilated(node: fx.Node, info: SiteInfo, context: Context) -> None:
 def plan_of(node: fx.Node, context: Context, layout: str, ranks: int) -> DilatedPlan:
     """Of the length at hand. Raises OptionError, which names the site, for a strategy that dilated attention has
     not."""
-    q, k = node.args[:2]
-    sizes = (at_hand(shape_of(q)[2]), shape_of(q)[1], shape_of(k)[1])
+    call = AttentionCall.of(node)
+    sizes = (at_hand(call.rows[0]), *call.heads)
     try:
-        return dilated_plan_of(node.args[7], *sizes, ranks, layout, context.options.strategy)
+        return dilated_plan_of(call.pattern, *sizes, ranks, layout, context.options.strategy)
     except OptionError as error:
         raise OptionError(f"site {context.sites[node].module or node.name}: {error}") from error
 
 
 def row_bytes(node: fx.Node) -> int:
     """Of one row of one KV head, with its value."""
-    k, v = (value_of(operand) for operand in node.args[1:3])
+    _q, k, v = AttentionCall.of(node).values
     return int(at_hand(k.shape[0]) * (k.shape[-1] + v.shape[-1]) * k.element_size())
 
 
 def spared(node: fx.Node, plan: DilatedPlan, context: Context) -> str:
     """Of all ranks together."""
-    length, ranks, row = at_hand(shape_of(node.args[0])[2]), context.mesh.size, row_bytes(node)
-    pattern, layout = "causal" if plan.dilation.causal else "full", context.layouts.of(shape_of(node.args[0])[2])
+    call = AttentionCall.of(node)
+    length, ranks, row = at_hand(call.rows[0]), context.mesh.size, row_bytes(node)
+    pattern, layout = "causal" if plan.dilation.causal else "full", context.layouts.of(call.rows[0])
     ring = exchange_of(pattern, length, length, ranks, layout, layout, "ring")
     sent = sum(plan.sent_rows(rank, Cargo.OUT) for rank in range(ranks)) * row
     return (
         f"all ranks together send {readable(sent)} a forward, where a ring of {pattern} attention would send "
-        f"{readable(ring.volume * shape_of(node.args[1])[1] * row)}"
+        f"{readable(ring.volume * call.heads[1] * row)}"
     )

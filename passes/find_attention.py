@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.ir.nodes import emit, module_path, shape_of, source_line, value_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ops import operators
@@ -54,7 +55,8 @@ class FindAttention(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node in list(gm.graph.nodes):
             if node.target is operators.attention.default:  # a module of ringopt/nn.py
-                context.sites[node] = SiteInfo(module_path(node), "ringopt", node.args[7], False, source_line(node))
+                pattern = AttentionCall.of(node).pattern
+                context.sites[node] = SiteInfo(module_path(node), "ringopt", pattern, False, source_line(node))
             if node.target is not aten.scaled_dot_product_attention.default:
                 continue
             site = Sdpa.of(node)

@@ -23,10 +23,10 @@ from functools import partial
 import torch
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall, DilatedCall, RingCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
 from ringopt.distributed.mesh import ANY
-from ringopt.expr.mask import Mask
 from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.memory import base_of, shared_outputs
 from ringopt.ir.nodes import (
@@ -135,14 +135,16 @@ def demands(context: Context) -> Iterator[Demand]:
         info = context.sites[node]
         yield from operands(node, info)
         if info.whole != "queries":
-            rows = Mask.parse(node.args[8]).row_dims
-            yield from ((node.args[4][i], Sharded(dim, 1, shape_of(node.args[0])[2], 1)) for i, dim in rows.items())
+            call = AttentionCall.of(node)
+            rows = call.mask_term.row_dims
+            yield from ((call.sources[i], Sharded(dim, 1, call.rows[0], 1)) for i, dim in rows.items())
 
 
 def in_windows(context: Context) -> Iterator[tuple[bool, Iterator[Demand]]]:
     """The same of q, k and v, for each site; and whether it may be spread over the batch instead."""
     for node in sharded_sites(context):
-        yield not is_dilated(node.args[7]) and not told_apart(node), operands(node, context.sites[node])
+        parts = not is_dilated(AttentionCall.of(node).pattern) and not told_apart(node)
+        yield parts, operands(node, context.sites[node])
 
 
 def sharded_sites(context: Context) -> Iterator[fx.Node]:
@@ -151,7 +153,7 @@ def sharded_sites(context: Context) -> Iterator[fx.Node]:
 
 
 def operands(node: fx.Node, info: SiteInfo) -> Iterator[Demand]:
-    sides = zip(node.args[:3], ("queries", "keys", "keys"), strict=True)
+    sides = zip(AttentionCall.of(node).operands, ("queries", "keys", "keys"), strict=True)
     yield from ((x, Sharded(2, 1, shape_of(x)[2], 1)) for x, side in sides if info.whole != side)
 
 
@@ -241,62 +243,77 @@ GATHERED = "what is spread stands beside its rows, and it cannot be attended to 
 
 # ---- attention -----------------------------------------------------------------------------------------------------
 def attend(sharder: Sharder, node: fx.Node, context: Context) -> bool:
-    q, k, v, _given, sources, sinks, seed, pattern, mask, *how = node.args
-    info = context.sites[node]
-    alike = 1 if is_dilated(pattern) else 2  # leading dims: each head of dilated attention keeps rows of its own
-    if any(place is not None and place.dim < alike for place in map(sharder.placements.get, (q, k, v))):
+    call, info = AttentionCall.of(node), context.sites[node]
+    alike = 1 if is_dilated(call.pattern) else 2  # leading dims: each head of dilated attention keeps rows of its own
+    if any(place is not None and place.dim < alike for place in map(sharder.placements.get, call.operands)):
         info.strategy, info.bytes_sent = "none", 0
         return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
-    if is_dilated(pattern):
+    if is_dilated(call.pattern):
         return attend_dilated(sharder, node, context)
-    q_length, kv_length = shape_of(q)[2], shape_of(k)[2]
+    q_length, kv_length = call.rows
     rows = {"queries": q_length, "keys": kv_length}
-    layouts = ["replicated" if info.whole == side else sharder.layout(rows[side]) for side in rows]
+    q_layout, kv_layout = ("replicated" if info.whole == side else sharder.layout(rows[side]) for side in rows)
     sharder.reader = node
 
     def operand(x: fx.Node, side: str) -> fx.Node:
         return sharder.beside(x) if info.whole == side else sharder.sharded(x, Sharded(2, 1, rows[side], 1))
 
-    local = (operand(q, "queries"), operand(k, "keys"), operand(v, "keys"))
-    parsed = Mask.parse(mask)
-    learned = [i for i in parsed.differentiable if sharder.carries[sources[i]]]
+    q, k, v = operand(call.q, "queries"), operand(call.k, "keys"), operand(call.v, "keys")
+    parsed = call.mask_term
+    learned = [i for i in parsed.differentiable if sharder.carries[call.sources[i]]]
 
     def placed(i: int, source: fx.Node) -> fx.Node:
         if i in parsed.row_dims and info.whole != "queries":
             return sharder.sharded(source, Sharded(parsed.row_dims[i], 1, q_length, 1))
         return sharder.beside(source) if i in learned else sharder.replicated(source)
 
-    read = [placed(i, source) for i, source in enumerate(sources)]
-    extras = [sharder.beside(sinks) if sinks is not None else None]
-    extras.append(sharder.replicated(seed) if seed is not None else None)
-    both = sharder.step(
-        operators.ring_attention.default,
-        *(*local, read, *extras, q_length, kv_length, pattern, mask, learned, *how),
-        *(*layouts, info.strategy, info.kernel, sharder.group, VERSION),
-        like=node,
+    ring = RingCall(
+        *(q, k, v),
+        sources=[placed(i, source) for i, source in enumerate(call.sources)],
+        sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
+        seed=sharder.replicated(call.seed) if call.seed is not None else None,
+        q_length=q_length,
+        kv_length=kv_length,
+        pattern=call.pattern,
+        mask=call.mask,
+        learned=learned,
+        dropout_p=call.dropout_p,
+        scale=call.scale,
+        q_layout=q_layout,
+        kv_layout=kv_layout,
+        strategy=info.strategy,
+        kernel=info.kernel,
+        group=sharder.group,
+        version=VERSION,
     )
+    both = sharder.step(operators.ring_attention.default, *ring.args, like=node)
     out = None if info.whole == "queries" else Sharded(2, 1, q_length, 1)
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
     return True
 
 
 def attend_dilated(sharder: Sharder, node: fx.Node, context: Context) -> bool:
-    q, k, v, seen, _sources, sinks, seed, pattern, _mask, *how = node.args
-    length = shape_of(q)[2]
+    call = AttentionCall.of(node)
+    length = call.rows[0]
     out = Sharded(2, 1, length, 1)
     sharder.reader = node
-    local = [sharder.sharded(x, out) for x in (q, k, v)]
-    beside = [
-        sharder.replicated(seen) if seen is not None else None,
-        sharder.beside(sinks) if sinks is not None else None,
-        sharder.replicated(seed) if seed is not None else None,
-    ]
-    both = sharder.step(
-        operators.dilated_attention.default,
-        *(*local, *beside, length, pattern, *how, sharder.layout(length)),
-        *(context.options.strategy, context.sites[node].kernel, sharder.group, VERSION),
-        like=node,
+    q, k, v = (sharder.sharded(x, out) for x in call.operands)
+    dilated = DilatedCall(
+        *(q, k, v),
+        seen=sharder.replicated(call.attn_mask) if call.attn_mask is not None else None,
+        sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
+        seed=sharder.replicated(call.seed) if call.seed is not None else None,
+        length=length,
+        pattern=call.pattern,
+        dropout_p=call.dropout_p,
+        scale=call.scale,
+        layout=sharder.layout(length),
+        strategy=context.options.strategy,
+        kernel=context.sites[node].kernel,
+        group=sharder.group,
+        version=VERSION,
     )
+    both = sharder.step(operators.dilated_attention.default, *dilated.args, like=node)
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
     return True
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.expr.evaluate import evaluate
 from ringopt.expr.terms import Term
 from ringopt.ir.constants import LARGEST, Constants
@@ -33,12 +34,12 @@ class StripRepeatKv(Pass):
         for node, info in context.sites.items():
             if node.target is not operators.attention.default:
                 continue
-            k, v = (unrepeated(operand, constants) for operand in node.args[1:3])
+            call = AttentionCall.of(node)
+            k, v = (unrepeated(operand, constants) for operand in call.operands[1:])
             if k is None or v is None or shape_of(k)[1] != shape_of(v)[1]:
                 continue
-            before = shape_of(node.args[1])[1]
-            node.args = (node.args[0], k, v, *node.args[3:])
-            info.notes.append(f"{before} KV heads repeat {shape_of(k)[1]}, which travel")
+            call.replace(k=k, v=v).write(node)
+            info.notes.append(f"{call.heads[1]} KV heads repeat {shape_of(k)[1]}, which travel")
 
 
 def unrepeated(operand: fx.Node, constants: Constants) -> fx.Node | None:

@@ -13,11 +13,11 @@ import operator
 import torch
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.dims.contraction_rules import LOOK_UPS, PRODUCTS
 from ringopt.dims.reduction_rules import LAYERS, MIXING, REDUCTIONS
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same
 from ringopt.dims.view_rules import VIEWS
-from ringopt.expr.mask import Mask
 from ringopt.ir.nodes import is_tensor, op_name, shape_of
 
 
@@ -63,15 +63,16 @@ POINTWISE = frozenset(
 def attention(node: fx.Node) -> Rule | None:
     """Batch and heads are independent, but for the random numbers and for a mask that asks which of them it is; the
     sequence is the exchange's business, not this table's."""
-    q, k, _v, given, sources, sinks, seed, _pattern, mask = node.args[:9]
-    asked = Mask.parse(mask).asks
-    if given is not None or seed is not None or "b" in asked:
+    call = AttentionCall.of(node)
+    asked = call.mask_term.asks
+    if call.attn_mask is not None or call.seed is not None or "b" in asked:
         return None
-    dims = {0: 0, 1: 1} if shape_of(q)[1] == shape_of(k)[1] and "h" not in asked else {0: 0}
-    rules = (dims, dims, dims, *({} for _ in sources))
-    if sinks is None:
+    heads, kv_heads = call.heads
+    dims = {0: 0, 1: 1} if heads == kv_heads and "h" not in asked else {0: 0}
+    rules = (dims, dims, dims, *({} for _ in call.sources))
+    if call.sinks is None:
         return Rule(rules)
-    of_sinks = {out: dim for out, dim in aligned(shape_of(q)[:2], shape_of(sinks)).items() if out in dims}
+    of_sinks = {out: dim for out, dim in aligned(shape_of(call.q)[:2], shape_of(call.sinks)).items() if out in dims}
     return Rule((*rules, of_sinks))
 
 

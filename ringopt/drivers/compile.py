@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch._guards import CompileContext
 
+from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.distributed.lookup import mesh_of, process_mesh
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.errors import RefusedError
-from ringopt.expr.mask import Mask
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize
 from ringopt.frontend.flatten import has_custom
@@ -230,15 +230,16 @@ def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     lacks; or whether it is dilated, which is for the options to say and not a gain."""
     if node.target is not operators.attention.default:
         return False
-    q, k, _v, given, _sources, sinks, seed, pattern, text = node.args[:9]
-    if is_dilated(pattern):
+    call = AttentionCall.of(node)
+    if is_dilated(call.pattern):
         return True
-    mask, square = Mask.parse(text), shape_of(q)[2] == shape_of(k)[2]
-    plain = given is None and not any(mask.terms) and (pattern == "full" or (pattern == "causal" and square))
-    large = mask.is_as_large_as_scores(*shape_of(q)[:2])
-    spelled = info.form == "unfused" and sinks is None and mask.score is None and not large
-    backward = info.form == "flex" and value_of(q).device.type == "cpu" and requires_grad(node.graph)[node]
-    return seed is not None or spelled or backward or (info.masked and plain)
+    mask, (queries, keys) = call.mask_term, call.rows
+    causal = call.pattern == "causal" and queries == keys
+    plain = call.attn_mask is None and not any(mask.terms) and (call.pattern == "full" or causal)
+    large = mask.is_as_large_as_scores(*shape_of(call.q)[:2])
+    spelled = info.form == "unfused" and call.sinks is None and mask.score is None and not large
+    backward = info.form == "flex" and value_of(call.q).device.type == "cpu" and requires_grad(node.graph)[node]
+    return call.seed is not None or spelled or backward or (info.masked and plain)
 
 
 def tell(report: Report, options: Options) -> None:

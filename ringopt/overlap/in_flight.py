@@ -8,16 +8,15 @@ from typing import Any
 
 import torch.fx as fx
 
+from ringopt.calls import DilatedCall, RingCall
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
 from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Message
 from ringopt.context_parallel.plan.plan_of import Plan, plan_of
-from ringopt.expr.mask import Mask
 from ringopt.hardware.rates import Rates
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.kernels.base import accumulator
-from ringopt.ops.ring import Config
 
 PART = 64  # of the device's memory: what messages that were started early may hold
 UNKNOWN = 1 << 30  # bytes, where the memory of the device is not known
@@ -31,11 +30,10 @@ def allowed(rates: Rates) -> int:
 
 def plan_at(body: fx.Node, ranks: int) -> Plan:
     """The plan of a ring_attention or its backward, at the length at hand."""
-    config = Config(*(named(body, name) for name in Config._fields))
-    heads = (shape_of(named(body, "q"))[1], shape_of(named(body, "k"))[1])
-    lengths = (length_of(config.q_length), length_of(config.kv_length))
-    where = (config.pattern, *lengths, ranks, config.q_layout, config.kv_layout)
-    return plan_of(*where, config.strategy, heads, Mask.parse(config.mask))
+    call = RingCall.of(body)
+    lengths = (length_of(call.q_length), length_of(call.kv_length))
+    where = (call.pattern, *lengths, ranks, call.q_layout, call.kv_layout)
+    return plan_of(*where, call.strategy, call.heads, call.mask_term)
 
 
 def length_of(size: Any) -> int:
@@ -45,9 +43,8 @@ def length_of(size: Any) -> int:
 
 def dilated_plan_at(body: fx.Node, ranks: int) -> DilatedPlan:
     """The plan of a dilated_attention or its backward, at the length at hand."""
-    heads = (shape_of(named(body, "q"))[1], shape_of(named(body, "k"))[1])
-    how = (named(body, "layout"), named(body, "strategy"))
-    return dilated_plan_of(named(body, "pattern"), length_of(named(body, "length")), *heads, ranks, *how)
+    call = DilatedCall.of(body)
+    return dilated_plan_of(call.pattern, length_of(call.length), *call.heads, ranks, call.layout, call.strategy)
 
 
 def first_bytes(body: fx.Node, ranks: int) -> int:

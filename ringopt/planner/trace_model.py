@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_map_only
 
+from ringopt.calls import DilatedCall, RingCall
 from ringopt.cost.choose import Case
 from ringopt.cost.dilated import DilatedCase
 from ringopt.cost.simulate import Heads
@@ -168,15 +169,15 @@ def case_of(node: fx.Node) -> Case | DilatedCase | None:
     name = op_name(node)
     if name not in ("ring_attention", "dilated_attention"):
         return None
-    q, k, v = (value_of(operand) for operand in node.args[:3])
     training = torch.is_grad_enabled() and requires_grad(node.graph)[node]
     if name == "dilated_attention":
-        length, pattern, _dropout, _scale, _layout, strategy, kernel = node.args[6:13]
-        return DilatedCase(pattern, int(length), Heads.of(q, k, v, kernel), training, strategy)
-    q_length, kv_length, pattern, mask = node.args[6:10]
-    (q_layout, kv_layout), kernel = node.args[13:15], node.args[16]
-    whole = "queries" if q_layout == "replicated" else "keys" if kv_layout == "replicated" else ""
-    return Case(pattern, int(q_length), int(kv_length), Heads.of(q, k, v, kernel), training, mask, whole)
+        dilated = DilatedCall.of(node)
+        heads = Heads.of(*dilated.values, dilated.kernel)
+        return DilatedCase(dilated.pattern, int(dilated.length), heads, training, dilated.strategy)
+    ring = RingCall.of(node)
+    whole = "queries" if ring.q_layout == "replicated" else "keys" if ring.kv_layout == "replicated" else ""
+    heads = Heads.of(*ring.values, ring.kernel)
+    return Case(ring.pattern, int(ring.q_length), int(ring.kv_length), heads, training, ring.mask, whole)
 
 
 def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, rows: int) -> list[Sending]:

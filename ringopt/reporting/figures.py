@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall, Call, DilatedCall, RingCall
 from ringopt.context_parallel.geometry.dilation import dilation_of, is_dilated
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
@@ -138,21 +139,32 @@ def matrix_flops(node: fx.Node, figures: Figures) -> int:
         return 2 * figures.product((*shape_of(node), shape_of(node.args[1])[-1]))
     if name in ("conv1d", "conv2d", "conv3d", "convolve_rows"):
         return 2 * figures.product((*shape_of(node), *shape_of(node.args[1])[1:]))
-    if name == "dilated_attention" or (name == "attention" and is_dilated(node.args[7])):
-        return dilated_flops(node, figures)
-    if name in ("ring_attention", "attention"):
-        batch, heads, rows, width = map(figures, shape_of(node.args[0]))
-        keys = figures(node.args[7] if name == "ring_attention" else shape_of(node.args[1])[2])
-        return 2 * batch * heads * rows * keys * (width + figures(shape_of(node.args[2])[-1]))
+    if name == "dilated_attention":
+        dilated = DilatedCall.of(node)
+        return dilated_flops(dilated, dilated.pattern, dilated.length, figures)
+    if name == "ring_attention":
+        ring = RingCall.of(node)
+        return attention_flops(ring, ring.kv_length, figures)
+    if name == "attention":
+        call = AttentionCall.of(node)
+        queries, keys = call.rows
+        if is_dilated(call.pattern):
+            return dilated_flops(call, call.pattern, queries, figures)
+        return attention_flops(call, keys, figures)
     return 0
 
 
-def dilated_flops(node: fx.Node, figures: Figures) -> int:
+def attention_flops(call: Call, keys: Any, figures: Figures) -> int:
+    """Of this rank's queries and all keys."""
+    batch, heads, rows, width = map(figures, shape_of(call.q))
+    return 2 * batch * heads * rows * figures(keys) * (width + figures(shape_of(call.v)[-1]))
+
+
+def dilated_flops(call: Call, pattern: str, length: Any, figures: Figures) -> int:
     """Of this rank's share of all pairs."""
-    batch, heads, rows, width = map(figures, shape_of(node.args[0]))
-    length, pattern = node.args[6:8] if op_name(node) == "dilated_attention" else (rows, node.args[7])
+    batch, heads, rows, width = map(figures, shape_of(call.q))
     pairs = dilation_of(pattern).pairs(figures(length), heads)
-    return 2 * batch * pairs * rows // figures(length) * (width + figures(shape_of(node.args[2])[-1]))
+    return 2 * batch * pairs * rows // figures(length) * (width + figures(shape_of(call.v)[-1]))
 
 
 def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
+from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.mask import Mask
@@ -31,12 +32,12 @@ class Site:
 
     @property
     def mask(self) -> Mask:
-        return Mask.parse(self.node.args[8])
+        return AttentionCall.of(self.node).mask_term
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        q, k = shape_of(self.node.args[0]), shape_of(self.node.args[1])
-        return q[0], q[1], q[2], k[2]
+        call = AttentionCall.of(self.node)
+        return *shape_of(call.q)[:3], call.rows[1]
 
     def block(self, rows: range, keys: range) -> torch.Tensor:
         """The additive mask that pattern and terms make."""

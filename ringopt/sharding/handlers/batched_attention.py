@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.expr.mask import Mask
 from ringopt.expr.simplify import substitute
@@ -34,35 +35,36 @@ def attended(sharder: Sharder, node: fx.Node) -> bool:
     asks for neither has a rule: dims/rules.py.)"""
     if node.target is not operators.attention.default:
         return False
-    q, k, v, _given, sources, sinks, seed, pattern, text, *how = node.args
-    found = (sharder.placements[x] for x in (q, k, v))
+    call = AttentionCall.of(node)
+    sources, sinks, seed = call.sources, call.sinks, call.seed
+    found = (sharder.placements[x] for x in call.operands)
     place = next((at for at in found if at is not None and at.dim < 2), None)
-    if place is None or told_apart(node) or not same(shape_of(q)[place.dim], shape_of(k)[place.dim]):
+    if place is None or told_apart(node) or not same(shape_of(call.q)[place.dim], shape_of(call.k)[place.dim]):
         return False
-    if is_dilated(pattern) and seed is not None:  # it numbers what it drops from the first row of the batch on
+    if is_dilated(call.pattern) and seed is not None:  # it numbers what it drops from the first row of the batch on
         return False
-    step, mask, name = Steps(sharder, node), Mask.parse(text), "bh"[place.dim]
+    step, mask, name = Steps(sharder, node), call.mask_term, "bh"[place.dim]
     along = spread(mask, name, [shape_of(source) for source in sources], place.size)
-    local = [sharder.sharded(x, place) for x in (q, k, v)]
+    q, k, v = (sharder.sharded(x, place) for x in call.operands)
     read = [sharder.operand(x, place.at(along[i]) if i in along else None) for i, x in enumerate(sources)]
     numbered = renumbered(mask, name, along, len(sources))
     if len(sources) in numbered.sources:
-        read.append(step.numbers(place, value_of(q).device))
+        read.append(step.numbers(place, value_of(call.q).device))
     logits = None if sinks is None else of_heads(sharder, sinks, place)
     drawn = None if seed is None else with_numbers(step, seed, place)
-    args = (*local, None, read, logits, drawn, pattern, numbered.text, *how)
-    sharder.set(node, sharder.call(node.target, args, node, place), place)
+    own = call.replace(q=q, k=k, v=v, sources=read, sinks=logits, seed=drawn, mask=numbered.text)
+    sharder.set(node, sharder.call(node.target, own.args, node, place), place)
     return True
 
 
 def told_apart(node: fx.Node) -> bool:
     """Whether a mask that is read whole tells rows of the batch apart."""
-    return node.args[3] is not None
+    return AttentionCall.of(node).attn_mask is not None
 
 
 def with_numbers(step: Steps, seed: fx.Node, place: Sharded) -> fx.Node:
     """The seed, and behind it the numbers in the whole of the batch rows and heads that this rank has."""
-    sizes, device = shape_of(step.node.args[0])[:2], value_of(step.node).device
+    sizes, device = shape_of(AttentionCall.of(step.node).q)[:2], value_of(step.node).device
     told = [
         step.numbers(place, device) if dim == place.dim else step(aten.arange.default, size, device=device)
         for dim, size in enumerate(sizes)

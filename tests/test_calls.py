@@ -1,0 +1,66 @@
+"""Calls of attention operators by the names of their arguments: what is read is what the schema says, and what is
+written is read again as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.fx as fx
+
+from ringopt.calls import AttentionCall, Call, DilatedCall, RingCall
+from ringopt.ops import operators
+
+FORMS = {
+    AttentionCall: ("attention",),
+    RingCall: ("ring_attention", "ring_attention_backward", "ring_backward_begin"),
+    DilatedCall: ("dilated_attention", "dilated_attention_backward"),
+}
+ALL = [(call, name) for call, names in FORMS.items() for name in names]
+
+
+def given(name: str) -> dict[str, object]:
+    """A different value for each argument."""
+    schema = getattr(operators, name).default._schema.arguments
+    return {argument.name: f"{argument.name} of {name}" for argument in schema}
+
+
+@pytest.mark.parametrize(("call", "name"), ALL)
+@pytest.mark.parametrize("positional", [0, 3, 99])
+def test_arguments_are_found_by_name(call: type[Call], name: str, positional: int) -> None:
+    values = given(name)
+    names = list(values)
+    graph = fx.Graph()
+    node = graph.call_function(
+        getattr(operators, name).default,
+        tuple(values[each] for each in names[:positional]),
+        {each: values[each] for each in names[positional:]},
+    )
+    found = call.of(node)
+    for field in dataclasses.fields(found):
+        assert getattr(found, field.name) == values[field.name]
+
+
+@pytest.mark.parametrize("call", FORMS)
+def test_fields_are_the_schema_of_the_forward(call: type[Call]) -> None:
+    schema = getattr(operators, FORMS[call][0]).default._schema.arguments
+    assert [field.name for field in dataclasses.fields(call)] == [argument.name for argument in schema]
+
+
+def test_what_is_written_is_read_again_and_defaults_are_left_out() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(operators.ring_attention.default, tuple(given("ring_attention").values()))
+    plain = RingCall.of(node).replace(early="", ticket=None, mask="")
+    plain.write(node)
+    assert RingCall.of(node) == plain
+    assert len(node.args) == len(dataclasses.fields(RingCall)) - 2 and not node.kwargs
+    plain.replace(ticket="t").write(node)
+    assert node.args[-2:] == ("", "t")
+
+
+def test_an_operator_that_has_other_arguments_is_an_error() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    with pytest.raises(KeyError):
+        AttentionCall.of(graph.call_function(torch.ops.aten.relu.default, (x,)))
