@@ -29,9 +29,10 @@ from ringopt.expr.bands import split
 from ringopt.expr.mask import FAR, Mask
 from ringopt.expr.terms import Term, axes_of, conjuncts, dumps
 from ringopt.ir.nodes import emit, shape_of
+from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
-from ringopt.pipeline import Context, Pass, SiteInfo
+from ringopt.pipeline import Context, Pass
 from ringopt.recognize.additive_mask import Peeled, every, rest_of
 
 attention = operators.attention.default

@@ -13,7 +13,6 @@ After: same numbers; every attention that is left alone has a refusal.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,12 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import AttentionCall
-from ringopt.ir.nodes import emit, module_path, shape_of, source_line, value_of
+from ringopt.ir.nodes import module_path, shape_of, source_line, value_of
 from ringopt.ir.refusal import Refusal
+from ringopt.ir.site import SiteInfo
 from ringopt.ops import operators
-from ringopt.ops.dropout import SEEDS
-from ringopt.pipeline import Context, Pass, SiteInfo
+from ringopt.pipeline import Context, Pass
+from ringopt.recognize.emit import draw_seed, expanded, four_dims, four_sizes, mask_of, view, with_positive_scale
 
 aten = torch.ops.aten
 
@@ -113,22 +113,6 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
     return new
 
 
-def with_positive_scale(graph: fx.Graph, q: fx.Node, scale: float) -> tuple[fx.Node, float]:
-    """Kernels hide a pair by -inf before they scale it, of which another scale would make inf or NaN."""
-    return (q, scale) if scale > 0 else (emit(graph, aten.mul.Scalar, (q, scale), q), 1.0)
-
-
-def draw_seed(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """One random number, the same on every rank, that all dropped weights follow from."""
-    device = value_of(like).device
-    return emit(graph, aten.randint.default, (SEEDS, []), like, {"dtype": torch.int64, "device": device})
-
-
-def four_sizes(shape: tuple[int, ...]) -> list[int]:
-    """[..., H, S, D] as [B, H, S, D]; [B, S, D] has no head dim: its batch is as good as heads."""
-    return [math.prod(shape[:-3]), *((1,) * (3 - len(shape)) + shape[-3:])]
-
-
 def operands(graph: fx.Graph, site: Sdpa, lead: tuple[int, ...]) -> list[fx.Node]:
     """Query, key and value with the leading dims of the output, to which torch broadcasts them. KV heads that are
     shared stay fewer than query heads."""
@@ -140,31 +124,3 @@ def operands(graph: fx.Graph, site: Sdpa, lead: tuple[int, ...]) -> list[fx.Node
         heads = (*lead[:-1], heads_of(shape_of(operand))) if own and lead else lead
         result.append(expanded(graph, operand, [*heads, *shape_of(operand)[-2:]]))
     return result
-
-
-def mask_of(graph: fx.Graph, mask: fx.Node, lead: tuple[int, ...]) -> fx.Node:
-    """`mask`, which keeps its places from the right, with four dims. Of a batch of several dims it has all or none."""
-    shape = shape_of(mask)
-    if len(lead) <= 2:
-        return viewed(graph, mask, [*((1,) * (4 - len(shape))), *shape])
-    shape = (*((1,) * (len(lead) + 2 - len(shape))), *shape)
-    if any(size != 1 for size in shape[:-3]):
-        shape = (*lead[:-1], *shape[-3:])
-    return viewed(graph, expanded(graph, mask, shape), four_sizes(shape))
-
-
-def expanded(graph: fx.Graph, operand: fx.Node, sizes: Sequence[int]) -> fx.Node:
-    same = list(shape_of(operand)) == list(sizes)
-    return operand if same else emit(graph, aten.expand.default, (operand, list(sizes)), operand)
-
-
-def four_dims(graph: fx.Graph, operand: fx.Node) -> fx.Node:
-    return viewed(graph, operand, four_sizes(shape_of(operand)))
-
-
-def viewed(graph: fx.Graph, operand: fx.Node, sizes: list[int]) -> fx.Node:
-    return operand if list(shape_of(operand)) == sizes else view(graph, operand, sizes)
-
-
-def view(graph: fx.Graph, operand: fx.Node, sizes: list[int]) -> fx.Node:
-    return emit(graph, aten.reshape.default, (operand, sizes), operand)

@@ -23,11 +23,12 @@ from ringopt.expr.terms import load, loads, score
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import emit_attention, module_path, requires_grad, shape_of, source_line, value_of
 from ringopt.ir.refusal import GraphRefused, Refusal
+from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
-from ringopt.passes.find_unfused import multiplied
-from ringopt.pipeline import Context, Pass, SiteInfo
+from ringopt.pipeline import Context, Pass
 from ringopt.recognize.crosscheck import of_scores
+from ringopt.recognize.emit import multiplied
 from ringopt.recognize.lift import Cone, Unreadable
 from ringopt.recognize.prove import descendants
 from ringopt.recognize.reading import Reading, reading_of

@@ -14,21 +14,27 @@ rounding; a normalisation that is no softmax (an epsilon in its sum) stays as it
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.fx as fx
 
-from ringopt.dims.contraction import Letters, product_of
+from ringopt.dims.contraction import product_of
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value_of
 from ringopt.pipeline import Context, Pass
+from ringopt.recognize.softmax import (
+    CASTS,
+    alike,
+    divides_rows,
+    is_bool,
+    is_view,
+    log_weights,
+    split_baddbmm,
+    summed_dim,
+    unshifted,
+)
 
 aten = torch.ops.aten
-
-
-CASTS = ("to", "_to_copy", "type_as")
-VIEWS = ("unsqueeze", "view", "reshape", "expand", "transpose", "permute", "slice", "select")
 
 
 class FindSoftmax(Pass):
@@ -43,19 +49,6 @@ class FindSoftmax(Pass):
                 finder.of_logarithm(node)
             elif op_name(node) == "div" and all(is_tensor(arg) for arg in node.args[:2]) and not node.kwargs:
                 finder.of_quotient(node) or finder.of_late_quotient(node)
-
-
-def split_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
-    bias, left, right = node.args[:3]
-    with graph.inserting_before(node):
-        total = scaled(graph, emit(graph, aten.bmm.default, (left, right), node), node.kwargs.get("alpha", 1), node)
-        if (beta := node.kwargs.get("beta", 1)) != 0:  # at 0 the bias is not read, whatever it holds
-            total = emit(graph, aten.add.Tensor, (scaled(graph, bias, beta, node), total), node)
-    node.replace_all_uses_with(total)
-
-
-def scaled(graph: fx.Graph, node: fx.Node, factor: Any, like: fx.Node) -> fx.Node:
-    return node if factor == 1 else emit(graph, aten.mul.Scalar, (node, factor), like)
 
 
 class Finder:
@@ -149,64 +142,3 @@ class Finder:
         if value is None or not bool(((value == 0) | (value == 1)).all()):
             return None
         return emit(self.graph, aten.ne.Scalar, (node, 0), like)
-
-
-def divides_rows(total: fx.Node, dim: int, letters: Letters, out: Letters) -> bool:
-    """Whether each dim of `total` (1 where it was summed) stands under the same axis of the product's output."""
-    own = [None if i == dim or size == 1 else letters[i] for i, size in enumerate(shape_of(total))]
-    if len(own) > len(out):
-        return False
-    below = out[len(out) - len(own) :]
-    return all(mine is None or mine == theirs for mine, theirs in zip(own, below, strict=True))
-
-
-def summed_dim(total: fx.Node, weights: fx.Node) -> int | None:
-    """The dim over which `total` sums `weights`, kept as 1; None where it does not."""
-    dims: Any = argument(total, 1, "dim")
-    if op_name(total) != "sum" or total.args[0] is not weights or not argument(total, 2, "keepdim", False):
-        return None
-    dims = [dims] if isinstance(dims, int) else list(dims or [])
-    same = value_of(total).dtype == value_of(weights).dtype
-    return dims[0] % len(shape_of(weights)) if len(dims) == 1 and same else None
-
-
-def log_weights(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """x and the dim of log_softmax(x, dim), or of x - logsumexp(x, dim, keepdim)."""
-    if op_name(node) == "log_softmax" and value_of(node).dtype == value_of(node.args[0]).dtype:
-        return node.args[0], argument(node, 1, "dim")
-    if op_name(node) != "sub" or len(node.args) != 2 or node.kwargs or not all(map(is_tensor, node.args)):
-        return None
-    logits, total = node.args
-    if op_name(total) != "logsumexp" or total.args[0] is not logits or not argument(total, 2, "keepdim", False):
-        return None
-    if not alike(logits, node) or not value_of(logits).is_floating_point():
-        return None  # of integers
-    dims = argument(total, 1, "dim")
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    return (logits, dims[0]) if len(dims) == 1 else None
-
-
-def is_view(node: fx.Node) -> bool:
-    """Of the same numbers: a view as another dtype has others."""
-    return op_name(node) in VIEWS and value_of(node).dtype == value_of(node.args[0]).dtype
-
-
-def alike(one: fx.Node, other: fx.Node) -> bool:
-    return shape_of(one) == shape_of(other) and bool(value_of(one).dtype == value_of(other).dtype)
-
-
-def is_bool(node: fx.Node) -> bool:
-    return is_tensor(node) and value_of(node).dtype == torch.bool
-
-
-def unshifted(node: fx.Node, dim: int) -> fx.Node:
-    """x of x - c, where c is one number for all of `dim`, made of x itself: its maximum."""
-    if op_name(node) != "sub" or len(node.args) != 2 or node.kwargs or not all(is_tensor(arg) for arg in node.args):
-        return node
-    logits, shift = node.args
-    source = shift
-    while op_name(source) in ("detach", "getitem"):
-        source = source.args[0]
-    of_rows = len(shape_of(shift)) == len(shape_of(node)) and shape_of(shift)[dim] == 1
-    largest = op_name(source) in ("amax", "max") and source.args[0] is logits
-    return logits if of_rows and largest and shape_of(logits) == shape_of(node) else node

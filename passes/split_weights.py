@@ -19,16 +19,13 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import product_of
-from ringopt.ir.nodes import emit, is_tensor, op_name, shape_of, value_of
+from ringopt.ir.nodes import emit, op_name, shape_of
 from ringopt.pipeline import Context, Pass
-from ringopt.recognize.candidates import SOFTMAX
+from ringopt.recognize.softmax import SUMS, TURNS, both, is_multiple, is_sum, unturned
 
 aten = torch.ops.aten
 
-SUMS = ("add", "sub")
-VIEWS = ("view", "reshape", "unflatten", "to", "_to_copy")  # between a softmax and the part of it that is read
 PRODUCTS = ("matmul", "bmm", "mm", "einsum")
-TURNS = ("transpose", "permute", "mT", "t")  # between the weights and their product
 
 
 class SplitWeights(Pass):
@@ -46,52 +43,6 @@ class SplitWeights(Pass):
                     with gm.graph.inserting_before(node):
                         node.replace_all_uses_with(Splitter(gm.graph, node, weights, values).times(weights))
                     break
-
-
-def unturned(weights: fx.Node) -> fx.Node:
-    while op_name(weights) in TURNS and len(weights.users) == 1:
-        weights = weights.args[0]
-    return weights
-
-
-def is_sum(weights: fx.Node) -> bool:
-    """Of two tensors of its shape, each made of a softmax, for one product alone."""
-    if op_name(weights) not in SUMS or len(weights.users) != 1 or not all(map(is_tensor, weights.args[:2])):
-        return False
-    return all(
-        shape_of(part) == shape_of(weights) and alike(part, weights) and is_weights(part) for part in weights.args[:2]
-    )
-
-
-def alike(part: fx.Node, whole: fx.Node) -> bool:
-    """Whether both have the dtype that the values are multiplied in."""
-    return bool(value_of(part).dtype == value_of(whole).dtype)
-
-
-def is_weights(node: fx.Node) -> bool:
-    """A softmax, a view or a part of one, or a multiple of that."""
-    if op_name(node) in SUMS:
-        return is_sum(node)
-    if op_name(node) == "mul":
-        return any(is_multiple(one, other, node) for one, other in both(node))
-    if op_name(node) == "select":
-        node = node.args[0]
-    while op_name(node) in VIEWS:
-        node = node.args[0]
-    return op_name(node) in SOFTMAX
-
-
-def both(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The operands of a multiplication, either way."""
-    tensors = [arg for arg in node.args if is_tensor(arg)]
-    return [(tensors[0], tensors[1]), (tensors[1], tensors[0])] if len(tensors) == 2 else []
-
-
-def is_multiple(factor: fx.Node, weights: fx.Node, product: fx.Node) -> bool:
-    """Of weights, by one number for all keys of a query."""
-    sizes = shape_of(factor)
-    fits = len(sizes) <= len(shape_of(product)) and (not sizes or sizes[-1] == 1)
-    return fits and shape_of(weights) == shape_of(product) and alike(weights, product) and is_weights(weights)
 
 
 class Splitter:

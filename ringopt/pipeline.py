@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.fx as fx
@@ -25,35 +25,13 @@ from ringopt.ir.nodes import eliminate_dead_code
 from ringopt.ir.placement import Layouts, Sharded, Spread
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import Refusal
+from ringopt.ir.site import SiteInfo as SiteInfo
 from ringopt.options import Options
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.report import Gather
 
 log = logger(__name__)
-
-
-@dataclass
-class SiteInfo:
-    """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a
-    mask; `source`: the line of the program that it comes from; `not_dilated`: why the options' dilation is not applied
-    to it; `whole`: the side that has too few rows to be spread, which is on every rank; `reason`: the one of the notes
-    that says why this strategy."""
-
-    module: str
-    form: str
-    pattern: str = "full"
-    masked: bool = False
-    source: str = ""
-    strategy: str = "none"
-    layout: str = "none"
-    kernel: str = "none"
-    refusal: str | None = None
-    not_dilated: str | None = None
-    bytes_sent: int = 0
-    notes: list[str] = field(default_factory=list)
-    reason: str = ""
-    whole: Literal["", "queries", "keys"] = ""
 
 
 @dataclass

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.frontend.returning import returning
 from ringopt.ir.nodes import (
     carries_gradient,
     is_aten,
@@ -30,6 +29,7 @@ from ringopt.ir.nodes import (
     written_args,
 )
 from ringopt.ir.refusal import Refusal
+from ringopt.ir.returning import returning
 from ringopt.ir.symbolic_sizes import place_of, same
 
 aten = torch.ops.aten

@@ -14,11 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import Product
 from ringopt.dims.follow import Axes, Dims, follow
 from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
+from ringopt.recognize.scores import NotAttention
 
 SOFTMAX = ("softmax", "_softmax")
 
@@ -166,3 +168,64 @@ class Roles:
     @cached_property
     def sizes(self) -> dict[str, int]:
         return {name: self.candidate.axes.size(axes) for name, axes in self.canonical.items()}
+
+
+# ---- weights that are used elsewhere ---------------------------------------------------------------------------------
+KEPT = frozenset(("mean", "sum", "div", "mul", "stack", "cat", "getitem"))  # on the way to an output, with numbers only
+
+
+def escapes(candidate: Candidate, dropout_p: float) -> bool:
+    """Whether the program returns its weights too: they may be computed beside the attention. Raises NotAttention for
+    weights that take part in what follows."""
+    end = candidate.values.node
+    inside = ways_between(candidate.softmax, end)
+    ordered = [node for node in end.graph.nodes if node in inside]
+    users = [user for node in ordered for user in node.users if user not in inside and user is not end]
+    others = [user for user in users if leads_anywhere(user)]
+    if not all(map(only_leaves, others)):
+        names = ", ".join(dict.fromkeys(op_name(user) or user.op for user in others))
+        raise NotAttention(f"its weights are used elsewhere too, by {names}", True)
+    if others and dropout_p:
+        raise NotAttention("the program returns its weights after dropout: attention would drop others")
+    return bool(others)
+
+
+def ways_between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """The nodes on the ways from `start` to `end`, without `end`."""
+    found: set[fx.Node] = set()
+    stack = [end]
+    reached = {start}
+    node = start
+    while node is not end:
+        node = node.next
+        if any(arg in reached for arg in node.all_input_nodes):
+            reached.add(node)
+    while stack:
+        for above in stack.pop().all_input_nodes:
+            if above in reached and above not in found:
+                found.add(above)
+                stack.append(above)
+    return found
+
+
+def leads_anywhere(node: fx.Node) -> bool:
+    """Whether an output of the program depends on `node`."""
+    seen, stack = {node}, [node]
+    while stack:
+        each = stack.pop()
+        if each.op == "output":
+            return True
+        for user in each.users:
+            if user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def only_leaves(node: fx.Node) -> bool:
+    """Whether the way from `node` ends in outputs and meets no other value, but for views and means."""
+    if node.op == "output":
+        return True
+    alone = len(node.all_input_nodes) == 1 or op_name(node) in ("stack", "cat")
+    plain = op_name(node) in KEPT or torch.Tag.pointwise not in getattr(node.target, "tags", ())
+    return alone and plain and all(map(only_leaves, node.users))

@@ -8,6 +8,9 @@ eager: its CompositeImplicitAutograd kernel, traced.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +21,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from ringopt.dims.rules import is_known
-from ringopt.ir.nodes import op_name, tensor_args, value_of
+from ringopt.ir.nodes import is_tensor, op_name, tensor_args, value_of
 from ringopt.ir.symbolic_sizes import is_open
+from ringopt.sharding.sharder import Sharder
 
 
 def parts_of(node: fx.Node, handled: frozenset[str]) -> fx.Graph | None:
@@ -70,3 +74,24 @@ def gradient_of(made: Any) -> list[tuple[str, tuple[int, ...]]]:
     for value in tree_leaves(made):
         found.append(("", (visit(value.grad_fn),)))
     return found
+
+
+def in_parts(sharder: Sharder, node: fx.Node, handled: frozenset[str], spread: Callable[[fx.Node], bool]) -> bool:
+    """An operator that torch defines by others, each of which is sharded by itself, by `spread`."""
+    parts = parts_of(node, handled)
+    users = list(node.users)
+    if parts is None or (not is_tensor(node) and any(user.target is not operator.getitem for user in users)):
+        return False
+    made = dict(zip(parts.find_nodes(op="placeholder"), dict.fromkeys(tensor_args(node)), strict=True))
+    for part in parts.nodes:
+        if part.op == "call_function":
+            with node.graph.inserting_before(node):
+                made[part] = node.graph.node_copy(part, made.__getitem__)
+            sharder.adopt(made[part], like=node)
+            if not spread(made[part]):
+                sharder.whole(made[part])
+    found = fx.map_arg(parts.output_node().args[0], made.__getitem__)
+    for user, value in [(node, found)] if is_tensor(node) else [(user, found[user.args[1]]) for user in users]:
+        sharder.set(user, sharder.values[value], sharder.placements[value])
+        sharder.climbers[user] = partial(sharder.sharded, value)
+    return True

@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
+from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
 from ringopt.sharding.emit import Handler, Steps, dims_of, getitems, has_argument, keeps_dims, wide_dtype
 from ringopt.sharding.sharder import Sharder
@@ -139,3 +140,13 @@ NORMS: dict[str, Handler] = {
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
     "linalg_vector_norm": vector_norm,
 }
+
+
+def refuse_mixed_statistics(graph: fx.Graph) -> None:
+    """batch_norm writes its running statistics without saying so in its schema, and needs them again in the backward: a
+    sharded call that writes the same ones would take them away."""
+    written = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
+        if named(node, "training") and named(node, "running_mean") in written:
+            said = "two calls of batch_norm update the same running statistics, and one of them cannot be sharded"
+            raise GraphRefused(Refusal(said, node))

@@ -1,4 +1,4 @@
-"""Layout, exchange and kernel of dilated sites, for choose_strategy, and what dilation spares them.
+"""Layout, exchange and kernel of dilated sites, and what dilation spares them.
 
 Contiguous shards keep neighbours together, so that most segments lie within one; under a long causal pattern zigzag
 shares the work better. Each pattern's rows are gathered, which sends what is needed and no more, unless a rank would
@@ -7,7 +7,7 @@ hold more rows of others than it has of its own: those go round a ring (context_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch.fx as fx
 
@@ -17,30 +17,35 @@ from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.choose import CLOSE, duration
+from ringopt.distributed.mesh import Mesh
 from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates
+from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.kernels.choose import choose
-from ringopt.pipeline import Context, SiteInfo
+from ringopt.options import Options
 from ringopt.report import readable
 
 
-def dilated_layout(sites: Sequence[fx.Node], context: Context, ranks: int, rates: Rates) -> tuple[str, str]:
+def dilated_layout(sites: Mapping[fx.Node, SiteInfo], options: Options, ranks: int, rates: Rates) -> tuple[str, str]:
     """The layout in which the forward of all `sites` takes least time on `ranks` ranks, and why; of close ones the
     first."""
-    totals = {layout: sum(seconds(node, context, layout, ranks, rates) for node in sites) for layout in LAYOUTS}
+    totals = {
+        layout: sum(seconds(node, info, options, layout, ranks, rates) for node, info in sites.items())
+        for layout in LAYOUTS
+    }
     fastest = min(totals.values())
     best = next(layout for layout, total in totals.items() if total <= fastest * (1 + CLOSE))
     told = " and ".join(f"{duration(total)} {layout}" for layout, total in totals.items())
     return best, f"layout {best}: all sites take {told}, predicted; {rates.source}"
 
 
-def seconds(node: fx.Node, context: Context, layout: str, ranks: int, rates: Rates) -> float:
+def seconds(node: fx.Node, info: SiteInfo, options: Options, layout: str, ranks: int, rates: Rates) -> float:
     """Of the slowest rank: what it computes, with what it sends hidden behind that as far as may be."""
     call = AttentionCall.of(node)
     q, k, v = call.values
-    plan, shape = plan_of(node, context, layout, ranks), "causal" if "causal" in call.pattern else "full"
-    kernel, _reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    plan, shape = plan_of(node, info, options.strategy, layout, ranks), "causal" if "causal" in call.pattern else "full"
+    kernel, _reason = choose(options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     speed = rates.tile(kernel.name, str(q.dtype).removeprefix("torch."), False, shape)
     return max(
         rates.step_seconds(
@@ -51,27 +56,26 @@ def seconds(node: fx.Node, context: Context, layout: str, ranks: int, rates: Rat
     )
 
 
-def choose_dilated(node: fx.Node, info: SiteInfo, context: Context) -> None:
+def choose_dilated(node: fx.Node, info: SiteInfo, options: Options, mesh: Mesh, layout: str) -> None:
     """Fills in `info`."""
     call = AttentionCall.of(node)
     q, k, v = call.values
-    layout = context.layouts.of(call.rows[0])
-    plan = plan_of(node, context, layout, context.mesh.size)
-    kernel, reason = choose(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    plan = plan_of(node, info, options.strategy, layout, mesh.size)
+    kernel, reason = choose(options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.layout, info.strategy, info.kernel = layout, plan.strategies, kernel.name
-    info.bytes_sent = plan.sent_rows(context.mesh.rank, Cargo.OUT) * row_bytes(node)
-    info.notes += [reason, spared(node, plan, context)]
+    info.bytes_sent = plan.sent_rows(mesh.rank, Cargo.OUT) * row_bytes(node)
+    info.notes += [reason, spared(node, plan, layout, mesh.size)]
 
 
-def plan_of(node: fx.Node, context: Context, layout: str, ranks: int) -> DilatedPlan:
+def plan_of(node: fx.Node, info: SiteInfo, strategy: str, layout: str, ranks: int) -> DilatedPlan:
     """Of the length at hand. Raises OptionError, which names the site, for a strategy that dilated attention has
     not."""
     call = AttentionCall.of(node)
     sizes = (at_hand(call.rows[0]), *call.heads)
     try:
-        return dilated_plan_of(call.pattern, *sizes, ranks, layout, context.options.strategy)
+        return dilated_plan_of(call.pattern, *sizes, ranks, layout, strategy)
     except OptionError as error:
-        raise OptionError(f"site {context.sites[node].module or node.name}: {error}") from error
+        raise OptionError(f"site {info.module or node.name}: {error}") from error
 
 
 def row_bytes(node: fx.Node) -> int:
@@ -80,11 +84,11 @@ def row_bytes(node: fx.Node) -> int:
     return int(at_hand(k.shape[0]) * (k.shape[-1] + v.shape[-1]) * k.element_size())
 
 
-def spared(node: fx.Node, plan: DilatedPlan, context: Context) -> str:
+def spared(node: fx.Node, plan: DilatedPlan, layout: str, ranks: int) -> str:
     """Of all ranks together."""
     call = AttentionCall.of(node)
-    length, ranks, row = at_hand(call.rows[0]), context.mesh.size, row_bytes(node)
-    pattern, layout = "causal" if plan.dilation.causal else "full", context.layouts.of(call.rows[0])
+    length, row = at_hand(call.rows[0]), row_bytes(node)
+    pattern = "causal" if plan.dilation.causal else "full"
     ring = exchange_of(pattern, length, length, ranks, layout, layout, "ring")
     sent = sum(plan.sent_rows(rank, Cargo.OUT) for rank in range(ranks)) * row
     return (

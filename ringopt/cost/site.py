@@ -1,0 +1,66 @@
+"""What the prediction looks at, read off an attention site of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.fx as fx
+
+from ringopt.calls import AttentionCall
+from ringopt.context_parallel.plan.head_exchange import HeadExchange
+from ringopt.cost.choose import Case
+from ringopt.cost.message_bytes import bytes_between, bytes_sent
+from ringopt.cost.simulate import Heads
+from ringopt.distributed.agreed_rates import agreed_rates
+from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
+from ringopt.hardware.rates import Rates, cautious, rates_of
+from ringopt.ir.nodes import named, value_of
+from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.kernels.choose import choose
+from ringopt.options import KernelName
+from ringopt.report import readable
+
+LEAST = 2  # ranks
+
+
+def lengths(node: fx.Node, mesh: Mesh) -> tuple[int, int]:
+    """Of queries and keys. A program for any number of ranks holds them against that number when it runs."""
+    q, k = AttentionCall.of(node).rows
+    return (at_hand(q), at_hand(k)) if mesh.name == ANY else (q, k)
+
+
+def case_of(node: fx.Node, mesh: Mesh, kernel: KernelName, carries: Mapping[fx.Node, bool]) -> Case:
+    """What the prediction looks at: where lengths are open, those at hand. Scores that a function changes, and dropped
+    weights, are computed in products."""
+    call = AttentionCall.of(node)
+    q, k, v = call.values
+    chosen, _reason = choose(kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    by = "math" if call.dropout_p > 0 or call.mask_term.score is not None else chosen.name
+    training = torch.is_grad_enabled() and carries[node]
+    q_length, kv_length = map(at_hand, lengths(node, mesh))
+    return Case(call.pattern, q_length, kv_length, Heads.of(q, k, v, by), training, call.mask)
+
+
+def looked_at(mesh: Mesh) -> int:
+    """The number of ranks that is predicted for: of a program for any number, the least that there can be."""
+    return LEAST if mesh.name == ANY else mesh.size
+
+
+def rates_for(mesh: Mesh, *sites: fx.Node) -> Rates:
+    """Those that the ranks agreed on; a program for any machine is made for none in particular."""
+    query = value_of(named(sites[0], "q"))
+    if mesh.name == ANY:
+        return cautious()
+    if isinstance(mesh, PretendedMesh) and mesh.hardware is not None:
+        return rates_of(mesh.hardware, str(query.dtype).removeprefix("torch."))
+    return agreed_rates(mesh, query.device.type)
+
+
+def over_nodes(plan: HeadExchange, heads: Heads, rank: int) -> str:
+    """What goes within a node and what leaves it, in the forward."""
+    sent, away = bytes_sent(plan, heads, rank), bytes_between(plan, heads, rank, plan.node)
+    told = f"nodes of {plan.node} ranks: of {readable(sent)} sent, {readable(away)} leave the node"
+    if plan.kv_heads >= plan.node:
+        return told
+    return f"{told}; {plan.kv_heads} KV heads for the {plan.node} ranks of a node: each goes to all that read it"

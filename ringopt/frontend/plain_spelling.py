@@ -1,0 +1,132 @@
+"""Of several spellings the one that reads least: a shape in place of the tensor that has it, a mask in place of the
+indices where it is true, nothing in place of what does nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+
+from ringopt.frontend.functionalize import instead
+from ringopt.ir.nodes import argument, emit, named, op_name, origin, requires_grad, shape_of, value_of
+
+aten = torch.ops.aten
+
+DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size")
+
+
+def plainly_spelled(graph: fx.Graph) -> None:
+    drop_assertions(graph)
+    drop_identities(graph)
+    name_shapes_and_types(graph)
+    draw_by_shape(graph)
+    fill_where_masked(graph)
+    join_what_has_entries(graph)
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if op_name(node) in DROPPED and not node.users:
+            graph.erase_node(node)
+
+
+def drop_identities(graph: fx.Graph) -> None:
+    """Dropout that drops nothing; broadcast_tensors, which Python's losses put before an op that broadcasts anyway."""
+    for node in list(graph.nodes):
+        if op_name(node) == "getitem" and op_name(node.args[0]) == "broadcast_tensors":
+            before = node.args[0].args[0][node.args[1]]
+            if shape_of(before) == shape_of(node):
+                node.replace_all_uses_with(before)
+        if op_name(node) == "dropout" and (not argument(node, 2, "train") or argument(node, 1, "p") == 0.0):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def name_shapes_and_types(graph: fx.Graph) -> None:
+    """Of another value that tells a view its shape, or a cast its type, nothing else is read: it need not be at hand.
+    `x.T` is named as the permutation it is."""
+    for node in graph.nodes:
+        if len(node.args) != 2 - (op_name(node) == "numpy_T") or node.kwargs:
+            continue
+        first, found = node.args[0], value_of(node)
+        if node.target in (aten.type_as.default, aten.to.other) and value_of(first).device == found.device:
+            node.target, node.args = aten.to.dtype, (first, found.dtype)
+        elif node.target in (aten.view_as.default, aten.reshape_as.default):
+            node.target, node.args = aten.reshape.default, (first, list(shape_of(node)))
+        elif node.target is aten.expand_as.default:
+            node.target, node.args = aten.expand.default, (first, list(shape_of(node)))
+        elif node.target is aten.numpy_T.default:
+            node.target, node.args = aten.permute.default, (first, list(reversed(range(found.dim()))))
+
+
+DRAWN = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}
+WRITTEN_OVER = frozenset({
+    aten.bernoulli.p, aten.cauchy.default, aten.exponential.default, aten.geometric.default, aten.log_normal.default,
+    aten.normal_functional.default, aten.uniform.default,
+})  # fmt: skip
+
+
+def draw_by_shape(graph: fx.Graph) -> None:
+    """Of a value that random numbers are drawn like, or written over, nothing is read but its shape. Where memory has
+    gaps or another order, that is kept."""
+    carries = requires_grad(graph)
+    for node in list(graph.nodes):
+        if node.target not in (*DRAWN, *WRITTEN_OVER):
+            continue
+        found, size = value_of(node), list(shape_of(node))
+        how = {"dtype": found.dtype, "device": found.device}
+        if found.is_contiguous() and node.target in DRAWN:
+            node.target, node.args, node.kwargs = DRAWN[node.target], (size,), how
+        elif node.target in WRITTEN_OVER:
+            before = node.args[0]
+            with graph.inserting_before(node):
+                if found.is_contiguous():
+                    memory = graph.call_function(aten.empty.memory_format, (size,), how)
+                else:
+                    memory = graph.call_function(aten.empty_like.default, (before,))
+            memory.meta = {**origin(node), "val": torch.empty_like(found)}
+            node.args = (memory, *node.args[1:])
+            if carries[before]:
+                with graph.inserting_before(node.next):
+                    linked = instead(graph, before, node, node)
+                node.replace_all_uses_with(linked, lambda user, linked=linked: user is not linked)
+
+
+def fill_where_masked(graph: fx.Graph) -> None:
+    """One number written where a mask is true: no row need know which other rows are."""
+    for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
+        base, (*before, mask), number = node.args[:3]
+        if any(before) or value_of(mask).dtype != torch.bool or value_of(number).dim() or named(node, "accumulate"):
+            continue
+        with graph.inserting_before(node):
+            for _ in range(len(shape_of(base)) - len(before) - len(shape_of(mask))):
+                mask = emit(graph, aten.unsqueeze.default, (mask, -1), node)
+            filled = emit(graph, aten.masked_fill.Tensor, (base, mask, number), node)
+        if value_of(filled).stride() == value_of(node).stride():
+            node.replace_all_uses_with(filled)
+            graph.erase_node(node)
+
+
+def join_what_has_entries(graph: fx.Graph) -> None:
+    """`cat` skips a tensor of shape [0] beside others of any rank, all but its dtype: so the KV cache of transformers
+    begins. One that a gradient is asked of stays, for its gradient is as empty, and not none."""
+    carries = requires_grad(graph)
+    for target in (aten.cat.default, aten.concat.default, aten.concatenate.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            parts, kind = node.args[0], value_of(node).dtype
+            kept = [part for part in parts if carries.get(part, True) or not is_nothing(part)]
+            if not kept or len(kept) == len(parts):
+                continue
+            with graph.inserting_before(node):
+                kept = [x if value_of(x).dtype == kind else emit(graph, aten.to.dtype, (x, kind), node) for x in kept]
+                if len(kept) > 1:
+                    joined = emit(graph, target, (kept, *node.args[1:]), node, node.kwargs)
+                else:
+                    joined = emit(graph, aten.clone.default, kept, node, {"memory_format": torch.contiguous_format})
+            if value_of(joined).stride() == value_of(node).stride():
+                node.replace_all_uses_with(joined)
+                graph.erase_node(node)
+
+
+def is_nothing(node: fx.Node) -> bool:
+    shape = shape_of(node)
+    return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0

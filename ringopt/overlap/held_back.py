@@ -1,0 +1,52 @@
+"""The gathers and sums that the bound on what is under way holds back, for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+import torch.fx as fx
+
+from ringopt.ir.nodes import is_parameter, op_name, requires_grad
+from ringopt.overlap.async_collectives import Budget, advance_all, bytes_of, collectives_of
+from ringopt.overlap.in_flight import first_bytes
+from ringopt.overlap.meanwhile import TOLD
+from ringopt.report import readable
+
+CONJUGATES = {"scatter": "gather", "copy_to_group": "sum"}  # what the gradient of a conversion waits for
+
+
+def held_back(graph: fx.Graph, budget: Budget, early: Sequence[fx.Node], ranks: int) -> Iterator[str]:
+    """What of the forward's gathers and sums the bound on what is under way will hold back when they are ordered: tried
+    on a copy, for compiled code that is cached is not ordered anew. `early` are the attentions whose exchange starts
+    before them."""
+    copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.graph_copy(graph, twins)
+    held = {twins[node]: float(first_bytes(node, ranks)) for node in early}
+    found = advance_all(collectives_of(copy), held, budget.in_flight)
+    if found:
+        names = [f"{op_name(one.node)} of {one.node.all_input_nodes[0].name} ({readable(one.size)})" for one in found]
+        more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
+        yield (
+            f"held back: {', '.join(names[:TOLD])}{more}, for up to {readable(max(one.under_way for one in found))} "
+            f"would be under way, and at most {readable(budget.in_flight)} may be"
+        )
+    if large := too_large(graph, budget.in_flight):
+        more = f" and {len(large) - TOLD} more" if len(large) > TOLD else ""
+        yield (
+            f"held back in the backward: {', '.join(large[:TOLD])}{more}, for at most {readable(budget.in_flight)} may "
+            "be under way; others may be too"
+        )
+
+
+def too_large(graph: fx.Graph, bound: int) -> list[str]:
+    """Gathers and sums of gradients that go past no other message, whatever the graph of the backward, which does not
+    exist yet. Those of parameters take the place of what they sum."""
+    found, carries = [], requires_grad(graph)
+    for node in graph.nodes:
+        what = CONJUGATES.get(op_name(node), "")
+        if not what or not carries[x := node.all_input_nodes[0]] or is_parameter(x):
+            continue
+        if bound < (size := bytes_of(x)) < inf:
+            found.append(f"{what} of the gradient of {x.name} ({readable(size)})")
+    return found

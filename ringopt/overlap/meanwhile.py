@@ -1,0 +1,68 @@
+"""What is computed while messages travel, and what of it the report says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from ringopt.cost.choose import duration
+from ringopt.hardware.rates import Rates
+from ringopt.ir.nodes import module_path, op_name
+from ringopt.overlap.in_flight import allowed
+from ringopt.overlap.reorder import flops_of
+from ringopt.report import readable
+
+TOLD = 3  # names in a sentence
+
+
+@dataclass(frozen=True)
+class Meanwhile:
+    """What is computed while messages travel: its products, the seconds that they take, and those that it costs to
+    start apart; the bytes that are under way meanwhile, and how many may be."""
+
+    products: Sequence[fx.Node]
+    seconds: float
+    cost: float
+    held: int
+    bound: int
+
+    @classmethod
+    def of(cls, products: Iterable[fx.Node], times: int, ranks: int, rates: Rates, held: int) -> Meanwhile:
+        found = list(products)
+        flops = times * sum(flops_of(node, ranks) for node in found)
+        return cls(found, flops / rates.default.rate, rates.step, held, allowed(rates))
+
+    @property
+    def pays(self) -> bool:
+        return bool(self.products) and self.seconds >= self.cost
+
+    @property
+    def fits(self) -> bool:
+        return self.held <= self.bound
+
+    @property
+    def brief(self) -> str:
+        """Why nothing is moved behind it, where there is something."""
+        if self.pays:
+            return f"{readable(self.held)} would be under way behind {self}, and at most {readable(self.bound)} may be"
+        return f"{self} is less than the {duration(self.cost)} that it costs to start apart"
+
+    def __str__(self) -> str:
+        names = dict.fromkeys((module_path(node) or op_name(node)).rsplit(".", 1)[-1] for node in self.products)
+        more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
+        return f"{', '.join(list(names)[:TOLD])}{more} ({duration(self.seconds)})"
+
+
+def told(ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:
+    if why:
+        return f"its exchange starts with it: {why}"
+    first, then, home = f"behind {ahead}", f"behind the gradients of {behind}", ""
+    if not (ahead.pays and ahead.fits):
+        first = "with it, for " + (ahead.brief if ahead.products else "nothing stands between that needs no K and V")
+    if not (behind.pays and behind.fits):
+        then = "with it, for " + (behind.brief if behind.products else "it is the last")
+    if aside.pays:
+        home = f", and ends behind those of {aside}" if aside.fits else f", and ends with it, for {aside.brief}"
+    return f"its exchange starts {first}; in the backward {then}{home}"

@@ -1,0 +1,143 @@
+"""How a softmax is spelled out (sums of what is divided by them, logarithms of weights, the shift by a maximum), and
+weights that are a sum or a difference of softmaxes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.dims.contraction import Letters
+from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value_of
+from ringopt.recognize.candidates import SOFTMAX
+
+aten = torch.ops.aten
+
+CASTS = ("to", "_to_copy", "type_as")
+VIEWS = ("unsqueeze", "view", "reshape", "expand", "transpose", "permute", "slice", "select")
+SUMS = ("add", "sub")
+TURNS = ("transpose", "permute", "mT", "t")  # between the weights and their product
+CONVERSIONS = ("view", "reshape", "unflatten", "to", "_to_copy")  # between a softmax and the part of it that is read
+
+
+def split_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
+    bias, left, right = node.args[:3]
+    with graph.inserting_before(node):
+        total = scaled(graph, emit(graph, aten.bmm.default, (left, right), node), node.kwargs.get("alpha", 1), node)
+        if (beta := node.kwargs.get("beta", 1)) != 0:  # at 0 the bias is not read, whatever it holds
+            total = emit(graph, aten.add.Tensor, (scaled(graph, bias, beta, node), total), node)
+    node.replace_all_uses_with(total)
+
+
+def scaled(graph: fx.Graph, node: fx.Node, factor: Any, like: fx.Node) -> fx.Node:
+    return node if factor == 1 else emit(graph, aten.mul.Scalar, (node, factor), like)
+
+
+def divides_rows(total: fx.Node, dim: int, letters: Letters, out: Letters) -> bool:
+    """Whether each dim of `total` (1 where it was summed) stands under the same axis of the product's output."""
+    own = [None if i == dim or size == 1 else letters[i] for i, size in enumerate(shape_of(total))]
+    if len(own) > len(out):
+        return False
+    below = out[len(out) - len(own) :]
+    return all(mine is None or mine == theirs for mine, theirs in zip(own, below, strict=True))
+
+
+def summed_dim(total: fx.Node, weights: fx.Node) -> int | None:
+    """The dim over which `total` sums `weights`, kept as 1; None where it does not."""
+    dims: Any = argument(total, 1, "dim")
+    if op_name(total) != "sum" or total.args[0] is not weights or not argument(total, 2, "keepdim", False):
+        return None
+    dims = [dims] if isinstance(dims, int) else list(dims or [])
+    same = value_of(total).dtype == value_of(weights).dtype
+    return dims[0] % len(shape_of(weights)) if len(dims) == 1 and same else None
+
+
+def log_weights(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """x and the dim of log_softmax(x, dim), or of x - logsumexp(x, dim, keepdim)."""
+    if op_name(node) == "log_softmax" and value_of(node).dtype == value_of(node.args[0]).dtype:
+        return node.args[0], argument(node, 1, "dim")
+    if op_name(node) != "sub" or len(node.args) != 2 or node.kwargs or not all(map(is_tensor, node.args)):
+        return None
+    logits, total = node.args
+    if op_name(total) != "logsumexp" or total.args[0] is not logits or not argument(total, 2, "keepdim", False):
+        return None
+    if not alike(logits, node) or not value_of(logits).is_floating_point():
+        return None  # of integers
+    dims = argument(total, 1, "dim")
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    return (logits, dims[0]) if len(dims) == 1 else None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Of the same numbers: a view as another dtype has others."""
+    return op_name(node) in VIEWS and value_of(node).dtype == value_of(node.args[0]).dtype
+
+
+def same_dtype(one: fx.Node, other: fx.Node) -> bool:
+    """Whether both are multiplied in one dtype."""
+    return bool(value_of(one).dtype == value_of(other).dtype)
+
+
+def alike(one: fx.Node, other: fx.Node) -> bool:
+    return shape_of(one) == shape_of(other) and same_dtype(one, other)
+
+
+def is_bool(node: fx.Node) -> bool:
+    return is_tensor(node) and value_of(node).dtype == torch.bool
+
+
+def unshifted(node: fx.Node, dim: int) -> fx.Node:
+    """x of x - c, where c is one number for all of `dim`, made of x itself: its maximum."""
+    if op_name(node) != "sub" or len(node.args) != 2 or node.kwargs or not all(is_tensor(arg) for arg in node.args):
+        return node
+    logits, shift = node.args
+    source = shift
+    while op_name(source) in ("detach", "getitem"):
+        source = source.args[0]
+    of_rows = len(shape_of(shift)) == len(shape_of(node)) and shape_of(shift)[dim] == 1
+    largest = op_name(source) in ("amax", "max") and source.args[0] is logits
+    return logits if of_rows and largest and shape_of(logits) == shape_of(node) else node
+
+
+# ---- sums of softmaxes -----------------------------------------------------------------------------------------------
+def unturned(weights: fx.Node) -> fx.Node:
+    while op_name(weights) in TURNS and len(weights.users) == 1:
+        weights = weights.args[0]
+    return weights
+
+
+def is_sum(weights: fx.Node) -> bool:
+    """Of two tensors of its shape, each made of a softmax, for one product alone."""
+    if op_name(weights) not in SUMS or len(weights.users) != 1 or not all(map(is_tensor, weights.args[:2])):
+        return False
+    return all(
+        shape_of(part) == shape_of(weights) and same_dtype(part, weights) and is_weights(part)
+        for part in weights.args[:2]
+    )
+
+
+def is_weights(node: fx.Node) -> bool:
+    """A softmax, a view or a part of one, or a multiple of that."""
+    if op_name(node) in SUMS:
+        return is_sum(node)
+    if op_name(node) == "mul":
+        return any(is_multiple(one, other, node) for one, other in both(node))
+    if op_name(node) == "select":
+        node = node.args[0]
+    while op_name(node) in CONVERSIONS:
+        node = node.args[0]
+    return op_name(node) in SOFTMAX
+
+
+def both(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The operands of a multiplication, either way."""
+    tensors = [arg for arg in node.args if is_tensor(arg)]
+    return [(tensors[0], tensors[1]), (tensors[1], tensors[0])] if len(tensors) == 2 else []
+
+
+def is_multiple(factor: fx.Node, weights: fx.Node, product: fx.Node) -> bool:
+    """Of weights, by one number for all keys of a query."""
+    sizes = shape_of(factor)
+    fits = len(sizes) <= len(shape_of(product)) and (not sizes or sizes[-1] == 1)
+    return fits and shape_of(weights) == shape_of(product) and same_dtype(weights, product) and is_weights(weights)

@@ -1,0 +1,71 @@
+"""What a sharded graph returns (whole values, or the rows of each rank), and what it gathered on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch.fx as fx
+
+from ringopt.ir.memory import base_of, shared_outputs
+from ringopt.ir.nodes import module_path, op_name, source_line, value_of
+from ringopt.ir.placement import Spread
+from ringopt.ir.refusal import GraphRefused, Refusal
+from ringopt.options import Outputs
+from ringopt.report import Gather
+from ringopt.sharding.sharder import Sharder
+
+
+def leave(
+    sharder: Sharder, node: fx.Node, form: Outputs, given: Collection[fx.Node], places: Sequence[int] | None
+) -> dict[int, Spread]:
+    """The outputs `node`: whole, or left on their ranks where `form` says so; how those are spread. `given` are inputs
+    of which a rank has its rows only, `places` those of the outputs for the caller, where
+    they have others."""
+    sharder.reader = node
+    left: dict[int, Spread] = {}
+    outputs = list(node.args[0]) if isinstance(node.args[0], (tuple, list)) else []
+    bases = bases_of(node, form, given)
+
+    def whole(out: fx.Node) -> fx.Node:
+        return sharder.as_view(out, bases[out]) if out in bases else sharder.replicated(out)
+
+    if form == "gather" or not outputs:
+        sharder.graph.output(fx.map_arg(node.args[0], whole)).meta.update(node.meta)
+        return left
+    for i, out in enumerate(outputs):
+        placement = sharder.placements.get(out) if isinstance(out, fx.Node) else None
+        if placement is not None and out not in bases:
+            value, where = value_of(out), module_path(out) or source_line(out)
+            name = f"output {places[i] if places is not None else i} ({out.name}{', ' + where if where else ''})"
+            # Whoever reads the rows later has no symbols: what is open is fixed.
+            size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, node.meta["strides"][i]))
+            left[i] = Spread(placement.fixed(), sharder.layout(placement.length), sharder.group, size, stride, name)
+            outputs[i] = sharder.values[out]
+        else:
+            outputs[i] = fx.map_arg(out, whole)
+    sharder.graph.output(tuple(outputs)).meta.update(node.meta)
+    return left
+
+
+def bases_of(node: fx.Node, form: Outputs, given: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The outputs that are made again as views, and of what: of an input, or of what several of them lie in; not where
+    the rows of that are all that a rank has or is to have. Raises GraphRefused."""
+    found: dict[fx.Node, fx.Node] = {}
+    for memory, outputs in shared_outputs(node.graph):
+        base = base_of(memory, outputs)
+        if isinstance(base, Refusal):
+            raise GraphRefused(base)
+        if base not in given and (memory[0] == "input" or form != "local"):
+            found |= dict.fromkeys(outputs, base)
+    return found
+
+
+def gathers_of(sharder: Sharder) -> list[Gather]:
+    """For the report. A gather whose result was dead code costs nothing and is not told."""
+    alive, found = set(sharder.graph.nodes), []
+    for note in sharder.gathers:
+        if sharder.converted[note.value, "whole"] in alive:
+            op = "output" if note.reader.op == "output" else op_name(note.reader)
+            line = source_line(note.reader) or source_line(note.value)
+            found.append(Gather(op, sharder.describe(note), note.bytes, module_path(note.reader), line))
+    return found

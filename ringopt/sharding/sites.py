@@ -1,0 +1,121 @@
+"""Attention on shards: what a site wants to have in rows, and the operator that takes its place.
+
+y = attention(q, k, v, "causal")   ->   y = ring_attention(q, k, v, n, n, "causal", ...)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch.fx as fx
+
+from ringopt.calls import AttentionCall, DilatedCall, RingCall
+from ringopt.context_parallel.geometry.dilation import is_dilated
+from ringopt.ir.nodes import shape_of
+from ringopt.ir.placement import Sharded
+from ringopt.ir.site import SiteInfo
+from ringopt.ops import operators
+from ringopt.ops.ring import VERSION
+from ringopt.sharding.sharder import Sharder
+
+BESIDE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"
+GATHERED = "what is spread stands beside its rows, and it cannot be attended to in parts there: it is computed whole"
+
+
+def demands(node: fx.Node, info: SiteInfo) -> Iterator[tuple[fx.Node, Sharded]]:
+    """What a site wants to have in rows."""
+    yield from operands(node, info)
+    if info.whole != "queries":
+        call = AttentionCall.of(node)
+        rows = call.mask_term.row_dims
+        yield from ((call.sources[i], Sharded(dim, 1, call.rows[0], 1)) for i, dim in rows.items())
+
+
+def operands(node: fx.Node, info: SiteInfo) -> Iterator[tuple[fx.Node, Sharded]]:
+    """The same of q, k and v alone."""
+    sides = zip(AttentionCall.of(node).operands, ("queries", "keys", "keys"), strict=True)
+    yield from ((x, Sharded(2, 1, shape_of(x)[2], 1)) for x, side in sides if info.whole != side)
+
+
+def attend(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:
+    """False where no rows are missing: then it is sharded over batch or heads like any other operator. `asked` is the
+    strategy of the options."""
+    call = AttentionCall.of(node)
+    alike = 1 if is_dilated(call.pattern) else 2  # leading dims: each head of dilated attention keeps rows of its own
+    if any(place is not None and place.dim < alike for place in map(sharder.placements.get, call.operands)):
+        info.strategy, info.bytes_sent = "none", 0
+        return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
+    if is_dilated(call.pattern):
+        return attend_dilated(sharder, node, info, asked)
+    q_length, kv_length = call.rows
+    rows = {"queries": q_length, "keys": kv_length}
+    q_layout, kv_layout = ("replicated" if info.whole == side else sharder.layout(rows[side]) for side in rows)
+    sharder.reader = node
+
+    def operand(x: fx.Node, side: str) -> fx.Node:
+        return sharder.beside(x) if info.whole == side else sharder.sharded(x, Sharded(2, 1, rows[side], 1))
+
+    q, k, v = operand(call.q, "queries"), operand(call.k, "keys"), operand(call.v, "keys")
+    parsed = call.mask_term
+    learned = [i for i in parsed.differentiable if sharder.carries[call.sources[i]]]
+
+    def placed(i: int, source: fx.Node) -> fx.Node:
+        if i in parsed.row_dims and info.whole != "queries":
+            return sharder.sharded(source, Sharded(parsed.row_dims[i], 1, q_length, 1))
+        return sharder.beside(source) if i in learned else sharder.replicated(source)
+
+    ring = RingCall(
+        *(q, k, v),
+        sources=[placed(i, source) for i, source in enumerate(call.sources)],
+        sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
+        seed=sharder.replicated(call.seed) if call.seed is not None else None,
+        q_length=q_length,
+        kv_length=kv_length,
+        pattern=call.pattern,
+        mask=call.mask,
+        learned=learned,
+        dropout_p=call.dropout_p,
+        scale=call.scale,
+        q_layout=q_layout,
+        kv_layout=kv_layout,
+        strategy=info.strategy,
+        kernel=info.kernel,
+        group=sharder.group,
+        version=VERSION,
+    )
+    both = sharder.step(operators.ring_attention.default, *ring.args, like=node)
+    out = None if info.whole == "queries" else Sharded(2, 1, q_length, 1)
+    sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
+    return True
+
+
+def attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:
+    call = AttentionCall.of(node)
+    length = call.rows[0]
+    out = Sharded(2, 1, length, 1)
+    sharder.reader = node
+    q, k, v = (sharder.sharded(x, out) for x in call.operands)
+    dilated = DilatedCall(
+        *(q, k, v),
+        seen=sharder.replicated(call.attn_mask) if call.attn_mask is not None else None,
+        sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
+        seed=sharder.replicated(call.seed) if call.seed is not None else None,
+        length=length,
+        pattern=call.pattern,
+        dropout_p=call.dropout_p,
+        scale=call.scale,
+        layout=sharder.layout(length),
+        strategy=asked,
+        kernel=info.kernel,
+        group=sharder.group,
+        version=VERSION,
+    )
+    both = sharder.step(operators.dilated_attention.default, *dilated.args, like=node)
+    sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
+    return True
+
+
+def stands_beside(info: SiteInfo, done: bool) -> None:
+    """A site that `attend` left, and that was computed on shards all the same, or was not: no strategy was needed."""
+    info.notes = [(BESIDE if done else GATHERED) if note == info.reason else note for note in info.notes]
