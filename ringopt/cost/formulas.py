@@ -6,7 +6,7 @@ divides evenly (volume.py), and tests hold the rest against unrolled plans. Symb
     F, o   FLOP/s of a tile, and seconds that each costs beside its FLOPs        F_b, o_b   the same backward
     W, L   bytes/s of the link, seconds a message                                s          seconds a step
     V, U   the same within a node of g ranks, where W and L are those between nodes
-    T      exchanges that take turns, by heads (context_parallel/executor/interleave.py)
+    T      exchanges that take turns, by heads (context_parallel/plan/concurrency.py)
     Q      the part of a rank's queries that a strip of a forward tile has (context_parallel/plan/tiling.py)
     Z      the fewest queries of a strip of a window
 

@@ -1,7 +1,7 @@
 """The most bytes that an attention holds at once on a rank, read off its plan: what an allocator counts.
 
-The executors (executor/keys_move.py, executor/interleave.py, executor/queries_move.py, executor/heads_move.py) on a
-ledger in place of tensors. Counted are rows of other ranks, own ones packed to go there, sums of results and gradients,
+The executor's tasks (executor/keys_move.py, executor/queries_move.py, executor/heads_move.py) on a ledger in place of
+tensors. Counted are rows of other ranks, own ones packed to go there, sums of results and gradients,
 and what the tile at work has beside them (tile_memory.py). The mask of a pattern is among that; what a mask or bias of
 the program holds while it is evaluated depends on its term, is bounded (tiles.MASK_ELEMENTS) and is not known here.
 """
@@ -13,8 +13,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 
-from ringopt.context_parallel.executor.interleave import exchanges_of
 from ringopt.context_parallel.geometry.rows import Rows, count, within
+from ringopt.context_parallel.plan.concurrency import exchanges_of
 from ringopt.context_parallel.plan.exchange import Block, Cargo, Exchange, Message, Step
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import Plan
@@ -148,7 +148,7 @@ def over_steps(
     home: int,
     tile: Callable[[Block], Held],
 ) -> None:
-    """The loop of executor/messages.py: rows on their way, those held, and sums that are owed to other ranks
+    """The loop of executor/loop.py: rows on their way, those held, and sums that are owed to other ranks
     or, `home` bytes, stay here."""
     row, steps = rows_of(plan, heads, backward), plan.steps(rank, backward)
     sums = Owed(ledger, plan, rank, steps, backward, home, row[Cargo.BACK])

@@ -15,15 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.executor.dilated import (
-    DilatedAttention,
-    Operands,
-    Saved,
-    attend_dilated,
-    attend_dilated_backward,
-)
-from ringopt.context_parallel.executor.dilated_start import Begun, begin_dilated
-from ringopt.context_parallel.executor.keys_move import Operands as Shards
+from ringopt.context_parallel.executor.dilated import attend_dilated, attend_dilated_backward, begin_dilated
+from ringopt.context_parallel.executor.dilated_operands import DilatedAttention, Operands, Saved
+from ringopt.context_parallel.executor.loop import Posted
+from ringopt.context_parallel.executor.operands import Operands as Shards
 from ringopt.context_parallel.geometry.dilation import dilation_of
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of, prove_dilated
@@ -164,7 +159,7 @@ def _(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: 
     return k.new_empty((), dtype=torch.int64, device="cpu")
 
 
-def begun(k: Tensor, v: Tensor, backward: bool, config: Config) -> Begun | None:
+def begun(k: Tensor, v: Tensor, backward: bool, config: Config) -> Posted | None:
     """What `dilated_start` posted for these K and V."""
     return redeem(config.ticket, about(k, v, backward, config)) if config.ticket is not None else None
 

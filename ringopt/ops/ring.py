@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import attend, attend_backward, begin
-from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
-from ringopt.context_parallel.executor.messages import Posted
+from ringopt.context_parallel.executor.loop import Posted
+from ringopt.context_parallel.executor.operands import Attention, Operands, Saved, kv_sizes
 from ringopt.context_parallel.geometry.layouts import Layout
 from ringopt.context_parallel.geometry.rows import count
-from ringopt.context_parallel.plan.head_exchange import HeadExchange, prove_heads
+from ringopt.context_parallel.plan.concurrency import prove_plan
+from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import Plan, plan_of
-from ringopt.context_parallel.plan.prove import prove
 from ringopt.distributed.handshake import agree
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh, program_until_here
@@ -266,10 +266,7 @@ def attention_of(plan: Plan, config: Config, mask: Mask, k: Tensor, v: Tensor, r
     """What is computed, its plan proved for `rank`."""
     kernel, _reason = choose(config.kernel, k.dtype, k.device, k.shape[3], v.shape[3])
     exchange, heads = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
-    if heads is not None:
-        prove_heads(heads, rank)
-    else:
-        prove(exchange, rank)
+    prove_plan(plan, kv_sizes(k, v, mask), rank)
     return Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p, heads=heads)
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import backward_until_home
-from ringopt.context_parallel.executor.interleave import Keys
-from ringopt.context_parallel.executor.keys_move import Operands, Saved, rounded_parts
+from ringopt.context_parallel.executor.keys_move import PendingKVGrads
+from ringopt.context_parallel.executor.operands import Operands, Saved, rounded_parts
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem
@@ -48,8 +48,8 @@ def ring_backward_begin(
     site = prepare("ring_attention_backward", given, chosen)
     with site.mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         found = backward_until_home(site.attention, site.mesh, dout, Saved(given, out, lse), begun(given, True, chosen))
-    ticket = issue(site.mesh, about(k, v), found.keys, found.keys.pending)
-    beside = rounded_parts(found.parts, found.dsinks, given, site.attention.learned)
+    ticket = issue(site.mesh, about(k, v), found.kv, found.kv.pending)
+    beside = rounded_parts(found.dsources, found.dsinks, given, site.attention.learned)
     return found.dq.to(q.dtype), ticket, beside
 
 
@@ -74,8 +74,8 @@ def _(
 def ring_backward_finish(ticket: Tensor, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """dK and dV. Raises RingCommError, RingMismatchError."""
     program_until_here(mesh_of(group))
-    keys: Keys = redeem(ticket, about(k, v))
-    dk, dv = keys.arrive()
+    grads: PendingKVGrads = redeem(ticket, about(k, v))
+    dk, dv = grads.wait()
     return dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringopt.context_parallel.executor.interleave import exchanges_of
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, text_of
 from ringopt.context_parallel.geometry.parse import WINDOW
+from ringopt.context_parallel.plan.concurrency import exchanges_of
 from ringopt.context_parallel.plan.plan_of import trading
 from ringopt.context_parallel.plan.tiling import least_of, strip_of
 from ringopt.cost import volume

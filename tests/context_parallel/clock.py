@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import attend, attend_backward, backward_until_home, begin
-from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
+from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.runtime.trace import Span
@@ -190,7 +190,7 @@ class Clocked:
                 else:
                     left = backward_until_home(site, mesh, given.q, saved, begun)
                     mesh.compute(behind, "other work")
-                    left.found()
+                    left.wait()
             else:
                 attend(site, mesh, given, begun)
             return mesh.now

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
 import ringopt.ops.ring
-from ringopt.context_parallel.executor.keys_move import KeysMove
+from ringopt.context_parallel.executor.keys_move import KeysBackward
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.distributed import failure_agreement
@@ -241,7 +241,7 @@ def cut_short(where: str) -> list[str]:
             patch.setattr(failure_agreement, "PATIENCE", 1.0)
             patch.setattr(failure_agreement, "PATIENCE_LATER", 1.0)
             if bad and odd and where.endswith(("backward", "interrupt")):
-                patch.setattr(KeysMove, "add", no_memory)
+                patch.setattr(KeysBackward, "add", no_memory)
             try:
                 found = model(numbers).square()
                 if bad and odd and where.endswith("between"):

@@ -161,7 +161,7 @@ class Gradients:
         for tensor in pair:
             tensor.zero_()
 
-    def arrived(self, packed: Packed) -> None:
+    def put(self, packed: Packed) -> None:
         for piece, pair in packed.pairs():
             self.add(piece, *pair)
 

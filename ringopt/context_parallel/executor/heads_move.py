@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.buffers import Local
-from ringopt.context_parallel.executor.interleave import attend_shares, backward_shares
-from ringopt.context_parallel.executor.keys_move import Attention, Found, Operands, Saved
+from ringopt.context_parallel.executor.keys_move import PendingGrads
+from ringopt.context_parallel.executor.operands import Attention, AttentionGrads, Operands, Saved
 from ringopt.context_parallel.geometry.rows import Rows, count
 from ringopt.context_parallel.plan.head_exchange import HeadExchange, Parcel, Part
 from ringopt.distributed.mesh import Mesh
 from ringopt.distributed.submesh import SubMesh
 from ringopt.kernels.base import accumulator
+
+# What runs the plan between nodes, of some heads (attend.attend_keys, attend.backward_keys).
+Forward = Callable[[Attention, Mesh, Operands], tuple[Tensor, Tensor]]
+Backward = Callable[[Attention, Mesh, Tensor, Saved], PendingGrads]
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,10 @@ class Trade:
         return dict(sorted(ordered.items()))
 
 
-def attend_heads(plan: HeadExchange, site: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
-    """See run.attend; the exchange of `site` is the one between nodes."""
+def attend_heads(
+    plan: HeadExchange, site: Attention, mesh: Mesh, given: Operands, between_nodes: Forward
+) -> tuple[Tensor, Tensor]:
+    """See attend.attend; the exchange of `site` is the one between nodes, and `between_nodes` runs it."""
     trade = Trade(plan, mesh)
     q, k, v = trade.out([trade.of_queries(given.q), *map(trade.of_keys, (given.k, given.v))], "forward out")
     own = replace(given, q=q, k=k, v=v)
@@ -109,36 +115,38 @@ def attend_heads(plan: HeadExchange, site: Attention, mesh: Mesh, given: Operand
     lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
     for part in plan.parts(mesh.rank):
         mine = span(part.queries, plan.share(mesh.rank).start)
-        out[:, mine], lse[:, mine] = attend_shares(*between(plan, site, mesh, part), part_of(plan, mesh, own, part))
+        out[:, mine], lse[:, mine] = between_nodes(*between(plan, site, mesh, part), part_of(plan, mesh, own, part))
     outs, lses = trade.back([trade.of_queries(out), trade.of_queries(lse.unsqueeze(-1))], "forward back")
     return torch.cat([*outs.values()], 1), torch.cat([*lses.values()], 1).squeeze(-1)
 
 
-def backward_heads(plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> Found:
-    """See run.attend_backward."""
+def backward_heads(
+    plan: HeadExchange, site: Attention, mesh: Mesh, dout: Tensor, saved: Saved, between_nodes: Backward
+) -> AttentionGrads:
+    """See attend.attend_backward."""
     trade, given = Trade(plan, mesh), saved.given
     queries, keys = (given.q, dout, saved.out, saved.lse.unsqueeze(-1)), (given.k, given.v)
     items = [*map(trade.of_queries, queries), *map(trade.of_keys, keys)]
     q, dout, out, lse, k, v = trade.out(items, "backward out")
     own = replace(given, q=q, k=k, v=v)
-    total = Found.zeros(own, site.learned)
+    total = AttentionGrads.zeros(own, site.learned)
     for part in plan.parts(mesh.rank):
         mine, theirs = span(part.queries, plan.share(mesh.rank).start), span(part.keys, plan.kv_share(mesh.rank).start)
         left = Saved(part_of(plan, mesh, own, part), out[:, mine], lse[:, mine].squeeze(-1))
         # Unnamed, so that nothing of it is held while the results go home.
-        add(total, backward_shares(*between(plan, site, mesh, part), dout[:, mine], left).found(), part, mine, theirs)
+        add(total, between_nodes(*between(plan, site, mesh, part), dout[:, mine], left).wait(), part, mine, theirs)
     home = [trade.of_queries(total.dq.to(q.dtype)), *map(trade.of_keys, (total.dk, total.dv))]
     dqs, dks, dvs = trade.back(home, "backward back")
     dk, dv = (summed(plan, *grads) for grads in ((dks, given.k), (dvs, given.v)))
-    return Found(torch.cat([*dqs.values()], 1), dk, dv, total.parts, total.dsinks)
+    return AttentionGrads(torch.cat([*dqs.values()], 1), dk, dv, total.dsources, total.dsinks)
 
 
-def add(total: Found, found: Found, part: Part, mine: slice, theirs: slice) -> None:
+def add(total: AttentionGrads, found: AttentionGrads, part: Part, mine: slice, theirs: slice) -> None:
     """The gradients of a part, `mine` and `theirs` its query and KV heads among those of the rank, to all."""
     total.dq[:, mine] = found.dq
     total.dk[:, theirs] += found.dk
     total.dv[:, theirs] += found.dv
-    for sum_, one in zip(total.parts, found.parts, strict=True):
+    for sum_, one in zip(total.dsources, found.dsources, strict=True):
         sum_ += one
     if total.dsinks is not None and found.dsinks is not None:
         total.dsinks[:, span(part.queries)] = found.dsinks

@@ -15,20 +15,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringopt.context_parallel.executor.blocks import BlockBackward, TileKernels
 from ringopt.context_parallel.executor.buffers import Gradients, Held, KVShape, Local, Pair
-from ringopt.context_parallel.executor.interleave import Turns, by_turns
-from ringopt.context_parallel.executor.keys_move import (
+from ringopt.context_parallel.executor.interleave import run_alone
+from ringopt.context_parallel.executor.loop import Run, Task, leaving
+from ringopt.context_parallel.executor.merge_lse import Merged, merge_
+from ringopt.context_parallel.executor.operands import (
     Attention,
-    BlockBackward,
-    Found,
+    AttentionGrads,
     Operands,
     Saved,
-    Tiles,
-    finished,
+    spread_nan,
+    spread_nan_to_keys,
     wide_zeros,
 )
-from ringopt.context_parallel.executor.merge_lse import Merged, merge_
-from ringopt.context_parallel.executor.messages import Posted, deliver, leaving, there_and_back
 from ringopt.context_parallel.executor.tiles import Tile
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.tiling import strip_of
@@ -48,71 +48,78 @@ class Results(Gradients):
 
 
 def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
-    """See run.attend."""
-    exchange, rank, (q, k, v) = attention.exchange, mesh.rank, (given.q, given.k, given.v)
-    steps, own, local = exchange.forward(rank), exchange.q_pieces(rank), Local(exchange.q_layout.ranges(rank))
-    none = q[..., :0]
-    held = Held(KVShape.of(q, none), own, local, q, none)
-    result = KVShape(q.shape[0], q.shape[1], v.shape[3], 1, accumulator(q.dtype), q.device)
-    results = Results(result, own, local, q.shape[2], leaving(steps))
-    tiles, keys_here = Tiles(attention, rank, given, given.sources), Local(exchange.kv_layout.ranges(rank))
-
-    def attended(part: Tile) -> Pair:
-        rows = keys_here.slice(part.keys)
-        operands = (held.pair(part.queries)[0], k[:, :, rows], v[:, :, rows])
-        out, lse = tiles.kernel(part).forward(*operands, part.mask, part.causal, attention.scale)
-        return out, lse.unsqueeze(-1)
-
-    def compute(block: Block) -> None:
-        for tile in tiles.scores.tiles(block):
-            for part in tile.strips(strip_of(q.shape[2])):
-                results.add(part.queries, *attended(part))
-                mesh.attend()
-
-    finish(there_and_back(mesh, steps, held, results, compute, "forward"), results)
-    merged, found = Merged(q, v.shape[3]), [results.home()]
-    if exchange.merges:  # in the order of the ranks, so that all have the same bits
+    """See attend.attend."""
+    q, v = given.q, given.v
+    task = QueriesForward(attention, mesh, given)
+    run_alone(Run(mesh, [task], "forward"))
+    merged, found = Merged(q, v.shape[3]), [task.sums.home()]
+    if attention.exchange.merges:  # in the order of the ranks, so that all have the same bits
         parts = mesh.all_gather(torch.cat(found[0], -1), "forward merge")
         # Each of its own memory: the first of them becomes the result, which is two tensors.
         found = [(part[..., :-1].clone(), part[..., -1:].clone()) for part in parts]
     for out, lse in found:
         merged.add(slice(0, q.shape[2]), out, lse.squeeze(-1))
-    return tiles.completed(merged, given.sinks)
+    return task.tiles.completed(merged, given.sinks)
 
 
-def backward_queries(attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> Found:
-    """See run.attend_backward."""
-    exchange, rank, given = attention.exchange, mesh.rank, saved.given
-    steps, own, local = exchange.backward(rank), exchange.q_pieces(rank), Local(exchange.q_layout.ranges(rank))
-    q, dtype = given.q, given.q.dtype
-    beside = torch.cat([dout.to(dtype), saved.out, saved.lse.unsqueeze(-1).contiguous().view(dtype)], -1)
-    held = Held(KVShape.of(q, beside), own, local, q, beside)
-    sums = Gradients(KVShape.of(q, q[..., :0], accumulator(dtype)), own, local, q.shape[2], leaving(steps))
-    blocks = QueriesMove(attention, mesh, dout, saved, held, sums)
-    finish(there_and_back(mesh, steps, held, sums, blocks.compute, "backward"), sums)
-    found = finished(Found(sums.home()[0], blocks.dk, blocks.dv, blocks.parts), blocks, mesh)
-    if exchange.merges and rank > 0 and found.dsinks is not None:
+def backward_queries(attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved) -> AttentionGrads:
+    """See attend.attend_backward."""
+    task = QueriesBackward(attention, mesh, dout, saved)
+    run_alone(Run(mesh, [task], "backward"))
+    found = AttentionGrads(task.sums.home()[0], task.dk, task.dv, task.dsources, task.dsinks())
+    if attention.nan_rows:
+        hidden, stops = saved.lse == HIDDEN, attention.mask.stops
+        if not stops:
+            spread_nan(found.dq, found.dsources, hidden)
+        spread_nan_to_keys([found.dv] if stops else [found.dk, found.dv], mesh, hidden)
+    if attention.exchange.merges and mesh.rank > 0 and found.dsinks is not None:
         found.dsinks.zero_()  # all ranks have the whole of it, and the caller sums parts
     return found
 
 
-def finish(run: Turns[list[Posted]], sums: Gradients) -> None:
-    """One exchange, that has nobody to take turns with."""
-    (last,) = by_turns([run])
-    while last:
-        deliver(last.pop(0), sums.arrived)
+class QueriesForward(Task):
+    """Results of the queries that are here, in `sums`. Nothing travels with the queries: the second of the pair that
+    `held` has of them is empty."""
+
+    def __init__(self, attention: Attention, mesh: Mesh, given: Operands):
+        exchange, rank, q, v = attention.exchange, mesh.rank, given.q, given.v
+        self.attention, self.mesh, self.given, self.steps = attention, mesh, given, exchange.forward(rank)
+        own, local, none = exchange.q_pieces(rank), Local(exchange.q_layout.ranges(rank)), q[..., :0]
+        self.held = Held(KVShape.of(q, none), own, local, q, none)
+        result = KVShape(q.shape[0], q.shape[1], v.shape[3], 1, accumulator(q.dtype), q.device)
+        self.sums: Results = Results(result, own, local, q.shape[2], leaving(self.steps))
+        self.tiles = TileKernels(attention, rank, given, given.sources)
+        self.keys_here = Local(exchange.kv_layout.ranges(rank))
+
+    def compute(self, block: Block) -> None:
+        for tile in self.tiles.scores.tiles(block):
+            for part in tile.strips(strip_of(self.given.q.shape[2])):
+                self.sums.add(part.queries, *self._attended(part))
+                self.mesh.attend()
+
+    def _attended(self, part: Tile) -> Pair:
+        rows, given = self.keys_here.slice(part.keys), self.given
+        operands = (self.held.pair(part.queries)[0], given.k[:, :, rows], given.v[:, :, rows])
+        out, lse = self.tiles.kernel(part).forward(*operands, part.mask, part.causal, self.attention.scale)
+        return out, lse.unsqueeze(-1)
 
 
-class QueriesMove(BlockBackward):
+class QueriesBackward(BlockBackward):
     """dK and dV here, dQ in `sums`. With the queries in `held` come dout, out and, as numbers of their dtype, the bits
     of the log-sum-exp."""
 
-    def __init__(self, attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved, held: Held, sums: Gradients):
+    def __init__(self, attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved):
         parts = [wide_zeros(saved.given.sources[i]) for i in attention.learned]
-        super().__init__(attention, mesh.rank, dout, saved, parts)
-        self.mesh, self.held, self.sums = mesh, held, sums
+        super().__init__(attention, mesh, dout, saved, parts)
+        exchange, rank, q, dtype = attention.exchange, mesh.rank, saved.given.q, saved.given.q.dtype
+        self.steps = exchange.backward(rank)
+        own, local = exchange.q_pieces(rank), Local(exchange.q_layout.ranges(rank))
+        beside = torch.cat([dout.to(dtype), saved.out, saved.lse.unsqueeze(-1).contiguous().view(dtype)], -1)
+        self.held = Held(KVShape.of(q, beside), own, local, q, beside)
+        wide = KVShape.of(q, q[..., :0], accumulator(dtype))
+        self.sums: Gradients = Gradients(wide, own, local, q.shape[2], leaving(self.steps))
         self.dk, self.dv = wide_zeros(saved.given.k), wide_zeros(saved.given.v)
-        self.keys_here = Local(attention.exchange.kv_layout.ranges(mesh.rank))
+        self.keys_here = Local(exchange.kv_layout.ranges(rank))
 
     def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         rows, given = self.keys_here.slice(tile.keys), self.saved.given

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.executor import interleave, tiles
+from ringopt.context_parallel.executor import tiles
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.buffers import KVShape
-from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
+from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.plan import tiling
 from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Step
@@ -350,13 +350,6 @@ def test_a_step_makes_as_many_buffers_as_it_receives_messages(strategy: str, mon
 
 
 # ---- plans that do not hold together ---------------------------------------------------------------------------------
-@pytest.fixture
-def unproved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof before the first message would tell too, unless it is remembered of the plan as it was."""
-    monkeypatch.setattr(interleave, "prove", lambda exchange, rank: None)
-
-
-@pytest.mark.usefixtures("unproved")
 def test_rows_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = problem(16)
     site = attention(case, 1, "full", "contiguous", "ring")
@@ -368,7 +361,6 @@ def test_rows_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         run_on_threads(1, lambda mesh: attend(half, mesh, Operands(*(x[:, :, :8] for x in (case.q, case.k, case.v)))))
 
 
-@pytest.mark.usefixtures("unproved")
 def test_gradients_without_a_way_home_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = problem(16)
     steps = Exchange.backward

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ringopt.context_parallel.executor import interleave
-from ringopt.context_parallel.executor.keys_move import Attention
+from ringopt.context_parallel.executor.operands import Attention
+from ringopt.context_parallel.plan import concurrency
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.expr.mask import Mask
 from ringopt.expr.simplify import compare
@@ -26,8 +26,8 @@ def ring(pattern: str, p: int) -> Attention:
 @pytest.fixture
 def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many exchanges as there may be, however little each sends."""
-    monkeypatch.setattr(interleave, "PIECE", 1)
-    monkeypatch.setattr(interleave, "ROWS", 1)
+    monkeypatch.setattr(concurrency, "PIECE", 1)
+    monkeypatch.setattr(concurrency, "ROWS", 1)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
@@ -58,14 +58,14 @@ def test_a_mask_of_the_program_is_made_once_for_all_heads_and_hidden_by_rows(sma
 
 def test_one_exchange_of_all_heads_leaves_a_backward_bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first keys are waited for with nothing to compute: what the clock is there to show."""
-    monkeypatch.setattr(interleave, "PIECE", 1 << 30)
+    monkeypatch.setattr(concurrency, "PIECE", 1 << 30)
     found = hidden(ring("full", 2), (1, 4, 4, DIM), backward=True, share=0.6)
     assert found.total == pytest.approx(1.3)
 
 
 def test_what_starts_early_is_hidden_behind_what_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the backward above, in which 0.3 seconds are waited for: as much less as there is other work."""
-    monkeypatch.setattr(interleave, "PIECE", 1 << 30)
+    monkeypatch.setattr(concurrency, "PIECE", 1 << 30)
     site, sizes = ring("full", 2), (1, 4, 4, DIM)
     second = 1.0 / Clocked.of(site, sizes, True, 1.0, float("inf")).seconds
     rate = Clocked.of(site, sizes, True, 0.0, 1.0).seconds / 0.6
@@ -75,7 +75,7 @@ def test_what_starts_early_is_hidden_behind_what_comes_before(monkeypatch: pytes
 
 def test_what_ends_late_is_hidden_behind_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.6 seconds each way: the home block hides 0.5 of the last hop, other work the rest."""
-    monkeypatch.setattr(interleave, "PIECE", 1 << 30)
+    monkeypatch.setattr(concurrency, "PIECE", 1 << 30)
     site, sizes = ring("full", 2), (1, 4, 4, DIM)
     second = 1.0 / Clocked.of(site, sizes, True, 1.0, float("inf")).seconds
     rate = Clocked.of(site, sizes, True, 0.0, 1.0).seconds / 1.2

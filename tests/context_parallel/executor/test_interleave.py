@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringopt.context_parallel.executor import interleave
-from ringopt.context_parallel.executor.interleave import by_turns, shares_of
+from ringopt.context_parallel.executor.interleave import by_turns
+from ringopt.context_parallel.executor.operands import kv_sizes
+from ringopt.context_parallel.plan import concurrency
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import prove
@@ -24,8 +25,8 @@ from tests.context_parallel.reference import assert_near, problem, sdpa, visible
 @pytest.fixture
 def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many exchanges as there may be, however little each sends: one for each KV head, or more by rows."""
-    monkeypatch.setattr(interleave, "PIECE", 1)
-    monkeypatch.setattr(interleave, "ROWS", 1)
+    monkeypatch.setattr(concurrency, "PIECE", 1)
+    monkeypatch.setattr(concurrency, "ROWS", 1)
 
 
 def test_turns_are_taken_in_order() -> None:
@@ -57,7 +58,8 @@ def shares(
 ) -> list[tuple[range, tuple[int, int]]]:
     case = problem(rows, heads=(kv_heads, kv_heads), dims=(64, 64), batch=1, dtype=torch.float32)
     site = replace(attention(case, 2, pattern, "contiguous", "ring"), mask=mask or Mask())
-    return [(share.heads, share.exchange.part) for share in shares_of(site, case.k, case.v, 0)]
+    cut = concurrency.sub_exchanges(site.exchange, kv_sizes(case.k, case.v, site.mask))
+    return [(sub.heads, sub.exchange.part) for sub in cut]
 
 
 def test_how_many() -> None:
@@ -88,7 +90,7 @@ def test_parts_of_a_plan_are_the_plan(pattern: str, layout: str) -> None:
 
 def test_the_second_is_under_way_while_the_first_computes(smallest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And both while the rank's own keys are attended to, which are not shared out: nothing there is waited for."""
-    monkeypatch.setattr(interleave, "MOST", 2)
+    monkeypatch.setattr(concurrency, "MOST", 2)
     p, case = 2, problem(16, heads=(4, 2))
     traffic: Traffic = recorded(case, attention(case, p, "full", "contiguous", "ring"), "contiguous")
     events = [(e.kind, e.label) for e in traffic.of(0).events if e.label.startswith("forward")]
@@ -104,11 +106,11 @@ def test_the_second_is_under_way_while_the_first_computes(smallest: None, monkey
 
 
 def test_bytes_are_the_same_and_messages_more(smallest: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interleave, "MOST", 2)
+    monkeypatch.setattr(concurrency, "MOST", 2)
     p, case = 3, problem(20, heads=(4, 2))
     site = attention(case, p, "causal", "zigzag", "ring")
     several = recorded(case, site, "zigzag")
-    monkeypatch.setattr(interleave, "PIECE", 1 << 30)
+    monkeypatch.setattr(concurrency, "PIECE", 1 << 30)
     one = recorded(case, site, "zigzag")
     assert several.bytes_sent == one.bytes_sent
     assert several.messages == 2 * one.messages

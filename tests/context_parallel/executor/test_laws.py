@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import attend, attend_backward
-from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
+from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import Plan, plan_of
 from ringopt.cost.message_bytes import Sizes, bytes_sent

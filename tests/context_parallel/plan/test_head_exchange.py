@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import attend, attend_backward
-from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
+from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.layouts import Zigzag
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.plan.exchange import Exchange

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.buffers import KVShape
-from ringopt.context_parallel.executor.keys_move import Attention, Operands, Saved
+from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import prove

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringopt.context_parallel.executor import interleave
 from ringopt.context_parallel.geometry.layouts import Replicated, layout_of
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
+from ringopt.context_parallel.plan import concurrency
 from ringopt.context_parallel.plan.plan_of import NAMES
 from ringopt.context_parallel.plan.strategies import MERGE
 from ringopt.distributed.intra_node import messages as local_links
@@ -129,7 +129,7 @@ class Case:
         drawn = self.drawn
         what = (drawn.q_length, drawn.kv_length, drawn.pattern, "")
         how = (0.0, SCALE, *drawn.layouts, drawn.strategy, "auto", mesh.name, VERSION)
-        with patch.object(interleave, "PIECE", 1 if drawn.several else interleave.PIECE):
+        with patch.object(concurrency, "PIECE", 1 if drawn.several else concurrency.PIECE):
             out, _lse = operators.ring_attention(*self._leaves, [], None, None, *what, [], *how)
             dq, dk, dv = torch.autograd.grad(out, self._leaves, self._dout)
         if drawn.strategy == MERGE:

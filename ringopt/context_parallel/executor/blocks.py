@@ -1,0 +1,141 @@
+"""What computes the blocks of a plan: the kernel of each tile, and the backward of a block."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.executor.buffers import Local
+from ringopt.context_parallel.executor.dropout import Dropout
+from ringopt.context_parallel.executor.loop import Task
+from ringopt.context_parallel.executor.merge_lse import Merged
+from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
+from ringopt.context_parallel.executor.tiles import Scores, Tile
+from ringopt.context_parallel.plan.exchange import Block
+from ringopt.distributed.mesh import Mesh
+from ringopt.kernels.base import HIDDEN, Kernel, accumulator
+from ringopt.kernels.math import Math, Modifier
+from ringopt.kernels.recording import recording
+
+
+class TileKernels:
+    """The tiles of a rank's blocks, and what computes each. `learned`: those of the `sources` whose gradients are asked
+    for, and the sums to which these are added."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        rank: int,
+        given: Operands,
+        sources: Sequence[Tensor],
+        learned: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ()),
+    ):
+        q = given.q
+        self.pieces = attention.exchange.q_layout.ranges(rank)
+        self.local = Local(self.pieces)
+        heads = range(attention.first_head, attention.first_head + q.shape[1])
+        self.scores = Scores(
+            *(attention.exchange.pattern, attention.mask, sources, q.shape[0], heads, q.dtype, q.device),
+            local=None if attention.exchange.queries_move else self.local,  # those of other ranks are computed too
+        )
+        self.dropout: Dropout | None = None
+        if attention.dropout_p > 0:
+            if given.seed is None:
+                raise ValueError(f"dropout_p is {attention.dropout_p}, and there is no seed to draw from")
+            self.dropout = Dropout(attention.dropout_p, given.seed.to(q.device))
+        self._attention, self._learned = attention, learned
+
+    def kernel(self, tile: Tile) -> Kernel:
+        """That of the site, unless only the written-out one can do it."""
+        if tile.level is None and not tile.modified and self.dropout is None:
+            return self._attention.kernel
+        return self.math(tile)
+
+    def math(self, tile: Tile) -> Math:
+        scores, dropout = self.scores, self.dropout
+
+        def rows_of(rows: slice) -> range:
+            return tile.queries[rows]
+
+        def change(raw: Tensor, rows: slice) -> Tensor:
+            return scores.modified(raw, rows_of(rows), tile.keys)
+
+        def factor(rows: slice) -> Tensor:
+            assert dropout is not None
+            return dropout.factor(scores.batch, scores.heads, rows_of(rows), tile.keys, accumulator(scores.dtype))
+
+        modifier = Modifier(change, *self._learned) if tile.modified else None
+        return Math(tile.level, modifier, factor if dropout is not None else None)
+
+    def sinks(self, sinks: Tensor, piece: range) -> Tensor:
+        """[B, Hq, rows of `piece`]: the sinks, less the level of each row."""
+        wide = accumulator(self.scores.dtype)
+        logits = sinks.to(wide).unsqueeze(-1).expand(self.scores.batch, len(self.scores.heads), len(piece))
+        level = self.scores.level(piece)
+        return logits if level is None else logits - level.squeeze(-1)
+
+    def completed(self, merged: Merged, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """out and lse of the rank's rows, whose keys are all in `merged`."""
+        if sinks is not None:
+            for piece in self.pieces:
+                merged.add_logits(self.local.slice(piece), self.sinks(sinks, piece))
+        out, lse = merged.result()
+        if self._attention.nan_rows:
+            out.masked_fill_((lse == HIDDEN).unsqueeze(-1), torch.nan)
+        return out, lse
+
+
+class BlockBackward(Task):
+    """The backward of blocks, whatever travels: gradients of learned sources are summed here, the others as `add`
+    says."""
+
+    def __init__(self, attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved, dsources: Sequence[Tensor]):
+        self.attention, self.mesh, self.dout, self.saved, self.dsources = attention, mesh, dout, saved, dsources
+        given, learned = saved.given, set(attention.learned)
+        sources = [x.detach().requires_grad_(i in learned) for i, x in enumerate(given.sources)]
+        self.learned = [sources[i] for i in attention.learned]
+        self.tiles = TileKernels(attention, mesh.rank, given, sources, (self.learned, dsources))
+
+    @abstractmethod
+    def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dout, q, k, v, out, lse of the tile."""
+
+    @abstractmethod
+    def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None: ...
+
+    def compute(self, block: Block) -> None:
+        with recording() if self.learned else nullcontext():
+            for tile in self.tiles.scores.tiles(block):
+                with torch.no_grad():
+                    self._tile(tile)
+
+    def dsinks(self) -> Tensor | None:
+        """This rank's part, in the shape of the sinks: the weight of a sink leads to 0, not to the row's output."""
+        saved, wide, sinks = self.saved, accumulator(self.saved.out.dtype), self.saved.given.sinks
+        if sinks is None:
+            return None
+        total = torch.zeros(saved.out.shape[:2], dtype=wide, device=sinks.device)
+        for piece in self.tiles.pieces:
+            rows = self.tiles.local.slice(piece)
+            weights = (self.tiles.sinks(sinks, piece) - saved.lse[:, :, rows]).exp()
+            total -= (weights * (self.dout[:, :, rows].to(total.dtype) * saved.out[:, :, rows]).sum(-1)).sum(-1)
+        return total.sum_to_size(sinks.shape)
+
+    def _tile(self, tile: Tile) -> None:
+        operands, mask, how = self.operands(tile), tile.mask, (tile.causal, self.attention.scale)
+        if mask is not None and mask.requires_grad:
+            dq, dk, dv, dmask = self.tiles.math(tile).backward_with_mask(*operands, mask, *how)
+            self._learn(mask, dmask)
+        else:
+            dq, dk, dv = self.tiles.kernel(tile).backward(*operands, mask, *how)
+        self.add(tile, dq, dk, dv)
+
+    def _learn(self, mask: Tensor, dmask: Tensor) -> None:
+        parts = torch.autograd.grad(mask, self.learned, dmask.to(mask.dtype), allow_unused=True)
+        for total, part in zip(self.dsources, parts, strict=True):
+            if part is not None:
+                total += part
