@@ -26,8 +26,8 @@ def compare(
     headers = mesh.all_gather(torch.tensor([header], device=mesh.device))
     odd = differing(headers)
     if odd:
-        programs = [found[0, 1 : 1 + WORDS].tolist() for found in headers]
-        if lines is not None and any(found != programs[0] for found in programs):
+        given = [found[0, 1 + WORDS :].tolist() for found in headers]
+        if lines is not None and all(found == given[0] for found in given):  # so it is the program that differs
             raise RingMismatchError(other_programs(mesh, lines))
         raise RingMismatchError(
             f"ranks {sorted(odd)} compiled another program, or were given inputs of other shapes, than rank 0; "

@@ -47,7 +47,7 @@ def batch():
     "make, p, patterns",
     [
         (Encoder, 2, ["causal & padding(padding)"] * 2),
-        (EncoderAndDecoder, 3, ["padding(padding)", "causal & padding(padding)", "padding(padding)"]),
+        (EncoderAndDecoder, 3, ["causal & padding(padding)", "padding(padding)", "padding(padding)"]),
     ],
 )
 def test_masks_of_two_types(make, p, patterns, training):

@@ -6,7 +6,6 @@ import json
 import logging
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -126,17 +125,5 @@ def test_commands_and_pages_of_hostile_files(tmp_path: Path, capsys: pytest.Capt
     for command in commands:
         main(command)
         shown += "".join(capsys.readouterr())
-    assert r"\x1b" in shown and not UNSAFE.search(shown)
-    for file in (page, other):
-        if Path(file).exists() or not names:  # a name that is no identifier may be refused
-            written = Path(file).read_text()
-            assert not UNSAFE.search(written) and not UNSAFE.search(json_of(written))
-
-
-def json_of(page: str) -> str:
-    """What a script reads from it, every text written out."""
-    _, found, rest = page.partition('type="application/json"')
-    if not found:
-        return ""
-    data: Any = json.loads(rest[rest.index(">") + 1 : rest.index("</script>")])
-    return json.dumps(data, ensure_ascii=False)
+    assert shown.count("is refused") == len(commands) and not UNSAFE.search(shown)
+    assert not Path(page).exists() and not Path(other).exists()

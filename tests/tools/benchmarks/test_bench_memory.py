@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.lookup import process_mesh
 from ringopt.tools import bench
+from ringopt.tools.benchmarks.lab import names
 from ringopt.tools.benchmarks.lab.machine import this_machine
 from ringopt.tools.benchmarks.lab.names import TORCH
 from ringopt.tools.benchmarks.lab.numbers import WRONG
@@ -31,7 +32,7 @@ LENGTH = 64
 @pytest.mark.zoo  # 35 attentions, each on two processes
 def test_rows_of_memory(tmp_path: Path) -> None:
     found = tables("memory", "--length", "64", "--ranks", "2", str(tmp_path / "memory.json"))
-    assert {row["strategy"] for row in found["rows"]} == {*memory.STRATEGIES, *memory.PEERS}
+    assert {row["strategy"] for row in found["rows"]} == {*names.STRATEGIES, *names.PEERS}
     assert {row["ranks"] for row in found["rows"]} == {2} and found["totals"]["slope"] is None
     assert max(row["error"] for row in found["rows"]) < WRONG and found["totals"]["wrong"] == 0
 
@@ -47,7 +48,7 @@ def test_the_memory_of_one_rank_is_no_table(capsys: pytest.CaptureFixture[str]) 
 
 def of_peers() -> list[Row]:
     mesh = process_mesh()
-    every = peers(mesh.size, LENGTH, SMALL, list(memory.PATTERNS))
+    every = peers(mesh.size, LENGTH, SMALL, list(names.PATTERNS))
     return [row_of(mesh, each) | {"error": error(mesh, each)} for each in every]
 
 
@@ -58,7 +59,7 @@ def test_peers_hold_what_they_must_and_are_right(ranks: Any, p: int) -> None:
     found = list(zip(*ranks(p, of_peers), strict=True))
     assert max(rank["error"] for each in found for rank in each) < WRONG
     rows = [memory.largest(list(each)) for each in found]
-    both = [(pattern, who) for pattern in ("full", "causal") for who in memory.PEERS]
+    both = [(pattern, who) for pattern in ("full", "causal") for who in names.PEERS]
     assert [(row["pattern"], row["strategy"]) for row in rows] == [*both, ("window(512)", "all-gather")]
     keys_and_values = 2 * LENGTH * SMALL.kv_heads * SMALL.key_dim * 4
     for row in rows:
