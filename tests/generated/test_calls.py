@@ -59,7 +59,7 @@ def verdicts(first: int, count: int) -> list[tuple[int, str]]:
 
 def check(ranks, p: int, first: int, count: int) -> None:
     exact = 0
-    for told in ranks(p, verdicts, first, count, timeout=60 + 20 * count):
+    for told in ranks(p, verdicts, first, count, timeout=200 + 20 * count):
         for seed, said in told:
             assert said in ("exact", "unsharded", "fixed"), f"seed {seed}: {said}\n{draw(seed)}"
             exact += said == "exact"
