@@ -22,6 +22,7 @@ from ringopt.ir.canonical_order import canonical_order, program_of
 from ringopt.ir.checkpoint_regions import Region, Regions
 from ringopt.ir.io_order import Order
 from ringopt.ir.nodes import readable
+from ringopt.ir.notes import INPUT
 from ringopt.pipeline import Context, Pass
 
 
@@ -63,7 +64,7 @@ def rename(graph: fx.Graph) -> None:
     names = graph._graph_namespace = fx.Graph()._graph_namespace
     for node in graph.nodes:
         if node.op == "placeholder":
-            base = readable(node.meta.get("input", node.name))
+            base = readable(node.meta.get(INPUT, node.name))
         else:
             base = node.target if node.op == "get_attr" else re.sub(r"_\d+$", "", node.name)
         node.name = names.create_name(base, node)

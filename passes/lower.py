@@ -23,6 +23,7 @@ from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.memory import LOST, Memory, storages
 from ringopt.ir.nodes import is_tensor, origin, outputs_of, value_of
+from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, WHOLE
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import divides, into_nodes, same
 from ringopt.pipeline import Context, Pass
@@ -80,7 +81,7 @@ class LocalValues(fx.Interpreter):
 
 def check_sizes(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        whole, placement = node.meta.get("whole"), node.meta.get("placement")
+        whole, placement = node.meta.get(WHOLE), node.meta.get(PLACEMENT)
         if not isinstance(whole, torch.Tensor) or not is_tensor(node):
             continue
         here, expected = list(value_of(node).shape), list(whole.shape)
@@ -113,7 +114,7 @@ def restore_strides(graph: fx.Graph) -> None:
             node = new
         return node
 
-    found = zip(outputs_of(graph), output.meta["strides"], strict=True)
+    found = zip(outputs_of(graph), output.meta[STRIDES], strict=True)
     outputs = [restored(x, stride) if stride is not None else x for x, stride in found]
     output.args = (tuple(outputs) if isinstance(output.args[0], (tuple, list)) else outputs[0],)
 
@@ -127,7 +128,7 @@ def keep_memory(graph: fx.Graph, context: Context) -> None:
     for place, node in enumerate(inputs):
         for storage in storages(node):
             owners.setdefault(storage, ("input", place))
-    for place, (out, memory) in enumerate(zip(outputs, output.meta["memory"], strict=True)):
+    for place, (out, memory) in enumerate(zip(outputs, output.meta[MEMORY], strict=True)):
         rows = memory is not None and (place in context.left or is_rows(memory, inputs, context))
         if memory is None or rows:
             continue
@@ -147,4 +148,4 @@ def keep_memory(graph: fx.Graph, context: Context) -> None:
 def is_rows(memory: Memory, inputs: list[fx.Node], context: Context) -> bool:
     """Whether each rank has, or is left with, its rows of what lies there."""
     kind, place = memory
-    return inputs[place].meta.get("placement") is not None if kind == "input" else place in context.left
+    return inputs[place].meta.get(PLACEMENT) is not None if kind == "input" else place in context.left

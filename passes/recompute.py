@@ -22,6 +22,7 @@ import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ringopt.ir.nodes import is_random, value_of
+from ringopt.ir.notes import POLICY
 from ringopt.overlap.collective_order import sends
 from ringopt.pipeline import Context, Pass
 from ringopt.report import readable
@@ -42,7 +43,7 @@ class Recompute(Pass):
             if is_seed(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             elif not sends(node) and region.policy is not None:
-                node.meta["policy"] = region.policy
+                node.meta[POLICY] = region.policy
         if tagged and context.mesh.size > 1:
             count = len({node.meta["ac_graph_id"] for node in tagged})
             context.notes.append(told(count, exchanges, context.options.inner_backend, Figures(gm.graph, context.mesh)))

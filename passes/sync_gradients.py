@@ -20,6 +20,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import is_parameter, op_name, value_of
+from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ops import operators
 from ringopt.pipeline import Context, Pass
 
@@ -72,6 +73,6 @@ def join(graph: fx.Graph, bucket: list[fx.Node]) -> None:
         made = graph.create_node(
             "call_function", operators.copy_all_to_group.default, (parameters, group), {}, "bucket"
         )
-        made.meta = {"placement": None, "whole": None}
+        made.meta = {PLACEMENT: None, WHOLE: None}
     for i, copy in enumerate(bucket):
         copy.target, copy.args = operator.getitem, (made, i)

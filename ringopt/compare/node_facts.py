@@ -32,6 +32,7 @@ from ringopt.distributed.mesh import registered
 from ringopt.errors import OptionError, PlanError
 from ringopt.expr.mask import Mask
 from ringopt.ir.nodes import value_of
+from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.kernels.base import accumulator
 from ringopt.ops.all_to_all import bytes_turned
@@ -121,8 +122,8 @@ class Reader:
             return REPLICATED
         if noted:
             return str(noted)
-        if "placement" in node.meta:
-            return str(node.meta["placement"] or (REPLICATED if node.meta.get("whole") is not None else LOCAL))
+        if PLACEMENT in node.meta:
+            return str(node.meta[PLACEMENT] or (REPLICATED if node.meta.get(WHOLE) is not None else LOCAL))
         if name == "ringopt::scatter":
             return str(Sharded(*(arguments[key] for key in ("dim", "outer", "length", "inner"))))
         return REPLICATED if name == "ringopt::gather" else UNKNOWN

@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
+from ringopt.ir.notes import PARAMETER
 from ringopt.ir.placement import Sharded
 
 CONVOLUTIONS = frozenset(("convolution", "conv1d", "conv2d", "conv3d", "_convolution"))
@@ -55,7 +56,7 @@ def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.No
     rank, name = len(shape_of(node)), op_name(node)
     last = place.dim == rank - 1
     if node.op in ("placeholder", "get_attr"):
-        kind = "parameter" if node.meta.get("parameter") else "input"
+        kind = "parameter" if node.meta.get(PARAMETER) else "input"
         return Origin(kind, node, last), []
     made = (
         (name in ("linear", "embedding") and last)
@@ -89,7 +90,7 @@ def weighed(operands: list[fx.Node], wanted: list[Sharded | None]) -> bool:
 def is_weight(node: fx.Node) -> bool:
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return bool(node.meta.get("parameter"))
+    return bool(node.meta.get(PARAMETER))
 
 
 def is_of_model(node: fx.Node) -> bool:
@@ -97,7 +98,7 @@ def is_of_model(node: fx.Node) -> bool:
     seen, stack = {node}, [node]
     while stack:
         each = stack.pop()
-        if each.meta.get("parameter"):
+        if each.meta.get(PARAMETER):
             return True
         for above in each.all_input_nodes:
             if above not in seen:
@@ -112,7 +113,7 @@ def is_learned(node: fx.Node) -> bool:
     while stack:
         each = stack.pop()
         if each.op == "placeholder" and is_tensor(each):
-            if not each.meta.get("parameter"):
+            if not each.meta.get(PARAMETER):
                 return False
             learned = True
         for above in each.all_input_nodes:

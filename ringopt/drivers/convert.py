@@ -34,6 +34,7 @@ from ringopt.errors import ProgramError
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import sizes_of
 from ringopt.ir.nodes import is_tensor, op_name
+from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import formula, into_assertions
@@ -317,8 +318,8 @@ def note(node: fx.Node, sites: Mapping[str, SiteInfo]) -> None:
         return
     # Of several results a file keeps the meta of the node that makes them.
     tells = next(iter(node.users), node) if isinstance(node.meta.get("val"), (list, tuple)) else node
-    alone = "local" if tells.meta.get("whole") is None else "replicated"
-    said: dict[str, Any] = {"placement": str(tells.meta.get("placement") or alone)}
+    alone = "local" if tells.meta.get(WHOLE) is None else "replicated"
+    said: dict[str, Any] = {"placement": str(tells.meta.get(PLACEMENT) or alone)}
     site = sites.get(node.name.removesuffix(f"_{op_name(node)}"))
     if site is not None and op_name(node) in SITES:
         said["site"] = {"pattern": site.pattern, "refusal": site.refusal}

@@ -36,6 +36,7 @@ from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.memory import note_memory
 from ringopt.ir.nodes import outputs_of, readable, value_of
+from ringopt.ir.notes import CONTENT, INPUT, OF_PROGRAM, PARAMETER, SOURCE, STRIDES
 from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_arguments
@@ -82,10 +83,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     originals = given.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
     for node, original, given, value in placeholders:
-        node.meta["input"], node.meta["source"] = original.name, source_of(original)
-        node.meta["parameter"] = isinstance(given, torch.nn.Parameter) or "_parameters_" in original.name
-        if not node.meta["parameter"] and holds_numbers(given) and belongs_to_program(original):
-            node.meta["content"] = given
+        node.meta[INPUT], node.meta[SOURCE] = original.name, source_of(original)
+        node.meta[PARAMETER] = isinstance(given, torch.nn.Parameter) or "_parameters_" in original.name
+        if not node.meta[PARAMETER] and holds_numbers(given) and belongs_to_program(original):
+            node.meta[CONTENT] = given
         node._rename(readable(original.name))
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
@@ -105,7 +106,7 @@ def note_strides(graph: fx.Graph) -> None:
     caller makes of it depend on that."""
     values = map(value_of, outputs_of(graph))
     strides = [value.stride() if isinstance(value, torch.Tensor) else None for value in values]
-    graph.output_node().meta["strides"] = strides
+    graph.output_node().meta[STRIDES] = strides
 
 
 def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -150,23 +151,23 @@ def without_tables(gm: fx.GraphModule) -> fx.GraphModule:
 
 def source_of(node: fx.Node) -> str:
     """Where Dynamo has an input from, as an expression of the program; "" where that is not known."""
-    if "source" not in node.meta:  # noted, because Dynamo takes it away after its backend has run
+    if SOURCE not in node.meta:  # noted, because Dynamo takes it away after its backend has run
         source = getattr(node.meta.get("grapharg"), "source", None)
         name = getattr(source, "name", "")
-        node.meta["source"] = str(name() if callable(name) else name)  # a method up to torch 2.9
-    return str(node.meta["source"])
+        node.meta[SOURCE] = str(name() if callable(name) else name)  # a method up to torch 2.9
+    return str(node.meta[SOURCE])
 
 
 def belongs_to_program(node: fx.Node) -> bool:
     """Whether an input of Dynamo's graph is a tensor of the model (a buffer, an attribute) or of its file; not one that
     the caller passes, nor a float (a temperature) that was left open because it changes."""
-    if "belongs_to_program" not in node.meta:  # noted, because Dynamo takes the source away after its backend has run
+    if OF_PROGRAM not in node.meta:  # noted, because Dynamo takes the source away after its backend has run
         origin = node.meta.get("grapharg")
         source = getattr(origin, "source", None) if not getattr(origin, "pass_arg_as_tensor", False) else None
         where = getattr(source, "guard_source", None)
         name = getattr(where() if callable(where) else where, "name", "")  # a method up to torch 2.12
-        node.meta["belongs_to_program"] = "NN_MODULE" in name or name.startswith("GLOBAL")
-    return bool(node.meta["belongs_to_program"])
+        node.meta[OF_PROGRAM] = "NN_MODULE" in name or name.startswith("GLOBAL")
+    return bool(node.meta[OF_PROGRAM])
 
 
 def holds_numbers(value: Any) -> bool:
@@ -177,7 +178,7 @@ def holds_numbers(value: Any) -> bool:
 def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     """Tensors that are part of the program, by node: constants of the graph, buffers and attributes of the model."""
     constants = {node: getattr(flat, node.target, None) for node in flat.graph.find_nodes(op="get_attr")}
-    inputs = {node: node.meta.get("content") for node in flat.graph.find_nodes(op="placeholder")}
+    inputs = {node: node.meta.get(CONTENT) for node in flat.graph.find_nodes(op="placeholder")}
     return {node: value for node, value in (constants | inputs).items() if isinstance(value, torch.Tensor)}
 
 

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from ringopt.frontend.functionalize import Unwritable, storage
 from ringopt.ir.nodes import carries_gradient, is_write, named, op_name, value_of, written_args
+from ringopt.ir.notes import VIEW_OF
 
 aten = torch.ops.aten
 
@@ -105,7 +106,7 @@ class ExplicitDetach:
             if arg not in self.detached:
                 with self.graph.inserting_after(arg):
                     self.detached[arg] = self.graph.call_function(aten.detach.default, (arg,))
-                self.detached[arg].meta = {**arg.meta, "view_of": 0}
+                self.detached[arg].meta = {**arg.meta, VIEW_OF: 0}
             node.replace_input_with(arg, self.detached[arg])
 
 

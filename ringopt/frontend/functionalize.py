@@ -28,6 +28,7 @@ from ringopt.ir.nodes import (
     value_of,
     written_args,
 )
+from ringopt.ir.notes import STANDS_FOR, VIEW_OF, WRITTEN
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.returning import returning
 from ringopt.ir.symbolic_sizes import place_of, same
@@ -87,7 +88,7 @@ class Functional:
         """Notes which earlier node the memory of `node` belongs to."""
         memory = storage(node)
         first = next(iter(node.all_input_nodes), None)
-        original = first.meta.get("stands_for", first) if first is not None else None
+        original = first.meta.get(STANDS_FOR, first) if first is not None else None
         if memory is not None and original is not None and memory == storage(original):
             self.parents[node] = original
         elif memory is not None and self.owner.setdefault(memory, node) is not node:
@@ -114,7 +115,7 @@ class Functional:
         parent = self.latest(self.parents[node])
         original_args = (parent, *node.args[1:])
         value = self.emit(node.target, original_args, node.kwargs, node)
-        value.meta["stands_for"], value.meta["view_of"] = node, 0
+        value.meta[STANDS_FOR], value.meta[VIEW_OF] = node, 0
         self.made[node] = (value, self.now[self.root(node)])
         return value
 
@@ -131,7 +132,7 @@ class Functional:
             else:
                 args = (self.returned(self.parents[node]), *node.args[1:])
                 self.given_back[node] = self.emit(node.target, args, node.kwargs, node)
-                self.given_back[node].meta["view_of"] = 0
+                self.given_back[node].meta[VIEW_OF] = 0
         return self.given_back[node]
 
     def write(self, node: fx.Node, args: Any, kwargs: Any) -> None:
@@ -147,16 +148,16 @@ class Functional:
         while place in self.parents:
             value = self.paste(place, value, node)
             place = self.parents[place]
-        value.meta["stands_for"], new.meta["stands_for"] = root, target
+        value.meta[STANDS_FOR], new.meta[STANDS_FOR] = root, target
         self.now[root] = self.now.get(root, 0) + 1
         self.made[root] = (value, self.now[root])
         self.made[target] = (value if target is root else new, self.now[root])
-        node.meta["written"] = target
+        node.meta[WRITTEN] = target
 
     def written(self, node: fx.Node) -> fx.Node:
         """The result of a write is its target."""
-        while "written" in node.meta:
-            node = node.meta["written"]
+        while WRITTEN in node.meta:
+            node = node.meta[WRITTEN]
         return node
 
     def only_target(self, node: fx.Node) -> fx.Node:

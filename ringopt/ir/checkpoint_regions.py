@@ -18,6 +18,7 @@ import torch.fx as fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
+from ringopt.ir.notes import POLICY
 from ringopt.ir.refusal import Refusal
 
 Contexts = Callable[[], tuple[Any, Any]]
@@ -86,6 +87,6 @@ class Policed:
 def police(gm: fx.GraphModule) -> None:
     """Policies are asked when AOTAutograd traces `gm`: only there are the operators that they know."""
     for node in gm.graph.nodes:
-        policy = node.meta.pop("policy", None)
+        policy = node.meta.pop(POLICY, None)
         if policy is not None:
             node.target = Policed(node.target, policy)

@@ -9,6 +9,7 @@ from typing import Any
 import torch.fx as fx
 
 from ringopt.ir.nodes import outputs_of
+from ringopt.ir.notes import STRIDES
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Order:
         found = outputs_of(graph)
         if isinstance(end.args[0], (tuple, list)):
             end.args = (tuple(found[place] for place in self.outputs),)
-        if "strides" in end.meta:
-            end.meta["strides"] = [end.meta["strides"][place] for place in self.outputs]
+        if STRIDES in end.meta:
+            end.meta[STRIDES] = [end.meta[STRIDES][place] for place in self.outputs]
 
     def of_inputs(self, values: Sequence[Any]) -> list[Any]:
         return [values[place] for place in self.inputs]

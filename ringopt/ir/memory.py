@@ -18,6 +18,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import outputs_of, value_of
+from ringopt.ir.notes import MEMORY, VIEW_OF
 from ringopt.ir.refusal import Refusal
 
 Memory = tuple[str, int]  # "input" or "output", and the place of the first that lies in it
@@ -35,11 +36,11 @@ def note_memory(graph: fx.Graph) -> None:
     for place, node in enumerate(outputs_of(graph)):
         memory = storages(node)
         found.append(owners.setdefault(min(memory), ("output", place)) if memory else None)
-    graph.output_node().meta["memory"] = found
+    graph.output_node().meta[MEMORY] = found
     for node in graph.nodes:
         shared = [i for i, arg in enumerate(node.all_input_nodes) if storages(arg) & storages(node)]
         if shared and node.op == "call_function":
-            node.meta["view_of"] = shared[0]
+            node.meta[VIEW_OF] = shared[0]
 
 
 def storages(node: Any) -> frozenset[int]:
@@ -52,7 +53,7 @@ def storages(node: Any) -> frozenset[int]:
 
 def viewed(node: fx.Node) -> fx.Node | None:
     """What a node is a view of."""
-    place = node.meta.get("view_of")
+    place = node.meta.get(VIEW_OF)
     return node.all_input_nodes[place] if place is not None else None
 
 
@@ -76,7 +77,7 @@ def written_rows(graph: fx.Graph, held: Container[fx.Node]) -> Refusal | None:
 def shared_outputs(graph: fx.Graph) -> Iterator[tuple[Memory, list[fx.Node]]]:
     """The outputs that lie in the memory of an input, or several of them in one."""
     groups: dict[Memory, list[fx.Node]] = defaultdict(list)
-    for node, memory in zip(outputs_of(graph), graph.output_node().meta["memory"], strict=True):
+    for node, memory in zip(outputs_of(graph), graph.output_node().meta[MEMORY], strict=True):
         if memory is not None and node not in groups[memory]:
             groups[memory].append(node)
     for memory, nodes in groups.items():

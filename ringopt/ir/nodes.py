@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch._guards import TracingContext
 
+from ringopt.ir.notes import PARAMETER
 from ringopt.ir.symbolic_sizes import plain
 
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
@@ -171,7 +172,7 @@ def emit_attention(graph: fx.Graph, args: Any, like: fx.Node) -> fx.Node:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    return node.op == "placeholder" and bool(node.meta.get("parameter"))
+    return node.op == "placeholder" and bool(node.meta.get(PARAMETER))
 
 
 def is_write(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ import torch.fx as fx
 from torch._ops import HigherOrderOperator
 
 from ringopt.ir.nodes import is_random, op_name, value_of
+from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.overlap.collective_order import sends
 
@@ -65,13 +66,13 @@ def flops_of(node: fx.Node, ranks: int = 1) -> float:
     operand = node.args[1 if name.startswith(("add", "badd")) else 0]
     forward = "conv" in name and "backward" not in name  # of a convolution
     summed = sizes_of(node.args[1])[1:] if forward else sizes_of(operand)[-1:]
-    spread = any(x.meta.get("placement") is not None for x in (node, operand))
+    spread = any(x.meta.get(PLACEMENT) is not None for x in (node, operand))
     return 2 * numbers((*sizes_of(node), *summed)) / (ranks if spread else 1)
 
 
 def sizes_of(node: fx.Node) -> list[Any]:
     """Of the whole value, whatever rows this rank has of it."""
-    whole, placement = node.meta.get("whole"), node.meta.get("placement")
+    whole, placement = node.meta.get(WHOLE), node.meta.get(PLACEMENT)
     value = value_of(node) if whole is None else whole
     if isinstance(value, (tuple, list)):  # the backward of a convolution has None where no gradient is asked for
         value = next(one for one in value if one is not None)

@@ -21,6 +21,7 @@ from ringopt.distributed.mesh import PretendedMesh
 from ringopt.drivers.compile import Compiled
 from ringopt.drivers.dry_run import DryRun, errors_of_passes
 from ringopt.ir.nodes import is_tensor, op_name, requires_grad, shape_of, value_of
+from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ops.traffic import Sending, sendings
 from ringopt.options import Options
 from ringopt.planner.liveness import Live, Shape, live_of, of_parameters, partitioned, sizes
@@ -80,7 +81,7 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         nodes = [node for graph in graphs for node in graph.graph.nodes]
         weights = {node: dims for one in made for node, dims in weights_of(one).items()}
         lengths = [n for site in sites_of(nodes) for n in (site.case.q_length, site.case.kv_length)]
-        lengths += [node.meta["whole"].shape[dim] for node, dims in weights.items() for dim in dims]
+        lengths += [node.meta[WHOLE].shape[dim] for node, dims in weights.items() for dim in dims]
         length = max(lengths, default=0)
         if not length:
             return Traced(0, "", (), tuple(refused), tuple(pairs), False, 0, 0, 0, {}, {})
@@ -98,7 +99,7 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         flops = matrix_flops(node, Figures(node.graph, PretendedMesh(0, ranks)))
         if not weights.keys().isdisjoint((node, *node.all_input_nodes)):
             of_pairs += flops * ranks
-        elif any(x.meta.get("placement") is not None for x in (node, *node.all_input_nodes)):
+        elif any(x.meta.get(PLACEMENT) is not None for x in (node, *node.all_input_nodes)):
             shared += flops * ranks
         else:
             own += flops
@@ -115,7 +116,7 @@ def weights_of(made: Compiled) -> dict[fx.Node, tuple[int, int]]:
     if made.graph is None:
         return {}
     named = [node for node in made.graph.graph.nodes if node.name in made.weights]
-    return {node: made.weights[node.name] for node in named if node.meta.get("placement") is not None}
+    return {node: made.weights[node.name] for node in named if node.meta.get(PLACEMENT) is not None}
 
 
 def shapes_of_pairs(node: fx.Node, dims: tuple[int, int]) -> Iterator[Shape]:

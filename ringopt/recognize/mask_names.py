@@ -16,6 +16,7 @@ from ringopt.expr.bands import band_of, pattern_around
 from ringopt.expr.evaluate import evaluate, show
 from ringopt.expr.simplify import COMPARISONS, substitute
 from ringopt.expr.terms import Apply, Score, Term, axis, conjuncts, constant, loads
+from ringopt.ir.notes import INPUT
 from ringopt.recognize.lift import pairs
 
 # A condition without a name is written out up to this many characters.
@@ -142,7 +143,7 @@ def label(node: fx.Node) -> str:
             inputs |= {each} if each.op == "placeholder" else set()
             stack.extend(each.all_input_nodes)
     if len(inputs) == 1:
-        return tidy(str(next(iter(inputs)).meta.get("input", node.name)))
+        return tidy(str(next(iter(inputs)).meta.get(INPUT, node.name)))
     return node.name if inputs else ""
 
 

@@ -15,6 +15,7 @@ from ringopt.expr.simplify import substitute
 from ringopt.expr.terms import Affine, Apply, Term, affine, loads, number, walk
 from ringopt.expr.value_ranges import bounds
 from ringopt.ir.nodes import op_name, shape_of
+from ringopt.ir.notes import ROWS_OF
 from ringopt.ir.symbolic_sizes import longest
 from ringopt.recognize.additive_mask import every
 from ringopt.recognize.mask_names import name_of_mask
@@ -89,7 +90,7 @@ def tables_of(term: Term, learned: Callable[[fx.Node], bool]) -> set[fx.Node]:
 
 def table_of(source: fx.Node) -> fx.Node:
     """What a moved copy (ringopt/recognize/row_sources.py) is a copy of."""
-    found: fx.Node = source.meta.get("rows_of", source)
+    found: fx.Node = source.meta.get(ROWS_OF, source)
     return found
 
 

@@ -22,6 +22,7 @@ import torch.fx as fx
 from ringopt.expr.simplify import compare, substitute, where
 from ringopt.expr.terms import Affine, Load, Term, affine, axis, load, loads
 from ringopt.ir.nodes import op_name, origin, shape_of, value_of
+from ringopt.ir.notes import ROWS_OF
 from ringopt.ir.symbolic_sizes import same
 from ringopt.recognize.lift import Cone, Unreadable
 from ringopt.recognize.lift_views import addends, plus
@@ -82,7 +83,7 @@ class OwnRows:
             name = f"{table.name}_moved"
             copy = table.graph.create_node("call_function", aten.constant_pad_nd.default, (table, pad), name=name)
         shape = [count if other == dim else n for other, n in enumerate(shape_of(table))]
-        copy.meta = origin(table) | {"rows_of": table, "val": value_of(table).new_empty(shape)}
+        copy.meta = origin(table) | {ROWS_OF: table, "val": value_of(table).new_empty(shape)}
         self.carries[copy] = self.carries[table]
         return copy
 

@@ -16,6 +16,7 @@ from ringopt.context_parallel.geometry.rows import count
 from ringopt.dims.contraction import GROUPED
 from ringopt.distributed.mesh import Mesh
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, source_line, value_of
+from ringopt.ir.notes import PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
 from ringopt.ops import operators
@@ -123,7 +124,7 @@ def sharded_fraction(graph: fx.Graph, figures: Figures) -> float:
     sharded = whole = 0
     for node in graph.nodes:
         flops = matrix_flops(node, figures)
-        if any(value.meta.get("placement") is not None for value in (node, *node.all_input_nodes)):
+        if any(value.meta.get(PLACEMENT) is not None for value in (node, *node.all_input_nodes)):
             sharded += flops * figures.mesh.size
         else:
             whole += flops
@@ -180,8 +181,8 @@ def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:
             continue
         seen.add(storage)
         if node.op == "placeholder":
-            cause = "parameters" if node.meta.get("parameter", value.requires_grad) else "inputs"
+            cause = "parameters" if node.meta.get(PARAMETER, value.requires_grad) else "inputs"
         else:
-            cause = "sharded values" if node.meta.get("placement") is not None else "replicated values"
+            cause = "sharded values" if node.meta.get(PLACEMENT) is not None else "replicated values"
         found[cause] += figures.product(value.shape) * value.element_size()
     return found

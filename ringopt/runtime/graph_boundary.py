@@ -24,6 +24,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import is_tensor, shape_of
+from ringopt.ir.notes import CONTENT, PARAMETER
 from ringopt.ir.placement import Spread, same_rows
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.pipeline import Context
@@ -80,7 +81,7 @@ def check_arrivals(context: Context, inputs: Sequence[fx.Node]) -> None:
     dry = isinstance(context.mesh, PretendedMesh)
     if context.options.inputs == "global" or context.given or dry or not context.shards:
         return
-    kept = {node for node in inputs if node.meta.get("parameter") or "content" in node.meta}
+    kept = {node for node in inputs if node.meta.get(PARAMETER) or CONTENT in node.meta}
     found = [
         f"{node.name} {list(map(at_hand, shape_of(node)))}" for node in inputs if is_tensor(node) and node not in kept
     ]

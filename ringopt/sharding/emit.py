@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import layouts_of, text_of
 from ringopt.ir.nodes import named, shape_of, value_of
+from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
@@ -37,12 +38,12 @@ class Steps:
         return self.sharder.step(op, *args, like=self.node, placement=placement, **kwargs)
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return self(aten.to.dtype, x, dtype, placement=x.meta["placement"])
+        return self(aten.to.dtype, x, dtype, placement=x.meta[PLACEMENT])
 
     def item(self, both: fx.Node, index: int) -> fx.Node:
         """An element of a tuple."""
         new = self.sharder.call(operator.getitem, (both, index), self.node, None, name=f"{self.node.name}_{index}")
-        new.meta["whole"] = None
+        new.meta[WHOLE] = None
         return new
 
     # ---- between the ranks -----------------------------------------------------------------------------------------

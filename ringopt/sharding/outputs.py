@@ -8,6 +8,7 @@ import torch.fx as fx
 
 from ringopt.ir.memory import base_of, shared_outputs
 from ringopt.ir.nodes import module_path, op_name, source_line, value_of
+from ringopt.ir.notes import STRIDES
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.options import Outputs
@@ -38,7 +39,7 @@ def leave(
             value, where = value_of(out), module_path(out) or source_line(out)
             name = f"output {places[i] if places is not None else i} ({out.name}{', ' + where if where else ''})"
             # Whoever reads the rows later has no symbols: what is open is fixed.
-            size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, node.meta["strides"][i]))
+            size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, node.meta[STRIDES][i]))
             left[i] = Spread(placement.fixed(), sharder.layout(placement.length), sharder.group, size, stride, name)
             outputs[i] = sharder.values[out]
         else:

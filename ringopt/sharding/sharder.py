@@ -34,6 +34,7 @@ from ringopt.ir.nodes import (
     tensor_args,
     value_of,
 )
+from ringopt.ir.notes import NAMED, PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, same
 from ringopt.ops import operators
@@ -143,8 +144,8 @@ class Sharder:
         if placement is not None and value_of(node) is not None:
             assert same(shape_of(node)[placement.dim], placement.size), (node, shape_of(node), placement)
         self.values[node], self.placements[node] = value, placement
-        value.meta["placement"] = placement
-        value.meta["whole"] = value_of(node)
+        value.meta[PLACEMENT] = placement
+        value.meta[WHOLE] = value_of(node)
 
     # ---- conversions -----------------------------------------------------------------------------------------------
     def replicated(self, node: fx.Node) -> fx.Node:
@@ -168,14 +169,14 @@ class Sharder:
         for target, args in ((aten.permute, (order,)), (aten.contiguous, ()), (aten.permute, (back,))):
             if target is aten.contiguous or order != sorted(order):
                 whole = self.call(target.default, (whole, *args), node, None)
-                whole.meta["whole"] = None
+                whole.meta[WHOLE] = None
         return whole
 
     def viewed(self, node: fx.Node, base: fx.Node) -> fx.Node:
         parent = viewed(node)
         assert parent is not None
         made = self.graph.node_copy(node, lambda x: self.as_view(x, base) if x is parent else self.replicated(x))
-        made.meta["placement"], made.meta["whole"] = None, value_of(node)
+        made.meta[PLACEMENT], made.meta[WHOLE] = None, value_of(node)
         return made
 
     def gather(self, node: fx.Node, placement: Sharded) -> fx.Node:
@@ -245,7 +246,7 @@ class Sharder:
             some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
             args: Any = (length, layout, self.group, [some], "", "", "never")
             node = self.graph.create_node("call_function", operators.rows_here.default, args, {}, "rows_here")
-            node.meta["placement"] = node.meta["whole"] = None
+            node.meta[PLACEMENT] = node.meta[WHOLE] = None
             self.asked[key] = node
         return self.asked[key]
 
@@ -326,13 +327,13 @@ class Sharder:
         changed."""
         new = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name or like.name)
         new.meta = origin(like)
-        new.meta["placement"], new.meta["whole"], new.meta["named"] = placement, value_of(like), name or like.name
+        new.meta[PLACEMENT], new.meta[WHOLE], new.meta[NAMED] = placement, value_of(like), name or like.name
         return new
 
     def step(self, target: Any, *args: Any, like: fx.Node, placement: Sharded | None = None, **kwargs: Any) -> fx.Node:
         """A node on the way to the value of `like`, of a shape of its own."""
         new = self.call(target, args, like, placement, kwargs, name=f"{like.name}_{target._schema.name.split('::')[1]}")
-        new.meta["whole"] = None
+        new.meta[WHOLE] = None
         return new
 
     def finished(self) -> fx.Graph:
@@ -341,7 +342,7 @@ class Sharder:
         clean, new = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: new[arg])
-            new[node] = clean.create_node(node.op, node.target, args, kwargs, node.meta.pop("named", node.name))
+            new[node] = clean.create_node(node.op, node.target, args, kwargs, node.meta.pop(NAMED, node.name))
             new[node].meta = node.meta
         return clean
 

@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.nodes import is_random, op_name, source_line, tensor_args, value_of
+from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.report import readable
 from ringopt.sharding.emit import getitems
@@ -45,7 +46,7 @@ class Backward(Sharder):
     def receive(self, node: fx.Node, placement: Sharded | None) -> fx.Node:
         """`node`, a placeholder, in a form."""
         new = self.graph.placeholder(node.name)
-        new.meta["placement"], new.meta["whole"] = placement, value_of(node)
+        new.meta[PLACEMENT], new.meta[WHOLE] = placement, value_of(node)
         self.set(node, new, placement)
         return new
 
@@ -65,7 +66,7 @@ class Backward(Sharder):
         """Cut, or better made, in the forward."""
         with self.graph.inserting_after(self.last):
             new = self.graph.placeholder(f"{node.name}_rows")
-        new.meta["placement"], new.meta["whole"] = placement, value_of(node)
+        new.meta[PLACEMENT], new.meta[WHOLE] = placement, value_of(node)
         self.given[new] = (self.saved[node], placement)
         return new
 

@@ -1,0 +1,34 @@
+"""What ringopt notes on nodes: the keys of `node.meta` that are not torch's own.
+
+    INPUT          of an input: its name in the program
+    SOURCE         of an input: where Dynamo read it from
+    PARAMETER      of an input: whether it is a parameter
+    CONTENT        of an input: its tensor, where that is part of the program
+    OF_PROGRAM     of Dynamo's input: whether it is part of the program
+    STRIDES        of the output node: how each output lies in memory
+    MEMORY         of the output node: in which memory each output lies
+    VIEW_OF        the place of the operand in whose memory the value lies
+    STANDS_FOR     of a value: the node that a write made it of
+    WRITTEN        of a node that is written to: what it holds afterwards
+    ROWS_OF        the tensor of which a node has the rows that a rank's queries have
+    POLICY         of selective checkpointing, to be asked by a partitioner
+    PLACEMENT      of a sharded value: how; None where it is on every rank
+    WHOLE          the value that all ranks hold together; None where it was no value of the program
+    NAMED          what a node is to be called in the finished graph
+"""
+
+INPUT = "input"
+SOURCE = "source"
+PARAMETER = "parameter"
+CONTENT = "content"
+OF_PROGRAM = "belongs_to_program"
+STRIDES = "strides"
+MEMORY = "memory"
+VIEW_OF = "view_of"
+STANDS_FOR = "stands_for"
+WRITTEN = "written"
+ROWS_OF = "rows_of"
+POLICY = "policy"
+PLACEMENT = "placement"
+WHOLE = "whole"
+NAMED = "named"
