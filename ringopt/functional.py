@@ -8,6 +8,7 @@ out = ringopt.unshard(out, dim=2, length=S)
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,39 +120,62 @@ def attention(
         _refuse(beside, "not possible in dilated attention of segments (segment_lengths)")
         dilation = Dilation.asked(segment_lengths, dilation_rates, is_causal, dilation_offsets)
         logits = logits_of(sinks, query) if isinstance(sinks, Tensor) else None
-        where = (ranks, layout, strategy, kernel)
-        return _dilated(query, key, value, attn_mask, logits, dilation, dropout_p, scale, *where)
+        asked = _Asked(query, key, value, attn_mask, logits, dropout_p, scale)
+        return _dilated(asked, dilation, ranks, _Way(layout, strategy, kernel))
     rates = rates_of(dilation_rates, query.shape[1])
     if len(set(rates)) > 1:
         how: dict[str, Any] = {"window": window, "scale": scale, "is_causal": is_causal}
         how |= {"dropout_p": dropout_p, "mesh": mesh, "layout": layout, "strategy": strategy, "kernel": kernel}
         return _by_rate(query, key, value, attn_mask, sinks, rates, how)
     first, logits = (None, logits_of(sinks, query)) if isinstance(sinks, Tensor) else (sinks, None)
-    what = (pattern_of(is_causal, window, first, rates[0]), dropout_p, scale)
+    pattern = pattern_of(is_causal, window, first, rates[0])
+    asked = _Asked(query, key, value, attn_mask, logits, dropout_p, scale)
     if (ranks is None or ranks.size == 1) and window is None:
-        return _alone(query, key, value, attn_mask, logits, *what)
+        return _alone(asked, pattern)
     if ranks is None or ranks.size == 1:
-        ranks, layout, strategy = mesh_of("pretend:0/1"), "contiguous", "local"
-    return _spread(query, key, value, attn_mask, logits, *what, ranks, layout, strategy, kernel)
+        return _spread(asked, pattern, mesh_of("pretend:0/1"), _Way("contiguous", "local", kernel))
+    return _spread(asked, pattern, ranks, _Way(layout, strategy, kernel))
 
 
-def _alone(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, pattern: str,
-    dropout_p: float, scale: float,
-) -> Tensor:  # fmt: skip
-    check_whole(query, key, value, mask)
+@dataclass(frozen=True)
+class _Asked:
+    """What is attended to, with a number for the scale; `sinks` as logits."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    scale: float
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How rows are cut and travel, and what computes a tile."""
+
+    layout: str
+    strategy: str
+    kernel: str
+
+
+def _alone(asked: _Asked, pattern: str) -> Tensor:
+    check_whole(*asked.operands, asked.attn_mask)
+    seed = _seed(asked.query, asked.dropout_p)
     out: Tensor = operators.attention(
-        *(query, key, value, mask, [], sinks, _seed(query, dropout_p), pattern, "", dropout_p, scale)
+        *(*asked.operands, asked.attn_mask, [], asked.sinks, seed, pattern, "", asked.dropout_p, asked.scale)
     )
     return out
 
 
-def _spread(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, pattern: str,
-    dropout_p: float, scale: float, ranks: Mesh, layout: str, strategy: str, kernel: str,
-) -> Tensor:  # fmt: skip
+def _spread(asked: _Asked, pattern: str, ranks: Mesh, way: _Way) -> Tensor:
     """Over the rows of all `ranks`, once they have told each other what they hold."""
-    seed, (mask, sources) = _seed(query, dropout_p), _mask(attn_mask)
+    (query, key, value), sinks, layout = asked.operands, asked.sinks, way.layout
+    seed, (mask, sources) = _seed(query, asked.dropout_p), _mask(asked.attn_mask)
     given = [query, key, value, *sources, *([] if sinks is None else [sinks])]
     held = _held(ranks, query, key, sources, seed, given)
     q_length, kv_length = (_length(ranks, layout, name, held[name]) for name in ("query", "key"))
@@ -160,16 +184,16 @@ def _spread(
         seed = torch.full_like(seed, held["seed"][0])
     if sinks is not None and ranks.size > 1:  # each rank finds the part of their gradient that its rows make
         sinks = operators.copy_to_group(sinks, ranks.name)
-    strategy = on_nodes(strategy, ranks)
+    strategy = on_nodes(way.strategy, ranks)
     if strategy == "auto":
-        by = "math" if dropout_p > 0 else choose_kernel(kernel, *_sizes(query, key, value))[0].name
+        by = "math" if asked.dropout_p > 0 else choose_kernel(way.kernel, *_sizes(query, key, value))[0].name
         case = Case(pattern, q_length, kv_length, Heads.of(query, key, value, by), any(held["training"]), mask.text)
         strategy = choose(case, ranks.size, layout, agreed_rates(ranks, query.device.type)).strategy
     learned = [0] if mask.differentiable and sources[0].requires_grad else []
     out: Tensor
     out, _lse = operators.ring_attention(
-        *(query, key, value, sources, sinks, seed, q_length, kv_length, pattern, mask.text, learned, dropout_p, scale),
-        *(layout, layout, strategy, kernel, ranks.name, VERSION),
+        *(query, key, value, sources, sinks, seed, q_length, kv_length, pattern, mask.text, learned),
+        *(asked.dropout_p, asked.scale, layout, layout, strategy, way.kernel, ranks.name, VERSION),
     )
     return out
 
@@ -199,12 +223,10 @@ def _by_rate(
     return torch.cat(outs, 1)[:, order]
 
 
-def _dilated(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, dilation: Dilation,
-    dropout_p: float, scale: float, mesh: Mesh | None, layout: str, strategy: str, kernel: str,
-) -> Tensor:  # fmt: skip
+def _dilated(asked: _Asked, dilation: Dilation, mesh: Mesh | None, way: _Way) -> Tensor:
     mesh = mesh_of("pretend:0/1") if mesh is None else mesh
-    alone, seed = mesh.size == 1, _seed(query, dropout_p)
+    (query, key, value), sinks, layout = asked.operands, asked.sinks, way.layout
+    alone, seed = mesh.size == 1, _seed(query, asked.dropout_p)
     held = _held(mesh, query, key, [], seed, [query, key, value, *([] if sinks is None else [sinks])])
     if held["query"] != held["key"]:
         raise OptionError(
@@ -212,7 +234,7 @@ def _dilated(
             "key"
         )
     length = held["query"][0] if alone else _length(mesh, layout, "query", held["query"])
-    seen = padding_of(attn_mask, query.shape[0], length)
+    seen = padding_of(asked.attn_mask, query.shape[0], length)
     if told := dilation.told_left_out(length, query.shape[1]):
         warnings.warn(told, stacklevel=3)
     if seed is not None:
@@ -221,10 +243,10 @@ def _dilated(
         sinks = operators.copy_to_group(sinks, mesh.name)
     if alone:
         check_whole(query, key, value, None)
-    where = ("contiguous" if alone else layout, strategy, kernel, mesh.name, VERSION)
     out: Tensor
     out, _lse = operators.dilated_attention(
-        *(query, key, value, seen, sinks, seed, length, dilation.text, dropout_p, scale, *where)
+        *(query, key, value, seen, sinks, seed, length, dilation.text, asked.dropout_p, asked.scale),
+        *("contiguous" if alone else layout, way.strategy, way.kernel, mesh.name, VERSION),
     )
     return out
 
