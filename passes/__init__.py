@@ -3,6 +3,8 @@
 `UNDERSTAND` is the part that one process needs too: attention with its mask in the cheapest form.
 """
 
+from ringopt.errors import OptionError
+from ringopt.options import Options
 from ringopt.passes.canonicalize import Canonicalize
 from ringopt.passes.choose_strategy import ChooseStrategy
 from ringopt.passes.classify_mask import ClassifyMask
@@ -19,6 +21,7 @@ from ringopt.passes.shard_sequence import ShardSequence
 from ringopt.passes.split_weights import SplitWeights
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
 from ringopt.passes.sync_gradients import SyncGradients
+from ringopt.pipeline import Pass
 
 UNDERSTAND = (
     Normalize(),  # functional: values may be read anywhere
@@ -44,3 +47,19 @@ LINE = (
     Recompute(),  # what a checkpoint computes again sends nothing
     Schedule(),  # each attention says whether its exchange starts before it
 )
+
+
+def chosen_line(options: Options, ranks: int) -> tuple[Pass, ...]:
+    """The passes of a graph, without those that are switched off. Raises OptionError for one that cannot be."""
+    optional = [step.name for step in LINE if step.optional]
+    for name in options.disable_passes:
+        if name not in optional:
+            known = name in {step.name for step in LINE}
+            why = "is needed for right numbers" if known else "is no pass"
+            raise OptionError(f"option disable_passes: {name!r} {why}; these may be left out: {', '.join(optional)}")
+    return tuple(step for step in (LINE if ranks > 1 else ALONE) if step.name not in options.disable_passes)
+
+
+def switched_off(options: Options) -> list[str]:
+    """For the report: what is lost."""
+    return [f"pass {step.name} is switched off: {step.lost}" for step in LINE if step.name in options.disable_passes]

@@ -14,6 +14,7 @@ is permuted as well until the last pass is done (`Order`).
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -26,8 +27,10 @@ from ringopt.ir.notes import INPUT
 from ringopt.pipeline import Context, Pass
 
 
+@dataclass(frozen=True)
 class Canonicalize(Pass):
     name = "canonicalize"
+    writes = ("order", "program", "regions")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node in custom_gradients(gm.graph):

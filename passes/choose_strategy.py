@@ -9,7 +9,7 @@ Before: mask classified. After: `strategy`, `layout`, `kernel`, `bytes_sent` of 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -34,8 +34,11 @@ from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 
 
+@dataclass(frozen=True)
 class ChooseStrategy(Pass):
     name = "choose_strategy"
+    reads = ("options", "mesh")
+    writes = ("sites", "carries", "layouts", "pairs", "weights", "given", "notes")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node, info in context.sites.items():

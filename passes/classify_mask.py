@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.fx as fx
 from torch import Tensor
@@ -40,8 +41,11 @@ from ringopt.recognize.row_sources import OwnRows, element
 WHOLE = 1 << 22
 
 
+@dataclass(frozen=True)
 class ClassifyMask(Pass):
     name = "classify_mask"
+    reads = ("values",)
+    writes = ("relied_on", "sites")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         reader = Reader(gm.graph, context)

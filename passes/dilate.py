@@ -25,21 +25,22 @@ import torch.fx as fx
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import Dilation, dilation_of, is_dilated
 from ringopt.dims.origin import origins
-from ringopt.expr.bands import split
-from ringopt.expr.mask import FAR, Mask
-from ringopt.expr.terms import Term, axes_of, conjuncts, dumps
+from ringopt.expr.terms import Term, dumps
 from ringopt.ir.nodes import emit, shape_of
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
 from ringopt.pipeline import Context, Pass
-from ringopt.recognize.additive_mask import Peeled, every, rest_of
+from ringopt.recognize.additive_mask import Hidden, hidden
 
 attention = operators.attention.default
 
 
+@dataclass(frozen=True)
 class Dilate(Pass):
     name = "dilate"
+    reads = ("options",)
+    writes = ("sites",)
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         tables: dict[tuple[object, ...], fx.Node] = {}
@@ -66,16 +67,6 @@ def told(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
     return f"computes {part:.1%} of the FLOPs of {name} attention", dilation.told_left_out(length, heads)
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """What a mask hides: later keys when `causal`, those for which `seen` (over b and k) does not hold, and all keys
-    from a query for which `sees` (over b and q) does not."""
-
-    causal: bool
-    seen: Term | None
-    sees: Term | None
-
-
 def readable(node: fx.Node, info: SiteInfo) -> Hidden | str:
     """What its mask hides, or why the site cannot be dilated."""
     if info.refusal is not None or node.target is not attention:
@@ -96,25 +87,6 @@ def looks_elsewhere(q: fx.Node, k: fx.Node, v: fx.Node) -> bool:
     the queries."""
     of_queries, of_keys, of_values = ({end.node for end in origins(x, 2)} for x in (q, k, v))
     return bool(of_keys & of_values) and not of_queries & (of_keys | of_values)
-
-
-def hidden(pattern: str, mask: Mask) -> Hidden | str:
-    if mask.score is not None:
-        return "its scores go through a function"
-    found = Peeled(conjuncts(mask.visible) if mask.visible is not None else [])
-    if mask.bias is not None and rest_of(mask.bias, found, -FAR) is not None:
-        return "a bias is added to its scores"
-    band, conditions = split(found.conditions)
-    bands = {pattern, band} - {"full"}
-    if bands - {"causal"}:
-        return f"a {' and '.join(sorted(bands))} mask does not compose with dilation"
-    of_queries = [condition for condition in conditions if "q" in condition.axes and condition.axes <= {"b", "q"}]
-    of_keys = [condition for condition in conditions if condition not in of_queries]
-    axes = axes_of(of_keys)
-    if not axes <= {"b", "k"}:
-        said = {"q": "differs by query", "h": "differs by head", "r": "differs by query"}
-        return f"its mask {next(said[axis] for axis in 'qrh' if axis in axes)}, and is no padding of keys"
-    return Hidden(bool(bands), *(every(some) if some else None for some in (of_keys, of_queries)))
 
 
 def rewrite(node: fx.Node, found: Hidden, context: Context, tables: dict[tuple[object, ...], fx.Node]) -> None:

@@ -1,5 +1,4 @@
-"""Every call of scaled_dot_product_attention becomes one canonical node; find_unfused does the same for attention that
-is spelled out.
+"""Every call of scaled_dot_product_attention becomes one canonical node.
 
     scaled_dot_product_attention(q, k, v, mask, is_causal=..., scale=..., enable_gqa=...)
         ->  ringopt::attention(q, k, v, mask, [], None, seed, "full" | "causal", "", dropout_p, scale)
@@ -49,8 +48,10 @@ class Sdpa:
         return cls(**dict(zip(names, node.args)), **node.kwargs)  # noqa: B905
 
 
+@dataclass(frozen=True)
 class FindAttention(Pass):
     name = "find_attention"
+    writes = ("sites",)
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node in list(gm.graph.nodes):

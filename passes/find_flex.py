@@ -14,6 +14,7 @@ refused, because only the original operator can do without scores of all pairs.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -37,8 +38,11 @@ from ringopt.recognize.scores import NotAttention, Scores, peel_scores
 OF_TORCH = re.compile(r'\s*File "[^"]*nn/attention/flex_attention\.py"')  # frames below the line of the program
 
 
+@dataclass(frozen=True)
 class FindFlex(Pass):
     name = "find_flex"
+    reads = ("values",)
+    writes = ("relied_on", "sites")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         graph = gm.graph

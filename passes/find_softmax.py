@@ -14,6 +14,7 @@ rounding; a normalisation that is no softmax (an epsilon in its sum) stays as it
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -37,8 +38,13 @@ from ringopt.recognize.softmax import (
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
 class FindSoftmax(Pass):
     name = "find_softmax"
+    reads = ("values",)
+    writes = ("relied_on",)
+    optional = True
+    lost = "attention whose softmax is spelled out in exp and sum is not found"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         finder = Finder(gm.graph, context)

@@ -14,21 +14,14 @@ have exponentials of scores that are no softmax.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import product_of
 from ringopt.expr.bands import Known
 from ringopt.ir.constants import Constants
-from ringopt.ir.nodes import (
-    module_path,
-    op_name,
-    requires_grad,
-    shape_of,
-    source_line,
-)
+from ringopt.ir.nodes import module_path, op_name, requires_grad, shape_of, source_line
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
@@ -40,13 +33,16 @@ from ringopt.recognize.prove import Found, Prover
 from ringopt.recognize.reading import Reading, reading_of
 from ringopt.recognize.scores import NotAttention
 
-aten = torch.ops.aten
-
 EXPONENTIALS = ("exp", "exp2")
 
 
+@dataclass(frozen=True)
 class FindUnfused(Pass):
     name = "find_unfused"
+    reads = ("values", "mesh")
+    writes = ("relied_on", "sites", "left_alone")
+    optional = True
+    lost = "attention that is spelled out in products is not found, and keys are gathered for it"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         graph = gm.graph

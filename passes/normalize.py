@@ -16,6 +16,8 @@ past a write, or a producer out of its no_grad region, is what makes hoisting lo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.fx as fx
 
@@ -32,8 +34,10 @@ from ringopt.pipeline import Context, Pass
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
 class Normalize(Pass):
     name = "normalize"
+    reads = ("given",)
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         refuse_unknown_calls(gm.graph)

@@ -16,6 +16,7 @@ After: nodes tagged as AOTAutograd's partitioner reads it, exchanges everywhere,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -29,8 +30,11 @@ from ringopt.report import readable
 from ringopt.reporting.figures import Figures
 
 
+@dataclass(frozen=True)
 class Recompute(Pass):
     name = "recompute"
+    reads = ("options", "mesh")
+    writes = ("regions", "notes")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         tagged = [node for node in gm.graph.nodes if node.meta.get("recompute") is not None]

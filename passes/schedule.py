@@ -18,6 +18,7 @@ says behind what, or why not; a note of the report has the gathers and sums that
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -36,8 +37,13 @@ from ringopt.pipeline import Context, Pass
 SITES = ("ring_attention", "dilated_attention")
 
 
+@dataclass(frozen=True)
 class Schedule(Pass):
     name = "schedule"
+    reads = ("options", "mesh", "carries")
+    writes = ("sites", "notes", "budget")
+    optional = True
+    lost = "every exchange starts with its attention, behind nothing but its own first block"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         by_name = {node.name: info for node, info in context.sites.items()}

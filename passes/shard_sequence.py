@@ -17,6 +17,7 @@ After: every value replicated (same bits and same complete gradient on every ran
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch.fx as fx
 
@@ -43,8 +44,11 @@ from ringopt.sharding.sharder import Sharder
 from ringopt.sharding.sites import attend, demands, operands, stands_beside
 
 
+@dataclass(frozen=True)
 class ShardSequence(Pass):
     name = "shard_sequence"
+    reads = ("options", "mesh", "layouts", "given", "pairs", "order")
+    writes = ("sites", "gathers", "notes", "replicated_random", "left")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if not context.shards:

@@ -1,5 +1,6 @@
-"""Attention whose weights are a sum or a difference of softmaxes becomes as many attentions (Ye et al., Differential
-Transformer, 2024, section 2.1).
+"""Attention whose weights are a sum or a difference of softmaxes becomes as many attentions.
+
+As those of Ye et al., Differential Transformer, 2024, section 2.1, are.
 
     (softmax(a) - c * softmax(b)) @ v                    ->  softmax(a) @ v - c * (softmax(b) @ v)
     w = softmax(a).view(B, H, 2, S, S)
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -28,8 +30,11 @@ aten = torch.ops.aten
 PRODUCTS = ("matmul", "bmm", "mm", "einsum")
 
 
+@dataclass(frozen=True)
 class SplitWeights(Pass):
     name = "split_weights"
+    optional = True
+    lost = "attention whose weights are a sum or a difference of softmaxes is not found"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node in list(gm.graph.nodes):

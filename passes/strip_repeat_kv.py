@@ -13,6 +13,8 @@ query heads, as the repetition did.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.fx as fx
 
 from ringopt.calls import AttentionCall
@@ -26,8 +28,13 @@ from ringopt.pipeline import Context, Pass
 from ringopt.recognize.lift import Cone, coordinates
 
 
+@dataclass(frozen=True)
 class StripRepeatKv(Pass):
     name = "strip_repeat_kv"
+    reads = ("values",)
+    writes = ("relied_on", "sites")
+    optional = True
+    lost = "KV heads that the program repeats travel as often as they are repeated"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         constants = Constants(gm.graph, context.values, context.relied_on)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -27,8 +28,10 @@ from ringopt.pipeline import Context, Pass
 BUCKET = 25 * 2**20  # bytes; what DistributedDataParallel takes
 
 
+@dataclass(frozen=True)
 class SyncGradients(Pass):
     name = "sync_gradients"
+    reads = ("options", "mesh")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         copies = [node for node in gm.graph.nodes if op_name(node) == "copy_to_group" and is_parameter(node.args[0])]

@@ -54,6 +54,7 @@ class Options:
                     rank, and compares outputs and gradients (ringopt/runtime/verify.py)
     dump            folder for the graphs before and after each pass, the report and the diff; None: nothing is written
     trace           folder for what each rank did when, exchanges and compute; None: nothing is recorded
+    disable_passes  names of passes that are not run; only those that no number depends on (`ringopt passes` lists them)
     """
 
     mesh: DeviceMesh | None = None
@@ -74,6 +75,7 @@ class Options:
     verify: bool = False
     dump: str | None = None
     trace: str | None = None
+    disable_passes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _literals().items():
@@ -91,6 +93,10 @@ class Options:
         for name, folder in (("dump", self.dump), ("trace", self.trace)):
             if folder is not None and not (isinstance(folder, str) and folder):
                 raise OptionError(f"option {name}={folder!r}: expected the path of a folder, as text")
+        names = self.disable_passes
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise OptionError(f"option disable_passes={names!r}: expected a tuple of names of passes")
+        object.__setattr__(self, "disable_passes", tuple(names))
         if self.mesh is not None:
             check_mesh(self.mesh, "option mesh")
         if self.dilates:

@@ -9,9 +9,9 @@ import difflib
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.fx as fx
@@ -102,15 +102,80 @@ class Context:
             del self.sites[node]
 
 
+@dataclass(frozen=True)
 class Pass(ABC):
-    """One rewrite. The graph is valid before and after."""
+    """One rewrite, its options the fields. The graph is valid before and after.
+
+    reads, writes   of the fields of Context, those that it may look at, and those that it may change (and look at)
+    optional        whether it may be switched off: the numbers stay right, and `lost` says what then is not done
+    """
 
     name: ClassVar[str]
+    reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[bool] = False
+    lost: ClassVar[str] = ""
 
     @abstractmethod
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         """Edits `gm.graph` in place."""
 
+
+class ContractError(Exception):
+    """A pass looked at a field of the context, or changed one, that it does not declare."""
+
+
+class View:
+    """The context as one pass may have it."""
+
+    def __init__(self, context: Context, step: Pass):
+        self.__dict__.update(_context=context, _step=step)
+
+    def __getattr__(self, name: str) -> Any:
+        context, step = self._context, self._step
+        if name not in FIELDS:  # what the context makes of its fields, by way of this view
+            return getattr(Context, name).__get__(self, Context)
+        if name in step.writes:
+            return getattr(context, name)
+        if name not in step.reads:
+            raise ContractError(f"pass {step.name} looks at context.{name}, which it does not declare to read")
+        value = getattr(context, name)
+        return ReadOnly(value, step.name, name) if isinstance(value, (dict, list, set)) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._step.writes:
+            raise ContractError(f"pass {self._step.name} sets context.{name}, which it does not declare to write")
+        setattr(self._context, name, value)
+
+
+class ReadOnly(Mapping[Any, Any]):
+    """A dict, list or set of the context, for a pass that does not declare to write it."""
+
+    def __init__(self, held: Any, step: str, name: str):
+        self._held, self._step, self._name = held, step, name
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._held[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._held
+
+    def _refuse(self, *_given: Any) -> NoReturn:
+        raise ContractError(f"pass {self._step} changes context.{self._name}, which it does not declare to write")
+
+    __setitem__ = __delitem__ = __ior__ = __iadd__ = __iand__ = __isub__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+
+FIELDS = frozenset(each.name for each in fields(Context))
 
 Callback = Callable[[Pass, fx.GraphModule], None]
 
@@ -133,7 +198,7 @@ class Pipeline:
             with warnings.catch_warnings():
                 # Open sizes stand in the arguments of nodes until the last pass (ringopt/ir/symbolic_sizes.py).
                 warnings.filterwarnings("ignore", "Raw Sym")
-                step.run(gm, context)
+                step.run(gm, cast(Context, View(context, step)))
             eliminate_dead_code(gm.graph)
             context.forget(gm.graph)
             if step.name == "choose_strategy":

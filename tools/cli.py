@@ -17,7 +17,7 @@ from typing import NoReturn
 import ringopt
 from ringopt.errors import RingError
 from ringopt.output.printable import printable
-from ringopt.tools import bench, convert, diff, doctor, explain, plan, timeline
+from ringopt.tools import bench, convert, diff, doctor, explain, passes, plan, timeline
 from ringopt.tools.common.command import CommandError
 
 # Exit codes: 0 done, 1 diff found differences, 2 a usage error (argparse uses 2 as well) or the command failed.
@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     timeline.add(commands)
     plan.add(commands)
     doctor.add(commands)
+    passes.add(commands)
     return top
 
 

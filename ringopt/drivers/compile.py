@@ -32,7 +32,7 @@ from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
-from ringopt.passes import ALONE, LINE, UNDERSTAND
+from ringopt.passes import UNDERSTAND, chosen_line, switched_off
 from ringopt.pipeline import Callback, Context, Pass, Pipeline, SiteInfo
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
@@ -206,12 +206,14 @@ def line_of_passes(
 ) -> Captured | Report:
     """What `begin` gives, which tells the context what is known of it, its graph behind all passes; the report alone
     where it is refused as a whole."""
+    steps = chosen_line(context.options, context.mesh.size)
+    context.notes += switched_off(context.options)
     try:
         made = begin()
         flat = made.graph
         context.inputs = flat.graph.find_nodes(op="placeholder")
         dump.captured(flat)
-        Pipeline(LINE if context.mesh.size > 1 else ALONE, passed, told).run(flat, context)
+        Pipeline(steps, passed, told).run(flat, context)
     except GraphRefused as problem:
         return refused(problem.refusal.sentence, context.options, context.mesh, dump)
     return made

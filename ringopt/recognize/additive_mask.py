@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
+from ringopt.expr.bands import split
+from ringopt.expr.mask import FAR, Mask
 from ringopt.expr.simplify import apply, literal, logic, negate, substitute, where
-from ringopt.expr.terms import Affine, Apply, Load, Term, affine, axis, conjuncts, constant, number
+from ringopt.expr.terms import Affine, Apply, Load, Term, affine, axes_of, axis, conjuncts, constant, number
 from ringopt.expr.value_ranges import Interval, bounds
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.recognize.lift import Cone
@@ -160,3 +162,32 @@ def every_row_sees_a_key(conditions: list[Term], cone: Cone) -> bool:
         all(constant(cone.fold(substitute(condition, {"k": key}))) is True for condition in conditions)
         for key in witnesses()
     )
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a mask hides: later keys when `causal`, those for which `seen` (over b and k) does not hold, and all keys
+    from a query for which `sees` (over b and q) does not."""
+
+    causal: bool
+    seen: Term | None
+    sees: Term | None
+
+
+def hidden(pattern: str, mask: Mask) -> Hidden | str:
+    if mask.score is not None:
+        return "its scores go through a function"
+    found = Peeled(conjuncts(mask.visible) if mask.visible is not None else [])
+    if mask.bias is not None and rest_of(mask.bias, found, -FAR) is not None:
+        return "a bias is added to its scores"
+    band, conditions = split(found.conditions)
+    bands = {pattern, band} - {"full"}
+    if bands - {"causal"}:
+        return f"a {' and '.join(sorted(bands))} mask does not compose with dilation"
+    of_queries = [condition for condition in conditions if "q" in condition.axes and condition.axes <= {"b", "q"}]
+    of_keys = [condition for condition in conditions if condition not in of_queries]
+    axes = axes_of(of_keys)
+    if not axes <= {"b", "k"}:
+        said = {"q": "differs by query", "h": "differs by head", "r": "differs by query"}
+        return f"its mask {next(said[axis] for axis in 'qrh' if axis in axes)}, and is no padding of keys"
+    return Hidden(bool(bands), *(every(some) if some else None for some in (of_keys, of_queries)))

@@ -1,0 +1,60 @@
+"""The fake value that each node of a sharded graph has on this rank, and whether its size is that of its placement."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
+
+from ringopt.ir.fake_cache import Answers
+from ringopt.ir.nodes import is_tensor, value_of
+from ringopt.ir.notes import PLACEMENT, WHOLE
+from ringopt.ir.symbolic_sizes import divides, same
+
+
+def open_sizes(mode: FakeTensorMode) -> AbstractContextManager[None]:
+    """With open sizes, what AOTAutograd will run the graph under: some kernels (negative padding) know only numbers."""
+    return enable_python_dispatcher() if mode.shape_env is not None else nullcontext()
+
+
+class LocalValues(fx.Interpreter):
+    """Gives each node the fake value it has on this rank."""
+
+    def __init__(self, gm: fx.GraphModule, answers: Answers):
+        super().__init__(gm)
+        self.answers = answers
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        run = super().call_function
+        return self.answers.call(target, args, kwargs, lambda: run(target, args, kwargs))
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if node.op == "call_function":
+            node.meta["val"] = value
+            shape_env = getattr(torch._guards.detect_fake_mode(), "shape_env", None)
+            if shape_env is not None and (symbols := compute_unbacked_bindings(shape_env, value)):
+                node.meta["unbacked_bindings"] = symbols
+        return value
+
+
+def check_sizes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        whole, placement = node.meta.get(WHOLE), node.meta.get(PLACEMENT)
+        if not isinstance(whole, torch.Tensor) or not is_tensor(node):
+            continue
+        here, expected = list(value_of(node).shape), list(whole.shape)
+        if placement is not None:
+            expected[placement.dim] = here[placement.dim]
+            even = divides(placement.outer * placement.inner, here[placement.dim])
+        equal = len(here) == len(expected) and all(map(same, here, expected))
+        if not equal or (placement is not None and not even) or value_of(node).dtype != whole.dtype:
+            raise AssertionError(
+                f"{node.format_node()}: {here} {value_of(node).dtype} on this rank, but {list(whole.shape)} "
+                f"{whole.dtype} placed {placement or 'on every rank'}"
+            )
