@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ringopt.ir.nodes import is_random, value_of
 from ringopt.ir.notes import POLICY
-from ringopt.overlap.collective_order import sends
+from ringopt.ops.traits import sends
 from ringopt.pipeline import Context, Pass
 from ringopt.report import readable
 from ringopt.reporting.figures import Figures

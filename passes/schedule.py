@@ -26,15 +26,14 @@ from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.cost.site import rates_for
 from ringopt.distributed.mesh import ANY
 from ringopt.ir.nodes import named, op_name
+from ringopt.ir.products import is_product
+from ringopt.ops.traits import attends, exchanges
 from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.held_back import held_back
 from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
 from ringopt.overlap.meanwhile import Meanwhile, told
-from ringopt.overlap.reorder import is_product
-from ringopt.overlap.start_early import EXCHANGES, beside_of, gap_before
+from ringopt.overlap.start_early import beside_of, gap_before
 from ringopt.pipeline import Context, Pass
-
-SITES = ("ring_attention", "dilated_attention")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Schedule(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         by_name = {node.name: info for node, info in context.sites.items()}
         for node in list(gm.graph.nodes):
-            if op_name(node) not in SITES:
+            if not attends(node):
                 continue
             why, rates = why_not(node, context), rates_for(context.mesh, node)
             ranks = context.mesh.size
@@ -66,7 +65,7 @@ class Schedule(Pass):
             if info is not None:
                 info.notes.append(told(ahead, behind, aside, why))
         if context.budget is not None and not unordered(context):
-            sites = [node for node in gm.graph.nodes if op_name(node) in SITES]
+            sites = [node for node in gm.graph.nodes if attends(node)]
             early = [node for node in sites if "forward" in named(node, "early").split()]
             context.notes += held_back(gm.graph, context.budget, early, context.mesh.size)
 
@@ -110,7 +109,7 @@ def products_after(node: fx.Node, context: Context) -> Iterator[fx.Node]:
     for other in node.graph.nodes:
         if other is node:
             after = True
-        elif after and op_name(other) in EXCHANGES:
+        elif after and exchanges(other):
             return
         elif after and is_product(other) and context.carries.get(other, True):
             yield other

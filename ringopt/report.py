@@ -72,7 +72,7 @@ class Report:
     outputs           values returned without being gathered
     sharded_fraction  share of the matrix FLOPs that run on this rank's rows only
     memory            bytes per rank by cause
-    bytes_sent        per rank, one forward pass: attention, gathers and rows fetched from other ranks
+    bytes_sent        per rank, one forward pass (ringopt/ops/traits.py); of rows picked by a tensor of numbers, at most
     refusal           why the whole graph was left unsharded, or None
     """
 

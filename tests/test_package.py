@@ -80,6 +80,13 @@ FRESH = {
         f"import sys, ringopt.ops; print([n for n in {OPERATORS} if 'ringopt.ops.' + n not in sys.modules])",
         "[]",
     ),
+    "an operator without a row in the table of traits does not import": (
+        "import torch; library = torch.library.Library('ringopt', 'FRAGMENT')\n"
+        "library.define('scater(Tensor x) -> Tensor')\n"
+        "try: import ringopt.ops\n"
+        "except TypeError as error: print(str(error)[:76])",
+        "operators of ringopt without a row in ringopt/ops/traits.py: ['scater']; row",
+    ),
     "no public name needs a process group": (
         "import ringopt, torch.distributed as dist; [getattr(ringopt, n) for n in ringopt.__all__]\n"
         "print(dist.is_initialized())",

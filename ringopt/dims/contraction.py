@@ -16,10 +16,6 @@ import torch.fx as fx
 
 from ringopt.ir.nodes import argument, is_aten, is_tensor, op_name, shape_of
 
-# Rows of one matrix, each group of them by a matrix of its own: torch's operator, and what transformers has for it
-# where torch's does not run.
-GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
-
 Letters = tuple["str | None", ...]
 
 

@@ -92,6 +92,16 @@ def named(node: fx.Node, name: str) -> Any:
     return node.kwargs.get(name, arg.default_value)
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Arguments by the names of the schema, defaults included; {} for what is no operator."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    schema = node.target._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    given = dict(zip([argument.name for argument in schema], node.args, strict=False))
+    return {**defaults, **given, **node.kwargs}
+
+
 def module_path(node: fx.Node) -> str:
     """`model.layers.0.self_attn`: the innermost module the node was traced in; "" outside any."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())

@@ -20,6 +20,7 @@ from torch import Tensor
 from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.fetch_rows import trade
 from ringopt.ops.reshard import places
+from ringopt.ops.tags import ON_HOST
 
 
 @lru_cache(maxsize=256)
@@ -39,7 +40,7 @@ def with_dims(x: Tensor, sizes: dict[int, int]) -> list[int]:
     return [sizes.get(dim, size) for dim, size in enumerate(x.shape)]
 
 
-@torch.library.custom_op("ringopt::turn", mutates_args=())
+@torch.library.custom_op("ringopt::turn", mutates_args=(), tags=ON_HOST)
 def turn(
     x: Tensor,
     dim: int,

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.collectives import reduce_from_group
+from ringopt.ops.tags import ON_HOST
 
 
-@torch.library.custom_op("ringopt::extreme", mutates_args=())
+@torch.library.custom_op("ringopt::extreme", mutates_args=(), tags=ON_HOST)
 def extreme(x: Tensor, dims: Sequence[int], largest: bool, group: str) -> Tensor:
     """amax or amin of `x` over `dims` and over the ranks; the dims stay, of size 1. Replicated."""
     pick = torch.amax if largest else torch.amin

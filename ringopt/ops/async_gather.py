@@ -16,9 +16,10 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.ops.collectives import padded, whole_of, with_dim
+from ringopt.ops.tags import ON_HOST
 
 
-@torch.library.custom_op("ringopt::gather_start", mutates_args=())
+@torch.library.custom_op("ringopt::gather_start", mutates_args=(), tags=ON_HOST)
 def gather_start(
     x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, number: int, group: str
 ) -> Tensor:
@@ -39,7 +40,7 @@ def _(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, num
     return x.new_empty((), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("ringopt::gather_finish", mutates_args=())
+@torch.library.custom_op("ringopt::gather_finish", mutates_args=(), tags=ON_HOST)
 def gather_finish(
     ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str
 ) -> Tensor:

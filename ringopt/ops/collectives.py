@@ -24,6 +24,7 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
+from ringopt.ops.tags import ON_HOST
 
 LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
 
@@ -43,7 +44,7 @@ def _(x: Tensor, dim: int, outer: int, length: int, inner: int, local: int, layo
     return x.new_empty(with_dim(x, dim, outer * local * inner))
 
 
-@torch.library.custom_op("ringopt::gather", mutates_args=())
+@torch.library.custom_op("ringopt::gather", mutates_args=(), tags=ON_HOST)
 def gather(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str) -> Tensor:
     """The whole of `x`, of which every rank holds its rows. Shards travel padded to the longest: equal messages."""
     mesh = mesh_of(group)
@@ -83,7 +84,7 @@ def _(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, gro
     return x.new_empty(with_dim(x, dim, outer * length * inner))
 
 
-@torch.library.custom_op("ringopt::reduce_from_group", mutates_args=())
+@torch.library.custom_op("ringopt::reduce_from_group", mutates_args=(), tags=ON_HOST)
 def reduce_from_group(x: Tensor, group: str) -> Tensor:
     """The sum of `x` over the ranks."""
     return mesh_of(group).all_reduce(x.contiguous())

@@ -17,6 +17,7 @@ from ringopt.context_parallel.geometry.layouts import layouts_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of, run_fetch, swap
+from ringopt.ops.tags import ON_HOST
 
 aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def seen_from(
     return plan, counts, run_fetch(plan, x, dim, mesh, "convolve_rows")
 
 
-@torch.library.custom_op("ringopt::convolve_rows", mutates_args=())
+@torch.library.custom_op("ringopt::convolve_rows", mutates_args=(), tags=ON_HOST)
 def convolve_rows(
     x: Tensor,
     weight: Tensor,
@@ -79,7 +80,7 @@ def _(
     return x.new_empty(sizes)
 
 
-@torch.library.custom_op("ringopt::convolve_rows_backward", mutates_args=())
+@torch.library.custom_op("ringopt::convolve_rows_backward", mutates_args=(), tags=ON_HOST)
 def convolve_rows_backward(
     grad: Tensor,
     x: Tensor,

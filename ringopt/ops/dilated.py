@@ -30,6 +30,7 @@ from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
 from ringopt.ops.ring import EARLY, agree_on_seed, misfit_of, misfit_of_extras, misfit_of_rows
+from ringopt.ops.tags import ON_HOST
 
 CONFIG = (
     "SymInt length, str pattern, float dropout_p, float scale, str layout, str strategy, str kernel, str group, "
@@ -69,6 +70,7 @@ class Config(NamedTuple):
 @torch.library.custom_op(
     "ringopt::dilated_attention",
     mutates_args=(),
+    tags=ON_HOST,
     schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
 )
 def dilated_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -94,6 +96,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "ringopt::dilated_attention_backward",
     mutates_args=(),
+    tags=ON_HOST,
     schema=(
         f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsinks)"
@@ -137,6 +140,7 @@ dilated_attention.register_autograd(_backward, setup_context=_setup_context)
 @torch.library.custom_op(
     "ringopt::dilated_start",
     mutates_args=(),
+    tags=ON_HOST,
     schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}) -> Tensor",
 )
 def dilated_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:

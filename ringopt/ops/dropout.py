@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.lookup import mesh_of
+from ringopt.ops.tags import ON_HOST
 
 SEEDS = 2**31 - 1
 
 
-@torch.library.custom_op("ringopt::dropout", mutates_args=())
+@torch.library.custom_op("ringopt::dropout", mutates_args=(), tags=ON_HOST)
 def dropout(x: Tensor, seed: Tensor, p: float, group: str) -> tuple[Tensor, Tensor]:
     """`x` with each element zeroed with probability `p`, the others divided by 1 - p; and which were kept (bool)."""
     stream = torch.Generator(x.device).manual_seed(int(seed.item()) * 1_000_003 + mesh_of(group).rank)

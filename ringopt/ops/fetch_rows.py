@@ -35,6 +35,7 @@ from ringopt.context_parallel.geometry.layouts import Layout, layout_of, layouts
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.ops.collectives import factored, with_dim
+from ringopt.ops.tags import ON_HOST
 
 Piece = tuple[int, int, int]  # first row, step (of any sign, or 0), how many
 
@@ -177,7 +178,7 @@ def trade(mesh: Mesh, x: Tensor, sends: Any, receives: Any, label: str) -> list[
     return [buffer.view(sizes) for (_, buffer), (_, sizes) in zip(came, receives, strict=True)]
 
 
-@torch.library.custom_op("ringopt::fetch_rows", mutates_args=())
+@torch.library.custom_op("ringopt::fetch_rows", mutates_args=(), tags=ON_HOST)
 def fetch_rows(
     x: Tensor,
     dim: int,
@@ -224,7 +225,7 @@ def _(
     return x.new_empty(with_dim(x, dim, outer * local * inner))
 
 
-@torch.library.custom_op("ringopt::return_rows", mutates_args=())
+@torch.library.custom_op("ringopt::return_rows", mutates_args=(), tags=ON_HOST)
 def return_rows(
     grad: Tensor,
     dim: int,
@@ -282,7 +283,7 @@ fetch_rows.register_autograd(_backward, setup_context=_setup)
 
 
 # ---- rows known when the program runs ------------------------------------------------------------------------------
-@torch.library.custom_op("ringopt::look_up_rows", mutates_args=())
+@torch.library.custom_op("ringopt::look_up_rows", mutates_args=(), tags=ON_HOST)
 def look_up_rows(x: Tensor, rows: Tensor, dim: int, length: int, layout: str, group: str) -> Tensor:
     """The rows of a sharded sequence whose numbers are in `rows` (1-D, the same on every rank), replicated.
 
@@ -305,7 +306,7 @@ def _(x: Tensor, rows: Tensor, dim: int, length: int, layout: str, group: str) -
     return x.new_empty(with_dim(x, dim, rows.shape[0]))
 
 
-@torch.library.custom_op("ringopt::add_to_rows", mutates_args=())
+@torch.library.custom_op("ringopt::add_to_rows", mutates_args=(), tags=ON_HOST)
 def add_to_rows(grad: Tensor, rows: Tensor, dim: int, length: int, local: int, layout: str, group: str) -> Tensor:
     """The transpose of `look_up_rows`, for a gradient that is complete on every rank."""
     mesh = mesh_of(group)

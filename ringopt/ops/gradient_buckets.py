@@ -21,9 +21,10 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.ops.collectives import LIBRARY
+from ringopt.ops.tags import ON_HOST
 
 
-@torch.library.custom_op("ringopt::reduce_bucket", mutates_args=())
+@torch.library.custom_op("ringopt::reduce_bucket", mutates_args=(), tags=ON_HOST)
 def reduce_bucket(grads: list[Tensor], group: str) -> list[Tensor]:
     """The sums of `grads`, all of one dtype, over the ranks, in one message."""
     total = mesh_of(group).all_reduce(message_of(grads), "gradients")
@@ -35,7 +36,7 @@ def _(grads: list[Tensor], group: str) -> list[Tensor]:
     return [grad.new_empty(grad.shape) for grad in grads]
 
 
-@torch.library.custom_op("ringopt::reduce_start", mutates_args=())
+@torch.library.custom_op("ringopt::reduce_start", mutates_args=(), tags=ON_HOST)
 def reduce_start(grads: list[Tensor], number: int, group: str) -> Tensor:
     """The first half of `reduce_bucket`: a ticket for the sums, which are under way. No two of a graph have one
     `number`, so that no compiler takes them for one."""
@@ -52,7 +53,7 @@ def _(grads: list[Tensor], number: int, group: str) -> Tensor:
     return grads[0].new_empty((), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("ringopt::reduce_finish", mutates_args=())
+@torch.library.custom_op("ringopt::reduce_finish", mutates_args=(), tags=ON_HOST)
 def reduce_finish(
     ticket: Tensor, sizes: Sequence[int], dims: Sequence[int], dtype: torch.dtype, device: torch.device, group: str
 ) -> list[Tensor]:

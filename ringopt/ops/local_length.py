@@ -20,6 +20,7 @@ from ringopt.distributed.consistency import compare, digest
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import PlanError
+from ringopt.ops.tags import ON_HOST
 
 # Which programs a mesh has been asked about. Ranks that are threads of one process share a mesh, hence the rank.
 _compared: WeakKeyDictionary[Mesh, set[tuple[int, str]]] = WeakKeyDictionary()
@@ -28,6 +29,7 @@ _compared: WeakKeyDictionary[Mesh, set[tuple[int, str]]] = WeakKeyDictionary()
 @torch.library.custom_op(
     "ringopt::rows_here",
     mutates_args=(),
+    tags=ON_HOST,
     schema="(SymInt length, str layout, str group, Tensor[] inputs, str names, str program, str when) -> SymInt",
 )
 def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:

@@ -14,9 +14,10 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.layouts import Layout, layout_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
+from ringopt.ops.tags import ON_HOST
 
 
-@torch.library.custom_op("ringopt::running_sum", mutates_args=())
+@torch.library.custom_op("ringopt::running_sum", mutates_args=(), tags=ON_HOST)
 def running_sum(x: Tensor, dim: int, length: int, backwards: bool, layout: str, group: str) -> Tensor:
     """cumsum of a sequence of `length` rows along `dim`, of which `x` holds this rank's; `backwards`: from its end."""
     mesh = mesh_of(group)

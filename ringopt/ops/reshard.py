@@ -21,6 +21,7 @@ from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.collectives import with_dim
 from ringopt.ops.fetch_rows import Fetch, held, route, run_fetch
+from ringopt.ops.tags import ON_HOST
 
 Factors = Sequence[int]  # outer, length, inner
 
@@ -47,7 +48,7 @@ def plan_respread(
     return route(homes, wanted, old[0] * old[1] * old[2], rank, device)
 
 
-@torch.library.custom_op("ringopt::respread", mutates_args=())
+@torch.library.custom_op("ringopt::respread", mutates_args=(), tags=ON_HOST)
 def respread(
     x: Tensor,
     dim: int,

@@ -38,6 +38,7 @@ from ringopt.errors import RingMismatchError
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose
+from ringopt.ops.tags import ON_HOST
 from ringopt.version import engine_version
 
 CONFIG = (
@@ -93,6 +94,7 @@ EARLY = 'str early="", Tensor? ticket=None'
 @torch.library.custom_op(
     "ringopt::ring_attention",
     mutates_args=(),
+    tags=ON_HOST,
     schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
 )
 def ring_attention(
@@ -121,6 +123,7 @@ def _(
 @torch.library.custom_op(
     "ringopt::ring_attention_backward",
     mutates_args=(),
+    tags=ON_HOST,
     schema=(
         f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsources)"
@@ -198,6 +201,7 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
 @torch.library.custom_op(
     "ringopt::ring_start",
     mutates_args=(),
+    tags=ON_HOST,
     schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}) -> Tensor",
 )
 def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:

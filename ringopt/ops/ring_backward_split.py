@@ -21,11 +21,13 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem
 from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, Config, begun, empty_beside, prepare
+from ringopt.ops.tags import ON_HOST
 
 
 @torch.library.custom_op(
     "ringopt::ring_backward_begin",
     mutates_args=(),
+    tags=ON_HOST,
     schema=(
         f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
         "-> (Tensor dq, Tensor ticket, Tensor[] dsources)"
@@ -70,7 +72,7 @@ def _(
     return q.new_empty(q.shape), ticket, empty_beside(sources, sinks, Config(*config))
 
 
-@torch.library.custom_op("ringopt::ring_backward_finish", mutates_args=())
+@torch.library.custom_op("ringopt::ring_backward_finish", mutates_args=(), tags=ON_HOST)
 def ring_backward_finish(ticket: Tensor, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """dK and dV. Raises RingCommError, RingMismatchError."""
     program_until_here(mesh_of(group))

@@ -1,25 +1,34 @@
-"""Bytes that a rank sends when a node of ringopt's operators runs, attention aside, as distributed/mesh.py counts them;
-and bytes that the operator holds meanwhile.
-
-For the graphs that AOTAutograd makes: what a backward sends is a node there like any other.
+"""Bytes that a rank sends when an operator runs, as distributed/mesh.py counts them, and bytes that it holds meanwhile:
+the formulas behind the table of traits (traits.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
 import torch
-import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.ir.nodes import op_name
+from ringopt.context_parallel.geometry.rows import count
+from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
+from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Message
+from ringopt.context_parallel.plan.plan_of import Plan, plan_of
+from ringopt.cost.dilated import dilated_bytes
+from ringopt.cost.message_bytes import bytes_sent
+from ringopt.cost.simulate import Heads
+from ringopt.expr.mask import Mask
+from ringopt.kernels.base import accumulator
 from ringopt.ops.all_to_all import bytes_turned
-from ringopt.ops.fetch_rows import Wanted, fetch_of
+from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of
 from ringopt.ops.reshard import plan_respread
+from ringopt.ops.sized_call import SizedCall
 
 CPU = torch.device("cpu")
+LOOKED_AT = 8  # ranks at most; of more, the others are like these
 
 
 @dataclass(frozen=True)
@@ -52,80 +61,187 @@ class Sending:
         return size * (ranks - 1) if self.how == "told" else size
 
 
-def sendings(node: fx.Node, ranks: int, rank: int, rows: int) -> list[Sending]:
-    """By `rank` of `ranks`, of which none has more than `rows` rows of the longest sequence: what has fewer numbers
-    does not grow with it."""
-    if not is_ours(node):
-        return []
-    name, given = op_name(node), list[Any](node.args)
-    if name == "reduce_from_group":
-        return [Sending("reduced", size_of(given[0]), grows=size_of(given[0]) > 8 * rows)]
-    if name == "reduce_bucket":  # one message; those of parameters do not grow
-        return [Sending("reduced", sum(map(size_of, given[0])))]
-    if name == "gather":
-        _x, _dim, _outer, length, _inner, layout, _group = given
-        return [Sending("gathered", size_of(node) // length, length, layout)]
-    if name == "extreme":
-        return [Sending("told", size_of(node), grows=size_of(node) > 8 * rows)]
-    if name == "running_sum":
-        _x, dim, length, _backwards, layout, _group = given
-        return [Sending("told", row_of(node, dim) * layout_of(layout, length, ranks).chunks_per_rank)]
-    if name == "look_up_rows":  # who has them is not known; the rank that has most sends no more than if it had all
-        return [Sending("told", size_of(node), bound=True)]
-    sent = moved(node, name, ranks, rank)
-    how: Any = "turned" if name == "turn" else "moved"
-    return [Sending(how, sent, grows=4 * sent > size_of(node), ranks=ranks)] if sent else []
+# ---- sums and gathers ------------------------------------------------------------------------------------------------
+def summed(call: SizedCall) -> Sending:
+    size = call["x"].bytes
+    return Sending("reduced", size, grows=size > 8 * call.rows)
 
 
-def is_ours(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"
+def bucket(call: SizedCall) -> Sending:
+    """One message; those of parameters do not grow."""
+    return Sending("reduced", sum(x.bytes for x in call["grads"]))
 
 
-def moved(node: fx.Node, name: str, ranks: int, rank: int) -> int:
-    """Bytes of rows that change ranks."""
-    given: Any = node.args
-    if name in ("fetch_rows", "return_rows"):
-        x, dim, outer, length, inner, form, numbers, _local, layout, _group = given
-        wanted = Wanted.of(form, numbers)
-        plan = fetch_of(wanted, layout, length, ranks, rank, CPU)
-        if name == "return_rows" and wanted.everywhere:
-            return 0
-        places = rows_in(plan.sends if name == "fetch_rows" else plan.receives) * int(outer * inner)
-        return places * row_of(x, dim)
-    if name == "respread":
-        x, dim, old, new, _local, *layouts, _group = given
-        return rows_in(plan_respread(tuple(old), tuple(new), *layouts, ranks, rank, CPU).sends) * row_of(x, dim)
-    if name == "turn":
-        x, _dim, _old, _new_dim, new, _local, _old_layout, layout, _group = given
-        return bytes_turned(size_of(x), new, layout, ranks, rank)
-    return 0
+def gathered(call: SizedCall) -> Sending:
+    """Shards, padded to the longest."""
+    row = call["x"].place(call["dim"]) * call["outer"] * call["inner"]
+    return Sending("gathered", row, call["length"], call["layout"])
 
 
-def held_meanwhile(node: fx.Node, ranks: int) -> int:
-    """Bytes that an operator which talks holds beside its operands and results, attention aside: messages. Gradients
-    are given back when the message of their bucket is made, before there are sums."""
-    if not is_ours(node):
-        return 0
-    name, given = op_name(node), list[Any](node.args)
-    if name == "gather":
-        x, dim, outer, length, _inner, layout, _group = given
-        parts = size_of(node) // length * layout_of(layout, length, ranks).most * ranks
-        apart = outer * prod(x.meta["val"].shape[:dim]) > 1 or length % ranks
-        return int(parts + (parts // ranks if apart else 0))
-    if name in ("fetch_rows", "return_rows", "look_up_rows", "add_to_rows", "respread", "turn"):
-        return min(size_of(given[0]), size_of(node))
-    return 0
+def extremes(call: SizedCall) -> Sending:
+    size = call.result.bytes
+    return Sending("told", size, grows=size > 8 * call.rows)
+
+
+def sums_of_chunks(call: SizedCall) -> Sending:
+    chunks = layout_of(call["layout"], call["length"], call.ranks).chunks_per_rank
+    return Sending("told", call["x"].place(call["dim"]) * chunks)
+
+
+def looked_up(call: SizedCall) -> Sending:
+    """Who has the rows is not known; the rank that has most sends no more than if it had all."""
+    return Sending("told", call.result.bytes, bound=True)
+
+
+# ---- rows that change ranks ------------------------------------------------------------------------------------------
+def fetch_plan(call: SizedCall, form: str) -> Fetch:
+    length = call["length"]
+    call.unrolled(length)
+    return fetch_of(Wanted.of(form, call["numbers"]), call["layout"], length, call.ranks, call.rank, CPU)
 
 
 def rows_in(messages: Any) -> int:
     return sum(len(rows) for _peer, rows in messages)
 
 
-def row_of(x: fx.Node, dim: int) -> int:
-    """Bytes of one place of `dim`."""
-    return size_of(x) // max(int(x.meta["val"].shape[dim]), 1)
+def moved(call: SizedCall, sent: int) -> Sending:
+    """Much of a value grows with it."""
+    return Sending("moved", sent, grows=4 * sent > call.result.bytes, ranks=call.ranks)
 
 
-def size_of(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(prod(value.shape) * value.element_size())
+def fetched(call: SizedCall) -> Sending:
+    row = call["x"].place(call["dim"]) * call["outer"] * call["inner"]
+    return moved(call, rows_in(fetch_plan(call, call["form"]).sends) * row)
+
+
+def returned(call: SizedCall) -> Sending | None:
+    if Wanted.of(call["form"], call["numbers"]).everywhere:
+        return None
+    row = call["grad"].place(call["dim"]) * call["outer"] * call["inner"]
+    return moved(call, rows_in(fetch_plan(call, call["form"]).receives) * row)
+
+
+def windows_fetched(call: SizedCall) -> Sending:
+    return moved(call, rows_in(fetch_plan(call, "halo").sends) * call["x"].place(call["dim"]))
+
+
+def windows_fetched_again(call: SizedCall) -> Sending:
+    """And their gradients returned."""
+    plan = fetch_plan(call, "halo")
+    return moved(call, (rows_in(plan.sends) + rows_in(plan.receives)) * call["x"].place(call["dim"]))
+
+
+def respread(call: SizedCall) -> Sending:
+    old, new = tuple(call["old"]), tuple(call["new"])
+    call.unrolled(prod(old))
+    plan = plan_respread(old, new, call["old_layout"], call["new_layout"], call.ranks, call.rank, CPU)
+    return moved(call, rows_in(plan.sends) * call["x"].place(call["dim"]))
+
+
+def turned(call: SizedCall) -> Sending | None:
+    sent = bytes_turned(call["x"].bytes, call["new"], call["new_layout"], call.ranks, call.rank)
+    return Sending("turned", sent, grows=4 * sent > call.result.bytes, ranks=call.ranks) if sent else None
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def heads_of(call: SizedCall) -> Heads:
+    q, k, v = (call[name] for name in "qkv")
+    numbers = (k.dtype.itemsize, accumulator(k.dtype).itemsize)
+    sizes = (q.size(0), q.size(1), k.size(1), k.size(3), v.size(3))
+    return Heads(*sizes, *numbers, dtype=str(k.dtype).removeprefix("torch."), kernel=call.arguments.get("kernel", ""))
+
+
+def ring_plan(call: SizedCall) -> Plan:
+    """Of a ring_attention or its backward. Raises PlanError, OptionError."""
+    layouts = call["q_layout"], call["kv_layout"]
+    where = (call["pattern"], call["q_length"], call["kv_length"], call.ranks, *layouts)
+    heads = (call["q"].size(1), call["k"].size(1))
+    return plan_of(*where, call["strategy"], heads, Mask.parse(call["mask"]))
+
+
+def dilated_plan(call: SizedCall) -> DilatedPlan:
+    """Of a dilated_attention or its backward; of an attention on one device too. Raises PlanError, OptionError."""
+    heads = (call["q"].size(1), call["k"].size(1))
+    if "length" not in call.arguments:
+        return dilated_plan_of(call["pattern"], call["q"].size(2), *heads, 1, "contiguous", "auto")
+    return dilated_plan_of(call["pattern"], call["length"], *heads, call.ranks, call["layout"], call["strategy"])
+
+
+def seed_compared(call: SizedCall) -> int:
+    """At every call with dropout, the ranks compare their seeds."""
+    return 8 * (call.ranks - 1) if call.arguments["seed"] is not None else 0
+
+
+def ring(call: SizedCall) -> Sending:
+    return Sending("moved", bytes_sent(ring_plan(call), heads_of(call), call.rank) + seed_compared(call), grows=True)
+
+
+def ring_back(call: SizedCall) -> Sending:
+    return Sending("moved", bytes_sent(ring_plan(call), heads_of(call), call.rank, True), grows=True)
+
+
+def dilated(call: SizedCall) -> Sending:
+    sent = dilated_bytes(dilated_plan(call), heads_of(call), call.rank, False)
+    return Sending("moved", sent + seed_compared(call), grows=True)
+
+
+def dilated_back(call: SizedCall) -> Sending:
+    return Sending("moved", dilated_bytes(dilated_plan(call), heads_of(call), call.rank, True), grows=True)
+
+
+# ---- what is held meanwhile ------------------------------------------------------------------------------------------
+def shards_held(call: SizedCall) -> int:
+    """The messages of all ranks, and this rank's own where its rows do not lie in order."""
+    whole, length, dim = call.result, call["length"], call["dim"]
+    parts = whole.bytes // length * layout_of(call["layout"], length, call.ranks).most * call.ranks
+    apart = call["outer"] * prod(call["x"].sizes[:dim]) > 1 or length % call.ranks
+    return int(parts + (parts // call.ranks if apart else 0))
+
+
+def smaller_held(call: SizedCall) -> int:
+    """Messages: no more than what is given, nor than what is made."""
+    return min(int(call["x" if "x" in call.arguments else "grad"].bytes), call.result.bytes)
+
+
+def first_keys(call: SizedCall) -> int:
+    """K and V that come first, on the rank that is sent most: the same on all ranks."""
+    return first_rows(exchange_of(call)) * row_bytes(call, call["k"].dtype.itemsize)
+
+
+def last_sums(call: SizedCall) -> int:
+    """The sums of dK and dV that come and go last, in the dtype of the accumulator."""
+    return last_rows(exchange_of(call)) * row_bytes(call, accumulator(call["k"].dtype).itemsize)
+
+
+def first_dilated_keys(call: SizedCall) -> int:
+    parts = dilated_plan(call).terms
+    rows = sum(len(part.term.kv_heads) * first_rows(part.exchange) for part in parts if part.exchange is not None)
+    return int(rows * row_bytes(call, call["k"].dtype.itemsize) // call["k"].size(1))
+
+
+def exchange_of(call: SizedCall) -> Exchange:
+    plan = ring_plan(call)
+    assert isinstance(plan, Exchange), "only exchanges of keys start early"
+    return plan
+
+
+def row_bytes(call: SizedCall, number: int) -> int:
+    """Of a row of all KV heads, in numbers of `number` bytes."""
+    k, v = call["k"], call["v"]
+    return int(k.size(0) * k.size(1) * (k.size(3) + v.size(3)) * number)
+
+
+@lru_cache(maxsize=256)
+def first_rows(plan: Exchange) -> int:
+    steps = (plan.forward(rank)[:1] for rank in range(min(plan.ranks, LOOKED_AT)))
+    return max((rows_of(step.receives, Cargo.OUT) for first in steps for step in first), default=0)
+
+
+@lru_cache(maxsize=256)
+def last_rows(plan: Exchange) -> int:
+    steps = (plan.backward(rank)[-1:] for rank in range(min(plan.ranks, LOOKED_AT)))
+    return max((rows_of((*step.receives, *step.sends), Cargo.BACK) for last in steps for step in last), default=0)
+
+
+def rows_of(messages: Iterable[Message], cargo: Cargo) -> int:
+    return sum(count(message.rows) for message in messages if message.cargo is cargo)

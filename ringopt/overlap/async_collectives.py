@@ -27,25 +27,16 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import op_name, origin, value_of
+from ringopt.ir.products import is_product
 from ringopt.ops import operators
-from ringopt.overlap.collective_order import sends
+from ringopt.ops.traits import attends, is_halved, is_start, sends, starts_keys
 from ringopt.overlap.reorder import (
-    KEYS_FIRST,
     dependents_among,
     flops_of,
     is_fixed,
-    is_product,
-    is_start,
     numbers,
     sources_among,
 )
-
-COLLECTIVES = ("gather", "reduce_from_group", "reduce_bucket")
-# What computes beside its messages.
-ATTENTIONS = (
-    "ring_attention", "ring_attention_backward", "ring_backward_begin", "dilated_attention",
-    "dilated_attention_backward",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class Budget:
         """Whether messages are worth being waited for after `nodes`."""
         found = list(nodes)
         seconds = [flops_of(node) / self.rate for node in found if is_product(node)]
-        return any(op_name(node) in ATTENTIONS for node in found) or (bool(seconds) and sum(seconds) >= self.step)
+        return any(map(attends, found)) or (bool(seconds) and sum(seconds) >= self.step)
 
 
 def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, float]) -> None:
@@ -79,8 +70,7 @@ def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, float]) -
 
 
 def collectives_of(graph: fx.Graph) -> list[fx.Node]:
-    """Ours: torch has a gather too."""
-    return [node for node in graph.nodes if sends(node) and op_name(node) in COLLECTIVES]
+    return [node for node in graph.nodes if is_halved(node)]
 
 
 # ---- where it starts -------------------------------------------------------------------------------------------------
@@ -110,7 +100,7 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bou
     nodes = list(node.graph.nodes)
     place = {other: i for i, other in enumerate(nodes)}
     made_of = sources_among(nodes[: place[node]], node.all_input_nodes)
-    posts = [other for other in nodes[: place[node]] if sends(other) and op_name(other) not in KEYS_FIRST]
+    posts = [other for other in nodes[: place[node]] if sends(other) and not starts_keys(other)]
     crossed: list[fx.Node] = []
     size = bytes_of(node)
     while posts and posts[-1] not in made_of and held.get(posts[-1], 0) + size <= bound:

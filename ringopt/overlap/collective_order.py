@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import torch
 import torch.fx as fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
+
+from ringopt.ops.traits import talks
 
 
 class Lockstep(CustomGraphPass):
@@ -31,20 +32,3 @@ class Lockstep(CustomGraphPass):
     def uuid(self) -> str:
         return "ringopt lockstep 1"  # compiled code is cached by it
 
-
-# Operators of a group that send nothing in the forward.
-SILENT = (
-    "ringopt::scatter", "ringopt::copy_to_group", "ringopt::copy_all_to_group", "ringopt::dropout",
-    "ringopt::rows_here",
-)  # fmt: skip
-
-
-def sends(node: fx.Node) -> bool:
-    """Whether the ranks exchange messages when the node runs."""
-    return talks(node) and node.target._schema.name not in SILENT
-
-
-def talks(node: fx.Node) -> bool:
-    """An operator of ours that names a group of ranks."""
-    ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"
-    return ours and any(argument.name == "group" for argument in node.target._schema.arguments)

@@ -8,12 +8,13 @@ from math import inf
 import torch.fx as fx
 
 from ringopt.ir.nodes import is_parameter, op_name, requires_grad
+from ringopt.ops.traits import gradient_name, sends
 from ringopt.overlap.async_collectives import Budget, advance_all, bytes_of, collectives_of
 from ringopt.overlap.in_flight import first_bytes
 from ringopt.overlap.meanwhile import TOLD
 from ringopt.report import readable
 
-CONJUGATES = {"scatter": "gather", "copy_to_group": "sum"}  # what the gradient of a conversion waits for
+CONJUGATES = {"gather": "gather", "reduce_from_group": "sum"}  # what the gradient of a conversion waits for
 
 
 def held_back(graph: fx.Graph, budget: Budget, early: Sequence[fx.Node], ranks: int) -> Iterator[str]:
@@ -44,7 +45,7 @@ def too_large(graph: fx.Graph, bound: int) -> list[str]:
     exist yet. Those of parameters take the place of what they sum."""
     found, carries = [], requires_grad(graph)
     for node in graph.nodes:
-        what = CONJUGATES.get(op_name(node), "")
+        what = CONJUGATES.get(gradient_name(node), "") if not sends(node) else ""
         if not what or not carries[x := node.all_input_nodes[0]] or is_parameter(x):
             continue
         if bound < (size := bytes_of(x)) < inf:

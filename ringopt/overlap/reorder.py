@@ -10,16 +10,11 @@ import torch
 import torch.fx as fx
 from torch._ops import HigherOrderOperator
 
-from ringopt.ir.nodes import is_random, op_name, value_of
+from ringopt.ir.nodes import is_random, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
+from ringopt.ir.products import summed
 from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.overlap.collective_order import sends
-
-KEYS_FIRST = ("ring_start", "dilated_start")
-STARTS = (*KEYS_FIRST, "reduce_start", "gather_start", "ring_backward_begin")
-# Convolutions and fused attention have many names (convert_element_type is no convolution).
-PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "attention")
-PARTS_OF_PRODUCTS = ("convolution", "conv1d", "conv2d", "conv3d", "conv_", "scaled_dot_product")
+from ringopt.ops.traits import sends
 
 
 def sources_among(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
@@ -47,27 +42,14 @@ def is_fixed(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) or node.op == "call_module"
 
 
-def is_start(node: fx.Node) -> bool:
-    """Whether what it posts is waited for by another operator."""
-    return op_name(node) in STARTS
-
-
-def is_product(node: fx.Node) -> bool:
-    name = op_name(node)
-    return name in PRODUCTS or any(part in name for part in PARTS_OF_PRODUCTS)
-
-
 def flops_of(node: fx.Node, ranks: int = 1) -> float:
     """2 a multiplication of a product. Of its whole values, where the passes noted how these are spread: on each of
     `ranks` with as many rows, the same number on all of them, whatever rows each has. Of a fused attention, and of the
     backward of a convolution, at least so many; of rows whose number is known only when the program runs, infinitely
     many."""
-    name = op_name(node)
-    operand = node.args[1 if name.startswith(("add", "badd")) else 0]
-    forward = "conv" in name and "backward" not in name  # of a convolution
-    summed = sizes_of(node.args[1])[1:] if forward else sizes_of(operand)[-1:]
-    spread = any(x.meta.get(PLACEMENT) is not None for x in (node, operand))
-    return 2 * numbers((*sizes_of(node), *summed)) / (ranks if spread else 1)
+    operand, first = summed(node)
+    spread = any(x.meta.get(PLACEMENT) is not None for x in (node, node.args[0], operand))
+    return 2 * numbers((*sizes_of(node), *sizes_of(operand)[first:])) / (ranks if spread else 1)
 
 
 def sizes_of(node: fx.Node) -> list[Any]:

@@ -18,7 +18,7 @@ from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ringopt.ir.nodes import is_aten, value_of
-from ringopt.overlap.reorder import is_product
+from ringopt.ir.products import is_product
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

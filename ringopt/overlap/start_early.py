@@ -33,19 +33,16 @@ import torch.fx as fx
 from torch.utils._ordered_set import OrderedSet
 
 from ringopt.ir.nodes import named, op_name, origin, shape_of, value_of
+from ringopt.ir.products import is_product
 from ringopt.ops import operators
 from ringopt.ops.dilated import Config as DilatedConfig
 from ringopt.ops.ring import Config
+from ringopt.ops.traits import TABLE, attends, exchanges, is_start, starts_keys, talks
 from ringopt.overlap.async_collectives import Budget, collect_early
-from ringopt.overlap.collective_order import Lockstep, talks
+from ringopt.overlap.collective_order import Lockstep
 from ringopt.overlap.in_flight import first_bytes
-from ringopt.overlap.reorder import KEYS_FIRST, dependents_among, is_fixed, is_product, is_start, sources_among
+from ringopt.overlap.reorder import dependents_among, is_fixed, sources_among
 from ringopt.overlap.row_major import say_row_major
-
-RING = {"ring_attention": "forward", "ring_attention_backward": "backward", "ring_backward_begin": "backward"}
-DILATED = {"dilated_attention": "forward", "dilated_attention_backward": "backward"}
-WAYS = {**RING, **DILATED}
-EXCHANGES = (*WAYS, "ring_backward_finish")
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,10 @@ class Gap:
         return [node for node in self.free if is_product(node)]
 
 
+def is_dilated(body: fx.Node) -> bool:
+    return op_name(body).startswith("dilated")
+
+
 def gap_before(body: fx.Node) -> Gap:
     """From the exchange before `body` on, or from what K and V need that may not change places: messages, random
     numbers, writes."""
@@ -68,11 +69,11 @@ def gap_before(body: fx.Node) -> Gap:
     for node in body.graph.nodes:
         if node is body:
             break
-        if op_name(node) in EXCHANGES:
+        if exchanges(node):
             between.clear()
         elif node.op not in ("placeholder", "output"):
             between.append(node)
-    lengths = ("length",) if op_name(body) in DILATED else ("q_length", "kv_length")
+    lengths = ("length",) if is_dilated(body) else ("q_length", "kv_length")
     taken = [named(body, name) for name in ("k", "v", *lengths)]  # by `ring_start`, `dilated_start`
     needed = sources_among(between, [x for x in taken if isinstance(x, fx.Node)])
     last = max((place for place, node in enumerate(between) if node in needed and is_fixed(node)), default=-1)
@@ -85,16 +86,16 @@ def order(graph: fx.Graph, budget: Budget) -> None:
     """In place: messages begin as early and are waited for as late as they can be."""
     finish_late(graph)
     start_early(graph)
-    bodies = [finish_of(node) for node in graph.nodes if op_name(node) in KEYS_FIRST]
+    bodies = [finish_of(node) for node in graph.nodes if starts_keys(node)]
     collect_early(graph, budget, {body: first_bytes(body, budget.ranks) for body in bodies})
 
 
 def start_early(graph: fx.Graph) -> None:
     """In place, for each attention of which that is asked. What stands behind one in the forward and does not need it
     is computed before it as well."""
-    bodies = [node for node in graph.nodes if op_name(node) in WAYS]
+    bodies = [node for node in graph.nodes if attends(node)]
     for number, body in enumerate(bodies):
-        if (way := WAYS[op_name(body)]) in named(body, "early").split():
+        if (way := attends(body)) in named(body, "early").split():
             beside = beside_of(body) if way == "forward" else []
             if any(map(is_product, beside)):
                 for node in beside:
@@ -118,13 +119,12 @@ def start(body: fx.Node, gap: Gap, number: int) -> None:
     first = gap.free[0] if gap.free else body
     for node in gap.needed:
         first.prepend(node)
-    dilated = op_name(body) in DILATED
-    fields = DilatedConfig._fields if dilated else Config._fields
+    fields = (DilatedConfig if is_dilated(body) else Config)._fields
     config = [named(body, name) for name in fields[: fields.index("early")]]
-    backward = WAYS[op_name(body)] == "backward"
+    backward, traits = attends(body) == "backward", TABLE[op_name(body)]
     k, v = named(body, "k"), named(body, "v")
     heads = shape_of(named(body, "q"))[1]
-    begin = operators.dilated_start.default if dilated else operators.ring_start.default
+    begin = getattr(operators, traits.start).default
     with body.graph.inserting_before(first):
         ticket = body.graph.call_function(begin, (k, v, heads, backward, number, *config))
     ticket.meta = {**origin(body), "val": value_of(k).new_empty((), dtype=torch.int64, device="cpu")}
@@ -207,7 +207,7 @@ class InOrder(Lockstep):
         return dict(sorted(found.items(), key=lambda tie: places[tie[0]]))
 
     def uuid(self) -> str:
-        return f"{super().uuid()}, early 5, {self.budget}"
+        return f"{super().uuid()}, early 6, {self.budget}"
 
 
 def finish_of(start: fx.Node) -> fx.Node:

@@ -20,7 +20,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
 
 from ringopt.ir.nodes import op_name
-from ringopt.ops.traffic import held_meanwhile
+from ringopt.ops.traits import attends, held_bytes
 
 Shape = tuple[int, tuple[int, int]]  # of weights of pairs: how many elements, and the sizes that count rows, in order
 
@@ -182,8 +182,8 @@ def moments(
             alive.pop(next(over, own), None)
         if node.op == "call_function" and not fused(node):
             alive.update((storage, size) for storage, size in sizes(node).items() if storage not in outer)
-        found.append(now((), held_meanwhile(node, ranks)))
-        if op_name(node).startswith(("ring_attention", "dilated_attention")):
+        found.append(now((), held_bytes(node, ranks)))
+        if attends(node):
             attentions.append(now(sizes(node)))
         for value in (node, *node.all_input_nodes):
             for storage in sizes(value):

@@ -22,7 +22,9 @@ from ringopt.drivers.compile import Compiled
 from ringopt.drivers.dry_run import DryRun, errors_of_passes
 from ringopt.ir.nodes import is_tensor, op_name, requires_grad, shape_of, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
-from ringopt.ops.traffic import Sending, sendings
+from ringopt.ops.sized_call import SizedCall
+from ringopt.ops.traffic import Sending
+from ringopt.ops.traits import attends, sending_of, sends
 from ringopt.options import Options
 from ringopt.planner.liveness import Live, Shape, live_of, of_parameters, partitioned, sizes
 from ringopt.recognize.row_pairs import NO_SITE
@@ -187,6 +189,9 @@ def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, rows: in
     for graph in parts:
         leaving = of_parameters(graph.graph) if graph is not parts[0] else set()
         for node in graph.graph.nodes:
-            sent = sendings(node, ranks, rank, rows)
-            found += [replace(one, grows=False) if leaving & set(sizes(node)) else one for one in sent]
+            if attends(node) or not sends(node):
+                continue
+            sent = sending_of(SizedCall.of(node, ranks, rank, rows=rows))
+            if sent is not None and sent.bytes:
+                found.append(replace(sent, grows=False) if leaving & set(sizes(node)) else sent)
     return found

@@ -9,24 +9,18 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.calls import AttentionCall, Call, DilatedCall, RingCall
-from ringopt.context_parallel.geometry.dilation import dilation_of, is_dilated
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
-from ringopt.dims.contraction import GROUPED
 from ringopt.distributed.mesh import Mesh
-from ringopt.ir.nodes import is_tensor, op_name, shape_of, source_line, value_of
+from ringopt.ir.nodes import is_tensor, source_line, value_of
 from ringopt.ir.notes import PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
 from ringopt.ops import operators
-from ringopt.ops.all_to_all import bytes_turned
-from ringopt.ops.fetch_rows import Wanted, fetch_of
-from ringopt.ops.reshard import plan_respread
+from ringopt.ops.sized_call import SizedCall
+from ringopt.ops.traits import flops_of, sends, sent_bytes
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
-
-CPU = torch.device("cpu")
 
 
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
@@ -39,7 +33,6 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         for info in context.sites.values()
     )  # fmt: skip
     ranks, figures = context.mesh.size, Figures(graph, context.mesh)
-    shares = sum(gather.bytes for gather in context.gathers) * (ranks - 1) // ranks
     return Report(
         world_size=ranks,
         sites=sites,
@@ -48,7 +41,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         outputs=tuple(left_outputs(graph, context)),
         sharded_fraction=sharded_fraction(graph, figures),
         memory=memory(graph, figures),
-        bytes_sent=sum(site.bytes_sent for site in sites) + shares + fetched(graph, figures),
+        bytes_sent=sent_by(graph, figures),
         refusal=refusal,
         notes=tuple(context.notes),
     )
@@ -80,6 +73,9 @@ class Figures:
         size = value_of(size) if isinstance(size, fx.Node) else size
         return size if isinstance(size, int) else int(formula(size).xreplace(self.known))
 
+    def call(self, node: fx.Node) -> SizedCall:
+        return SizedCall.of(node, self.mesh.size, self.mesh.rank, number=self)
+
     def product(self, sizes: Iterable[Any]) -> int:
         return prod(map(self, sizes))
 
@@ -89,34 +85,9 @@ def told(refused: Refusal) -> str:
     return f"{refused.sentence} ({where})" if where else refused.sentence
 
 
-def fetched(graph: fx.Graph, figures: Figures) -> int:
-    """Bytes of rows that this rank sends because another wants them (ringopt/ops/fetch_rows.py)."""
-    total, mesh = 0, figures.mesh
-    for node in graph.nodes:
-        if op_name(node) == "fetch_rows":
-            x, dim, *sizes, form, numbers, _local, layout, _group = node.args
-            outer, length, inner = map(figures, sizes)
-            wanted = Wanted.of(form, [*map(figures, numbers)])
-            plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, CPU)
-            row = value_of(x).element_size() * outer * inner * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
-            total += row * sum(len(rows) for _, rows in plan.sends)
-        elif op_name(node) == "convolve_rows":
-            x, _weight, _bias, dim, length, numbers, *_how, layout, _group = node.args
-            plan = fetch_of(
-                Wanted.of("halo", [*map(figures, numbers)]), layout, figures(length), mesh.size, mesh.rank, CPU
-            )
-            row = value_of(x).element_size() * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
-            total += row * sum(len(rows) for _, rows in plan.sends)
-        elif op_name(node) == "respread":
-            x, dim, old, new, _local, *layouts, _group = node.args
-            moves = plan_respread(tuple(old), tuple(new), *layouts, mesh.size, mesh.rank, CPU)
-            place = value_of(x).element_size() * figures.product(shape_of(x)) // figures(shape_of(x)[dim])
-            total += place * sum(len(rows) for _, rows in moves.sends)
-        elif op_name(node) == "turn":
-            x, _dim, _old, _new_dim, new, _local, _old_layout, layout, _group = node.args
-            size = value_of(x).element_size() * figures.product(shape_of(x))
-            total += bytes_turned(size, [*map(figures, new)], layout, mesh.size, mesh.rank)
-    return total
+def sent_by(graph: fx.Graph, figures: Figures) -> int:
+    """Bytes that this rank sends in one forward."""
+    return sum(sent_bytes(figures.call(node)) for node in graph.nodes if sends(node))
 
 
 def sharded_fraction(graph: fx.Graph, figures: Figures) -> float:
@@ -132,40 +103,8 @@ def sharded_fraction(graph: fx.Graph, figures: Figures) -> float:
 
 
 def matrix_flops(node: fx.Node, figures: Figures) -> int:
-    """2 * multiplications of one product on this rank; 0 for other ops."""
-    name = op_name(node)
-    if name in ("linear", "matmul", "mm", "bmm", "mv") or name in GROUPED:
-        return 2 * figures.product((*shape_of(node), shape_of(node.args[0])[-1]))
-    if name in ("addmm", "baddbmm"):
-        return 2 * figures.product((*shape_of(node), shape_of(node.args[1])[-1]))
-    if name in ("conv1d", "conv2d", "conv3d", "convolve_rows"):
-        return 2 * figures.product((*shape_of(node), *shape_of(node.args[1])[1:]))
-    if name == "dilated_attention":
-        dilated = DilatedCall.of(node)
-        return dilated_flops(dilated, dilated.pattern, dilated.length, figures)
-    if name == "ring_attention":
-        ring = RingCall.of(node)
-        return attention_flops(ring, ring.kv_length, figures)
-    if name == "attention":
-        call = AttentionCall.of(node)
-        queries, keys = call.rows
-        if is_dilated(call.pattern):
-            return dilated_flops(call, call.pattern, queries, figures)
-        return attention_flops(call, keys, figures)
-    return 0
-
-
-def attention_flops(call: Call, keys: Any, figures: Figures) -> int:
-    """Of this rank's queries and all keys."""
-    batch, heads, rows, width = map(figures, shape_of(call.q))
-    return 2 * batch * heads * rows * figures(keys) * (width + figures(shape_of(call.v)[-1]))
-
-
-def dilated_flops(call: Call, pattern: str, length: Any, figures: Figures) -> int:
-    """Of this rank's share of all pairs."""
-    batch, heads, rows, width = map(figures, shape_of(call.q))
-    pairs = dilation_of(pattern).pairs(figures(length), heads)
-    return 2 * batch * pairs * rows // figures(length) * (width + figures(shape_of(call.v)[-1]))
+    """2 * multiplications of the products of a node on this rank; 0 for other ops."""
+    return flops_of(node, figures.call(node))
 
 
 def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ringopt
+from ringopt.ir.products import is_product
 from ringopt.overlap import in_flight
-from ringopt.overlap.reorder import flops_of, is_product
+from ringopt.overlap.reorder import flops_of
 from tests.harness.alone import step_of
 from tests.harness.models import difference as error_of
 from tests.harness.models import run

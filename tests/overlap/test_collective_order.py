@@ -7,8 +7,9 @@ from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.ops import operators as ops
+from ringopt.ops.traits import talks
 from ringopt.overlap.async_collectives import Budget
-from ringopt.overlap.collective_order import Lockstep, talks
+from ringopt.overlap.collective_order import Lockstep
 from ringopt.overlap.start_early import InOrder, inductor_settings
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ringopt.drivers.compile import transform
 from ringopt.ir.nodes import op_name
+from ringopt.ir.products import is_product
+from ringopt.ops.traits import is_start, sends
 from ringopt.options import Options
-from ringopt.overlap.collective_order import sends
-from ringopt.overlap.reorder import flops_of, is_product, is_start
+from ringopt.overlap.reorder import flops_of
 from ringopt.overlap.start_early import finish_of, order
 from ringopt.planner.liveness import partitioned
 from tests.harness.translation import Seat, captured, difference, values_and_gradients

@@ -1,0 +1,74 @@
+"""The call that the backward of an operator makes, for the table of traits (traits.py). That these are the calls which
+autograd makes is tested by what they send.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ringopt.ops.sized_call import Operand, SizedCall
+
+
+def gather(call: SizedCall) -> SizedCall:
+    """Of scatter."""
+    return call.conjugate("gather", call.arguments["x"], x=call.value)
+
+
+def scatter(call: SizedCall) -> SizedCall:
+    """Of gather."""
+    return call.conjugate("scatter", call.arguments["x"], x=call.value)
+
+
+def reduce_from_group(call: SizedCall) -> SizedCall:
+    """Of copy_to_group."""
+    return call.conjugate("reduce_from_group", call.value)
+
+
+def reduce_bucket(call: SizedCall) -> SizedCall:
+    """Of copy_all_to_group."""
+    return call.conjugate("reduce_bucket", call.value, grads=call.arguments["parameters"])
+
+
+def count_of_equals(call: SizedCall) -> SizedCall:
+    """Of extreme: how many elements share the gradient."""
+    counts = Operand(call.result.sizes, torch.int64)
+    return call.conjugate("reduce_from_group", counts, x=counts)
+
+
+def running_sum(call: SizedCall) -> SizedCall:
+    return call.conjugate("running_sum", call.arguments["x"], x=call.value)
+
+
+def return_rows(call: SizedCall) -> SizedCall:
+    """Of fetch_rows."""
+    return call.conjugate("return_rows", call.arguments["x"], grad=call.value)
+
+
+def add_to_rows(call: SizedCall) -> SizedCall:
+    """Of look_up_rows."""
+    return call.conjugate("add_to_rows", call.arguments["x"], grad=call.value)
+
+
+def convolve_rows_backward(call: SizedCall) -> SizedCall:
+    return call.conjugate("convolve_rows_backward", call.arguments["x"], grad=call.value)
+
+
+def respread(call: SizedCall) -> SizedCall:
+    return back(call, "respread")
+
+
+def turn(call: SizedCall) -> SizedCall:
+    there = call.arguments
+    return back(call, "turn", dim=there["new_dim"], new_dim=there["dim"])
+
+
+def back(call: SizedCall, name: str, **dims: object) -> SizedCall:
+    there = call.arguments
+    where = {"old": there["new"], "new": there["old"]}
+    layouts = {"old_layout": there["new_layout"], "new_layout": there["old_layout"]}
+    return call.conjugate(name, there["x"], x=call.value, **where, **layouts, **dims)
+
+
+def attention_backward(call: SizedCall) -> SizedCall:
+    """Of ring_attention and dilated_attention. Its first result is the gradient of the queries."""
+    return call.conjugate(f"{call.name}_backward", call.arguments["q"])

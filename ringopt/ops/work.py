@@ -1,0 +1,70 @@
+"""FLOPs that a rank spends when an operator runs, 2 a multiplication: the formulas behind the table of traits
+(traits.py). Of attention, only the pairs that the pattern's structure lets see each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from ringopt.context_parallel.geometry.dilation import is_dilated
+from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.plan.head_exchange import HeadExchange
+from ringopt.cost.simulate import pairs_of
+from ringopt.ops.sized_call import SizedCall
+from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
+
+
+def attention(call: SizedCall) -> int:
+    """On one device."""
+    if is_dilated(call["pattern"]):
+        return replace(heads_of(call), q_heads=1).flops(dilated_plan(call).pairs(0), False)
+    return pairs_by_sdpa(call, "qkv", call["pattern"])
+
+
+def sdpa(call: SizedCall) -> int:
+    """torch's own; its `attn_mask` may hide more."""
+    return pairs_by_sdpa(call, ("query", "key", "value"), "causal" if call["is_causal"] else "full")
+
+
+def pairs_by_sdpa(call: SizedCall, names: str | tuple[str, ...], pattern: str) -> int:
+    query, key, value = (call[name].sizes for name in names)
+    if len(query) < 2 or not query[-2] or not key[-2]:
+        return 0
+    rows, keys = range(query[-2]), range(key[-2])
+    pairs = pattern_of(pattern, len(rows), len(keys)).pairs(rows, keys)
+    return int(2 * prod(query[:-2]) * (query[-1] + value[-1]) * pairs)
+
+
+def ring(call: SizedCall) -> int:
+    return of_plan(call, False)
+
+
+def ring_back(call: SizedCall) -> int:
+    return of_plan(call, True)
+
+
+def of_plan(call: SizedCall, backward: bool) -> int:
+    plan, heads = ring_plan(call), heads_of(call)
+    if isinstance(plan, HeadExchange):
+        share = replace(heads, q_heads=len(plan.share(call.rank)))
+        return share.flops(pairs_of(plan.whole, call.rank // plan.node), backward)
+    return heads.flops(pairs_of(plan, call.rank), backward)
+
+
+def dilated(call: SizedCall) -> int:
+    """Pairs are those of all heads."""
+    return replace(heads_of(call), q_heads=1).flops(dilated_plan(call).pairs(call.rank), False)
+
+
+def dilated_back(call: SizedCall) -> int:
+    return replace(heads_of(call), q_heads=1).flops(dilated_plan(call).pairs(call.rank), True)
+
+
+def windows(call: SizedCall) -> int:
+    return 2 * call.result.count * int(call["weight"].count_from(1))
+
+
+def windows_back(call: SizedCall) -> int:
+    """The gradients of the rows and of the weight."""
+    return 4 * int(call["grad"].count * call["weight"].count_from(1))
