@@ -25,6 +25,7 @@ from ringopt.ir.io_order import Order
 from ringopt.ir.nodes import readable
 from ringopt.ir.notes import INPUT
 from ringopt.pipeline import Context, Pass
+from ringopt.torch_compat.fx import fresh_names, has_buffer
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def put(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
 
 def rename(graph: fx.Graph) -> None:
     """Each node is called after its operator, and numbered anew."""
-    names = graph._graph_namespace = fx.Graph()._graph_namespace
+    names = fresh_names(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             base = readable(node.meta.get(INPUT, node.name))
@@ -83,7 +84,7 @@ def rename_constants(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
     read = [node for node in nodes if node.op == "get_attr" and NUMBERED.fullmatch(node.target)]
     names = {node.target: "" for node in read}
     held = {name: getattr(gm, name) for name in names}
-    buffers = {name for name in names if name in gm._buffers}
+    buffers = {name for name in names if has_buffer(gm, name)}
     for name in names:
         delattr(gm, name)
     for number, name in enumerate(names):

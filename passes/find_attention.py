@@ -25,6 +25,7 @@ from ringopt.ir.site import SiteInfo
 from ringopt.ops import operators
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.emit import draw_seed, expanded, four_dims, four_sizes, mask_of, view, with_positive_scale
+from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ class Sdpa:
 
     @classmethod
     def of(cls, node: fx.Node) -> Sdpa:
-        names = [argument.name for argument in node.target._schema.arguments]
+        names = [argument.name for argument in schema_of(node.target).arguments]
         return cls(**dict(zip(names, node.args)), **node.kwargs)  # noqa: B905
 
 

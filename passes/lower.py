@@ -24,6 +24,7 @@ from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_nodes
 from ringopt.pipeline import Context, Pass
 from ringopt.sharding.local_values import LocalValues, check_sizes, open_sizes
+from ringopt.torch_compat.fake_tensors import FakeTensor
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ class Lower(Pass):
             return
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         values = map(value_of, gm.graph.nodes)
-        mode = next(value.fake_mode for value in values if isinstance(value, torch._subclasses.FakeTensor))
+        mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
         answers = Answers()
         with mode, torch.no_grad(), open_sizes(mode):
             LocalValues(gm, answers).run(*inputs)

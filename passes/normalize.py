@@ -30,6 +30,7 @@ from ringopt.ir.memory import written_rows
 from ringopt.ir.nodes import op_name
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.pipeline import Context, Pass
+from ringopt.torch_compat.schema import OpOverload
 
 aten = torch.ops.aten
 
@@ -63,6 +64,6 @@ PYTHON_CALLS = ("getitem", "_set_grad_enabled", "_enter_autocast", "_exit_autoca
 
 def refuse_unknown_calls(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        plain = isinstance(node.target, (torch._ops.OpOverload, CustomGradient)) or op_name(node) in PYTHON_CALLS
+        plain = isinstance(node.target, (OpOverload, CustomGradient)) or op_name(node) in PYTHON_CALLS
         if node.op in ("call_module", "call_method") or (node.op == "call_function" and not plain):
             raise GraphRefused(Refusal(f"{node.target} is no ATen operator: what it does to rows is not known", node))

@@ -16,7 +16,6 @@ import torch.fx as fx
 
 from ringopt.distributed.consistency import digest
 from ringopt.drivers.compile import Run, in_order, mesh_for, tell, tell_of_limit, transform
-from ringopt.frontend.capture import unseen
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
@@ -32,6 +31,8 @@ from ringopt.runtime.mask_guards import Made, Watched
 from ringopt.runtime.trace import trace_to, traced
 from ringopt.runtime.verify import Original, Verified
 from ringopt.tensor.lazy import Lazy
+from ringopt.torch_compat import inductor
+from ringopt.torch_compat.autograd import unseen
 
 log = logger(__name__)
 
@@ -103,15 +104,12 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
 
         run = aot_eager(gm, example_inputs, budget)
     elif options.inner_backend == "inductor":
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
-
         from ringopt.overlap.start_early import inductor_settings
 
-        patches = {**(list_mode_options(mode) if mode else {}), **inductor_settings(gm, budget)}
+        patches = {**(inductor.list_mode_options(mode) if mode else {}), **inductor_settings(gm, budget)}
         # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it,
         # nor what is computed again in the backward.
         tag = f"{torch.compiler.config.cache_key_tag} ringopt {VERSION} {tags_of(gm)}"
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
-            run = compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[assignment]
+            run = inductor.compile_fx(gm, example_inputs, patches)
     return run

@@ -20,6 +20,7 @@ import torch.fx as fx
 
 from ringopt.expr.mask import Mask
 from ringopt.ir.nodes import shape_of, value_of
+from ringopt.torch_compat.schema import schema_of
 
 C = TypeVar("C", bound="Call")
 Size = Any  # int, torch.SymInt, or a node that gives one
@@ -37,7 +38,7 @@ class Call:
     @classmethod
     def of(cls: type[C], node: fx.Node) -> C:
         """Those of `node`, also where it is a backward. KeyError for an operator that has not all of them."""
-        schema = node.target._schema.arguments
+        schema = schema_of(node.target).arguments
         given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
         defaults = {argument.name: argument.default_value for argument in schema}
         names = [field.name for field in dataclasses.fields(cls)]

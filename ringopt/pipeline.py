@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.fx as fx
-from torch._logging import trace_structured
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.ir.canonical_order import Program
@@ -30,6 +29,7 @@ from ringopt.options import Options
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.report import Gather
+from ringopt.torch_compat.tracing import trace_structured
 
 log = logger(__name__)
 

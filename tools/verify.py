@@ -99,9 +99,9 @@ def values(program: ExportedProgram, gradients: bool = True, seed: int = 0, shak
     and the gradients, by name. `seed` is for what it draws itself; `shaken`: with all numbers rounded anew, to so much
     of each."""
     import torch
-    from torch.utils._pytree import tree_flatten, tree_unflatten
 
     from ringopt.runtime.verify import moved
+    from ringopt.torch_compat.pytree import tree_flatten, tree_unflatten
 
     torch.manual_seed(0)
     module, (leaves, spec) = program.module(), tree_flatten(program.example_inputs)
@@ -124,7 +124,8 @@ def called(
 ) -> Values:
     """The values of one call with `given()`, whose leaves these are."""
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from ringopt.torch_compat.pytree import tree_leaves
 
     named = dict(zip(map(str, program.graph_signature.user_inputs), leaves, strict=True))
     tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}

@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from ringopt.arguments import count_of
@@ -18,6 +17,7 @@ from ringopt.compare.node_views import views_of
 from ringopt.compare.program_files import FileProgram, Unknown, read_program
 from ringopt.errors import ProgramError
 from ringopt.frontend.pt2_archive import blamed, load
+from ringopt.torch_compat.fake_tensors import FakeTensor
 
 Program: TypeAlias = ExportedProgram | fx.GraphModule
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from ringopt.compare.graph_diff import SiteView
@@ -31,6 +30,7 @@ from ringopt.ops.local_length import check_enough
 from ringopt.ops.sized_call import Open, SizedCall
 from ringopt.ops.traffic import dilated_plan
 from ringopt.ops.traits import attends, flops_of, sends, sent_bytes
+from ringopt.torch_compat.schema import OpOverload, schema_of
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
@@ -157,7 +157,7 @@ class Reader:
 
 def qualified(node: fx.Node) -> str:
     """`aten::linear`; "" for what is no operator."""
-    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+    return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""
 
 
 def operands_of(name: str) -> tuple[str, str, str]:

@@ -17,6 +17,7 @@ from ringopt.compare.node_facts import Meaning, Reader, qualified
 from ringopt.compare.program_files import TENSORS, FileProgram
 from ringopt.ir.nodes import module_path, op_name, value_of
 from ringopt.ir.printer import text
+from ringopt.torch_compat.schema import OpOverload, overload_name, schema_of, schema_or_none
 
 Program: TypeAlias = ExportedProgram | FileProgram | fx.GraphModule
 # Arguments that do not change what a node means: the token that tells caches apart.
@@ -86,9 +87,9 @@ class Viewer:
             return {"placeholder": "input", "output": "output"}[node.op]
         if node.op == "get_attr":
             return "constant"
-        if isinstance(node.target, torch._ops.OpOverload):
-            name: str = node.target._schema.name
-            return f"{name}.{node.target._overloadname}".removesuffix(".default").removeprefix("aten::")
+        if isinstance(node.target, OpOverload):
+            name: str = schema_of(node.target).name
+            return f"{name}.{overload_name(node.target)}".removesuffix(".default").removeprefix("aten::")
         return str(getattr(node.target, "__name__", node.target))
 
     def arguments(self, node: fx.Node, prefix: str, read: Any) -> Iterator[str]:
@@ -98,7 +99,7 @@ class Viewer:
             return
         if node.op in ("get_attr", "call_method", "call_module"):
             yield str(node.target)
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_or_none(node.target)
         names = [argument.name for argument in schema.arguments] if schema is not None else []
         for position, value in enumerate(node.args):
             if position >= len(names) or names[position] not in HIDDEN:

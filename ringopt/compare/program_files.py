@@ -15,7 +15,7 @@ import math
 import operator
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,24 +24,16 @@ from typing import Any
 import sympy
 import torch
 import torch.fx as fx
-from torch._export.serde.serialize import (
-    _SERIALIZE_TO_TORCH_DTYPE,
-    _SERIALIZE_TO_TORCH_LAYOUT,
-    _SERIALIZE_TO_TORCH_MEMORY_FORMAT,
-)
-from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy import functions
 
 from ringopt.frontend.pt2_archive import checked, members_of
+from ringopt.torch_compat.export import DTYPES, LAYOUTS, MEMORY_FORMATS
+from ringopt.torch_compat.symbolic_shapes import FUNCTIONS, ShapeEnv, SymNode
 
 # What torch.export calls the kinds of inputs; those of outputs have one name in both places.
 INPUT_KINDS = {"tensor_constant": "constant_tensor", "constant_input": "user_input"}
 PLAIN = ("as_int", "as_bool", "as_string", "as_ints", "as_bools", "as_strings")
 SYMBOLIC = ("as_sym_int", "as_sym_float", "as_sym_bool")
 POSITIONAL, KEYWORD = 1, 2
-# What the sizes in a file are written in, beside sympy's own.
-FUNCTIONS = {name: made for name, made in vars(functions).items() if isinstance(made, type)}
 
 
 class Unknown(Exception):
@@ -122,7 +114,7 @@ class Stored(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         member, said = self.entries[name]
         content = bytearray(self.archive.read(member))
-        dtype = _SERIALIZE_TO_TORCH_DTYPE[said["dtype"]]
+        dtype = DTYPES[said["dtype"]]
         size, stride = ([part["as_int"] for part in said[key]] for key in ("sizes", "strides"))
         if not content:
             return torch.zeros(size, dtype=dtype)
@@ -155,7 +147,7 @@ class Values:
 
     def tensor(self, said: dict[str, Any]) -> Shaped:
         shape = tuple(self.symbolic(size, int) for size in said["sizes"])
-        return Shaped(_SERIALIZE_TO_TORCH_DTYPE[said["dtype"]], shape)
+        return Shaped(DTYPES[said["dtype"]], shape)
 
     def symbolic(self, said: dict[str, Any], kind: type) -> Any:
         name, value = only(said)
@@ -261,7 +253,7 @@ class GraphReader:
             return self.number_or_node(kind, said)
         if kind in ("as_sym_ints", "as_sym_bools", "as_sym_floats"):
             return [self.number_or_node(kind.removesuffix("s"), part) for part in said]
-        read = {
+        readers: dict[str, Callable[[Any], Any]] = {
             "as_none": lambda _said: None,
             "as_float": float,  # "-Infinity" is a string in JSON
             "as_floats": lambda numbers: list(map(float, numbers)),
@@ -270,13 +262,14 @@ class GraphReader:
             "as_nested_tensors": lambda lists: [[self.nodes[part["name"]] for part in parts] for parts in lists],
             "as_string_to_argument": lambda parts: {key: self.argument(part) for key, part in parts.items()},
             "as_graph": self.nested,
-            "as_scalar_type": _SERIALIZE_TO_TORCH_DTYPE.__getitem__,
-            "as_memory_format": _SERIALIZE_TO_TORCH_MEMORY_FORMAT.__getitem__,
-            "as_layout": _SERIALIZE_TO_TORCH_LAYOUT.__getitem__,
+            "as_scalar_type": DTYPES.__getitem__,
+            "as_memory_format": MEMORY_FORMATS.__getitem__,
+            "as_layout": LAYOUTS.__getitem__,
             "as_device": lambda said: torch.device(*(said[key] for key in ("type", "index") if said[key] is not None)),
             "as_complex": lambda number: complex(float(number["real"]), float(number["imag"])),
             "as_operator": target_of,
-        }.get(kind)
+        }
+        read = readers.get(kind)
         if read is None:
             raise Unknown(f"an argument {kind}")
         return read(said)

@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same
 from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args
+from ringopt.torch_compat.schema import overload_name
 
 
 def but_dim(position: int, default: int | None = None) -> RuleOf:
@@ -92,7 +93,7 @@ def reduction(position: int = 1, sums: bool = False) -> RuleOf:
 
 def max_(node: fx.Node) -> Rule | None:
     """max of two tensors, along a dim, or of all elements."""
-    return pointwise(node) if node.target._overloadname == "other" else reduction()(node)
+    return pointwise(node) if overload_name(node.target) == "other" else reduction()(node)
 
 
 def prelu(node: fx.Node) -> Rule:

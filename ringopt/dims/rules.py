@@ -19,6 +19,7 @@ from ringopt.dims.reduction_rules import LAYERS, MIXING, REDUCTIONS
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same
 from ringopt.dims.view_rules import VIEWS
 from ringopt.ir.nodes import is_tensor, op_name, shape_of
+from ringopt.torch_compat.schema import OpOverload, schema_of
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -28,7 +29,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     if node.target is operator.getitem:
         return Rule((same(len(shape_of(node))),)) if is_tensor(node) else None
     target, name = node.target, op_name(node)
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return None
     if torch.Tag.nondeterministic_seeded in target.tags:
         return None  # the random numbers of a shard are not a shard of the random numbers
@@ -44,7 +45,7 @@ def is_known(node: fx.Node) -> bool:
     target, name = node.target, op_name(node)
     if target is operator.getitem:
         return True
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return False
     return name in RULES or torch.Tag.pointwise in target.tags or name in POINTWISE
 

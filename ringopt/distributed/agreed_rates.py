@@ -7,13 +7,13 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.distributed.nodes import nodes_of
 from ringopt.errors import OptionError
 from ringopt.hardware.profile import here
 from ringopt.hardware.rates import Rates
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 # What has been agreed, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
 _agreed: WeakKeyDictionary[Mesh, dict[int, Rates]] = WeakKeyDictionary()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ringopt.errors import OptionError, RingCommError, first_line
+from ringopt.torch_compat.distributed import default_store, keeps_order_of_ranks
+from ringopt.torch_compat.distributed import new_group as made_by_torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +60,7 @@ def met_group(name: str, ranks: Sequence[int], timeout: float) -> Any:
     failed = _failed.setdefault(dist.group.WORLD, {})
     if (name, timeout) in failed:
         raise RingCommError(failed[name, timeout])
-    store, began = dist.distributed_c10d._get_default_store(), time.monotonic()
+    store, began = default_store(), time.monotonic()
     tries = _tries.setdefault(dist.group.WORLD, Counter())
     tries[name, timeout] += 1
     keys = {rank: f"ringopt comes {name} {timeout} {tries[name, timeout]} {rank}" for rank in ranks}
@@ -87,12 +88,9 @@ def new_group(ranks: Sequence[int], timeout: float) -> Any:
     """Only the members of a part of the world make its group: the others may be busy with other meshes. Raises
     OptionError."""
     part, ordered = len(ranks) < dist.get_world_size(), list(ranks) == sorted(ranks)
-    # Below torch 2.12 the ranks of a group are always in ascending order.
-    keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
-    if not ordered and not keeps_order:
+    if not ordered and not keeps_order_of_ranks():
         raise OptionError(
             f"the mesh holds ranks {list(ranks)}, and torch {torch.__version__} makes groups in ascending order only; "
             "use torch 2.12 or later, or a mesh in that order"
         )
-    order: dict[str, Any] = {"sort_ranks": False} if keeps_order else {}
-    return dist.new_group(list(ranks), timedelta(seconds=timeout), use_local_synchronization=part, **order)
+    return made_by_torch(ranks, timedelta(seconds=timeout), members_only=part)

@@ -17,11 +17,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import _StopRecomputationError
 
 from ringopt.distributed.standing import Call, Recent
 from ringopt.distributed.traffic import log_event
 from ringopt.errors import RingCommError, RingError, first_line
+from ringopt.torch_compat.autograd import StopRecomputationError
 
 # What is recorded as computed, where no operator of ringopt computed it.
 PROGRAM = "the program"
@@ -161,7 +161,7 @@ class Mesh(ABC):
                 if not within:
                     self.begin_program()
                 yield
-        except (RingError, _StopRecomputationError):
+        except (RingError, StopRecomputationError):
             raise
         except BaseException as error:
             if not within:  # else whoever runs the program hears of it as well

@@ -9,11 +9,11 @@ from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.distributed.process import ProcessMesh
 from ringopt.hardware.devices import device_of
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 # What torchrun tells each process: how many there are on its node. Ranks are numbered node by node.
 VARIABLE = "LOCAL_WORLD_SIZE"

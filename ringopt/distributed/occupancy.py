@@ -12,10 +12,8 @@ import threading
 import weakref
 from typing import cast
 
-import torch
-from torch.autograd import Variable
-
 from ringopt.errors import RingThreadError
+from ringopt.torch_compat.autograd import at_end_of_backward, current_backward, of_strand
 
 # The engine takes the thread-local objects of torch along to the threads that run a backward.
 KEY = "ringopt strand"
@@ -43,11 +41,12 @@ _of_backwards: weakref.WeakValueDictionary[int, Strand] = weakref.WeakValueDicti
 
 def strand() -> Strand:
     """That of whoever asks."""
-    if not torch._C._is_key_in_tls(KEY):
-        task = torch._C._current_graph_task_id()
-        own = _of_backwards.setdefault(task, Strand()) if task != -1 else Strand()
-        torch._C._stash_obj_in_tls(KEY, own)
-    return cast(Strand, torch._C._get_obj_in_tls(KEY))
+    return cast(Strand, of_strand(KEY, _new_strand))
+
+
+def _new_strand() -> Strand:
+    backward = current_backward()
+    return Strand() if backward is None else _of_backwards.setdefault(backward, Strand())
 
 
 class Occupancy:
@@ -62,16 +61,16 @@ class Occupancy:
 
     def enter(self) -> Strand | None:
         """Returns the strand that is inside, if it is another's: then there is nothing to leave."""
-        mine, task = strand(), torch._C._current_graph_task_id()
+        mine, task = strand(), current_backward()
         with self._lock:
             if self._inside is not None and self._inside is not mine:
                 return self._inside
             self._inside, self._depth = mine, self._depth + 1
-            if task == -1 or task in self._backwards:
+            if task is None or task in self._backwards:
                 return None
             self._backwards[task] = mine
             self._depth += 1
-        Variable._execution_engine.queue_callback(_End(self, task))
+        at_end_of_backward(_End(self, task))
         return None
 
     def leave(self) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.distributed import failure_agreement
 from ringopt.distributed.failure_agreement import Place, all_alike
@@ -28,6 +27,8 @@ from ringopt.distributed.occupancy import CROWD, Occupancy
 from ringopt.distributed.standing import PATIENCE, Call, differences
 from ringopt.distributed.standing import publish as tell_where
 from ringopt.errors import RingCommError, RingMismatchError, RingThreadError
+from ringopt.torch_compat.distributed import all_gather_single, store_of
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 if TYPE_CHECKING:
     pass
@@ -77,7 +78,7 @@ class ProcessMesh(Mesh):
         """Of the group; None where nothing is carried."""
         if self.size == 1 or dist.get_backend(self.group) == "fake":
             return None
-        return dist.distributed_c10d._get_process_group_store(self.group)
+        return store_of(self.group)
 
     @property
     def _told_as(self) -> str:
@@ -88,7 +89,7 @@ class ProcessMesh(Mesh):
         others."""
         if dist.get_backend(self.group) == "fake":
             return 0
-        return dist.distributed_c10d._get_process_group_store(self.group).add(f"ringopt {self._name} {self._rank}", 1)
+        return store_of(self.group).add(f"ringopt {self._name} {self._rank}", 1)
 
     def _meet(self, made: str) -> Met:
         """Of ranks that all have `made` this mesh, and no other of the same ranks. Raises RingMismatchError."""
@@ -215,7 +216,7 @@ class ProcessMesh(Mesh):
         self._place.error = kind
         name, store = (
             f"{self._name} {self._life} {self._cuts}",
-            dist.distributed_c10d._get_process_group_store(self.group),
+            store_of(self.group),
         )
         patience = failure_agreement.PATIENCE_LATER if later else failure_agreement.PATIENCE
         if not all_alike(store, name, self._rank, self.size, self._place, self.attend, patience):
@@ -301,8 +302,7 @@ class ProcessMesh(Mesh):
         if self._together is not None and mine.device.type == "cpu":
             parts[self._rank].copy_(mine)
             return self._together.gather(dict(enumerate(parts)))
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
-        return self._far(gather(whole, mine, group=self.group, async_op=True))
+        return self._far(all_gather_single(whole, mine, group=self.group, async_op=True))
 
     def _all_reduce(self, x: Tensor, label: str) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -330,7 +330,7 @@ class ProcessMesh(Mesh):
             raise RingCommError(
                 f"mesh {self._name!r} belongs to a process group that was destroyed; make it again with "
                 "ringopt.distributed.lookup.process_mesh. A compiled model is compiled anew, over the process group "
-                "that there is then or on one process, after torch._dynamo.reset()"
+                "that there is then or on one process, after dynamo.reset()"
             )
         self._occupancy.check()
         if self._ended:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch._guards import CompileContext
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
@@ -38,6 +36,8 @@ from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
+from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.tracing import compilation_of_frame
 
 log = logger(__name__)
 
@@ -265,8 +265,8 @@ def tell(report: Report, options: Options) -> None:
 
 def tell_of_limit(report: Report) -> None:
     """Before Dynamo compiles no more of a frame, and says so in words that have nothing of ranks."""
-    compiling, limit = CompileContext.current_compile_id(), torch._dynamo.config.recompile_limit
-    if compiling is None or compiling.frame_compile_id is None or compiling.frame_compile_id + 1 != limit:
+    before, limit = compilation_of_frame(), dynamo.recompile_limit()
+    if before is None or before + 1 != limit:
         return
     fixed = [note for note in report.notes if "another compiles another graph" in note or "these sizes only" in note]
     why = f" This one: {'; '.join(fixed)}." if fixed else ""

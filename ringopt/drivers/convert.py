@@ -26,7 +26,6 @@ import torch
 import torch.fx as fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
 from ringopt.drivers.compile import Compiled, line_of_passes, tell
@@ -45,6 +44,8 @@ from ringopt.pipeline import Context, SiteInfo
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
+from ringopt.torch_compat.schema import OpOverload
+from ringopt.torch_compat.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from ringopt.version import __version__
 
 log = logger(__name__)
@@ -150,7 +151,7 @@ def check(program: ExportedProgram) -> None:
     if not isinstance(program, ExportedProgram):
         raise ProgramError(f"convert takes what torch.export.export returns; found {type(program).__name__}")
     for node in program.graph.nodes:
-        ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ringopt"
+        ours = isinstance(node.target, OpOverload) and node.target.namespace == "ringopt"
         if ours and op_name(node) != "attention":  # which a module of ringopt.nn calls
             raise ProgramError(f"the program is converted already: {node.name} is {node.target}")
     inputs = program.graph.find_nodes(op="placeholder")

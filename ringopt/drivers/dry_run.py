@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dynamo.exc import BackendCompilerFailed
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.compile import Compiled, transform
 from ringopt.errors import RingError
 from ringopt.options import Options
+from ringopt.torch_compat.dynamo import BackendCompilerFailed
 
 
 class DryRun:

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.export import ExportedProgram
 
 from ringopt.arguments import check_model, count_of
@@ -19,6 +17,8 @@ from ringopt.errors import ProgramError, first_line
 from ringopt.hardware.devices import Device, device_of, link_of
 from ringopt.options import Options
 from ringopt.report import Report, readable
+from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.dynamo import BackendCompilerFailed
 
 
 def explain(
@@ -69,9 +69,9 @@ def of_program(program: ExportedProgram, options: Options, mesh: Mesh) -> Report
 
 def of_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, mesh: Mesh) -> Report:
     run, rest = DryRun(options, mesh), list[Report]()
-    unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+    unlimited = dynamo.patched(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
     # Every dry run is a compilation; beyond its limit Dynamo would capture nothing, and nothing would be reported.
-    with errors_of_passes(), torch._dynamo.config.patch(unlimited):
+    with errors_of_passes(), unlimited:
         try:
             run(model, args, kwargs)
         except BackendCompilerFailed:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import PlanError, RingError, first_line
+from ringopt.torch_compat.dynamo import TorchDynamoException
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
+from ringopt.torch_compat.symbolic_shapes import GuardOnDataDependentSymNode
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.expr.block_sparse import block_list
 from ringopt.expr.terms import Affine, Apply, Load, Term, axes_of, conjuncts, constant, number
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 # k - q, the only difference that a pattern knows
 DIFFERENCE = (("k", 1), ("q", -1))

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.expr.evaluate import evaluate
 from ringopt.expr.mask import places
 from ringopt.expr.terms import Affine, Apply, Load, Score, Term, axes_of, axis, children, walk
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 LEAST = 4  # rows of a block: a list of smaller ones is no shorter than the mask
 MOST_RUNS = 4096  # stretches of blocks: they are part of the graph's text

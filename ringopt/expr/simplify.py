@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.expr.terms import (
     INTEGERS,
@@ -35,6 +34,7 @@ from ringopt.expr.terms import (
     number,
     walk,
 )
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "le": operator.le, "lt": operator.lt, "ge": operator.ge, "gt": operator.gt, "eq": operator.eq, "ne": operator.ne,

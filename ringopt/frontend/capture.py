@@ -8,25 +8,12 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 import torch.fx.traceback
-from torch._guards import tracing
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.autograd.graph import saved_tensors_hooks
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringopt.frontend import flex
 from ringopt.frontend.dynamic_shapes import open_value
@@ -43,6 +30,17 @@ from ringopt.ir.symbolic_sizes import into_arguments
 from ringopt.ops import operators
 from ringopt.pipeline import Context
 from ringopt.tensor.lazy import Lazy
+from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from ringopt.torch_compat.fx import lazily_written, make_fx, rename_node
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv
+from ringopt.torch_compat.tensors import is_traceable_wrapper_subclass, storage_key
+from ringopt.torch_compat.tracing import tracing
 
 
 @dataclass(frozen=True)
@@ -87,18 +85,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         node.meta[PARAMETER] = isinstance(given, torch.nn.Parameter) or "_parameters_" in original.name
         if not node.meta[PARAMETER] and holds_numbers(given) and belongs_to_program(original):
             node.meta[CONTENT] = given
-        node._rename(readable(original.name))
+        rename_node(node, readable(original.name))
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return Captured(flat, regions, claimed)
-
-
-def unseen() -> AbstractContextManager[None]:
-    """For what is run beside the program: hooks of the program that see what is saved for a backward do not see it. A
-    checkpoint around a call that is compiled would count it, and miss it when it computes again. Where hooks are
-    forbidden there are none."""
-    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return saved_tensors_hooks(lambda x: x, lambda x: x) if allowed else nullcontext()
 
 
 def note_strides(graph: fx.Graph) -> None:
@@ -152,9 +142,7 @@ def without_tables(gm: fx.GraphModule) -> fx.GraphModule:
 def source_of(node: fx.Node) -> str:
     """Where Dynamo has an input from, as an expression of the program; "" where that is not known."""
     if SOURCE not in node.meta:  # noted, because Dynamo takes it away after its backend has run
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        name = getattr(source, "name", "")
-        node.meta[SOURCE] = str(name() if callable(name) else name)  # a method up to torch 2.9
+        node.meta[SOURCE] = dynamo.source_of(node)
     return str(node.meta[SOURCE])
 
 
@@ -162,11 +150,8 @@ def belongs_to_program(node: fx.Node) -> bool:
     """Whether an input of Dynamo's graph is a tensor of the model (a buffer, an attribute) or of its file; not one that
     the caller passes, nor a float (a temperature) that was left open because it changes."""
     if OF_PROGRAM not in node.meta:  # noted, because Dynamo takes the source away after its backend has run
-        origin = node.meta.get("grapharg")
-        source = getattr(origin, "source", None) if not getattr(origin, "pass_arg_as_tensor", False) else None
-        where = getattr(source, "guard_source", None)
-        name = getattr(where() if callable(where) else where, "name", "")  # a method up to torch 2.12
-        node.meta[OF_PROGRAM] = "NN_MODULE" in name or name.startswith("GLOBAL")
+        where = dynamo.guard_source_of(node)
+        node.meta[OF_PROGRAM] = "NN_MODULE" in where or where.startswith("GLOBAL")
     return bool(node.meta[OF_PROGRAM])
 
 
@@ -183,7 +168,7 @@ def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
 
 
 def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Regions]:
-    book = Book(inputs=frozenset(x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)))
+    book = Book(inputs=frozenset(storage_key(x) for x in inputs if isinstance(x, torch.Tensor)))
     try:
         flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
         for node in flat.graph.find_nodes(op="call_function", target=operators.custom_gradient.default):
@@ -197,7 +182,7 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
     """A graph whose Python code is written when it is run or read, and not after every pass."""
-    with _use_lazy_graph_module(True):
+    with lazily_written():
         return make_fx(function, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ringopt.ir.nodes import readable
 from ringopt.ir.symbolic_sizes import is_open
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 
 
 def sizes_of(value: Any) -> tuple[Any, ...]:

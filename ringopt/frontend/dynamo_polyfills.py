@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules import transformer
+
+from ringopt.torch_compat.nn import CANONICAL_MASK, DETECT_IS_CAUSAL_MASK
 
 
 def detect_is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -58,8 +58,8 @@ def warn_of_types(mask_name: str, other_name: str) -> bool:
 def teach() -> None:
     """Registers them with Dynamo, for all that is compiled in this process."""
     forms: dict[Callable[..., Any], Callable[..., Any]] = {
-        transformer._detect_is_causal_mask: detect_is_causal_mask,
-        F._canonical_mask: canonical_mask,
+        DETECT_IS_CAUSAL_MASK: detect_is_causal_mask,
+        CANONICAL_MASK: canonical_mask,
     }
     for original, form in forms.items():
         with suppress(ValueError):  # torch takes one form of a function: another library has given it

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.nodes import is_tensor, op_name, origin, value_of
 from ringopt.ir.refusal import Refusal
+from ringopt.torch_compat.fake_tensors import FakeTensor
+from ringopt.torch_compat.operators import TO_COPY
+from ringopt.torch_compat.pytree import tree_map
+from ringopt.torch_compat.tensors import TorchDispatchMode, storage_key
 
 aten = torch.ops.aten
 
@@ -45,8 +46,8 @@ class SeenCasts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dtype = (kwargs or {}).get("dtype")
-        if func is aten._to_copy.default and dtype is not None and dtype != args[0].dtype:
-            self.casts.append((args[0].untyped_storage()._cdata, dtype))
+        if func is TO_COPY and dtype is not None and dtype != args[0].dtype:
+            self.casts.append((storage_key(args[0]), dtype))
         return func(*args, **(kwargs or {}))
 
 
@@ -113,7 +114,7 @@ class Casting(fx.Interpreter):
 
     def cast_inputs(self, node: fx.Node, inside: Casts) -> None:
         """`inside`: the casts that running `node` in its region made."""
-        inputs = {value_of(arg).untyped_storage()._cdata: arg for arg in node.all_input_nodes if is_tensor(arg)}
+        inputs = {storage_key(value_of(arg)): arg for arg in node.all_input_nodes if is_tensor(arg)}
         of_inputs = list(takewhile(lambda cast: cast[0] in inputs, inside))
         for count in range(len(of_inputs) + 1):
             first, rest = of_inputs[:count], self.casts_outside(node, of_inputs[:count])
@@ -129,7 +130,7 @@ class Casting(fx.Interpreter):
         wanted = dict(first)
 
         def prepared(value: Any) -> Any:
-            memory = value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+            memory = storage_key(value) if isinstance(value, torch.Tensor) else None
             return value.to(wanted[memory]) if memory in wanted else value
 
         args, kwargs = tree_map(prepared, self.fetch_args_kwargs_from_env(node))

@@ -14,13 +14,15 @@ import torch
 import torch.fx as fx
 import torch.fx.traceback
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 
 from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.ir.checkpoint_regions import Regions, tags
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
+from ringopt.torch_compat.autograd import ENTER_INFERENCE_MODE, EXIT_INFERENCE_MODE, GET_DATA
+from ringopt.torch_compat.schema import HigherOrderOperator
+from ringopt.torch_compat.tensors import storage_key, version_of
 
 HIGHER_ORDER = {
     "flex_attention": "flex_attention inside a region of a program is not sharded yet",
@@ -101,11 +103,11 @@ class Flatten(fx.Interpreter):
             return self.run_inline(target.name(), args, kwargs)
         if flex.is_flex(target):
             return flex.written_out(*args)
-        if target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
+        if target is GET_DATA:
             return args[0].detach()  # x.data, which the tracer would take for a constant
-        if target is torch.autograd.grad_mode._enter_inference_mode:
+        if target is ENTER_INFERENCE_MODE:
             return torch.set_grad_enabled(not args[0])  # this the tracer notes
-        if target is torch.autograd.grad_mode._exit_inference_mode:
+        if target is EXIT_INFERENCE_MODE:
             return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)
 
@@ -152,9 +154,9 @@ class Flatten(fx.Interpreter):
         self.refuse_shared(list(written.values()), given)
         detached = [x.detach() if isinstance(x, Tensor) else x for x in operands]
         detached = [x.clone() if place in written else x for place, x in enumerate(detached)]
-        versions = [x._version for x in given]
+        versions = [version_of(x) for x in given]
         outputs, saved = Flatten(forward, self.book, self.region).run(*detached)
-        if versions != [x._version for x in given]:
+        if versions != [version_of(x) for x in given]:
             raise GraphRefused(Refusal("a custom autograd.Function writes to its input without saying so (mark_dirty)"))
         outputs = list(outputs)
         of_numbers = [k for k, y in enumerate(outputs) if y.is_floating_point() or y.is_complex()]
@@ -172,12 +174,12 @@ class Flatten(fx.Interpreter):
 
     def refuse_shared(self, written: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
         """Raises GraphRefused where who else has the memory that a Function writes to would not see it written."""
-        memory = [x.untyped_storage()._cdata for x in operands]
+        memory = [storage_key(x) for x in operands]
         for x in written:
-            if x.untyped_storage()._cdata in self.book.inputs:
+            if storage_key(x) in self.book.inputs:
                 said = "a custom autograd.Function writes to an input of the graph (mark_dirty)"
                 raise GraphRefused(Refusal(said))
-            if memory.count(x.untyped_storage()._cdata) > 1:
+            if memory.count(storage_key(x)) > 1:
                 said = "a custom autograd.Function writes to an input that shares memory with another one (mark_dirty)"
                 raise GraphRefused(Refusal(said))
 

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch._ops import HigherOrderOperator
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.ir.refusal import Refusal
 from ringopt.ops import operators
+from ringopt.torch_compat import schema
+from ringopt.torch_compat.dynamo import TransformGetItemToIndex
+from ringopt.torch_compat.fx import make_fx
+from ringopt.torch_compat.operators import TO_COPY
+from ringopt.torch_compat.schema import HigherOrderOperator
 
 aten = torch.ops.aten
 
@@ -63,7 +65,7 @@ def flex_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def is_functorch(node: fx.Node) -> bool:
-    return str(getattr(node.target, "__module__", "")).startswith("torch._functorch")
+    return schema.is_functorch(node.target)
 
 
 def example(node: Any) -> Any:
@@ -99,7 +101,7 @@ def traced(mod: Callable[..., Any], given: Sequence[Any]) -> fx.GraphModule:
     """The ATen graph of `mod(*given)`, fake tensors."""
     graph_module = make_fx(mod, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
     for node in graph_module.graph.nodes:
-        if node.target is aten._to_copy.default and isinstance(node.args[0], (bool, int, float)):
+        if node.target is TO_COPY and isinstance(node.args[0], (bool, int, float)):
             node.target, node.kwargs = aten.scalar_tensor.default, {"dtype": node.kwargs["dtype"]}
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()

@@ -17,10 +17,10 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ringopt.frontend.flex import FlexCall, example, flex_nodes, is_functorch, over_pairs
 from ringopt.ir.refusal import Refusal
+from ringopt.torch_compat.fake_tensors import FakeTensor, unset_fake_temporarily
 
 ARITHMETIC = (
     "add",

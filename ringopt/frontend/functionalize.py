@@ -32,6 +32,7 @@ from ringopt.ir.notes import STANDS_FOR, VIEW_OF, WRITTEN
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.returning import returning
 from ringopt.ir.symbolic_sizes import place_of, same
+from ringopt.torch_compat.tensors import storage_key
 
 aten = torch.ops.aten
 
@@ -352,7 +353,7 @@ def views_by_value(graph: fx.Graph) -> None:
 
 def storage(node: fx.Node) -> int | None:
     value = value_of(node)
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def reshaped(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:

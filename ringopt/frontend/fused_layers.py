@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringopt.torch_compat.nn import ENCODER_LAYER, MULTI_HEAD_ATTENTION
+
 PADDING_MASK = 1  # mask_type of a mask over [B, keys]; the others are over queries and keys
 
 
@@ -65,13 +67,13 @@ def is_whole_layer(target: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -
     """Whether DECOMPOSED has what the call asks for: attention weights are not given."""
     if target not in DECOMPOSED:
         return False
-    wants_weights = target is torch._native_multi_head_attention and (
+    wants_weights = target is MULTI_HEAD_ATTENTION and (
         args[10] if len(args) > 10 else kwargs.get("need_weights", True)
     )
     return not wants_weights
 
 
 DECOMPOSED: dict[Any, Callable[..., Any]] = {
-    torch._transformer_encoder_layer_fwd: encoder_layer,
-    torch._native_multi_head_attention: attention,
+    ENCODER_LAYER: encoder_layer,
+    MULTI_HEAD_ATTENTION: attention,
 }

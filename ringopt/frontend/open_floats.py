@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
-from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from ringopt.torch_compat.dynamo import TensorifyScalarRestartAnalysis, TensorifyState
+from ringopt.torch_compat.symbolic_shapes import float_symbol
 
 OF_NUMBERS = (operator.add, operator.sub, operator.mul, operator.neg)
 OF_TENSORS = (operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div)
@@ -47,7 +47,7 @@ def floats_as_tensors(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         behind = frozenset[str]().union(*(numbers.get(operand, ()) for operand in node.all_input_nodes))
         if is_taken_out(node):
-            numbers[node] = frozenset(map(str, node.meta["example_value"].node._expr.free_symbols))
+            numbers[node] = frozenset({str(float_symbol(node.meta["example_value"]))})
             fixed |= numbers[node] if is_known(node) else frozenset()
         elif behind and is_of_numbers(node, numbers):
             numbers[node] = behind
@@ -89,8 +89,7 @@ def is_taken_out(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     if node.op != "call_method" or node.target != "item" or not isinstance(value, torch.SymFloat):
         return False
-    symbol = value.node._expr  # not what has replaced it
-    return bool(symbol.is_Symbol and symbol_is_type(symbol, SymT.FLOAT))
+    return float_symbol(value) is not None
 
 
 def is_known(node: fx.Node) -> bool:

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
 from torch.export import ExportedProgram
 
 from ringopt.errors import ProgramError, RingError, first_line
 from ringopt.frontend.pt2_schema import Odd, check_payload, check_program
+from ringopt.torch_compat.export import DTYPES, SCHEMA_VERSION, FileReader
 
 # Where provenance is kept in a file that ringopt wrote.
 PROVENANCE = "ringopt.json"
@@ -242,8 +242,6 @@ def parts(said: dict[str, Any] | list[Any]) -> Iterator[Any]:
 
 
 def check_version(path: Path, model: Any) -> None:
-    from torch._export.serde.schema import SCHEMA_VERSION
-
     version = model.get("schema_version") if isinstance(model, dict) else None
     if not isinstance(version, dict) or type(written := version.get("major")) is not int:
         raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {MODEL} has no schema_version")
@@ -259,7 +257,7 @@ def check_readers(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         members = members_of(archive)
         try:
-            other = torch._C.PyTorchFileReader(str(path))
+            other = FileReader(str(path))
             same = sorted(other.get_all_records()) == sorted(members) and all(
                 other.get_record(member) == archive.read(name)
                 for member, name in members.items()
@@ -302,7 +300,7 @@ def check_table(path: Path, archive: zipfile.ZipFile, table: str, folder: str, t
 def bytes_of(said: dict[str, Any]) -> tuple[int, int]:
     """How many a tensor has, and how far into its storage it reaches: -1, where its strides are none."""
     sizes, strides = ([part.get("as_int", -1) for part in said[key]] for key in ("sizes", "strides"))
-    offset, dtype = said["storage_offset"].get("as_int", -1), _SERIALIZE_TO_TORCH_DTYPE.get(said["dtype"])
+    offset, dtype = said["storage_offset"].get("as_int", -1), DTYPES.get(said["dtype"])
     if len(sizes) != len(strides) or min((*sizes, *strides, offset)) < 0 or dtype is None:
         return 0, -1
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

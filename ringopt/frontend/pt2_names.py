@@ -15,10 +15,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNamespace
 
 from ringopt.frontend.pt2_expressions import KEY
 from ringopt.ops import operators
+from ringopt.torch_compat.export import PRIVATE_FUNCTIONS
+from ringopt.torch_compat.schema import HigherOrderOperator, OpNamespace, OpOverload, OpOverloadPacket
 from ringopt.version import __version__
 
 # Python functions by which export spells numbers, torch.func's transforms and torch.autocast.
@@ -29,14 +30,9 @@ FUNCTIONS = {
     )},
     **{f"math.{name}": None for name in ("ceil", "floor", "trunc", "sqrt", "pow")},
     **{f"torch.{name}": None for name in (
-        "sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sum", "_sym_sqrt", "_sym_log2",
-        "_sym_exp", "_sym_sin", "_sym_cos",
+        "sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sum",
     )},
-    **{f"torch._functorch.predispatch.{name}": None for name in (
-        "_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting",
-        "_make_dual", "_unpack_dual", "_jvp_increment_nesting", "_jvp_decrement_nesting", "_unwrap_for_grad",
-        "_enter_dual_level", "_exit_dual_level", "lazy_load_decompositions",
-    )},
+    **dict.fromkeys(PRIVATE_FUNCTIONS),
 }.keys()  # fmt: skip
 # Of torch's own operators, those that read or write files, load libraries, call other processes or run the interpreter
 # of TorchScript; libraries of other packages hold what their package, which was imported, has put there.
@@ -86,7 +82,7 @@ def defined(parts: list[str]) -> bool:
     if parts[0] == "higher_order":
         return len(parts) == 2 and defined_of_higher_order(parts[1])
     library = getattr(torch.ops, parts[0], None)
-    if not isinstance(library, _OpNamespace):
+    if not isinstance(library, OpNamespace):
         return False
     kinds = (OpOverloadPacket, OpOverload)
     place: Any = library

@@ -18,12 +18,10 @@ from enum import IntEnum
 from functools import cache
 from typing import Any, TypeAlias
 
-from torch._export.serde import schema
-from torch._export.serde.union import _Union
-
 from ringopt.errors import first_line
 from ringopt.frontend.pt2_expressions import KEY, NoArithmetic, check_guard, check_range, check_size
 from ringopt.frontend.pt2_names import check_operator, check_tree
+from ringopt.torch_compat.export import Union, schema
 
 Check: TypeAlias = Callable[[Any], None]
 
@@ -160,7 +158,7 @@ def of_type(kind: Any, texts: Check = name) -> Check:
         return listed(of_type(inside[0], texts))
     if origin is dict:
         return keyed(texts, of_type(inside[1], texts))
-    if issubclass(kind, _Union):
+    if issubclass(kind, Union):
         return one_of(kind)
     if dataclasses.is_dataclass(kind):
         return fields(kind)

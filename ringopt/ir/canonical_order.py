@@ -24,11 +24,12 @@ import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.nodes import is_random, is_write, named, outputs_of, source_line, value_of
 from ringopt.ir.symbolic_sizes import OPEN, at_hand, formula
+from ringopt.torch_compat.fake_tensors import FakeTensor
+from ringopt.torch_compat.schema import OpOverload, schema_of
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ def keeps_order(node: fx.Node) -> bool:
     of which only its name is known."""
     if isinstance(node.target, CustomGradient):
         return any(map(keeps_order, node.target.backward.graph.nodes))
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return node.op == "call_function" and bool(node.is_impure())
     if is_write(node):
         return False  # the final copy_ into inputs: they are different ones
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     if "dropout_p" in names and named(node, "dropout_p") == 0.0:
         return False  # attention, which draws for its dropout only
     return is_random(node) or "group" in names or node.target.namespace not in PURE or bool(node.is_impure())
@@ -200,7 +201,7 @@ def target(node: fx.Node) -> str:
     if isinstance(node.target, CustomGradient):
         graph = node.target.backward.graph
         return f"custom_gradient[{digest(program_of(graph, [x for x in graph.nodes if x.op != 'output']).text)}]"
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else getattr(
+    return str(node.target) if isinstance(node.target, OpOverload) else getattr(
         node.target, "__name__", str(node.target)
     )  # fmt: skip
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ringopt.ir.notes import POLICY
 from ringopt.ir.refusal import Refusal
+from ringopt.torch_compat.autograd import CachingTorchDispatchMode
+from ringopt.torch_compat.tensors import TorchDispatchMode
 
 Contexts = Callable[[], tuple[Any, Any]]
 
@@ -45,7 +46,7 @@ class Regions:
         region = Region(self.made[around].outermost if around is not None else number)
         if contexts is not None:
             forward, _again = contexts()
-            if not isinstance(forward, _CachingTorchDispatchMode):
+            if not isinstance(forward, CachingTorchDispatchMode):
                 return Refusal(
                     "the context_fn of a checkpoint gives a context other than those of "
                     f"create_selective_checkpoint_contexts: {type(forward).__name__}"

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
 from ringopt.ir.nodes import op_name, value_of
 from ringopt.ir.symbolic_sizes import is_open, longest
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
+from ringopt.torch_compat.schema import OpOverload, schema_of
 
 # More elements than this are not computed while a program is compiled: vectors of a million rows are, large tables not.
 LARGEST = 1 << 24
@@ -103,7 +104,7 @@ def is_pure(node: fx.Node) -> bool:
     target = node.target
     if node.op != "call_function":
         return False
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is operator.getitem
     undefined = "empty" in op_name(node)
-    return not (undefined or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
+    return not (undefined or schema_of(target).is_mutable or torch.Tag.nondeterministic_seeded in target.tags)

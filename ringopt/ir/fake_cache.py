@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from ringopt.torch_compat.autograd import autocast_is_on
+from ringopt.torch_compat.fake_tensors import FakeTensor, unset_fake_temporarily
+from ringopt.torch_compat.schema import OpOverload, schema_of
+from ringopt.torch_compat.tensors import storage_key
 
 # Arguments that are what they are.
 PLAIN = (
@@ -44,14 +48,14 @@ class Answers:
     def call(self, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """What `run()` gives, which calls `target`."""
         operands: list[FakeTensor] = []
-        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
             return run()
         key = frozen((args, sorted(kwargs.items())), operands)
         if key is None or not operands:
             return run()
-        memory = [x.untyped_storage()._cdata for x in operands]
+        memory = [storage_key(x) for x in operands]
         key = target, key, tuple(map(memory.index, memory)), torch.get_default_dtype()
-        known = SHARED if target.namespace == "aten" and not torch._C._is_any_autocast_enabled() else self.own
+        known = SHARED if target.namespace == "aten" and not autocast_is_on() else self.own
         if key in known:
             return made(*known[key], operands)
         value = run()
@@ -95,10 +99,9 @@ def result_of(x: Any, operands: list[FakeTensor], memory: list[int]) -> Result |
     same = next((place for place, operand in enumerate(operands) if operand is x), None)
     if same is not None:
         return kind, same, True
-    storage = x.untyped_storage()
-    if storage._cdata in memory:
-        return kind, memory.index(storage._cdata), False
-    return (kind, None, False) if storage.nbytes() == smallest(x) else None
+    if storage_key(x) in memory:
+        return kind, memory.index(storage_key(x)), False
+    return (kind, None, False) if x.untyped_storage().nbytes() == smallest(x) else None
 
 
 def smallest(x: Tensor) -> int:

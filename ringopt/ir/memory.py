@@ -20,6 +20,7 @@ import torch.fx as fx
 from ringopt.ir.nodes import outputs_of, value_of
 from ringopt.ir.notes import MEMORY, VIEW_OF
 from ringopt.ir.refusal import Refusal
+from ringopt.torch_compat.tensors import storage_key
 
 Memory = tuple[str, int]  # "input" or "output", and the place of the first that lies in it
 
@@ -48,7 +49,7 @@ def storages(node: Any) -> frozenset[int]:
     value = value_of(node)
     parts = value if isinstance(value, (tuple, list)) else (value,)
     kept = (part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided)
-    return frozenset(part.untyped_storage()._cdata for part in kept)
+    return frozenset(storage_key(part) for part in kept)
 
 
 def viewed(node: fx.Node) -> fx.Node | None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._guards import TracingContext
 
 from ringopt.ir.notes import PARAMETER
 from ringopt.ir.symbolic_sizes import plain
+from ringopt.torch_compat import inductor
+from ringopt.torch_compat.schema import OpOverload, schema_of
+from ringopt.torch_compat.tracing import TracingContext
 
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
 
@@ -20,13 +22,13 @@ ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recomp
 def op_name(node: fx.Node) -> str:
     """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for what is no operator."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[1]
+    if isinstance(target, OpOverload):
+        return schema_of(target).name.split("::")[1]
     return getattr(target, "__name__", "") if node.op == "call_function" else ""
 
 
 def is_aten(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
 
 
 def readable(name: str) -> str:
@@ -36,7 +38,7 @@ def readable(name: str) -> str:
 
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws from a default generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def value_of(node: Any) -> Any:
@@ -85,7 +87,7 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 def named(node: fx.Node, name: str) -> Any:
     """An argument by the name it has in the schema of the op; its default where it was not given. KeyError for a name
     that the schema has not."""
-    schema: dict[str, Any] = {arg.name: (place, arg) for place, arg in enumerate(node.target._schema.arguments)}
+    schema: dict[str, Any] = {arg.name: (place, arg) for place, arg in enumerate(schema_of(node.target).arguments)}
     place, arg = schema[name]
     if place < len(node.args):
         return node.args[place]
@@ -94,9 +96,9 @@ def named(node: fx.Node, name: str) -> Any:
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Arguments by the names of the schema, defaults included; {} for what is no operator."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return {}
-    schema = node.target._schema.arguments
+    schema = schema_of(node.target).arguments
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given = dict(zip([argument.name for argument in schema], node.args, strict=False))
     return {**defaults, **given, **node.kwargs}
@@ -158,13 +160,13 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
     whether they do something else, a question that costs as much as all the rest."""
     random = True
     if TracingContext.try_get():  # as torch decides whether a random number that nobody reads is drawn
-        from torch._inductor.config import fallback_random as random
+        random = inductor.draws_as_eager()
     graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure(random))
 
 
 def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
     """A new node with its fake value, told to come from where `like` comes from."""
-    name = target._schema.name.split("::")[1]
+    name = schema_of(target).name.split("::")[1]
     new = graph.create_node("call_function", target, tuple(args), kwargs or {}, name)
     new.meta = origin(like)
     given, named = fx.map_arg((new.args, new.kwargs), value_of)
@@ -186,13 +188,13 @@ def is_parameter(node: fx.Node) -> bool:
 
 
 def is_write(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def written_args(node: fx.Node) -> list[fx.Node]:
     """What a write writes to."""
     found: list[fx.Node] = []
-    for arg in node.target._schema.arguments:
+    for arg in schema_of(node.target).arguments:
         if arg.alias_info is not None and arg.alias_info.is_write:
             fx.map_arg(named(node, arg.name), found.append)
     return found

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import is_tensor, op_name, value_of
+from ringopt.torch_compat.schema import schema_or_none
 
 # Arguments that tell a reader nothing: the name of the ranks' mesh, and the token that tells caches apart.
 HIDDEN = ("group", "version")
@@ -21,7 +22,8 @@ def short(graph: fx.Graph, sizes: bool = False) -> str:
 
 
 def line(node: fx.Node, sizes: bool = False) -> str:
-    names = [arg.name for arg in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
+    schema = schema_or_none(node.target)
+    names = [arg.name for arg in schema.arguments] if schema is not None else []
     shown = [arg for i, arg in enumerate(node.args) if i >= len(names) or names[i] not in HIDDEN]
     given = [text(arg) for arg in shown] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
     if node.op == "output":

@@ -12,24 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from ringopt.torch_compat.operators import KERNEL_ORDERED_NORMS
+from ringopt.torch_compat.tensors import suggest_memory_format
 
 aten = torch.ops.aten
 
 # By operator, the memory format of the first result on the CPU.
 FORMATS: dict[Any, Callable[[Tensor], torch.memory_format]] = {
-    **dict.fromkeys(
-        (
-            aten.native_batch_norm.default,
-            aten._native_batch_norm_legit.default,
-            aten._native_batch_norm_legit.no_stats,
-            aten._native_batch_norm_legit_no_training.default,
-            aten._batch_norm_with_update.default,
-            aten._batch_norm_no_update.default,
-        ),
-        suggest_memory_format,
-    ),
+    **dict.fromkeys(KERNEL_ORDERED_NORMS, suggest_memory_format),
     aten.log_sigmoid_forward.default: lambda x: torch.contiguous_format,
 }
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.torch_compat.schema import OpOverload, schema_of
+
 aten = torch.ops.aten
 
 
@@ -15,16 +17,16 @@ def returning(node: fx.Node) -> Any:
     """The op that returns what a write writes, `add` of `add_`, `add.Tensor` of `add.out`, `pow.Tensor_Scalar` of
     `pow_.Scalar`; None where there is none. What is written to has other names in some (`dropout` of `dropout_`)."""
     target = node.target
-    name = target._schema.name.split("::")[1].removesuffix("_")
+    name = schema_of(target).name.split("::")[1].removesuffix("_")
     packet = getattr(aten, "normal_functional" if target is aten.normal_.default else name, None)
     if packet is None:
         return None
 
-    def taken(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
-        arguments = [arg for arg in overload._schema.arguments if arg.name != "out"]
+    def taken(overload: OpOverload) -> list[tuple[str, str]]:
+        arguments = [arg for arg in schema_of(overload).arguments if arg.name != "out"]
         return [("" if arg.name in ("self", "input") else arg.name, str(arg.type)) for arg in arguments]
 
     for overload in map(partial(getattr, packet), packet.overloads()):
-        if taken(overload) == taken(target) and not overload._schema.is_mutable:
+        if taken(overload) == taken(target) and not schema_of(overload).is_mutable:
             return overload
     return None

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 import torch.fx as fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.fx.node import map_aggregate
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from ringopt.torch_compat.operators import ASSERT_SCALAR
+from ringopt.torch_compat.symbolic_shapes import PythonReferenceAnalysis, ShapeEnv, statically_known_true, sympy_interp
 
 OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -135,7 +135,7 @@ def into_assertions(graph: fx.Graph, formulas: Iterable[sympy.Basic]) -> None:
     with graph.inserting_before(written.inputs[-1].next):
         for formula in formulas:
             said = f"this program was made for inputs with {formula}"
-            graph.call_function(torch.ops.aten._assert_scalar.default, (written.of(formula), said))
+            graph.call_function(ASSERT_SCALAR, (written.of(formula), said))
     written.give_values()
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator, hidden_rows
-
-aten = torch.ops.aten
+from ringopt.torch_compat import sdpa
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,7 +29,7 @@ class CpuFlash(Kernel):
     ) -> tuple[Tensor, Tensor]:
         q, k, v = map(readable, (q, k, v))
         mask = mask.to(q.dtype) if mask is not None else None
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        out, lse = sdpa.flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         if mask is not None:
             # The kernel says 0.0 for a row that sees nothing, and a merge would take that for the weight exp(0).
             lse = lse.masked_fill(hidden_rows(mask, causal), HIDDEN)
@@ -53,7 +52,7 @@ class CpuFlash(Kernel):
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         dout, q, k, v, out = map(readable, (dout, q, k, v, out))
         mask = mask.to(q.dtype) if mask is not None else None
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = sdpa.flash_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
         if groups > 1:

@@ -8,8 +8,7 @@ from torch import Tensor
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel
 from ringopt.kernels.cuda import HALF, narrowed, refusal, repeated, summed, widened
-
-aten = torch.ops.aten
+from ringopt.torch_compat import sdpa
 
 WIDEST = 128  # both ways on all that it runs on; newer versions and GPUs know wider heads
 
@@ -33,7 +32,7 @@ class CudaCudnn(Kernel):
     ) -> tuple[Tensor, Tensor]:
         groups = q.shape[1] // k.shape[1]
         wide = (widened(q), *(widened(repeated(x, groups)) for x in (k, v)))
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*wide, None, True, 0.0, causal, False, scale=scale)
+        out, lse, *_ = sdpa.cudnn(*wide, None, True, 0.0, causal, False, scale=scale)
         return narrowed(out, v), lse.view(q.shape[:3])
 
     def _backward(
@@ -51,7 +50,7 @@ class CudaCudnn(Kernel):
         groups = q.shape[1] // k.shape[1]
         k, v = (repeated(x, groups) for x in (k, v))
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not done
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
+        grads = sdpa.cudnn_backward(
             *map(widened, (dout, q, k, v, out)),
             *(lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0, causal),
             scale=scale,

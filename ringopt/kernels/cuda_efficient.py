@@ -10,8 +10,7 @@ from torch import Tensor
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import HIDDEN, Kernel, hidden_rows
 from ringopt.kernels.cuda import HALF, narrowed, refusal, repeated, summed, widened
-
-aten = torch.ops.aten
+from ringopt.torch_compat import sdpa
 
 ROWS = 32  # rows of the lse come in multiples of it
 KEYS = 16  # so do, in memory, the keys of a mask
@@ -29,7 +28,7 @@ class CudaEfficient(Kernel):
     ) -> tuple[Tensor, Tensor]:
         groups = q.shape[1] // k.shape[1]
         wide = (widened(q), *(widened(repeated(x, groups)) for x in (k, v)))
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        out, lse, *_ = sdpa.efficient(
             *wide, aligned(mask, q, k), True, 0.0, causal, scale=scale
         )
         out, lse = narrowed(out, v), lse.narrow(2, 0, q.shape[2])
@@ -55,7 +54,7 @@ class CudaEfficient(Kernel):
         dout, wide_q, wide_k, wide_v, out = map(widened, (dout, q, k, v, out))
         lse = F.pad(lse, (0, -lse.shape[2] % ROWS), value=torch.inf)  # as the forward fills rows that are none
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not done
-        grads = aten._scaled_dot_product_efficient_attention_backward(
+        grads = sdpa.efficient_backward(
             *(dout, wide_q, wide_k, wide_v, aligned(mask, q, k), out, lse, state, state, 0.0),
             *([True, True, True, False], causal),
             scale=scale,

@@ -12,8 +12,7 @@ from torch import Tensor
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel
 from ringopt.kernels.cuda import HALF, narrowed, refusal, widened
-
-aten = torch.ops.aten
+from ringopt.torch_compat import sdpa
 
 WIDEST = 256
 
@@ -33,7 +32,7 @@ class CudaFlash(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         wide = map(widened, (q, k, v))
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(*wide, 0.0, causal, False, scale=scale)
+        out, lse, *_ = sdpa.flash(*wide, 0.0, causal, False, scale=scale)
         return narrowed(out, v), lse
 
     def _backward(
@@ -52,7 +51,7 @@ class CudaFlash(Kernel):
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty((), dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
-        grads = aten._scaled_dot_product_flash_attention_backward(
+        grads = sdpa.flash_backward(
             *map(widened, (dout, q, k, v, out)), lse, *lengths, 0.0, causal, state, unused, scale=scale
         )
         dq, dk, dv = (narrowed(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))

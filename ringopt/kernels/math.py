@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator, visible_lse
-from ringopt.kernels.recording import recording
+from ringopt.torch_compat.autograd import recording
 
 SCORES = 1 << 22  # elements of [B, Hq, rows, Sk] held at once: 16 MiB in float32
 SEVERAL = 8  # what is done to scores or weights holds several such tensors, of up to 64 bits

@@ -9,18 +9,18 @@ reads `scores` as a term and puts `ringopt::attention` in its place.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ringopt.kernels.math import fold, spread
 from ringopt.ops.attention import LIBRARY
+from ringopt.torch_compat.operators import SAFE_SOFTMAX
 
 LIBRARY.define("flex(Tensor q, Tensor k, Tensor v, Tensor product, Tensor scores) -> Tensor")
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, product: Tensor, scores: Tensor) -> Tensor:
     """[B, Hq, Sq, Dv], laid out in memory as q is; rows that see nothing are 0."""
-    weights = torch.ops.aten._safe_softmax.default(scores, -1).to(q.dtype)
+    weights = SAFE_SOFTMAX(scores, -1).to(q.dtype)
     groups = q.shape[1] // k.shape[1]
     out: Tensor = spread(fold(weights, groups) @ v, groups)
     order = sorted(range(3), key=q.stride().__getitem__, reverse=True)

@@ -21,6 +21,7 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import PlanError
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.symbolic_shapes import unbacked_size
 
 # Which programs a mesh has been asked about. Ranks that are threads of one process share a mesh, hence the rank.
 _compared: WeakKeyDictionary[Mesh, set[tuple[int, str]]] = WeakKeyDictionary()
@@ -48,10 +49,7 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
 
 @rows_here.register_fake
 def _(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:
-    # Not `get_ctx().new_dynamic_size`: by Dynamo's settings no data makes sizes, and this follows from no data.
-    size = torch.library.get_ctx()._shape_env.create_unbacked_symint()
-    torch.fx.experimental.symbolic_shapes._constrain_range_for_size(size, min=1)
-    return size  # type: ignore[no-any-return]
+    return unbacked_size(minimum=1)  # type: ignore[return-value]
 
 
 def check_enough(length: int, layout: str, ranks: int) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import op_name
@@ -17,6 +16,7 @@ from ringopt.ir.products import is_counted, summed
 from ringopt.ops import conjugates, traffic, work
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import Sending
+from ringopt.torch_compat.schema import OpOverload
 
 NAMESPACE = "ringopt"
 
@@ -123,7 +123,7 @@ TABLE: dict[str, Traits] = {
 
 def traits_of(node: fx.Node) -> Traits | None:
     """None of what is no operator of ringopt."""
-    ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE
+    ours = isinstance(node.target, OpOverload) and node.target.namespace == NAMESPACE
     return TABLE[op_name(node)] if ours else None
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch.fx as fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 
 from ringopt.ops.traits import talks
+from ringopt.torch_compat.inductor_passes import CustomGraphPass, OrderedSet, preserve_node_ordering
 
 
 class Lockstep(CustomGraphPass):

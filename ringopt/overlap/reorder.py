@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import HigherOrderOperator
 
 from ringopt.ir.nodes import is_random, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.products import summed
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops.traits import sends
+from ringopt.torch_compat.schema import HigherOrderOperator, OpOverload, schema_of
 
 
 def sources_among(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
@@ -37,8 +37,8 @@ def dependents_among(nodes: Sequence[fx.Node], first: Sequence[fx.Node]) -> list
 
 def is_fixed(node: fx.Node) -> bool:
     """Whether the node may not change places with others of its kind."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return sends(node) or is_random(node) or node.target._schema.is_mutable
+    if isinstance(node.target, OpOverload):
+        return sends(node) or is_random(node) or schema_of(node.target).is_mutable
     return isinstance(node.target, HigherOrderOperator) or node.op == "call_module"
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import torch
 import torch.fx as fx
-from torch._inductor import inductor_prims
-from torch._prims_common import is_contiguous_for_memory_format_or_false
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ringopt.ir.nodes import is_aten, value_of
 from ringopt.ir.products import is_product
+from ringopt.torch_compat.inductor_passes import FORCE_STRIDE_ORDER
+from ringopt.torch_compat.schema import OpOverload, schema_of
+from ringopt.torch_compat.symbolic_shapes import free_unbacked_symbols
+from ringopt.torch_compat.tensors import is_contiguous_for_memory_format_or_false
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -31,7 +32,7 @@ def say_row_major(graph: fx.Graph) -> None:
             continue
         with graph.inserting_after(node):
             strides = list(range(value_of(node).dim(), 0, -1))  # their order counts
-            row = graph.call_function(inductor_prims.force_stride_order, (node, strides))
+            row = graph.call_function(FORCE_STRIDE_ORDER, (node, strides))
         row.meta = dict(node.meta)
         for view in views:
             view.replace_input_with(node, row)
@@ -44,12 +45,12 @@ def is_ambiguous(value: object) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    return is_aten(node) and any(result.alias_info is not None for result in node.target._schema.returns)
+    return is_aten(node) and any(result.alias_info is not None for result in schema_of(node.target).returns)
 
 
 def leads_to_kernel(view: fx.Node) -> bool:
     """Whether an operator reads it that is no code of Inductor's: a product, or one of ours."""
-    ours = (user for user in view.users if isinstance(user.target, torch._ops.OpOverload))
+    ours = (user for user in view.users if isinstance(user.target, OpOverload))
     return any(
         is_product(user) or user.target.namespace == "ringopt" or (is_view(user) and leads_to_kernel(user))
         for user in ours

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._ordered_set import OrderedSet
 
 from ringopt.ir.nodes import named, op_name, origin, shape_of, value_of
 from ringopt.ir.products import is_product
@@ -43,6 +42,8 @@ from ringopt.overlap.collective_order import Lockstep
 from ringopt.overlap.in_flight import first_bytes
 from ringopt.overlap.reorder import dependents_among, is_fixed, sources_among
 from ringopt.overlap.row_major import say_row_major
+from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.inductor_passes import OrderedSet
 
 
 @dataclass(frozen=True)
@@ -235,12 +236,10 @@ def inductor_settings(gm: fx.GraphModule, budget: Budget) -> dict[str, Any]:
 def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], budget: Budget) -> Callable[..., Any]:
     """torch's backend of that name, with graphs in which exchanges start early. A view may be a copy: fake kernels tell
     other strides than the real ones have (torch 2.13: elu_backward of operands that lie differently)."""
-    from torch._dynamo.backends import debugging
 
-    def ordered(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def ordered(graph: fx.GraphModule) -> None:
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
             node.target = torch.ops.aten.reshape.default
         order(graph.graph, budget)
-        return debugging.boxed_nop(graph, list(inputs))
 
-    return debugging.aot_eager(gm, list(example_inputs), fw_compiler=ordered, bw_compiler=ordered)
+    return dynamo.aot_eager(gm, example_inputs, ordered)  # type: ignore[no-any-return]

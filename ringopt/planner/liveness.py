@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext, tracing
-from torch._inductor.decomposition import select_decomp_table
 
 from ringopt.ir.nodes import op_name
 from ringopt.ops.traits import attends, held_bytes
+from ringopt.torch_compat.aot_autograd import aot_module_simplified, min_cut_rematerialization_partition
+from ringopt.torch_compat.fake_tensors import FakeTensor
+from ringopt.torch_compat.inductor import select_decomp_table
+from ringopt.torch_compat.schema import OpOverload
+from ringopt.torch_compat.tensors import storage_key
+from ringopt.torch_compat.tracing import TracingContext, tracing
 
 Shape = tuple[int, tuple[int, int]]  # of weights of pairs: how many elements, and the sizes that count rows, in order
 
@@ -95,7 +97,7 @@ def square(graph: fx.Graph, pairs: Collection[Shape]) -> set[int]:
     """Storages of weights of pairs."""
     tensors = [x for node in graph.nodes for x in tensors_of(node)] if pairs else []
     alike = [x for x in tensors if any(x.numel() == count and in_order(x.shape, *rows) for count, rows in pairs)]
-    return {x.untyped_storage()._cdata for x in alike if size_of(x) == x.numel() * x.element_size()}
+    return {storage_key(x) for x in alike if size_of(x) == x.numel() * x.element_size()}
 
 
 def in_order(shape: Sequence[int], first: int, second: int) -> bool:
@@ -147,7 +149,7 @@ def partitioned(flat: fx.GraphModule) -> list[fx.GraphModule]:
         return lambda *_: None
 
     inputs = [node.meta["val"] for node in flat.graph.find_nodes(op="placeholder")]
-    mode = next(x.fake_mode for x in inputs if isinstance(x, torch._subclasses.FakeTensor))
+    mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
     with tracing(TracingContext(mode)):
         aot_module_simplified(
             flat, inputs, compiled, compiled, split, decompositions=select_decomp_table(), inference_compiler=compiled
@@ -198,11 +200,11 @@ def fused(node: fx.Node) -> bool:
 
 
 def pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def reduction(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.reduction in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
 
 
 def own(graph: fx.Graph) -> dict[str, dict[int, int]]:
@@ -214,7 +216,7 @@ def own(graph: fx.Graph) -> dict[str, dict[int, int]]:
 
 def sizes(node: fx.Node) -> dict[int, int]:
     """Bytes by storage."""
-    return {x.untyped_storage()._cdata: size_of(x) for x in tensors_of(node)}
+    return {storage_key(x): size_of(x) for x in tensors_of(node)}
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

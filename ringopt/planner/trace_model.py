@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_map_only
 
 from ringopt.calls import DilatedCall, RingCall
 from ringopt.cost.choose import Case
@@ -29,6 +28,9 @@ from ringopt.options import Options
 from ringopt.planner.liveness import Live, Shape, live_of, of_parameters, partitioned, sizes
 from ringopt.recognize.row_pairs import NO_SITE
 from ringopt.reporting.figures import Figures, matrix_flops
+from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.pytree import tree_map_only
+from ringopt.torch_compat.tensors import is_marked_dynamic
 
 TRACED = (2, 4)  # ranks
 
@@ -136,9 +138,9 @@ def sharded(
 ) -> list[Compiled]:
     """What becomes of each graph at the sizes at hand."""
     run = DryRun(options, mesh, dynamic=False)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     args, kwargs = tree_map_only(torch.Tensor, unmarked, (args, kwargs))
-    with errors_of_passes(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+    with errors_of_passes(), dynamo.patched(automatic_dynamic_shapes=False):
         run(model, args, kwargs)
     return run.graphs
 
@@ -154,7 +156,7 @@ def refusals(made: Sequence[Compiled]) -> list[str]:
 
 def unmarked(x: torch.Tensor) -> torch.Tensor:
     """Without what torch._dynamo.mark_dynamic has noted on it: a plan is of numbers."""
-    return x.detach().requires_grad_(x.requires_grad) if hasattr(x, "_dynamo_dynamic_indices") else x
+    return x.detach().requires_grad_(x.requires_grad) if is_marked_dynamic(x) else x
 
 
 def sites_of(nodes: Sequence[fx.Node]) -> list[PlannedSite]:

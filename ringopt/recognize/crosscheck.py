@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
@@ -24,6 +23,7 @@ from ringopt.recognize.additive_mask import HIDES_FLOAT16
 from ringopt.recognize.reading import Reading
 from ringopt.recognize.score_mod import widened
 from ringopt.recognize.scores import Scores
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 # A mask of more elements is compared at some blocks of BLOCK x BLOCK instead of whole.
 BLOCK, BLOCKS = 64, 12

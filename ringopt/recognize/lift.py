@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.expr.evaluate import evaluate
 from ringopt.expr.simplify import apply, compare, logic, where
@@ -28,6 +27,7 @@ from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import is_open, longest
 from ringopt.recognize.lift_pointwise import POINTWISE, RULES, pointwise
 from ringopt.recognize.lift_views import VIEWS, Index
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 # Nested ops that are followed; a mask that is deeper is no mask but the model.
 DEEPEST = 100

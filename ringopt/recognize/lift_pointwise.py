@@ -18,6 +18,7 @@ from ringopt.ir.nodes import argument, is_tensor, named, op_name, shape_of, valu
 from ringopt.ir.symbolic_sizes import place_of
 from ringopt.recognize.element_reader import ElementReader
 from ringopt.recognize.lift_views import Index, at_dim, bounds_of_slice, broadcast, looked_up, plus, times
+from ringopt.torch_compat.schema import schema_of
 
 Rule = Callable[[ElementReader, fx.Node, Index], "Term | None"]
 
@@ -195,7 +196,7 @@ def pointwise(reader: ElementReader, node: fx.Node, index: Index) -> Term | None
 
 def arguments(node: fx.Node) -> tuple[list[Any], list[tuple[str, Plain]]] | None:
     """Positional and keyword arguments as the schema has them, defaults left out; None for lists and the like."""
-    schema = node.target._schema.arguments
+    schema = schema_of(node.target).arguments
     given = dict(zip((each.name for each in schema), node.args, strict=False)) | node.kwargs
     places = [each for each in schema if not each.kwarg_only]
     while places and places[-1].name not in given:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringopt.expr.bands import band_of, pattern_around
 from ringopt.expr.evaluate import evaluate, show
@@ -18,6 +17,7 @@ from ringopt.expr.simplify import COMPARISONS, substitute
 from ringopt.expr.terms import Apply, Score, Term, axis, conjuncts, constant, loads
 from ringopt.ir.notes import INPUT
 from ringopt.recognize.lift import pairs
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 # A condition without a name is written out up to this many characters.
 LONGEST = 60

@@ -21,6 +21,7 @@ from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traits import flops_of, sends, sent_bytes
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
+from ringopt.torch_compat.tensors import storage_key
 
 
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
@@ -115,7 +116,7 @@ def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:
         if not is_tensor(node):
             continue
         value = value_of(node)
-        storage = value.untyped_storage()._cdata
+        storage = storage_key(value)
         if storage in seen:
             continue
         seen.add(storage)

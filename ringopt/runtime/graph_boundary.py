@@ -8,18 +8,11 @@ gathered between two graphs.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.fx as fx
-import torch.nn.modules.module
-from torch._dynamo import eval_frame
-from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import OptionError
@@ -30,6 +23,8 @@ from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.pipeline import Context
 from ringopt.report import Gather, readable
 from ringopt.tensor.lazy import Lazy, cut, rows_of, spread, whole
+from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.tracing import TracingContext
 
 
 class Boundary:
@@ -60,7 +55,7 @@ def enter(inputs: Sequence[Any], given: Mapping[int, Spread]) -> list[Any]:
 def examples(inputs: Sequence[Any], given: Mapping[int, Spread]) -> list[Any]:
     """What the graph is compiled for. Dynamo does not know the rows: to the compilers below, which share its symbols,
     they come as fake tensors of fixed sizes."""
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
 
     def fixed(i: int, x: Any) -> Any:
@@ -104,36 +99,21 @@ def ends_program(gm: fx.GraphModule) -> bool:
 
 
 def no_break_follows(gm: fx.GraphModule) -> bool:
-    reason = getattr(gm, "compile_subgraph_reason", None)
+    reason = dynamo.break_reason(gm)
     if reason is None or reason.graph_break:
         return False
-    plumbing = torch.nn.modules.module.__file__
-    # From the compiler up to the call of the compiled function: what stands between are its callers.
-    callee, frame = InstructionTranslator.current_tx().f_code, caller_of_compiler()
-    while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
-        if frame.f_code.co_filename != plumbing:
-            if not callee.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
-                return False
-            callee = frame.f_code  # which returns what its continuation does
-        frame = frame.f_back
+    callee = dynamo.code_being_compiled()
+    for caller in dynamo.frames_of_program():
+        if not dynamo.is_continuation(callee):
+            return False
+        callee = caller.f_code  # which returns what its continuation does
     return True
-
-
-def caller_of_compiler() -> FrameType | None:
-    """The innermost frame of the program that made Dynamo compile."""
-    frame: FrameType | None = sys._getframe()
-    last = None
-    while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
-        if frame.f_code.co_filename.endswith("convert_frame.py"):
-            last = frame
-        frame = frame.f_back
-    return last.f_back if last is not None else None
 
 
 def break_after(gm: fx.GraphModule, gathers: Sequence[Gather], lazy: int) -> tuple[str, ...]:
     """For the report: that Dynamo's graph ends at a graph break, torch's own reason for it and its line, and what
     was gathered for what runs there; `lazy` values are left to whoever reads them."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
+    reason = dynamo.break_reason(gm)
     if reason is None or not reason.graph_break:
         return ()
     why = str(reason.reason).strip().splitlines()[0]

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Variable
 
 from ringopt.distributed.consistency import compare, digest
 from ringopt.distributed.mesh import Mesh, registered
 from ringopt.distributed.standing import Call
 from ringopt.ir.canonical_order import Program
 from ringopt.tensor.lazy import Lazy
+from ringopt.torch_compat.autograd import at_end_of_backward, current_backward
+from ringopt.torch_compat.fake_tensors import FakeTensor
 
 
 class CheckedInputs:
@@ -88,16 +88,16 @@ def watch_backward(mesh: Mesh, outputs: Sequence[Any]) -> None:
 def begin_backward(mesh: Mesh, gradients: Sequence[Any]) -> None:
     if torch.compiler.is_compiling():  # by compiled autograd, whose passes have no such end
         return
-    task, backwards = torch._C._current_graph_task_id(), mesh.backwards
-    if task != -1 and task not in backwards:
+    task, backwards = current_backward(), mesh.backwards
+    if task is not None and task not in backwards:
         with mesh.held():  # until the end of the backward
             backwards.add(task)
-        Variable._execution_engine.queue_callback(partial(backwards.discard, task))
+        at_end_of_backward(partial(backwards.discard, task))
 
 
 def end_broken_backward(mesh: Mesh) -> None:
     """Outside of all backwards, what has not ended was cut short."""
-    if mesh.backwards and torch._C._current_graph_task_id() == -1:
+    if mesh.backwards and current_backward() is None:
         mesh.backwards.clear()
         mesh.cut_short("an earlier backward was cut short by an error", "an error in a backward", later=True)
 

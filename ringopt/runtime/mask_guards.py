@@ -17,6 +17,7 @@ from torch import Tensor
 from ringopt.distributed.consistency import bytes_of, digest
 from ringopt.frontend.flex_block_masks import Claim, is_hollow
 from ringopt.output.printable import logger
+from ringopt.torch_compat.tensors import version_of
 
 log = logger(__name__)
 
@@ -81,7 +82,7 @@ def numbers(value: Tensor) -> list[int] | None:
 
 def state(value: Tensor) -> State | None:
     """What another tensor, or the same after a write, does not have; None for a tensor that does not count writes."""
-    return None if value.is_inference() else (weakref.ref(value), value.data_ptr(), value._version)
+    return None if value.is_inference() else (weakref.ref(value), value.data_ptr(), version_of(value))
 
 
 def is_untouched(before: State | None, value: Tensor) -> bool:
@@ -89,4 +90,4 @@ def is_untouched(before: State | None, value: Tensor) -> bool:
     if before is None:
         return False
     known, *rest = before
-    return known() is value and rest == [value.data_ptr(), value._version]
+    return known() is value and rest == [value.data_ptr(), version_of(value)]

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
-from ringopt.frontend.capture import unseen
 from ringopt.ir.placement import Spread
 from ringopt.output.printable import logger
 from ringopt.tensor.lazy import Lazy, cut, spread, whole
+from ringopt.torch_compat.autograd import no_autocast, unseen
+from ringopt.torch_compat.fake_tensors import FakeTensor
+from ringopt.torch_compat.tensors import is_traceable_wrapper_subclass
 
 log = logger(__name__)
 
@@ -146,7 +146,7 @@ class Verified:
         cotangents = [
             cut(rows[i], cotangent(rows[i].size, x)) if i in rows else cotangent(x.shape, x) for i, x in given
         ]
-        with torch._C._DisableAutocast():
+        with no_autocast():
             found = torch.autograd.grad(
                 [x for _, x in given], [x for _, x in wanted], cotangents, allow_unused=True, materialize_grads=True
             )

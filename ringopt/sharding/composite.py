@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._guards import tracing
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
 from ringopt.dims.rules import is_known
 from ringopt.ir.nodes import is_tensor, op_name, tensor_args, value_of
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.sharding.sharder import Sharder
+from ringopt.torch_compat.autograd import no_autocast
+from ringopt.torch_compat.fake_tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from ringopt.torch_compat.fx import make_fx
+from ringopt.torch_compat.pytree import tree_leaves
+from ringopt.torch_compat.schema import OpOverload, can_decompose
+from ringopt.torch_compat.tracing import tracing
 
 
 def parts_of(node: fx.Node, handled: frozenset[str]) -> fx.Graph | None:
@@ -31,7 +33,7 @@ def parts_of(node: fx.Node, handled: frozenset[str]) -> fx.Graph | None:
     None where the operator is known itself or none that torch defines by others, or one of these is not known either,
     writes, or is hidden from autograd."""
     target, operands = node.target, list(dict.fromkeys(tensor_args(node)))
-    if not isinstance(target, torch._ops.OpOverload) or not target._can_decompose():
+    if not isinstance(target, OpOverload) or not can_decompose(target):
         return None
     if is_known(node) or op_name(node) in handled:
         return None  # what is known of it has an answer already
@@ -45,7 +47,7 @@ def parts_of(node: fx.Node, handled: frozenset[str]) -> fx.Graph | None:
         return target.decompose(*args, **kwargs)
 
     try:
-        with tracing(None), values[0].fake_mode, torch.enable_grad(), torch._C._DisableAutocast():
+        with tracing(None), values[0].fake_mode, torch.enable_grad(), no_autocast():
             given = [value.detach().requires_grad_(value.is_floating_point()) for value in values]
             traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
             same = gradient_of(run(*given)) == gradient_of(traced(*given))

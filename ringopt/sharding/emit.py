@@ -17,6 +17,7 @@ from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted
 from ringopt.sharding.sharder import Sharder
+from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -120,7 +121,7 @@ def wide_dtype(value: torch.Tensor) -> torch.dtype:
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
-    return any(arg.name == name for arg in node.target._schema.arguments)
+    return any(arg.name == name for arg in schema_of(node.target).arguments)
 
 
 def dims_of(node: fx.Node) -> list[int]:

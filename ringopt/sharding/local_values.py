@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.nodes import is_tensor, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.symbolic_sizes import divides, same
+from ringopt.torch_compat.fake_tensors import FakeTensorMode, detect_fake_mode, enable_python_dispatcher
+from ringopt.torch_compat.symbolic_shapes import compute_unbacked_bindings
 
 
 def open_sizes(mode: FakeTensorMode) -> AbstractContextManager[None]:
@@ -37,7 +36,7 @@ class LocalValues(fx.Interpreter):
         value = super().run_node(node)
         if node.op == "call_function":
             node.meta["val"] = value
-            shape_env = getattr(torch._guards.detect_fake_mode(), "shape_env", None)
+            shape_env = getattr(detect_fake_mode(), "shape_env", None)
             if shape_env is not None and (symbols := compute_unbacked_bindings(shape_env, value)):
                 node.meta["unbacked_bindings"] = symbols
         return value

@@ -38,6 +38,8 @@ from ringopt.ir.notes import NAMED, PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, same
 from ringopt.ops import operators
+from ringopt.torch_compat.operators import UNSAFE_VIEW
+from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -115,7 +117,7 @@ class Sharder:
         """The op as it was, on whole operands: always right."""
         self.reader = node
         made = self.graph.node_copy(node, self.replicated)
-        if node.target in (aten.view.default, aten._unsafe_view.default):
+        if node.target in (aten.view.default, UNSAFE_VIEW):
             made.target = aten.reshape.default  # what was gathered has other strides, of which there may be no view
         self.set(node, made, None)
 
@@ -332,7 +334,8 @@ class Sharder:
 
     def step(self, target: Any, *args: Any, like: fx.Node, placement: Sharded | None = None, **kwargs: Any) -> fx.Node:
         """A node on the way to the value of `like`, of a shape of its own."""
-        new = self.call(target, args, like, placement, kwargs, name=f"{like.name}_{target._schema.name.split('::')[1]}")
+        name = f"{like.name}_{schema_of(target).name.split('::')[1]}"
+        new = self.call(target, args, like, placement, kwargs, name=name)
         new.meta[WHOLE] = None
         return new
 

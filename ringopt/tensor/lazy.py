@@ -20,9 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
 
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
@@ -33,6 +30,11 @@ from ringopt.errors import RingCommError, RingMismatchError
 from ringopt.ir.placement import Spread, same_rows
 from ringopt.ops import operators
 from ringopt.output.printable import logger
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
+from ringopt.torch_compat.operators import TO_COPY
+from ringopt.torch_compat.pytree import tree_map_only
+from ringopt.torch_compat.tensors import NO_TORCH_FUNCTION, make_wrapper, version_of
+from ringopt.torch_compat.tracing import disable_dynamo
 
 log = logger(__name__)
 
@@ -78,7 +80,7 @@ class Shard:
 
     @property
     def rows(self) -> Tensor:
-        if self._whole is None or self._whole._version == self._version:
+        if self._whole is None or version_of(self._whole) == self._version:
             return self._rows
         with unset_fake_temporarily():  # the whole was written since
             return cut(self.spread, self._whole)
@@ -104,7 +106,7 @@ class Shard:
         self._meet(apart)
         with torch.no_grad():
             self._whole = gathered(self.spread, self._rows, apart.name)
-        self._version = 0 if self._whole.is_inference() else self._whole._version
+        self._version = 0 if self._whole.is_inference() else version_of(self._whole)
         return self._whole
 
     def _meet(self, mesh: Mesh) -> None:
@@ -147,16 +149,14 @@ class Lazy(Tensor):
     @staticmethod
     def __new__(cls, shard: Shard) -> Lazy:
         spread, rows = shard.spread, shard._rows
-        made: Lazy = Tensor._make_wrapper_subclass(
-            cls, spread.size, strides=spread.stride, dtype=rows.dtype, device=rows.device
-        )
+        made: Lazy = make_wrapper(cls, spread.size, spread.stride, rows.dtype, rows.device)
         made.shard = shard
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
-    @_disable_dynamo  # it is called from code that Dynamo watches
+    @disable_dynamo  # it is called from code that Dynamo watches
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -218,7 +218,7 @@ def is_alias(func: Any, args: Sequence[Any]) -> bool:
 
 def is_by_entry(func: Any, kwargs: dict[str, Any]) -> bool:
     """A copy, perhaps to another dtype."""
-    return func is aten.clone.default or (func is aten._to_copy.default and set(kwargs) <= {"dtype"})
+    return func is aten.clone.default or (func is TO_COPY and set(kwargs) <= {"dtype"})
 
 
 # ---- from rows to a lazy tensor, and back ----------------------------------------------------------------------------

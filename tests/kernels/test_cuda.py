@@ -4,7 +4,6 @@ kernels, which know names, order and sizes."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringopt.errors import OptionError
-from ringopt.kernels import cuda_cudnn, cuda_efficient, cuda_flash
 from ringopt.kernels.base import Kernel
 from ringopt.kernels.choose import choose
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
 from ringopt.kernels.math import Math
+from ringopt.torch_compat import sdpa
 from tests.kernels.test_kernels import check, draw, operands
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU at hand")
@@ -115,12 +114,9 @@ def efficient_backward(
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"flash": (flash, flash_backward), "cudnn": (cudnn, cudnn_backward)}
     both["efficient"] = (efficient, efficient_backward)  # type: ignore[assignment]
-    table = {}
     for name, (forward, backward) in both.items():
-        table[f"_scaled_dot_product_{name}_attention"] = forward
-        table[f"_scaled_dot_product_{name}_attention_backward"] = backward
-    for module in (cuda_flash, cuda_cudnn, cuda_efficient):
-        monkeypatch.setattr(module, "aten", SimpleNamespace(**table))
+        monkeypatch.setattr(sdpa, name, forward)
+        monkeypatch.setattr(sdpa, f"{name}_backward", backward)
 
 
 @EACH

@@ -19,7 +19,7 @@ from ringopt.context_parallel.plan.exchange import Block
 from ringopt.distributed.mesh import Mesh
 from ringopt.kernels.base import HIDDEN, Kernel, accumulator
 from ringopt.kernels.math import Math, Modifier
-from ringopt.kernels.recording import recording
+from ringopt.torch_compat.autograd import recording
 
 
 class TileKernels:

@@ -16,7 +16,6 @@ from functools import partial
 from math import prod
 
 import torch.fx as fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ringopt.dims.contraction_rules import PRODUCTS
 from ringopt.dims.rule import ViewRule
@@ -28,6 +27,7 @@ from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.handlers.joins import JOINS
 from ringopt.sharding.handlers.patches import CONVOLUTIONS, are_patches, patches
 from ringopt.sharding.sharder import Sharder
+from ringopt.torch_compat.symbolic_shapes import statically_known_true
 
 Demand = tuple[fx.Node, Sharded]
 

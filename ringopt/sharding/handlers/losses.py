@@ -21,6 +21,7 @@ from ringopt.ir.nodes import is_tensor, named, op_name, shape_of, tensor_args, v
 from ringopt.ir.placement import Sharded
 from ringopt.sharding.emit import Handler, Steps, has_argument, wide_dtype
 from ringopt.sharding.sharder import Sharder
+from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -125,7 +126,7 @@ def reduced(sharder: Sharder, node: fx.Node, shape: Sequence[int], rule: Rule) -
 
 def without_reduction(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments with reduction="none"."""
-    place = [arg.name for arg in node.target._schema.arguments].index("reduction")
+    place = [arg.name for arg in schema_of(node.target).arguments].index("reduction")
     if place < len(args):
         return (*args[:place], NONE, *args[place + 1 :]), kwargs
     return args, {**kwargs, "reduction": NONE}

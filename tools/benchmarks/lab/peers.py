@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+
+from ringopt.torch_compat.torch_ring import templated_ring_attention
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -30,17 +31,9 @@ def all_gather(mask: Tensor | None, at_once: bool) -> Run:
 
 
 def torch_ring(group: Any, causal: bool, rotation: str) -> Run:
-    """The only ring of torch that runs on a CPU: private, forward only; causal with its own balanced shards (zigzag).
-    Its keys and values go round by "allgather" or by "alltoall"."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        torch_cp._cp_options.enable_load_balance = causal
-        torch_cp.set_rotate_method(rotation)
-        out: Tensor = torch_cp._templated_ring_attention(group, 2, op, q, k, v, is_causal=causal)[0]
-        return out
-
-    return run
+    """Private, forward only; causal with its own balanced shards (zigzag). Its keys and values go round by "allgather"
+    or by "alltoall"."""
+    return lambda q, k, v: templated_ring_attention(group, q, k, v, causal, balanced=causal, rotation=rotation)
 
 
 def gathered(x: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Training:
             self._runs.append(lambda: run(*inputs))
             return gm.forward
 
-        torch._dynamo.reset()
+        torch.compiler.reset()
         self._expected = self._step(torch.compile(self.model, backend=backend, fullgraph=True, dynamic=False)(self.x))
 
     def _step(self, outputs: Sequence[Tensor]) -> list[Tensor]:

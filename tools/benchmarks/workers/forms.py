@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch
 import torch.fx as fx
 from torch import Tensor
-from torch._dynamo.utils import counters
-from torch._inductor.compile_fx import compile_fx
 
 import ringopt
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers
 from ringopt.tools.benchmarks.models.spellings import Spelled, inputs
+from ringopt.torch_compat import aot_autograd
+from ringopt.torch_compat.aot_autograd import mark_boxed
+from ringopt.torch_compat.dynamo import counters
+from ringopt.torch_compat.inductor import compile_fx
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def by_ringopt(name: str, training: bool) -> Finding:
     model, given = program(name, training)
     report = ringopt.explain(model, *given, world_size=2)
     rewritten = bool(report.sites) and not any(site.refusal for site in report.sites)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
     return Finding(rewritten, error(model, compiled, given))
 
@@ -42,13 +43,13 @@ def by_inductor(name: str, training: bool) -> Finding:
     model, given = program(name, training)
     counters.clear()
     # A graph from the cache would not be looked at anew.
-    with functorch.patch(enable_autograd_cache=False):
+    with aot_autograd.patched(enable_autograd_cache=False):
         far = error(model, torch.compile(model, backend=passes_of_inductor), given)
     return Finding(counters["inductor"]["fuse_attention"] > 0, far)
 
 
 def program(name: str, training: bool) -> tuple[Spelled, list[Tensor]]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return Spelled(name).train(training), inputs(name, torch.float32, requires_grad=training)
 
 
@@ -60,7 +61,7 @@ def error(model: Spelled, compiled: Callable[..., Any], given: Sequence[Tensor])
 
 
 def passes_of_inductor(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    return compile_fx(graph, example_inputs, inner_compile=as_it_is)  # type: ignore[arg-type, return-value]
+    return compile_fx(graph, example_inputs, inner_compile=as_it_is)
 
 
 def as_it_is(graph: fx.GraphModule, _example_inputs: Sequence[Any], **_settings: Any) -> Callable[[list[Any]], Any]:
@@ -71,5 +72,4 @@ def as_it_is(graph: fx.GraphModule, _example_inputs: Sequence[Any], **_settings:
         arguments.clear()
         return graph(*values)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return mark_boxed(run)  # type: ignore[no-any-return]

@@ -41,7 +41,7 @@ def rows_of(name: str, length: int, repeats: int) -> list[Row]:
 
 def timed(name: str, length: int, training: bool, repeats: int) -> tuple[dict[str, float], dict[str, float | None]]:
     """By backend: the median of the seconds, and the distance from eager, None where dropout draws."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     expected = call(name, length, training, None)()
     runs = {backend: call(name, length, training, backend) for backend in BACKENDS}
     draws = training and CASES[name].dropout > 0

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringopt.backend import inner
 from ringopt.distributed.mesh import Mesh, register
@@ -31,6 +30,7 @@ from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.sleeping import FLOPS, Sleeping
 from ringopt.tools.benchmarks.lab.wrapped import Wrapped
 from ringopt.tools.benchmarks.workers.overlap_rank import DIM, HEADS, Case, Rank
+from ringopt.torch_compat.tensors import TorchDispatchMode
 
 WIDTH = HEADS * DIM
 WIDER = 8 * WIDTH
@@ -134,6 +134,6 @@ def compiled(model: Model, x: Tensor, mesh: Mesh, early: bool) -> Callable[[], T
         runs.append(lambda: run(*inputs))
         return run
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(x)
     return lambda: runs[0]()[0]

@@ -19,6 +19,7 @@ from ringopt.options import Options
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.models.decoder import WORDS, Decoder
+from ringopt.torch_compat import inductor as of_inductor
 
 LENGTH = 128
 
@@ -51,7 +52,7 @@ def of_decoder(layers: int, repeats: int) -> Row:
         sizes.append(len(flat.graph.nodes))
         return flat
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     found = step(torch.compile(model, backend=backend, fullgraph=True), model, ids)
     taken = statistics.median(seconds[1:])  # the first turn is for warming up
     far = distance(found, step(model, model, ids))
@@ -65,18 +66,14 @@ def inductor(rank: int, ranks: int, depths: Sequence[int]) -> list[float]:
 
 
 def compiling(layers: int) -> float:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.utils import fresh_cache
-
     (model, ids), begun = made(layers), []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         begun.append(spent())
-        return compile_fx(gm, inputs)
+        return of_inductor.compile_fx(gm, inputs)
 
-    torch._dynamo.reset()
-    with fresh_cache(), config.patch(compile_threads=1):
+    torch.compiler.reset()
+    with of_inductor.fresh_cache(), of_inductor.patched(compile_threads=1):
         run = torch.compile(model, backend=backend, fullgraph=True)
         step(run, model, ids)
         first = spent()

@@ -1,0 +1,122 @@
+"""Dynamo: its settings, its errors, and where it has a graph and its inputs from. Importing this imports all of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.nn.modules.module
+from torch import fx
+from torch._dynamo import config, convert_frame, eval_frame
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchDynamoException
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
+from torch._dynamo.utils import counters
+
+__all__ = [
+    "BackendCompilerFailed",
+    "TensorifyScalarRestartAnalysis",
+    "TensorifyState",
+    "TorchDynamoException",
+    "TransformGetItemToIndex",
+    "aot_eager",
+    "break_reason",
+    "code_being_compiled",
+    "counters",
+    "frames_of_program",
+    "guard_source_of",
+    "is_continuation",
+    "patched",
+    "recompile_limit",
+    "source_of",
+]
+
+# BackendCompilerFailed: what a backend raised, as its inner_exception. TorchDynamoException: every error of Dynamo's.
+# TensorifyScalarRestartAnalysis: raised in a backend, has Dynamo trace the frame again, with the open floats that were
+#     given to TensorifyState.specialize(name) fixed. TensorifyState.force_specializations: the set of these names, of
+#     all frames, which AOTAutograd asks too, and clear() empties.
+# TransformGetItemToIndex(): a mode in which a tensor is indexed by tensors without dims, as mods of flex_attention do.
+# counters: what compilers count, by compiler and by name.
+
+
+def patched(**settings: Any) -> AbstractContextManager[Any]:
+    """Other settings of torch._dynamo.config within the context."""
+    context: AbstractContextManager[Any] = config.patch(settings)
+    return context
+
+
+def recompile_limit() -> int:
+    """How many times Dynamo compiles one frame."""
+    return int(config.recompile_limit)
+
+
+def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], ordered: Callable[[fx.GraphModule], None]) -> Any:
+    """torch's backend of that name, with `ordered` called, in place, on the forward graph and on the backward one."""
+    from torch._dynamo.backends import debugging
+
+    def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        ordered(graph)
+        return debugging.boxed_nop(graph, list(inputs))
+
+    return debugging.aot_eager(gm, list(example_inputs), fw_compiler=compiled, bw_compiler=compiled)
+
+
+# ---- where an input of Dynamo's graph is from ------------------------------------------------------------------------
+def source_of(placeholder: fx.Node) -> str:
+    """The expression of the program that it stands for; "" where that is not known, as after the backend has run."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    return str(getattr(source, "name", ""))
+
+
+def guard_source_of(placeholder: fx.Node) -> str:
+    """What kind of place holds it: "GLOBAL...", "...NN_MODULE..." (a tensor of a model), "LOCAL"; "" where that is not
+    known, and for a number that Dynamo has made a tensor of."""
+    origin = placeholder.meta.get("grapharg")
+    source = getattr(origin, "source", None) if not getattr(origin, "pass_arg_as_tensor", False) else None
+    where = getattr(source, "guard_source", None)
+    return str(getattr(where() if callable(where) else where, "name", ""))  # a method up to torch 2.12
+
+
+# ---- the frames around a compilation ---------------------------------------------------------------------------------
+def break_reason(gm: fx.GraphModule) -> Any:
+    """Why Dynamo ended its graph: graph_break, reason, and user_stack, frames of the program, the last the innermost.
+    None for a graph that Dynamo did not make."""
+    return getattr(gm, "compile_subgraph_reason", None)
+
+
+def code_being_compiled() -> CodeType:
+    """The code of the frame of which Dynamo compiles a graph now."""
+    code: CodeType = InstructionTranslator.current_tx().f_code
+    return code
+
+
+def is_continuation(code: CodeType) -> bool:
+    """Whether Dynamo made it of the rest of a function behind a graph break."""
+    return code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
+def frames_of_program() -> Iterator[FrameType]:
+    """From the function being compiled outwards to the call of what torch.compile gave: the callers in between, the
+    innermost first, without those by which torch.nn calls a module."""
+    plumbing = torch.nn.modules.module.__file__
+    frame = caller_of_compiler()
+    while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
+        if frame.f_code.co_filename != plumbing:
+            yield frame
+        frame = frame.f_back
+
+
+def caller_of_compiler() -> FrameType | None:
+    """The innermost frame of the program that made Dynamo compile."""
+    frame: FrameType | None = sys._getframe()
+    last = None
+    while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
+        if frame.f_code.co_filename == convert_frame.__file__:
+            last = frame
+        frame = frame.f_back
+    return last.f_back if last is not None else None

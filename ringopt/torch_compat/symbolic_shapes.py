@@ -1,0 +1,62 @@
+"""Open sizes: the expressions behind them, what is known of these, and how they are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    _constrain_range_for_size,
+    compute_unbacked_bindings,
+    free_unbacked_symbols,
+    statically_known_true,
+)
+from torch.utils._sympy import functions
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+__all__ = [
+    "FUNCTIONS",
+    "GuardOnDataDependentSymNode",
+    "PythonReferenceAnalysis",
+    "ShapeEnv",
+    "SymNode",
+    "compute_unbacked_bindings",
+    "float_symbol",
+    "free_unbacked_symbols",
+    "statically_known_true",
+    "sympy_interp",
+    "unbacked_size",
+]
+
+# ShapeEnv(): of one program, its symbols, var_to_range and guards; bound_sympy(expr) has the upper bound.
+# SymNode(expr, shape_env, type, hint): what a SymInt, SymFloat or SymBool is made of; `node.expr` of one is its
+#     expression, fixed symbols replaced.
+# statically_known_true(condition): adds no guard.
+# free_unbacked_symbols(value): those in the sizes of a tensor that are known only when the program runs.
+# compute_unbacked_bindings(shape_env, value): where in a value new ones come up, for node.meta["unbacked_bindings"].
+# GuardOnDataDependentSymNode: raised where a decision needs the number of one.
+# sympy_interp(PythonReferenceAnalysis, {symbol: value}, expr): the expression computed with these values, which may be
+#     proxies of a graph.
+
+# The functions that sizes are written in beside sympy's own (FloorDiv, Mod, ...), by name, as they stand in files.
+FUNCTIONS = {name: made for name, made in vars(functions).items() if isinstance(made, type)}
+
+
+def float_symbol(number: torch.SymFloat) -> Any:
+    """The symbol of a float that Dynamo left open, as it was made (not what has replaced it since); None for another
+    number."""
+    symbol = number.node._expr
+    return symbol if symbol.is_Symbol and symbol_is_type(symbol, SymT.FLOAT) else None
+
+
+def unbacked_size(minimum: int) -> torch.SymInt:
+    """In the fake form of an operator: a size that is known when the program runs. Not `get_ctx().new_dynamic_size`: by
+    Dynamo's settings no data makes sizes, and this need not follow from data."""
+    size: torch.SymInt = torch.library.get_ctx()._shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size, min=minimum)
+    return size

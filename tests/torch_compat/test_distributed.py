@@ -1,0 +1,50 @@
+"""Process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringopt.torch_compat.distributed import (
+    all_gather_single,
+    default_store,
+    keeps_order_of_ranks,
+    new_group,
+    store_of,
+)
+
+
+def groups() -> dict[str, Any]:
+    rank = dist.get_rank()
+    default_store().set(f"compat {rank}", "here")
+    dist.barrier()
+    met = default_store().check(["compat 0", "compat 1"])
+    order = [1, 0] if keeps_order_of_ranks() else [0, 1]
+    group = new_group(order, timedelta(seconds=60), members_only=False)
+    counted = store_of(group).add("compat count", 1)
+    dist.barrier()
+    apart = not default_store().check(["compat count"])
+    total = store_of(group).add("compat count", 0)
+    whole = torch.empty(2, dtype=torch.int64)
+    all_gather_single(whole, torch.tensor([rank]), group=group, async_op=True).wait()
+    found = dist.get_process_group_ranks(group)
+    return {"met": met, "counted": counted, "apart": apart, "total": total, "whole": whole.tolist(), "order": found}
+
+
+def test_stores_and_groups(ranks: Callable[..., list[Any]]) -> None:
+    found = ranks(2, groups)
+    order = [1, 0] if keeps_order_of_ranks() else [0, 1]
+    for each in found:
+        assert each["met"] and each["apart"] and each["total"] == 2
+        assert each["order"] == each["whole"] == order
+    assert {each["counted"] for each in found} == {1, 2}
+
+
+def test_what_depends_on_the_release() -> None:
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert keeps_order_of_ranks() == (release >= (2, 12))
+    assert all_gather_single.__name__ == ("all_gather_single" if release >= (2, 13) else "all_gather_into_tensor")

@@ -1,0 +1,167 @@
+"""Dynamo: settings, errors, sources, and the frames around a compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.dynamo import (
+    BackendCompilerFailed,
+    TensorifyScalarRestartAnalysis,
+    TensorifyState,
+    TorchDynamoException,
+    TransformGetItemToIndex,
+    counters,
+)
+
+Backend = Callable[[torch.fx.GraphModule, Any], Any]
+
+
+def looking(look: Callable[[torch.fx.GraphModule], None]) -> Backend:
+    def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
+        look(gm)
+        return gm
+
+    return backend
+
+
+def test_what_a_backend_raises_comes_with_its_cause() -> None:
+    def fail(_gm: torch.fx.GraphModule) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(BackendCompilerFailed) as raised:
+        torch.compile(torch.sin, backend=looking(fail))(torch.ones(1))
+    assert isinstance(raised.value.inner_exception, ValueError)
+    assert issubclass(BackendCompilerFailed, TorchDynamoException)
+    assert issubclass(TensorifyScalarRestartAnalysis, TorchDynamoException)
+
+
+def test_an_open_float_is_fixed_on_request() -> None:
+    symbols: list[Any] = []
+
+    def look(gm: torch.fx.GraphModule) -> None:
+        taken = gm.graph.find_nodes(op="call_method", target="item")
+        symbols.append([str(node.meta["example_value"].node.expr) for node in taken])
+        for name in symbols[-1]:
+            TensorifyState.specialize(name)
+            assert name in TensorifyState.force_specializations
+        if taken:
+            raise TensorifyScalarRestartAnalysis
+
+    run = torch.compile(lambda x, scale: x * scale, backend=looking(look))
+    assert [run(torch.ones(1), scale).item() for scale in (1.5, 2.5)] == [1.5, 2.5]
+    TensorifyState.clear()
+    assert len(symbols) == 3 and symbols[1] and not symbols[2] and not TensorifyState.force_specializations
+
+
+def test_numbers_in_tensors_index_tensors() -> None:
+    x = torch.arange(6).view(2, 3)
+    with TransformGetItemToIndex():
+        found = torch.vmap(lambda i: x[i, 1])(torch.tensor([1, 0]))
+    assert found.tolist() == [4, 1]
+
+
+def test_settings_and_their_end() -> None:
+    limit = dynamo.recompile_limit()
+    with dynamo.patched(recompile_limit=limit + 3, automatic_dynamic_shapes=False):
+        assert dynamo.recompile_limit() == limit + 3
+    assert dynamo.recompile_limit() == limit
+
+
+def test_compilers_count_by_name() -> None:
+    counters.clear()
+    torch.compile(torch.sin, backend=looking(lambda gm: None))(torch.ones(3))
+    assert counters["stats"]["unique_graphs"] >= 1 and counters["inductor"]["fuse_attention"] == 0
+
+
+def test_forward_and_backward_are_handed_over() -> None:
+    graphs: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return dynamo.aot_eager(gm, inputs, lambda graph: graphs.append(graph.code))
+
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: x.sin(), backend=backend)(x).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, torch.ones(2).cos())
+    assert len(graphs) == 2 and "sin" in graphs[0] and "cos" in graphs[1]
+
+
+# ---- where an input is from ------------------------------------------------------------------------------------------
+TABLE = torch.ones(2)
+
+
+def test_inputs_tell_where_they_are_from() -> None:
+    class Program(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.mask * TABLE
+
+    found: dict[str, str] = {}
+
+    def look(gm: torch.fx.GraphModule) -> None:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        found.update({dynamo.source_of(node): dynamo.guard_source_of(node) for node in placeholders})
+
+    torch.compile(Program(), backend=looking(look))(torch.zeros(2))
+    assert len(found) == 3 and found["L['x']"] == "LOCAL"
+    (mask,) = (kind for name, kind in found.items() if "mask" in name)
+    (table,) = (kind for name, kind in found.items() if "TABLE" in name)
+    assert "NN_MODULE" in mask and table.startswith("GLOBAL")
+
+
+def test_a_number_made_a_tensor_has_no_place() -> None:
+    found: list[str] = []
+
+    def look(gm: torch.fx.GraphModule) -> None:
+        taken = gm.graph.find_nodes(op="call_method", target="item")
+        found.extend(dynamo.guard_source_of(node.args[0]) for node in taken)
+
+    run = torch.compile(lambda x, scale: x * scale, backend=looking(look))
+    for scale in (1.25, 2.25):
+        run(torch.ones(2), scale)
+    assert found == [""]
+
+
+def test_what_is_not_dynamos_says_nothing() -> None:
+    gm = torch.fx.symbolic_trace(lambda x: x.sin())
+    (node,) = gm.graph.find_nodes(op="placeholder")
+    assert dynamo.source_of(node) == dynamo.guard_source_of(node) == "" and dynamo.break_reason(gm) is None
+
+
+# ---- frames ----------------------------------------------------------------------------------------------------------
+def inner(x: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return y.cos()
+
+
+class Outer(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return inner(x).exp()
+
+
+def test_frames_from_the_function_that_is_compiled_outwards() -> None:
+    found: list[tuple[bool, str, bool, list[str]]] = []
+
+    def look(gm: torch.fx.GraphModule) -> None:
+        code, reason = dynamo.code_being_compiled(), dynamo.break_reason(gm)
+        callers = [frame.f_code.co_name for frame in dynamo.frames_of_program()]
+        found.append((reason.graph_break, code.co_name, dynamo.is_continuation(code), callers))
+        if reason.graph_break:
+            assert reason.user_stack[-1].name == "inner" and "graph_break" in reason.user_stack[-1].line
+            assert isinstance(reason.reason, str)
+
+    torch.compile(Outer(), backend=looking(look))(torch.ones(2))
+    assert len(found) == 3
+    first, rest, end = found
+    assert first[0] and not first[2]
+    assert not rest[0] and rest[2] and "inner" in rest[1] and rest[3]
+    assert not end[0] and end[2] and "forward" in end[1]

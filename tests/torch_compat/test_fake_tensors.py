@@ -1,0 +1,77 @@
+"""Fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ringopt.torch_compat.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    unset_fake_temporarily,
+)
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv
+from ringopt.torch_compat.tracing import TracingContext, tracing
+
+
+def test_operators_under_a_mode_give_fakes_that_know_it() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=None)
+    with mode:
+        x = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert isinstance(x, FakeTensor) and x.fake_mode is mode and x.shape == (2, 4) and x.device.type == "cpu"
+    y = mode.from_tensor(torch.ones(3, 2).t(), static_shapes=True)
+    assert isinstance(y, FakeTensor) and y.stride() == (1, 2) and isinstance(y.shape[0], int)
+    assert isinstance(x.sum() + torch.ones(()), FakeTensor)  # beside a tensor that is none
+
+
+def test_numbers_are_computed_below_a_mode() -> None:
+    with FakeTensorMode(), unset_fake_temporarily():
+        x = torch.ones(2).sum()
+    assert not isinstance(x, FakeTensor) and x.item() == 2
+
+
+def test_what_a_mode_gives_may_be_changed() -> None:
+    class Wider(FakeTensorMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        ) -> Any:
+            found = super().__torch_dispatch__(func, types, args, kwargs or {})
+            return found.double() if func is torch.ops.aten.sin.default else found
+
+    with Wider():
+        assert torch.sin(torch.ones(2)).dtype == torch.float64
+
+
+def test_the_mode_that_is_on_is_found() -> None:
+    assert detect_fake_mode() is None
+    mode = FakeTensorMode()
+    with mode:
+        assert detect_fake_mode() is mode
+    with tracing(TracingContext(mode)):
+        assert detect_fake_mode() is mode
+
+
+def test_what_only_numbers_tell_is_an_error_with_the_operator() -> None:
+    with FakeTensorMode():
+        x = torch.ones(3)
+        with pytest.raises(DataDependentOutputException) as number:
+            x.sum().item()
+        with pytest.raises(DynamicOutputShapeException) as size:
+            x.nonzero()
+    assert "item" in str(number.value.func) or "_local_scalar_dense" in str(number.value.func)
+    assert "nonzero" in str(size.value.func)
+
+
+def test_open_sizes_go_through_python_kernels() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.ones(7, 3))
+    with mode, enable_python_dispatcher():
+        product = torch.ops.aten.matmul.default(x, torch.ones(3, 2))
+    assert isinstance(product.shape[0], torch.SymInt) and product.shape[1] == 2

@@ -1,0 +1,57 @@
+"""Inductor as a compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringopt.torch_compat import inductor
+from ringopt.torch_compat.aot_autograd import mark_boxed
+
+
+def test_a_graph_is_compiled_with_settings_in_the_place_of_generated_code() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def inner_compile(graph: torch.fx.GraphModule, _inputs: Any, **_settings: Any) -> Any:
+        graphs.append(graph)
+
+        def run(arguments: list[Any]) -> Any:
+            values = list(arguments)
+            arguments.clear()
+            return graph(*values)
+
+        return mark_boxed(run)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return inductor.compile_fx(gm, inputs, {"max_autotune": False}, inner_compile)
+
+    x = torch.ones(3)
+    assert torch.allclose(torch.compile(lambda x: x.sin() + 1, backend=backend)(x), x.sin() + 1)
+    assert len(graphs) == 1
+
+
+def test_a_mode_stands_for_settings() -> None:
+    assert inductor.list_mode_options("max-autotune")["max_autotune"] is True
+
+
+def test_random_numbers_are_drawn_as_in_eager_where_it_is_set() -> None:
+    assert not inductor.draws_as_eager()
+    with inductor.patched(fallback_random=True):
+        assert inductor.draws_as_eager()
+    assert not inductor.draws_as_eager()
+
+
+def test_decompositions_are_by_operator() -> None:
+    table = inductor.select_decomp_table()
+    assert torch.ops.aten.addmm.default in table or torch.ops.aten.log_softmax.int in table
+    assert all(callable(form) for form in table.values())
+
+
+def test_a_cache_of_its_own() -> None:
+    import os
+
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with inductor.fresh_cache():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != before
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before

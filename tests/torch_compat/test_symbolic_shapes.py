@@ -1,0 +1,114 @@
+"""Open sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.fx as fx
+
+from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from ringopt.torch_compat.symbolic_shapes import (
+    FUNCTIONS,
+    GuardOnDataDependentSymNode,
+    PythonReferenceAnalysis,
+    ShapeEnv,
+    SymNode,
+    compute_unbacked_bindings,
+    float_symbol,
+    free_unbacked_symbols,
+    statically_known_true,
+    sympy_interp,
+    unbacked_size,
+)
+
+
+def open_tensor(env: ShapeEnv) -> Any:
+    """[n, 3]."""
+    return FakeTensorMode(shape_env=env).from_tensor(torch.ones(7, 3))
+
+
+def test_a_size_has_an_expression_and_a_decision_is_a_guard() -> None:
+    env = ShapeEnv()
+    size = open_tensor(env).shape[0]
+    assert size.node.expr.is_Symbol and size.node.shape_env is env and size.node.hint == 7
+    assert statically_known_true(size * 2 >= size) and not statically_known_true(size == 7)
+    assert not env.guards
+    assert size > 5 and len(env.guards) == 1
+    assert env.bound_sympy(size.node.expr).lower >= 2
+    assert int(size) == 7 and size.node.expr == 7
+
+
+def test_a_number_of_a_program_is_made_of_an_expression() -> None:
+    env, symbol = ShapeEnv(), sympy.Symbol("s0", integer=True)
+    size = torch.SymInt(SymNode(symbol + 1, env, int, 1))
+    assert (size * 2).node.expr == 2 * symbol + 2
+
+
+def test_a_size_without_a_number_is_known_as_such() -> None:
+    env = ShapeEnv()
+    size = env.create_unbacked_symint()
+    with FakeTensorMode(shape_env=env):
+        x = torch.empty(size, 2)
+    assert free_unbacked_symbols(x) == {size.node.expr} and not free_unbacked_symbols(torch.ones(2))
+    with pytest.raises(GuardOnDataDependentSymNode):
+        bool(size > 5)
+
+
+def test_where_a_new_size_comes_up_is_told() -> None:
+    env = ShapeEnv(allow_dynamic_output_shape_ops=True)
+    mode = FakeTensorMode(shape_env=env)
+    x = mode.from_tensor(torch.ones(4))
+    with mode:
+        found = torch.nonzero(x)
+    bindings = compute_unbacked_bindings(env, found)
+    assert bindings is not None and list(bindings) == [found.shape[0].node.expr]
+
+
+def test_an_expression_is_computed_with_nodes_of_a_graph() -> None:
+    symbol = sympy.Symbol("s0", integer=True)
+    tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
+    proxy = fx.Proxy(tracer.graph.placeholder("n"), tracer)
+    formula = FUNCTIONS["FloorDiv"](symbol + 1, 2)
+    assert sympy_interp(PythonReferenceAnalysis, {symbol: 6}, formula) == 3
+    found = sympy_interp(PythonReferenceAnalysis, {symbol: proxy}, formula)
+    assert isinstance(found, fx.Proxy) and len(tracer.graph.nodes) == 3
+
+
+def test_the_functions_of_sizes_in_files() -> None:
+    assert {"FloorDiv", "CleanDiv", "Mod", "PythonMod", "Max", "Min", "ModularIndexing", "Where"} <= FUNCTIONS.keys()
+    assert sympy.sympify("FloorDiv(s0, 2)", locals=FUNCTIONS).subs("s0", 7) == 3
+
+
+def test_a_float_that_dynamo_leaves_open_is_a_symbol() -> None:
+    found: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
+        values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="call_method", target="item"))
+        found.extend(float_symbol(value) for value in values if isinstance(value, torch.SymFloat))
+        return gm
+
+    run = torch.compile(lambda x, scale: x * scale, backend=backend)
+    for scale in (1.5, 2.5):
+        run(torch.ones(2), scale)
+    assert [symbol.is_Symbol for symbol in found] == [True]
+
+
+def test_an_operator_gives_a_size_that_is_not_known_yet() -> None:
+    @torch.library.custom_op("ringopt_test::rows", mutates_args=())
+    def rows(x: torch.Tensor) -> int:
+        return len(x)
+
+    @rows.register_fake
+    def _(x: torch.Tensor) -> int:
+        return unbacked_size(minimum=3)  # type: ignore[return-value]
+
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    x = mode.from_tensor(torch.ones(4))
+    with mode:
+        size: Any = rows(x)
+    assert isinstance(size, torch.SymInt) and size.node.expr in env.var_to_range
+    assert env.var_to_range[size.node.expr].lower == 3
