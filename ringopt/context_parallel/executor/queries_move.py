@@ -55,8 +55,9 @@ def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[T
     merged, found = Merged(q, v.shape[3]), [task.sums.home()]
     if attention.exchange.merges:  # in the order of the ranks, so that all have the same bits
         parts = mesh.all_gather(torch.cat(found[0], -1), "forward merge")
-        # Each of its own memory: the first of them becomes the result, which is two tensors.
-        found = [(part[..., :-1].clone(), part[..., -1:].clone()) for part in parts]
+        # The first becomes the result, which is two tensors, each of its own memory.
+        found = [(part[..., :-1], part[..., -1:]) for part in parts]
+        found[0] = (found[0][0].clone(), found[0][1].clone())
     for out, lse in found:
         merged.add(slice(0, q.shape[2]), out, lse.squeeze(-1))
     return task.tiles.completed(merged, given.sinks)
