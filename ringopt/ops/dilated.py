@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.executor.dilated import attend_dilated, attend_dilated_backward, begin_dilated
-from ringopt.context_parallel.executor.dilated_operands import DilatedAttention, Operands, Saved
+from ringopt.context_parallel.executor.dilated.attend import attend_dilated, attend_dilated_backward, begin_dilated
+from ringopt.context_parallel.executor.dilated.operands import DilatedAttention, Operands, Saved
 from ringopt.context_parallel.executor.loop import Posted
 from ringopt.context_parallel.executor.operands import Operands as Shards
 from ringopt.context_parallel.geometry.dilation import dilation_of

@@ -5,7 +5,7 @@
 Ring attention (Liu et al. 2023) is this loop over a plan in which everybody sends K and V to the next rank. What
 differs is in the plan (plan/exchange.py) and in a `Task`: what is packed into a message, what a block computes, where
 its result is merged. Keys and values travel (keys_move.py), queries do (queries_move.py), or those of several dilated
-terms at once (dilated_cut.py); where heads are traded (heads_move.py), this is what runs between the trades.
+terms at once (dilated/cut.py); where heads are traded (heads_move.py), this is what runs between the trades.
 """
 
 from __future__ import annotations

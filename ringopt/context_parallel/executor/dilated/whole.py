@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.executor.dilated_operands import (
+from ringopt.context_parallel.executor.dilated.operands import (
     DilatedAttention,
     Operands,
     Saved,
     additive,
     dropout_of,
 )
-from ringopt.context_parallel.executor.dilated_views import (
+from ringopt.context_parallel.executor.dilated.views import (
     batched,
     collected,
     in_segments,

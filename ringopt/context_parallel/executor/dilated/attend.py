@@ -1,7 +1,7 @@
 """Runs dilated attention on one rank, forward and backward.
 
-Segments that are whole on this rank are computed under the first messages (dilated_whole.py); of segments that are cut
-all terms run their plans together, a step of each at a time (dilated_cut.py). Each term gives a partial softmax of the
+Segments that are whole on this rank are computed under the first messages (whole.py); of segments that are cut
+all terms run their plans together, a step of each at a time (cut.py). Each term gives a partial softmax of the
 rows it keeps. They merge by log-sum-exp, and backward each needs nothing but the output and the log-sum-exp of all.
 
 Weights are dropped by the place of query and key in the sequence (dropout.py), so a pair of two patterns is dropped in
@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.executor.dilated_cut import CutBackward, CutForward, TermKeys
-from ringopt.context_parallel.executor.dilated_operands import DilatedAttention, Operands, Saved
-from ringopt.context_parallel.executor.dilated_whole import wholes
+from ringopt.context_parallel.executor.dilated.cut import CutBackward, CutForward, TermKeys
+from ringopt.context_parallel.executor.dilated.operands import DilatedAttention, Operands, Saved
+from ringopt.context_parallel.executor.dilated.whole import wholes
 from ringopt.context_parallel.executor.interleave import run_alone
 from ringopt.context_parallel.executor.loop import Posted, Run, post
 from ringopt.context_parallel.executor.merge_lse import add_logits_

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.buffers import Gradients, Held, KVShape, Local
-from ringopt.context_parallel.executor.dilated_operands import (
+from ringopt.context_parallel.executor.dilated.operands import (
     DilatedAttention,
     Operands,
     Saved,
     additive,
     dropout_of,
 )
-from ringopt.context_parallel.executor.dilated_views import collected, of_heads, packed, places, spread, views
+from ringopt.context_parallel.executor.dilated.views import collected, of_heads, packed, places, spread, views
 from ringopt.context_parallel.executor.loop import Task, leaving
 from ringopt.context_parallel.executor.merge_lse import Merged, merge_
 from ringopt.context_parallel.geometry.local_segments import Segments
