@@ -50,6 +50,8 @@ class Remember(Pass):
     """Keeps the graph as it is now, to compute what it computes; and its constants, as the backend does."""
 
     name = "remember"
+    reads = ("sites",)
+    writes = ("values",)
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         self.masks = {node.name: node.args[3].name for node in context.sites if node.args[3] is not None}
