@@ -239,8 +239,8 @@ def test_two_members_of_one_name_are_refused(good: Path, capsys: pytest.CaptureF
 
 def test_an_archive_that_torch_reads_otherwise_is_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = rewritten(good, Path("other.pt2"), at("torch_version", put="9"))
-    reader = torch._C.PyTorchFileReader
-    monkeypatch.setattr(torch._C, "PyTorchFileReader", lambda _path: reader(str(other)))
+    reader = pt2_archive.FileReader
+    monkeypatch.setattr(pt2_archive, "FileReader", lambda _path: reader(str(other)))
     with pytest.raises(ProgramError, match="two readers of zip archives read it apart"):
         check_readers(good)
 
