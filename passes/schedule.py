@@ -24,9 +24,9 @@ import torch.fx as fx
 
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.cost.site import rates_for
+from ringopt.dims.products import is_product
 from ringopt.distributed.mesh import ANY
 from ringopt.ir.nodes import named, op_name
-from ringopt.ir.products import is_product
 from ringopt.ops.traits import attends, exchanges
 from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.held_back import held_back

@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch.fx as fx
 
+from ringopt.dims.products import is_counted, summed
 from ringopt.ir.nodes import op_name
-from ringopt.ir.products import is_counted, summed
 from ringopt.ops import conjugates, traffic, work
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import Sending

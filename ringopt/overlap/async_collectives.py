@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.dims.products import is_product
 from ringopt.ir.nodes import op_name, origin, value_of
-from ringopt.ir.products import is_product
 from ringopt.ops import operators
 from ringopt.ops.traits import attends, is_halved, is_start, sends, starts_keys
 from ringopt.overlap.reorder import (

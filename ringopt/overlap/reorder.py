@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.dims.products import summed
 from ringopt.ir.nodes import is_random, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
-from ringopt.ir.products import summed
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops.traits import sends
 from ringopt.torch_compat.schema import HigherOrderOperator, OpOverload, schema_of

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from ringopt.dims.products import is_product
 from ringopt.ir.nodes import is_aten, value_of
-from ringopt.ir.products import is_product
 from ringopt.torch_compat.inductor_passes import FORCE_STRIDE_ORDER
 from ringopt.torch_compat.schema import OpOverload, schema_of
 from ringopt.torch_compat.symbolic_shapes import free_unbacked_symbols

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.dims.products import is_product
 from ringopt.ir.nodes import named, op_name, origin, shape_of, value_of
-from ringopt.ir.products import is_product
 from ringopt.ops import operators
 from ringopt.ops.dilated import Config as DilatedConfig
 from ringopt.ops.ring import Config

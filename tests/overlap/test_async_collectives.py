@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ringopt
-from ringopt.ir.products import is_product
+from ringopt.dims.products import is_product
 from ringopt.overlap import in_flight
 from ringopt.overlap.reorder import flops_of
 from tests.harness.alone import step_of

@@ -11,9 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringopt.dims.products import is_product
 from ringopt.drivers.compile import transform
 from ringopt.ir.nodes import op_name
-from ringopt.ir.products import is_product
 from ringopt.ops.traits import is_start, sends
 from ringopt.options import Options
 from ringopt.overlap.reorder import flops_of

@@ -20,11 +20,11 @@ from functools import partial
 import torch
 import torch.fx as fx
 
+from ringopt.dims.products import GROUPED
 from ringopt.dims.rule import Rule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.placement import Sharded
-from ringopt.ir.products import GROUPED
 from ringopt.ir.symbolic_sizes import divides, same
 from ringopt.sharding.handlers.random import dropout
 from ringopt.sharding.sharder import Sharder

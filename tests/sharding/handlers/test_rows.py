@@ -127,7 +127,8 @@ def traffic_of(step, n, layout):
     with record_traffic() as traffic, torch.no_grad():
         run_on_threads(3, lambda mesh: made[mesh.rank].graph(*given))
     sent = sum(event.bytes for event in traffic.of(1).events if event.label == "fetch_rows")
-    assert made[1].report.bytes_sent - plain.report.bytes_sent == sent
+    sums = made[1].report.bytes_sent - plain.report.bytes_sent - sent  # of single numbers, such as a loss
+    assert 0 <= sums <= 3 * 8
     return sent
 
 
