@@ -17,9 +17,9 @@ import torch.fx as fx
 
 from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.fake_cache import Answers
-from ringopt.ir.memory import LOST, Memory, storages
+from ringopt.ir.memory import LOST, storages
 from ringopt.ir.nodes import origin, outputs_of, value_of
-from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES
+from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, Memory
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_nodes
 from ringopt.pipeline import Context, Pass
@@ -91,7 +91,7 @@ def keep_memory(graph: fx.Graph, context: Context) -> None:
             continue
         (storage,) = storages(out)
         found = owners.setdefault(storage, ("output", place))
-        if found == memory:
+        if found == memory or (memory[0] == "input" and storage in storages(inputs[memory[1]])):
             continue
         if memory != ("output", place):
             raise GraphRefused(Refusal(LOST.format(out.name), out))

@@ -9,7 +9,7 @@ from typing import Any
 import torch.fx as fx
 
 from ringopt.ir.nodes import outputs_of
-from ringopt.ir.notes import STRIDES
+from ringopt.ir.notes import MEMORY, STRIDES, Memory
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,19 @@ class Order:
             end.args = (tuple(found[place] for place in self.outputs),)
         if STRIDES in end.meta:
             end.meta[STRIDES] = [end.meta[STRIDES][place] for place in self.outputs]
+        if MEMORY in end.meta:
+            end.meta[MEMORY] = self.of_memory(end.meta[MEMORY])
+
+    def of_memory(self, memory: Sequence[Memory | None]) -> list[Memory | None]:
+        """In whose memory outputs lie (ir/memory.py): places of inputs, and of the first output that lies there."""
+        inputs, first, found = inverse(self.inputs), dict[int, int](), list[Memory | None]()
+        for new, old in enumerate(self.outputs):
+            owner = memory[old]
+            if owner is not None:
+                kind, place = owner
+                owner = (kind, inputs[place] if kind == "input" else first.setdefault(place, new))
+            found.append(owner)
+        return found
 
     def of_inputs(self, values: Sequence[Any]) -> list[Any]:
         return [values[place] for place in self.inputs]

@@ -18,11 +18,9 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import outputs_of, value_of
-from ringopt.ir.notes import MEMORY, VIEW_OF
+from ringopt.ir.notes import MEMORY, VIEW_OF, Memory
 from ringopt.ir.refusal import Refusal
 from ringopt.torch_compat.tensors import storage_key
-
-Memory = tuple[str, int]  # "input" or "output", and the place of the first that lies in it
 
 LOST = "{} is returned, which lies in the memory of another value that the caller has; as shards it would not"
 

@@ -24,6 +24,7 @@ CONTENT = "content"
 OF_PROGRAM = "belongs_to_program"
 STRIDES = "strides"
 MEMORY = "memory"
+Memory = tuple[str, int]  # "input" or "output", and the place of the first that lies in it
 VIEW_OF = "view_of"
 STANDS_FOR = "stands_for"
 WRITTEN = "written"
