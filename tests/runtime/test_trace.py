@@ -174,7 +174,7 @@ def test_errors(
 def test_a_trace_that_cannot_be_written_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    monkeypatch.setattr("ringopt.timeline.EVERY", -1.0)
+    monkeypatch.setattr("ringopt.runtime.trace.EVERY", -1.0)
     trace, real = Trace(str(tmp_path), 0), Path.write_text
     trace.called()
     before = trace.path.read_text()
