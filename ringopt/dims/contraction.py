@@ -62,6 +62,7 @@ def product_of(node: fx.Node) -> Product | None:
 
 # ---- one maker an op -------------------------------------------------------------------------------------------------
 def matmul(node: fx.Node) -> Product | None:
+    """matmul, bmm, mm of two matrices or batches of them; none where an operand is a vector."""
     left, right = node.args[:2]
     if len(shape_of(left)) < 2 or len(shape_of(right)) < 2:
         return None
@@ -69,6 +70,7 @@ def matmul(node: fx.Node) -> Product | None:
 
 
 def linear(node: fx.Node) -> Product | None:
+    """x [..., d] by a weight [j, d]; none with a bias, whose addition is no part of the contraction."""
     if len(node.args) > 2 and node.args[2] is not None:
         return None
     rank = len(shape_of(node))
@@ -87,15 +89,16 @@ def by_letters(node: fx.Node, operands: tuple[fx.Node, fx.Node], ends: tuple[str
         sizes = shape_of(operand)[: -len(end)]
         whole = shape_of(node)[rank - len(sizes) : rank]
         own = batch[rank - len(sizes) :]
-        letters.append((*broadcast(own, sizes, whole), *end))
+        letters.append((*_broadcast(own, sizes, whole), *end))
     return Product(node, operands, (letters[0], letters[1]), (*batch, *out))
 
 
-def broadcast(letters: Sequence[str], sizes: Sequence[int], whole: Sequence[int]) -> Letters:
+def _broadcast(letters: Sequence[str], sizes: Sequence[int], whole: Sequence[int]) -> Letters:
     return tuple(letter if size == full else None for letter, size, full in zip(letters, sizes, whole, strict=True))
 
 
 def einsum(node: fx.Node) -> Product | None:
+    """An explicit equation of two operands, ellipses included; none for diagonals ("ii") and implicit outputs."""
     equation, operands = node.args[0].replace(" ", ""), list(node.args[1])
     if len(operands) != 2 or "->" not in equation:
         return None
@@ -136,7 +139,7 @@ def multiply_and_sum(node: fx.Node) -> Product | None:
     for operand in times.args:
         sizes = shape_of(operand)
         own = names[rank - len(sizes) :]
-        letters.append(broadcast(own, sizes, shape_of(times)[rank - len(sizes) :]))
+        letters.append(_broadcast(own, sizes, shape_of(times)[rank - len(sizes) :]))
     out = tuple(letter for dim, letter in enumerate(names) if dim not in gone)
     return Product(node, (times.args[0], times.args[1]), (letters[0], letters[1]), out)
 

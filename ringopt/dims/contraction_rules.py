@@ -11,6 +11,8 @@ from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args
 
 # ---- products ------------------------------------------------------------------------------------------------------
 def linear(node: fx.Node) -> Rule:
+    """Features are contracted; leading dims run along, and the output's last dim is the weight's first. With a bias
+    partial sums would add it once a rank, so nothing counts as summed."""
     rank, operands = len(shape_of(node)), list(tensor_args(node))
     with_bias = len(operands) == 3
     weight = {rank - 1: 0} if len(shape_of(operands[1])) == 2 else {}
@@ -39,11 +41,13 @@ def matmul(node: fx.Node) -> Rule:
 
 
 def addmm(node: fx.Node) -> Rule:
+    """Rows of the left matrix, columns of the right one; the bias is broadcast."""
     out, bias = shape_of(node), shape_of(node.args[0])
     return Rule((aligned(out, bias), {0: 0}, {1: 1}))
 
 
 def baddbmm(node: fx.Node) -> Rule:
+    """As addmm, with a batch dim in front."""
     out, bias = shape_of(node), shape_of(node.args[0])
     return Rule((aligned(out, bias), {0: 0, 1: 1}, {0: 0, 2: 2}))
 
@@ -92,7 +96,7 @@ def tensordot(node: fx.Node) -> Rule:
 
 
 def inner(node: fx.Node) -> Rule | None:
-    """Products of rows with rows."""
+    """The last dims of both are contracted; no rule for scalars."""
     left, right = (len(shape_of(arg)) for arg in node.args[:2])
     if not left or not right:
         return None
@@ -102,6 +106,7 @@ def inner(node: fx.Node) -> Rule | None:
 
 
 def bilinear(node: fx.Node) -> Rule:
+    """All dims but the features run along in both inputs; weight and bias are replicated."""
     rows = same(len(shape_of(node)) - 1)
     return Rule((rows, rows, *({} for _ in list(tensor_args(node))[2:])))
 
@@ -116,11 +121,13 @@ def cdist(node: fx.Node) -> Rule | None:
 
 
 def addmv(node: fx.Node) -> Rule:
+    """Rows of the matrix; the vector is replicated, the bias is broadcast."""
     return Rule((aligned(shape_of(node), shape_of(node.args[0])), {0: 0}, {}))
 
 
 # ---- look-ups ------------------------------------------------------------------------------------------------------
 def embedding(node: fx.Node) -> Rule | None:
+    """Dims of the indices run along; the table is replicated."""
     if argument(node, 3, "scale_grad_by_freq", False):
         return None  # the gradient is divided by how often an index occurs in the whole batch
     return Rule(({}, same(len(shape_of(node.args[1])))))
@@ -144,17 +151,19 @@ def index(node: fx.Node) -> Rule | None:
 
 
 def index_select(node: fx.Node) -> Rule:
+    """The indexed dim is that of the indices; the source is replicated along it."""
     rank = len(shape_of(node))
     dim = node.args[1] % rank
     return Rule((same(rank, (dim,)), {dim: 0}))
 
 
 def one_hot(node: fx.Node) -> Rule:
+    """Dims of the indices run along; the last dim, the classes, is new."""
     return Rule((same(len(shape_of(node.args[0]))),))
 
 
 def gather(node: fx.Node) -> Rule | None:
-    """gather, take_along_dim."""
+    """gather, take_along_dim: the dim of the look-up is that of the indices; of the others those of equal size."""
     rank = len(shape_of(node))
     source, index, dim = node.args[0], node.args[1], argument(node, 2, "dim")
     if op_name(node) == "gather":
@@ -168,14 +177,14 @@ def gather(node: fx.Node) -> Rule | None:
 
 
 def scatter(node: fx.Node) -> Rule:
-    """scatter, scatter_add: along dims in which target, index and source have the same size."""
+    """scatter, scatter_add, scatter_reduce: dims in which target, index and source have the same size."""
     sizes, dim = [shape_of(arg) for arg in tensor_args(node)], node.args[1] % len(shape_of(node))
     along = {d: d for d, size in enumerate(shape_of(node)) if d != dim and all(other[d] == size for other in sizes)}
     return Rule(tuple(along for _ in sizes))
 
 
 def index_add(node: fx.Node) -> Rule | None:
-    """index_add, index_copy: along all dims but the indexed one."""
+    """index_add, index_copy: all dims but the indexed one."""
     rank, source = len(shape_of(node)), node.args[3]
     if len(shape_of(source)) != rank:
         return None
@@ -184,12 +193,13 @@ def index_add(node: fx.Node) -> Rule | None:
 
 
 def index_fill(node: fx.Node) -> Rule:
+    """All dims but the indexed one; indices and value are replicated."""
     dims = same(len(shape_of(node)), (node.args[1] % len(shape_of(node)),))
     return Rule((dims, *({} for _ in list(tensor_args(node))[1:])))
 
 
 def index_put(node: fx.Node) -> Rule | None:
-    """Along the dims that no index stands for, which what is written has too."""
+    """Dims that no index stands for, in the target and in the written values; no rule for boolean masks."""
     indices = list(node.args[1])
     if any(is_tensor(i) and value_of(i).dtype in (torch.bool, torch.uint8) for i in indices):
         return None
@@ -205,7 +215,7 @@ def index_put(node: fx.Node) -> Rule | None:
 
 
 def among(node: fx.Node) -> Rule | None:
-    """bucketize, isin, searchsorted: each element by itself, among values that are used whole."""
+    """bucketize, isin, searchsorted: elementwise, among boundaries that are replicated."""
     operands, along = list(tensor_args(node)), same(len(shape_of(node)))
     if op_name(node) != "searchsorted":
         return Rule((along, {})) if len(operands) == 2 else None

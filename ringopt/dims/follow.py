@@ -1,4 +1,4 @@
-"""Follows the axes of one tensor downwards: which dims of later values they are.
+"""Follows the axes of one tensor down the graph: which dims of later values they are.
 
     scores [B * H, S, T]        bh s t
     .view(B, H, S, T)           b h s t      bh became (b, h)
@@ -81,14 +81,15 @@ def follow(start: fx.Node, dims: Dims, axes: Axes) -> Iterator[tuple[fx.Node, Di
         if node not in pending:
             continue
         pending.discard(node)
-        below = dims_of(node, found, axes) if node.op == "call_function" and is_aten(node) and is_tensor(node) else None
+        reached = node.op == "call_function" and is_aten(node) and is_tensor(node)
+        below = _dims_of(node, found, axes) if reached else None
         if below is not None:
             found[node] = below
             pending |= set(node.users)
             yield node, below
 
 
-def dims_of(node: fx.Node, known: dict[fx.Node, Dims], axes: Axes) -> Dims | None:
+def _dims_of(node: fx.Node, known: dict[fx.Node, Dims], axes: Axes) -> Dims | None:
     operands, shape = list(tensor_args(node)), shape_of(node)
     followed = [(i, arg) for i, arg in enumerate(operands) if arg in known]
     if op_name(node) in ALONG:

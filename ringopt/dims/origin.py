@@ -1,7 +1,7 @@
-"""Where a dim comes from: features that a layer makes, parameters, or an input of the program.
+"""Where a dim comes from: the features of a layer, parameters, or an input of the program.
 
-What a linear layer, a convolution or a norm makes along its feature dim is not a sequence. Followed up through ops that
-work along the dim (ringopt/dims/rules.py), through views by factors.
+What a linear layer, a convolution or a norm gives along its feature dim is not a sequence. Dims are followed upwards
+through ops that keep them (ringopt/dims/rules.py), through views by factors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringopt.ir.placement import Sharded
 
 CONVOLUTIONS = frozenset(("convolution", "conv1d", "conv2d", "conv3d", "_convolution"))
 NORMS = frozenset(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"))
-# Rows are left out, added or moved; the dim stays what it was.
+# Entries are left out, added or moved; the dim stays a sequence, or features, as it was.
 KEEPING = frozenset(
     {"slice", "split", "split_with_sizes", "chunk", "tensor_split", "cat", "pad", "constant_pad_nd", "roll", "flip"}
     | {"softmax", "dropout", "cumsum", "getitem", "index_select"}
@@ -78,7 +78,8 @@ def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.No
 
 
 def is_row(origin: Origin) -> bool:
-    """A dim of an input that is no feature dim: any of ids, all but the last of numbers."""
+    """Whether the dim counts tokens: any dim of integer inputs, and all but the last, the features, of floating
+    ones."""
     return origin.kind == "input" and not (origin.last and value_of(origin.node).is_floating_point())
 
 
@@ -88,6 +89,7 @@ def weighed(operands: list[fx.Node], wanted: list[Sharded | None]) -> bool:
 
 
 def is_weight(node: fx.Node) -> bool:
+    """Whether `node` is a parameter, or made of one alone by views, casts and other ops of one operand."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return bool(node.meta.get(PARAMETER))

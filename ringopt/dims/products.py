@@ -6,34 +6,34 @@ import torch.fx as fx
 
 from ringopt.ir.nodes import named, op_name
 
-# Rows of one matrix, each group of them by a matrix of its own: torch's operator, and what transformers has for it
-# where torch's does not run.
+# Groups of rows of one matrix, each by a matrix of its own: torch's operator, and what transformers runs in its place.
 GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
 # The operand whose last dim is summed over.
 FACTORS = {
     "linear": "input", "matmul": "self", "mm": "self", "bmm": "self", "mv": "self", "addmm": "mat1", "addmv": "mat",
     "baddbmm": "batch1", "_grouped_mm": "self", "grouped_mm_fallback": "input",
 }  # fmt: skip
-# Of which all dims of the kernel but the first are.
+# All dims of the kernel but the first are summed over.
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 # Convolutions and fused attention have many names more (convert_element_type is no convolution).
 PARTS = ("convolution", "conv_", "scaled_dot_product")
 
 
 def is_counted(node: fx.Node) -> bool:
-    """Whether `summed` says of it all that is multiplied."""
+    """Whether `summed` gives all the FLOPs of the op."""
     name = op_name(node)
     return name in FACTORS or name in CONVOLUTIONS
 
 
 def is_product(node: fx.Node) -> bool:
+    """Whether the op runs at the rate of matrix products: one of FACTORS, a convolution or attention."""
     name = op_name(node)
     return is_counted(node) or name == "attention" or any(part in name for part in PARTS)
 
 
 def summed(node: fx.Node) -> tuple[fx.Node, int]:
-    """An operand, and the first of its dims that are summed over, for each element of the product; where not all of it
-    is counted, some of it is."""
+    """An operand, and the first of its dims that are summed over for each element of the output. For ops that
+    `is_counted` denies this is a lower bound."""
     name = op_name(node)
     if "conv" in name and "backward" not in name:
         return node.args[1], 1  # X, W in the fused ones

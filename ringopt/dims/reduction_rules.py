@@ -1,4 +1,4 @@
-"""Rules of ops that mix along some dims only: along the others they run token by token."""
+"""Rules of ops that mix along some dims only: along the others they are token-wise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def but_dim(position: int, default: int | None = None) -> RuleOf:
 
 
 def last_dims(position: int) -> RuleOf:
-    """layer_norm, rms_norm: the normalised dims are the last ones; weight and bias are used whole."""
+    """layer_norm, rms_norm: the normalised dims are the last ones; weight and bias are replicated."""
 
     def rule(node: fx.Node) -> Rule:
         rank, normalised = len(shape_of(node)), len(node.args[position])
@@ -38,14 +38,14 @@ def last_dims(position: int) -> RuleOf:
 
 
 def batch_norm(node: fx.Node) -> Rule | None:
-    """In evaluation each element by itself, with its channel's statistics; in training the batch is mixed."""
+    """In evaluation elementwise, with the statistics of the channel; no rule in training, which mixes the batch."""
     if node.args[5]:
         return None
     return Rule((same(len(shape_of(node))), *({1: 0} for _ in list(tensor_args(node))[1:])))
 
 
 def by_sample(node: fx.Node) -> Rule | None:
-    """Convolutions; group_norm; instance_norm where it keeps no running statistics of the batch."""
+    """Only the batch runs along: convolutions, group_norm, instance_norm without running statistics of the batch."""
     operands = list(tensor_args(node))
     if op_name(node).startswith("conv") and len(shape_of(operands[0])) < len(shape_of(operands[1])):
         return None  # a sample without a batch
@@ -55,16 +55,19 @@ def by_sample(node: fx.Node) -> Rule | None:
 
 
 def triangle(node: fx.Node) -> Rule:
+    """triu, tril: all dims but the two of the matrix, whose places decide what is kept."""
     rank = len(shape_of(node))
     return Rule((same(rank, (rank - 2, rank - 1)),))
 
 
 def glu(node: fx.Node) -> Rule:
+    """All dims but the one that is halved."""
     rank = len(shape_of(node))
     return Rule((same(rank, (argument(node, 1, "dim", -1) % rank,)),))
 
 
 def pad(node: fx.Node) -> Rule:
+    """All dims that get no padding."""
     rank = len(shape_of(node))
     touched = [rank - 1 - i // 2 for i, amount in enumerate(node.args[1]) if amount]
     return Rule((same(rank, touched),))
@@ -103,7 +106,7 @@ def prelu(node: fx.Node) -> Rule:
 
 
 def pooling(dims: int) -> RuleOf:
-    """Over the last `dims`: pooling, resampling."""
+    """Pooling and resampling over the last `dims` dims."""
 
     def rule(node: fx.Node) -> Rule:
         rank = len(shape_of(node))

@@ -61,16 +61,18 @@ RuleOf = Callable[[fx.Node], Rule | None]
 
 
 def same(rank: int, but: Sequence[int] = ()) -> Dims:
+    """The map of an operand of rank `rank` whose dims are those of the output, all `but` some."""
     return {dim: dim for dim in range(rank) if dim not in but}
 
 
 def aligned(out: Sequence[int], operand: Sequence[int]) -> Dims:
-    """Broadcasting: dims are matched from the last; a dim of size 1 is used whole."""
+    """Broadcasting: dims are matched from the last; a dim of size 1 has no entry."""
     shift = len(out) - len(operand)
     return {d + shift: d for d, size in enumerate(operand) if size == out[d + shift] and size != 1}
 
 
 def pointwise(node: fx.Node) -> Rule | None:
+    """The rule of an elementwise op: every operand is broadcast to the output; none for outputs that are no tensor."""
     if not is_tensor(node):
         return None
     out = shape_of(node)

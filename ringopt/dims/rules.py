@@ -1,9 +1,9 @@
 """How the dims of an op's output come from the dims of its operands: one table for all directions.
 
-An op works *token by token* along a dim when row i of the output needs row i of an operand and nothing else of it.
+An op is *token-wise* along a dim when element i of the output along it needs element i of an operand and no other.
 `rule_of(node)` says along which dims. From that one fact follow where a sharded operand takes the output (`push`),
 which operands must be sharded for a sharded output (`pull`), and which dims are summed away (`summed`), so that
-partial sums over the ranks give the whole. Ops without a rule mix rows in a way this table does not know.
+partial sums over the ranks add up to the result. Ops without a rule mix tokens in a way this table does not know.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether there are rules for the op, whatever they say of this use of it."""
+    """Whether there are rules for the op, even if they give none for this call of it."""
     target, name = node.target, op_name(node)
     if target is operator.getitem:
         return True
@@ -62,8 +62,8 @@ POINTWISE = frozenset(
 
 
 def attention(node: fx.Node) -> Rule | None:
-    """Batch and heads are independent, but for the random numbers and for a mask that asks which of them it is; the
-    sequence is the exchange's business, not this table's."""
+    """Batch and heads are independent, but for random numbers and for a mask that depends on the batch or the head; how
+    the sequence is sharded is the plan's concern (ringopt/context_parallel), not this table's."""
     call = AttentionCall.of(node)
     asked = call.mask_term.asks
     if call.attn_mask is not None or call.seed is not None or "b" in asked:

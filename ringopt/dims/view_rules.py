@@ -1,4 +1,8 @@
-"""Rules of views, and of what is picked out and put together."""
+"""Rules of views, and of ops that select, cut, concatenate and repeat.
+
+The law of all: a dim runs along as long as its entries keep their number and order. A dim that is indexed, cut, joined,
+padded or repeated has no entry in the rule.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
 
 # ---- views ---------------------------------------------------------------------------------------------------------
 def view(node: fx.Node) -> Rule:
+    """Dims are split and merged by their factors. `view(dtype)` reads the same bits as another type: where sizes
+    change, the last dim is the one that does not run along."""
     if isinstance(node.args[1] if len(node.args) > 1 else None, torch.dtype):  # the same bits, read as another type
         rank = len(shape_of(node))
         return Rule((same(rank, () if shape_of(node) == shape_of(node.args[0]) else (rank - 1,)),))
@@ -18,6 +24,7 @@ def view(node: fx.Node) -> Rule:
 
 
 def transpose(node: fx.Node) -> Rule:
+    """Two dims change places, the last two in `t` and `mT`."""
     rank = len(shape_of(node))
     first, second = (dim % rank for dim in node.args[1:3]) if len(node.args) == 3 else (rank - 2, rank - 1)
     dims = same(rank)
@@ -26,11 +33,13 @@ def transpose(node: fx.Node) -> Rule:
 
 
 def permute(node: fx.Node) -> Rule:
+    """Output dim i is operand dim `dims[i]`."""
     order = node.args[1]
     return Rule(({out: dim % len(order) for out, dim in enumerate(order)},))
 
 
 def movedim(node: fx.Node) -> Rule:
+    """Named dims take the places asked for; the others keep their order."""
     rank = len(shape_of(node))
     source, target = ([dims] if isinstance(dims, int) else list(dims) for dims in node.args[1:3])
     moved = {t % rank: s % rank for s, t in zip(source, target, strict=True)}
@@ -39,12 +48,14 @@ def movedim(node: fx.Node) -> Rule:
 
 
 def unsqueeze(node: fx.Node) -> Rule:
+    """Dims after the new one are one place further."""
     rank, new = len(shape_of(node)), node.args[1]
     new %= rank
     return Rule(({out: out - (out > new) for out in range(rank) if out != new},))
 
 
 def expand(node: fx.Node) -> Rule:
+    """Dims that keep their size; expanded and new ones have no source."""
     return Rule((aligned(shape_of(node), shape_of(node.args[0])),))
 
 
@@ -55,12 +66,14 @@ def repeat(node: fx.Node) -> Rule:
 
 
 def select(node: fx.Node) -> Rule:
+    """The selected dim is gone; dims after it are one place nearer."""
     rank = len(shape_of(node.args[0]))
     gone = node.args[1] % rank
     return Rule(({out: out + (out >= gone) for out in range(rank - 1)},))
 
 
 def slice_(node: fx.Node) -> Rule:
+    """All dims but the sliced one, and that too where the slice takes all of it in order."""
     rank = len(shape_of(node))
     dim = argument(node, 1, "dim", 0) % rank
     whole = shape_of(node) == shape_of(node.args[0]) and (
@@ -70,17 +83,20 @@ def slice_(node: fx.Node) -> Rule:
 
 
 def split(node: fx.Node) -> Rule:
+    """All dims but the one that is cut into parts."""
     rank = len(shape_of(node))
     return Rule((same(rank, (argument(node, 2, "dim", 0) % rank,)),))
 
 
 def unbind(node: fx.Node) -> Rule:
+    """As select, for each entry of the dim."""
     rank = len(shape_of(node.args[0]))
     gone = argument(node, 1, "dim", 0) % rank
     return Rule(({out: out + (out >= gone) for out in range(rank - 1)},))
 
 
 def cat(node: fx.Node) -> Rule:
+    """All dims but the one that is concatenated; the legacy empty operand of rank 1 has none."""
     rank = len(shape_of(node))
     dim = argument(node, 1, "dim", 0) % rank
     return Rule(
@@ -89,18 +105,21 @@ def cat(node: fx.Node) -> Rule:
 
 
 def select_scatter(node: fx.Node) -> Rule:
+    """All dims but the written one, which the written values lack."""
     rank = len(shape_of(node))
     gone = node.args[2] % rank
     return Rule((same(rank, (gone,)), {out: out - (out > gone) for out in range(rank) if out != gone}))
 
 
 def slice_scatter(node: fx.Node) -> Rule:
+    """All dims but the written one, of both operands."""
     rank = len(shape_of(node))
     dims = same(rank, (argument(node, 2, "dim", 0) % rank,))
     return Rule((dims, dims))
 
 
 def stack(node: fx.Node) -> Rule:
+    """All dims but the new one, of every operand."""
     rank = len(shape_of(node))
     new = argument(node, 1, "dim", 0) % rank
     dims = {out: out - (out > new) for out in range(rank) if out != new}
@@ -116,6 +135,7 @@ def tile(node: fx.Node) -> Rule:
 
 
 def unfold(node: fx.Node) -> Rule:
+    """All dims but the one that windows are cut from; the windows are the last dim."""
     rank = len(shape_of(node.args[0]))
     return Rule((same(rank, (node.args[1] % rank,)),))
 

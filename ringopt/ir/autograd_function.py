@@ -2,9 +2,9 @@
 
     y = F.apply(x)   ->   y, saved = forward of F, in line, on detach(x);  y = custom_gradient([y], [x], saved)
 
-The forward is ordinary nodes, without a gradient. The node hands on their results; the gradient of its inputs is what
-the backward of F says, whether or not it is the derivative (straight-through estimators, clipped gradients). That
-backward is a flat graph of its own, sharded beside the forward (ringopt/sharding/handlers/autograd_function.py).
+The forward is ordinary nodes, without a gradient. The node returns their results; the gradient of its inputs is what
+the backward of F computes, whether or not it is the derivative (straight-through estimators, clipped gradients). That
+backward is a flat graph of its own, sharded with the forward (ringopt/sharding/handlers/autograd_function.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class CustomGradient:
-    """`(outputs, inputs, saved) -> outputs`. `backward(*gradients of the outputs, *saved)` gives the gradients of the
+    """`(outputs, inputs, saved) -> outputs`. `backward(*gradients of the outputs, *saved)` returns the gradients of the
     inputs, a list."""
 
     def __init__(self, backward: fx.GraphModule):
@@ -45,4 +45,5 @@ class _Apply(torch.autograd.Function):
 
 
 def custom_gradients(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a graph that call a CustomGradient."""
     return [node for node in graph.nodes if isinstance(node.target, CustomGradient)]

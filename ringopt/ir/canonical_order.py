@@ -1,15 +1,15 @@
-"""What a functional graph computes, whatever order its nodes stand in and whatever they are called.
+"""What a functional graph computes, independent of the order and the names of its nodes.
 
-    for kind in {"full", "sliding"}: masks[kind] = ...     # a set: each process goes through it in an order of its own
+    for kind in {"full", "sliding"}: masks[kind] = ...     # a set: each process iterates over it in another order
 
 makes graphs on two ranks that differ in the order of their inputs and nodes. The canonical order is that in which the
 outputs need the values: depth first, arguments from left to right. Only what has an order of its own in the program
-(random numbers, messages, operators that nobody here knows) keeps it and comes first. So no name and no position
+(random numbers, collectives, operators of other libraries) keeps it and comes first. So no name and no position
 decides anything but among outputs, which Dynamo puts in the order it found them in: these follow a hash of what they
 compute, and of who else reads what they are made of.
 
-The text written in that order says all that is computed. Equal texts are equal programs; that equal programs have equal
-texts is not proved for outputs that no such hash can tell apart, and unequal texts are refused.
+The text written in that order is a complete description. Equal texts are equal programs; that equal programs have equal
+texts is not proved for outputs with equal hashes, and unequal texts are refused.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ PURE = ("aten", "prims", "ringopt")
 
 
 def keeps_order(node: fx.Node) -> bool:
-    """Whether something else than its operands decides what a node gives or does: a generator, other ranks, an operator
-    of which only its name is known."""
+    """Whether the result or the effect of a node depends on more than its operands: a random generator, other ranks, an
+    operator of another library."""
     if isinstance(node.target, CustomGradient):
         return any(map(keeps_order, node.target.backward.graph.nodes))
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function" and bool(node.is_impure())
     if is_write(node):
-        return False  # the final copy_ into inputs: they are different ones
+        return False  # the final copy_ into inputs, each into another one
     names = [argument.name for argument in schema_of(node.target).arguments]
     if "dropout_p" in names and named(node, "dropout_p") == 0.0:
         return False  # attention, which draws for its dropout only
@@ -65,7 +65,8 @@ def keeps_order(node: fx.Node) -> bool:
 
 # ---- the order -------------------------------------------------------------------------------------------------------
 def canonical_order(graph: fx.Graph, in_place: bool = False) -> tuple[list[fx.Node], list[int]]:
-    """All nodes but the output, and which place of the output comes when; with `in_place` these stay where they are."""
+    """All nodes but the output node in canonical order, and the permutation of the outputs; the identity with
+    `in_place`."""
     colors = Colors(graph)
     found: dict[fx.Node, None] = {}
     visit(filter(keeps_order, graph.nodes), found)
@@ -86,7 +87,7 @@ def canonical_order(graph: fx.Graph, in_place: bool = False) -> tuple[list[fx.No
 
 
 def visit(roots: Iterable[fx.Node], found: dict[fx.Node, None]) -> None:
-    """Adds each root behind all that it needs."""
+    """Adds each root to `found` after all that it depends on: depth first, without recursion."""
     for root in roots:
         stack = [(root, False)]
         while stack:
@@ -106,7 +107,8 @@ def nodes_in(value: Any) -> list[fx.Node]:
 
 
 class Colors:
-    """Hashes of nodes that do not depend on how the graph was written down: of what they compute, at first."""
+    """Hashes of nodes that do not depend on names or order (colour refinement, as in graph isomorphism): at first of
+    what a node computes."""
 
     def __init__(self, graph: fx.Graph):
         self.nodes = [node for node in graph.nodes if node.op != "output"]
@@ -114,20 +116,21 @@ class Colors:
         turn = 0
         for node in self.nodes:
             turn += (kept := keeps_order(node))
-            self.labels[node] = f"{turn if kept else ''} {said(node, lambda arg: '%', at_hand)} {recomputed(node)}"
+            self.labels[node] = f"{turn if kept else ''} {node_text(node, lambda arg: '%', at_hand)} {recomputed(node)}"
         self.returned = set(nodes_in(graph.output_node().args))
         self.of = dict(self.labels)
         self.follow_operands()
 
     def key(self, value: Any) -> tuple[str, str]:
-        """Of a node or a constant. Programs that differ a little are to have their outputs in one order, so that the
-        first line that differs is where they do: the operator goes before the hash."""
+        """The sort key of a node or a constant. The operator goes before the hash, so that two programs that differ in
+        one place still order their outputs alike, and the first line that differs is that place."""
         if not isinstance(value, fx.Node):
             return f"{type(value).__name__} {text(value, str, at_hand)}", ""
         return f"node {self.labels[value]}", self.of[value]
 
     def tell_apart(self, nodes: Sequence[fx.Node]) -> None:
-        """Nodes that compute the same from the same differ by who reads what, and what these read beside it."""
+        """Refines until the hashes of `nodes` differ, or no round tells more of them apart: nodes that compute the same
+        from the same values differ by their users, and by the other operands of these."""
         wanted, known = len(set(nodes)), 0
         while len({self.of[node] for node in nodes}) < wanted and known < (count := len(set(self.of.values()))):
             known = count
@@ -136,7 +139,7 @@ class Colors:
 
     def follow_operands(self) -> None:
         for node in self.nodes:
-            self.of[node] = digest(self.of[node], *(self.of[arg] for arg in nodes_in((node.args, node.kwargs))))
+            self.of[node] = _digest(self.of[node], *(self.of[arg] for arg in nodes_in((node.args, node.kwargs))))
 
     def follow_users(self) -> None:
         for node in reversed(self.nodes):
@@ -147,23 +150,23 @@ class Colors:
                 for place, arg in enumerate(nodes_in((user.args, user.kwargs)))
                 if arg is node
             ]
-            self.of[node] = digest(self.of[node], str(node in self.returned), *sorted(readers))
+            self.of[node] = _digest(self.of[node], str(node in self.returned), *sorted(readers))
 
 
-def digest(*parts: str) -> str:
+def _digest(*parts: str) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
 # ---- the text --------------------------------------------------------------------------------------------------------
 def program_of(graph: fx.Graph, order: Sequence[fx.Node]) -> Program:
-    """Of a graph whose nodes have canonical names. An input has its line where it is first read."""
+    """The canonical text of a graph whose nodes have canonical names. An input has its line where it is first read."""
     symbols = Symbols()
     regions: dict[Any, int] = {}
 
     def line(node: fx.Node) -> str:
         region = regions.setdefault(node.meta["ac_graph_id"], len(regions)) if recomputed(node) else ""
         again = f" computed again in region {region} {recomputed(node)}" if recomputed(node) else ""
-        return f"%{node.name} = {said(node, lambda arg: f'%{arg.name}', symbols)}{again}"
+        return f"%{node.name} = {node_text(node, lambda arg: f'%{arg.name}', symbols)}{again}"
 
     lines = [line(node) for node in order]
     returned = f"return {text(graph.output_node().args[0], lambda arg: f'%{arg.name}', symbols)}"
@@ -171,7 +174,7 @@ def program_of(graph: fx.Graph, order: Sequence[fx.Node]) -> Program:
 
 
 class Symbols:
-    """Open sizes by the order in which they come: Dynamo names them after the input it saw first."""
+    """Names symbolic sizes by the order in which they occur: Dynamo names them after the input it saw first."""
 
     def __init__(self) -> None:
         self.names: dict[sympy.Symbol, sympy.Symbol] = {}
@@ -183,8 +186,8 @@ class Symbols:
         return expression.xreplace(self.names)
 
 
-def said(node: fx.Node, name: Callable[[fx.Node], str], size: Callable[[Any], Any]) -> str:
-    """What a node is, its operands called by `name`."""
+def node_text(node: fx.Node, name: Callable[[fx.Node], str], size: Callable[[Any], Any]) -> str:
+    """The text of one node: kind or operator and arguments, with operands named by `name` and sizes by `size`."""
     value = value_of(node)
     if node.op == "placeholder":
         what = f"input {node.meta.get('source') or node.meta.get('input') or node.name}"
@@ -194,20 +197,20 @@ def said(node: fx.Node, name: Callable[[fx.Node], str], size: Callable[[Any], An
         return f"constant {content(getattr(node.graph.owning_module, str(node.target), None))}"
     given = [text(arg, name, size) for arg in node.args]
     given += [f"{key}={text(arg, name, size)}" for key, arg in node.kwargs.items()]
-    return f"{target(node)}({', '.join(given)})"
+    return f"{_target_text(node)}({', '.join(given)})"
 
 
-def target(node: fx.Node) -> str:
+def _target_text(node: fx.Node) -> str:
     if isinstance(node.target, CustomGradient):
         graph = node.target.backward.graph
-        return f"custom_gradient[{digest(program_of(graph, [x for x in graph.nodes if x.op != 'output']).text)}]"
+        return f"custom_gradient[{_digest(program_of(graph, [x for x in graph.nodes if x.op != 'output']).text)}]"
     return str(node.target) if isinstance(node.target, OpOverload) else getattr(
         node.target, "__name__", str(node.target)
     )  # fmt: skip
 
 
 def content(value: Any) -> str:
-    """The numbers of a constant of the program."""
+    """Dtype, shape and a hash of the values of a constant of the program; of fake tensors dtype and shape only."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     kind = f"{value.dtype} {list(value.shape)}"
@@ -218,7 +221,7 @@ def content(value: Any) -> str:
 
 
 def text(value: Any, name: Callable[[fx.Node], str], size: Callable[[Any], Any]) -> str:
-    """An argument. Each rank has a device of its own, so of that only the type is said."""
+    """The text of an argument. Each rank has a device of its own, so only the type of a device counts."""
     if isinstance(value, fx.Node):
         return name(value)
     if isinstance(value, OPEN):
@@ -237,5 +240,5 @@ def text(value: Any, name: Callable[[fx.Node], str], size: Callable[[Any], Any])
 
 
 def recomputed(node: fx.Node) -> str:
-    """How a checkpoint has a node computed again; "" where it has not."""
+    """The checkpoint policy by which a node is recomputed in the backward; "" outside of checkpoints."""
     return node.meta["recompute"].name if node.meta.get("recompute") is not None else ""

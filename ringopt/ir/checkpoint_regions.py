@@ -1,10 +1,10 @@
 """Activation checkpointing, as tags on nodes.
 
-    y = checkpoint(f, x)   ->   the nodes of f in line, each tagged: compute me again in the backward
+    y = checkpoint(f, x)   ->   the nodes of f in line, each tagged: recompute in the backward
 
 The tags are torch's own ("recompute" and "ac_graph_id" of node.meta), which AOTAutograd's partitioner follows: it saves
-what goes into a region and repeats the tagged nodes in the backward. Here "ac_graph_id" is the number of a Region until
-the sharded graph is done, so that regions in regions can be told apart (passes/recompute.py).
+the inputs of a region and repeats the tagged nodes in the backward. Here "ac_graph_id" is the number of a Region until
+the sharded graph is done, so that nested regions stay distinct (passes/recompute.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Contexts = Callable[[], tuple[Any, Any]]
 @dataclass(frozen=True)
 class Region:
     """One call of `checkpoint`. `outermost` is the number of the region that all regions around it are in: what is
-    saved is what goes into that one. `policy` says op by op what is saved; None: nothing is."""
+    saved is the inputs of that one. `policy` decides op by op what else is saved; None: nothing."""
 
     outermost: int
     policy: TorchDispatchMode | None = None
@@ -58,11 +58,12 @@ class Regions:
 
 
 def tags(number: int) -> dict[str, Any]:
+    """The meta that torch's partitioner reads, for a node of region `number`."""
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": number}
 
 
 def tags_of(gm: fx.GraphModule) -> str:
-    """A digest of the tags of a graph: its text does not tell them."""
+    """A digest of the tags of a graph, which its text does not hold."""
     tagged = [
         (place, node.meta.get("ac_graph_id"), node.meta["recompute"].name)
         for place, node in enumerate(gm.graph.nodes)
@@ -86,7 +87,8 @@ class Policed:
 
 
 def police(gm: fx.GraphModule) -> None:
-    """Policies are asked when AOTAutograd traces `gm`: only there are the operators that they know."""
+    """Wraps the operators of regions with a policy, so that it is asked when AOTAutograd traces `gm`: only there the
+    graph consists of the operators that policies know."""
     for node in gm.graph.nodes:
         policy = node.meta.pop(POLICY, None)
         if policy is not None:

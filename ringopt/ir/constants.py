@@ -16,16 +16,16 @@ from ringopt.ir.symbolic_sizes import is_open, longest
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
-# More elements than this are not computed while a program is compiled: vectors of a million rows are, large tables not.
+# Values of more elements are not computed while a program is compiled: ids of a million tokens are, large tables not.
 LARGEST = 1 << 24
 
 
 class Constants:
     """Computes on demand, by the ops of the graph itself, but on the CPU: the program's device may be meta, or busy.
 
-    `given` holds the tensors that are part of the program (constants it was written with, buffers), by node; those that
-    are looked at are added to `relied_on`, for a buffer may hold something else at a later call. Parameters and inputs
-    do not belong there.
+    `given` holds the tensors that are part of the program (its constants, buffers), by node; those that are read are
+    added to `relied_on`, for a buffer may hold something else at a later call. Parameters and inputs do not belong
+    there.
     """
 
     def __init__(self, graph: fx.Graph, given: Mapping[fx.Node, Tensor], relied_on: set[fx.Node] | None = None):
@@ -42,7 +42,8 @@ class Constants:
         return node in self.free
 
     def get(self, node: fx.Node) -> Tensor | None:
-        """The value; None where an input or an open size reaches it, or it or something it is made of is too large."""
+        """The value; None where it depends on an input or on a symbolic size, or it or a value before it is too
+        large."""
         if node not in self.free:
             return None
         needed, stack = set[fx.Node](), [node]
@@ -60,7 +61,7 @@ class Constants:
         return value if isinstance(value, Tensor) else None
 
     def below(self, node: fx.Node) -> set[fx.Node]:
-        """The given tensors that `node` is made of."""
+        """The given tensors that `node` depends on."""
         found, seen, stack = set[fx.Node](), {node}, [node]
         while stack:
             each = stack.pop()
@@ -74,33 +75,33 @@ class Constants:
         return found
 
     def _compute(self, node: fx.Node) -> Any:
-        if any(self.values[arg] is None for arg in node.all_input_nodes) or elements(value_of(node)) > LARGEST:
+        if any(self.values[arg] is None for arg in node.all_input_nodes) or _elements(value_of(node)) > LARGEST:
             return None
-        if has_open(node.args) or has_open(node.kwargs):
+        if _has_open(node.args) or _has_open(node.kwargs):
             return None
-        args, kwargs = map_aggregate(fx.map_arg((node.args, node.kwargs), self.values.__getitem__), on_cpu)
+        args, kwargs = map_aggregate(fx.map_arg((node.args, node.kwargs), self.values.__getitem__), _on_cpu)
         with unset_fake_temporarily(), torch.no_grad():
             return node.target(*args, **kwargs)
 
 
-def on_cpu(argument: Any) -> Any:
+def _on_cpu(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
-def elements(value: Any) -> int:
+def _elements(value: Any) -> int:
     if isinstance(value, (tuple, list)):
-        return sum(map(elements, value))
+        return sum(map(_elements, value))
     return longest(value.numel()) if isinstance(value, Tensor) else 0
 
 
-def has_open(arguments: Any) -> bool:
+def _has_open(arguments: Any) -> bool:
     found: list[Any] = []
     map_aggregate(arguments, lambda arg: found.append(arg) if is_open(arg) else None)
     return bool(found)
 
 
 def is_pure(node: fx.Node) -> bool:
-    """A call whose result follows from its arguments."""
+    """Whether a call is deterministic, without side effects, and fills its result."""
     target = node.target
     if node.op != "call_function":
         return False

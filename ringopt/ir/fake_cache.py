@@ -1,9 +1,8 @@
-"""Fake values by kind: what an operator makes of operands of some kinds is found out once.
+"""A cache of fake values: each operator is run once for operands of the same kinds.
 
-A graph of many equal layers asks torch's fake tensors the same question again and again, and each answer takes a way
-through the dispatcher. What comes back depends on the operator and its arguments, and of tensors on their kinds and on
-which of them share memory; where all this is known, the answer is a new tensor of the known kind, in memory of its own
-or in that of an operand.
+A graph of many equal layers calls torch's fake kernels with the same kinds of operands again and again, and each call
+goes through the dispatcher. The result depends on the operator and its arguments, and of tensors on their kinds and on
+which of them share storage; on a hit it is a new tensor of the known kind, in storage of its own or in an operand's.
 """
 
 from __future__ import annotations
@@ -19,34 +18,34 @@ from ringopt.torch_compat.fake_tensors import FakeTensor, unset_fake_temporarily
 from ringopt.torch_compat.schema import OpOverload, schema_of
 from ringopt.torch_compat.tensors import storage_key
 
-# Arguments that are what they are.
+# Arguments that are compared by type and value.
 PLAIN = (
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
-# Sizes, strides, offset, dtype, device, whether it requires a gradient: all but where its memory is.
+# Sizes, strides, offset, dtype, device, requires_grad: all of a tensor but its storage.
 Kind = tuple[Any, ...]
-# A result: its kind; the place of the operand whose memory it lies in, or None; whether it is that operand.
+# A result: its kind; the index of the operand whose storage it shares, or None; whether it is that operand itself.
 Result = tuple[Kind, int | None, bool]
 
 
-# What came back: a tuple or a list, or one value, of what.
+# What an operator returned: tuple, list, or None for a single value; and the results.
 Answer = tuple[type | None, list[Result]]
 
-# Of operators of torch, which depend on nothing else: for all graphs of a process.
+# Of ATen operators, which depend on nothing else: shared by all graphs of a process.
 SHARED: dict[Any, Answer] = {}
 MOST = 20_000  # answers that are kept
 
 
 class Answers:
-    """Calls operators on fake tensors, without gradients, and remembers what came back. Operators other than torch's
-    may look at more than their arguments (ours at the mesh): their answers hold for one graph."""
+    """Calls operators on fake tensors, without gradients, and caches the kinds of their results. Operators of other
+    libraries may read more than their arguments (ringopt's read the mesh): their entries hold for one graph."""
 
     def __init__(self) -> None:
         self.own: dict[Any, Answer] = {}
 
     def call(self, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """What `run()` gives, which calls `target`."""
+        """The result of `run()`, which calls `target(*args, **kwargs)`; `run` is skipped on a hit."""
         operands: list[FakeTensor] = []
         if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
             return run()
@@ -57,7 +56,7 @@ class Answers:
         key = target, key, tuple(map(memory.index, memory)), torch.get_default_dtype()
         known = SHARED if target.namespace == "aten" and not autocast_is_on() else self.own
         if key in known:
-            return made(*known[key], operands)
+            return _made(*known[key], operands)
         value = run()
         several = type(value) if type(value) in (tuple, list) else None
         results = [result_of(x, operands, memory) for x in (value if several else (value,))]
@@ -70,7 +69,8 @@ class Answers:
 
 
 def frozen(argument: Any, operands: list[FakeTensor]) -> Any:
-    """Equal for equal arguments, and for tensors of one kind, which are noted; None for what may differ unseen."""
+    """A key of arguments, equal for tensors of one kind; appends these to `operands`. None where equal keys could hide
+    a difference."""
     if isinstance(argument, Tensor):
         operands.append(argument)  # type: ignore[arg-type]
         return kind_of(argument)
@@ -81,7 +81,7 @@ def frozen(argument: Any, operands: list[FakeTensor]) -> Any:
 
 
 def kind_of(x: Any) -> Kind | None:
-    """None for what has an open size, or more to it than a kind says."""
+    """None for tensors with symbolic sizes, and for subclasses, sparse, conjugate and constant ones."""
     plain = type(x) is FakeTensor and x.layout is torch.strided and not x.is_conj() and not x.is_neg()
     if not plain or x.constant is not None:
         return None
@@ -92,7 +92,7 @@ def kind_of(x: Any) -> Kind | None:
 
 
 def result_of(x: Any, operands: list[FakeTensor], memory: list[int]) -> Result | None:
-    """None for what is no plain tensor, or lies in new memory that is larger than it."""
+    """None for a value without a kind, or in new storage that is larger than it."""
     kind = kind_of(x)
     if kind is None:
         return None
@@ -105,19 +105,19 @@ def result_of(x: Any, operands: list[FakeTensor], memory: list[int]) -> Result |
 
 
 def smallest(x: Tensor) -> int:
-    """The bytes that a tensor of its sizes and strides needs, from the start of its memory."""
+    """The bytes that a tensor of its sizes and strides needs, from the start of its storage."""
     if not x.numel():
         return 0
     return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
-def made(several: type | None, results: list[Result], operands: list[FakeTensor]) -> Any:
+def _made(several: type | None, results: list[Result], operands: list[FakeTensor]) -> Any:
     with unset_fake_temporarily():
-        values = [tensor(*result, operands) for result in results]
+        values = [_tensor(*result, operands) for result in results]
     return several(values) if several else values[0]
 
 
-def tensor(kind: Kind, memory: int | None, itself: bool, operands: list[FakeTensor]) -> FakeTensor:
+def _tensor(kind: Kind, memory: int | None, itself: bool, operands: list[FakeTensor]) -> FakeTensor:
     if memory is not None and itself:
         return operands[memory]
     size, stride, offset, dtype, device, requires_grad = kind

@@ -1,4 +1,4 @@
-"""The order in which a graph takes its inputs and returns its outputs, beside the one its caller has."""
+"""The order of a graph's inputs and outputs, as permutations of those of its caller."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ringopt.ir.notes import MEMORY, STRIDES, Memory
 
 @dataclass(frozen=True)
 class Order:
-    """`inputs` has, for each input of the graph, its place among those of the caller; `outputs` the same."""
+    """`inputs[i]` is the index, among the caller's inputs, of input i of the graph; `outputs` likewise."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     @property
     def back(self) -> Order:
-        return Order(inverse(self.inputs), inverse(self.outputs))
+        return Order(_inverse(self.inputs), _inverse(self.outputs))
 
     @property
     def is_that_of_caller(self) -> bool:
         return self == Order(tuple(range(len(self.inputs))), tuple(range(len(self.outputs))))
 
     def apply(self, graph: fx.Graph) -> None:
-        """From the caller's order to this one."""
+        """Permutes a graph in the caller's order to this one: placeholders, outputs and the notes on them."""
         placeholders, end = graph.find_nodes(op="placeholder"), graph.output_node()
         head = next(node for node in graph.nodes if node.op != "placeholder")
         for place in self.inputs:
@@ -42,8 +42,8 @@ class Order:
             end.meta[MEMORY] = self.of_memory(end.meta[MEMORY])
 
     def of_memory(self, memory: Sequence[Memory | None]) -> list[Memory | None]:
-        """In whose memory outputs lie (ir/memory.py): places of inputs, and of the first output that lies there."""
-        inputs, first, found = inverse(self.inputs), dict[int, int](), list[Memory | None]()
+        """The permuted note MEMORY (ir/memory.py): indices of inputs, and of the first output that shares a storage."""
+        inputs, first, found = _inverse(self.inputs), dict[int, int](), list[Memory | None]()
         for new, old in enumerate(self.outputs):
             owner = memory[old]
             if owner is not None:
@@ -57,15 +57,15 @@ class Order:
 
 
 class Reordered:
-    """`run`, which takes and returns values in an order of its own, called in that of its caller."""
+    """`run`, which takes and returns values in `order`, called in the order of its caller."""
 
     def __init__(self, run: Callable[..., Any], order: Order):
-        self.run, self.order, self.places = run, order, inverse(order.outputs)
+        self.run, self.order, self.places = run, order, _inverse(order.outputs)
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.run(*self.order.of_inputs(inputs))
         return tuple(outputs[place] for place in self.places)
 
 
-def inverse(places: Sequence[int]) -> tuple[int, ...]:
+def _inverse(places: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(places)), key=places.__getitem__))

@@ -1,11 +1,11 @@
-"""In whose memory the outputs of a graph lie.
+"""Aliasing of outputs: which inputs and outputs of a graph share a storage.
 
-    return st.add_(1)            is the buffer: who stores it, or held it before, holds the same object
+    return st.add_(1)            is the buffer itself: all references see the same object
     return x.mul_(2)[:, 1:]      is a view of the input, in which the caller sees later writes
-    return y, y.transpose(1, 2)  is one value twice
+    return y, y.transpose(1, 2)  share one storage
 
-What a program returns is read off the storages of the captured fake values, before any pass. Every node notes whose
-view it is, so that a pass that puts a value of its own in the place of another can make the views again.
+Aliasing is read off the storages of the captured fake values, before any pass. Every view notes its base, so that a
+pass that replaces a value can make the views of it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOST = "{} is returned, which lies in the memory of another value that the calle
 
 
 def note_memory(graph: fx.Graph) -> None:
-    """Of each output the memory, and of each node the operand that it is a view of."""
+    """Notes MEMORY on the output node, and on each view VIEW_OF, the index of its base among its operands."""
     owners: dict[int, Memory] = {}
     for place, node in enumerate(graph.find_nodes(op="placeholder")):
         for storage in storages(node):
@@ -43,7 +43,7 @@ def note_memory(graph: fx.Graph) -> None:
 
 
 def storages(node: Any) -> frozenset[int]:
-    """The memory of a tensor node, or of those that a node gives several of."""
+    """The storages of a tensor node, or of all results of a node with several."""
     value = value_of(node)
     parts = value if isinstance(value, (tuple, list)) else (value,)
     kept = (part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided)
@@ -51,13 +51,13 @@ def storages(node: Any) -> frozenset[int]:
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of."""
+    """The operand that a node is a view of, or None."""
     place = node.meta.get(VIEW_OF)
     return node.all_input_nodes[place] if place is not None else None
 
 
 def line(node: fx.Node) -> Iterator[fx.Node]:
-    """A value, what it is a view of, what that is a view of."""
+    """A value, its base, the base of that, ..."""
     found: fx.Node | None = node
     while found is not None:
         yield found
@@ -65,16 +65,16 @@ def line(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def written_rows(graph: fx.Graph, held: Container[fx.Node]) -> Refusal | None:
-    """Why not, where the graph writes to an input of which a rank has its rows."""
+    """A refusal where the graph writes in place to one of the sharded inputs `held`."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         if node.args[0] in held:
-            said = f"the program writes to {node.args[0].name}, of which every rank holds its rows"
-            return Refusal(said, node)
+            reason = f"the program writes to {node.args[0].name}, of which every rank holds its rows"
+            return Refusal(reason, node)
     return None
 
 
 def shared_outputs(graph: fx.Graph) -> Iterator[tuple[Memory, list[fx.Node]]]:
-    """The outputs that lie in the memory of an input, or several of them in one."""
+    """Groups of outputs that share a storage with an input or with one another."""
     groups: dict[Memory, list[fx.Node]] = defaultdict(list)
     for node, memory in zip(outputs_of(graph), graph.output_node().meta[MEMORY], strict=True):
         if memory is not None and node not in groups[memory]:
@@ -85,7 +85,7 @@ def shared_outputs(graph: fx.Graph) -> Iterator[tuple[Memory, list[fx.Node]]]:
 
 
 def base_of(memory: Memory, nodes: list[fx.Node]) -> fx.Node | Refusal:
-    """The input that all `nodes` are views of, or the nearest value that they have in common."""
+    """The input that all `nodes` are views of, or the nearest common base; a refusal where there is none."""
     lines = [list(line(node)) for node in nodes]
     common = [x for x in lines[0] if isinstance(value_of(x), torch.Tensor) and all(x in each for each in lines)]
     if not common or (memory[0] == "input" and common[-1].op != "placeholder"):

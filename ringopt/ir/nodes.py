@@ -1,4 +1,4 @@
-"""Small questions about FX nodes of a flat pre-dispatch ATen graph."""
+"""Facts about FX nodes of a flat pre-dispatch ATen graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recomp
 
 
 def op_name(node: fx.Node) -> str:
-    """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for what is no operator."""
+    """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for other nodes."""
     target = node.target
     if isinstance(target, OpOverload):
         return schema_of(target).name.split("::")[1]
@@ -28,6 +28,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def is_aten(node: fx.Node) -> bool:
+    """Whether a node calls an ATen operator."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
 
 
@@ -42,23 +43,24 @@ def is_random(node: fx.Node) -> bool:
 
 
 def value_of(node: Any) -> Any:
-    """The fake value recorded when the graph was captured, None for what is no node."""
+    """The fake value recorded when the graph was captured; None for an argument that is no node."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
-    """What the graph returns, by place."""
+    """The returned values in order: nodes and constants."""
     found = graph.output_node().args[0]
     return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
 def is_tensor(node: Any) -> bool:
+    """Whether the value is one tensor, not several and no number."""
     return isinstance(value_of(node), torch.Tensor)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Sizes of a tensor node, which may be open (ringopt/ir/symbolic_sizes.py); of a node with several outputs,
-    those of the first."""
+    """Sizes of a tensor node, ints or symbolic (ringopt/ir/symbolic_sizes.py); of a node with several outputs, those of
+    the first."""
     value = value_of(node)
     if isinstance(value, (tuple, list)):
         value = value[0]
@@ -66,7 +68,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def tensor_args(node: fx.Node) -> Iterator[fx.Node]:
-    """Every place where a tensor (or a tuple of tensors) is an argument, in order; a node used twice comes twice."""
+    """The tensor arguments (or tuples of tensors), in order; a node used twice comes twice."""
     found: list[fx.Node] = []
 
     def note(arg: fx.Node) -> fx.Node:
@@ -85,8 +87,8 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 
 def named(node: fx.Node, name: str) -> Any:
-    """An argument by the name it has in the schema of the op; its default where it was not given. KeyError for a name
-    that the schema has not."""
+    """An argument by its name in the schema of the op, or its default. Raises KeyError for a name that the schema
+    lacks."""
     schema: dict[str, Any] = {arg.name: (place, arg) for place, arg in enumerate(schema_of(node.target).arguments)}
     place, arg = schema[name]
     if place < len(node.args):
@@ -95,7 +97,7 @@ def named(node: fx.Node, name: str) -> Any:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Arguments by the names of the schema, defaults included; {} for what is no operator."""
+    """Arguments by the names of the schema, defaults included; {} for nodes that call no operator."""
     if not isinstance(node.target, OpOverload):
         return {}
     schema = schema_of(node.target).arguments
@@ -114,14 +116,14 @@ def module_path(node: fx.Node) -> str:
 
 
 def origin(node: fx.Node) -> dict[str, Any]:
-    """Meta that a node made in the place of `node` takes over: where it comes from, and whether it is computed again in
-    the backward (ir/checkpoint_regions.py)."""
+    """Meta that a node which replaces `node` inherits: source locations, and whether it is recomputed in the backward
+    (ir/checkpoint_regions.py)."""
     return {key: node.meta[key] for key in ORIGIN if key in node.meta}
 
 
 def source_line(node: fx.Node) -> str:
-    """`modeling_llama.py:210: weights = softmax(scores, -1)`: the innermost line of the program that is not torch's; ""
-    where that is not known."""
+    """`modeling_llama.py:210: weights = softmax(scores, -1)`: the innermost frame outside torch; "" without a stack
+    trace."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n\s*([^\n]*))?', node.meta.get("stack_trace") or "")
     if not frames:
         return ""
@@ -130,7 +132,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Which values carry a gradient, from the placeholders' `requires_grad` forward. True when in doubt."""
+    """Which values require a gradient, propagated from the placeholders' `requires_grad`. True when in doubt."""
     found: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         found[node] = carries_gradient(node, any(found.get(arg, True) for arg in node.all_input_nodes))
@@ -143,7 +145,7 @@ WITHOUT_GRADIENT = frozenset({"detach", *LIKE, *NEW})
 
 
 def carries_gradient(node: fx.Node, given: bool) -> bool:
-    """Whether `node` does; `given`: some operand of it does."""
+    """Whether `node` requires a gradient; `given`: whether any operand does."""
     value = value_of(node)
     if node.op in ("placeholder", "get_attr"):
         return isinstance(value, torch.Tensor) and value.requires_grad
@@ -156,8 +158,8 @@ def carries_gradient(node: fx.Node, given: bool) -> bool:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """torch's own, which also checks that the graph is well formed; but only of nodes that nobody reads it is asked
-    whether they do something else, a question that costs as much as all the rest."""
+    """torch's own, which also lints the graph; but only nodes without users are asked whether they are impure, a check
+    that costs as much as all the rest."""
     random = True
     if TracingContext.try_get():  # as torch decides whether a random number that nobody reads is drawn
         random = inductor.draws_as_eager()
@@ -165,7 +167,7 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
 
 
 def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
-    """A new node with its fake value, told to come from where `like` comes from."""
+    """A new call of `target` with its fake value and the source location of `like`."""
     name = schema_of(target).name.split("::")[1]
     new = graph.create_node("call_function", target, tuple(args), kwargs or {}, name)
     new.meta = origin(like)
@@ -175,7 +177,8 @@ def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[st
 
 
 def emit_attention(graph: fx.Graph, args: Any, like: fx.Node) -> fx.Node:
-    """A `ringopt::attention`. It is not run for its value: what it computes on one device depends on the length."""
+    """A new call of `ringopt::attention`; its fake value is made from those of q [B, H, S, D] and v [B, H_kv, T, D_v]
+    without running the op, whose form on one device depends on the length."""
     new = graph.create_node("call_function", torch.ops.ringopt.attention.default, tuple(args), {}, "attention")
     new.meta = origin(like)
     q, v = value_of(args[0]), value_of(args[2])
@@ -184,15 +187,17 @@ def emit_attention(graph: fx.Graph, args: Any, like: fx.Node) -> fx.Node:
 
 
 def is_parameter(node: fx.Node) -> bool:
+    """Whether a node is an input that the program holds as an nn.Parameter."""
     return node.op == "placeholder" and bool(node.meta.get(PARAMETER))
 
 
 def is_write(node: fx.Node) -> bool:
+    """Whether the schema mutates an argument: in-place ops and `out=` variants."""
     return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def written_args(node: fx.Node) -> list[fx.Node]:
-    """What a write writes to."""
+    """The operands that an in-place op or an `out=` variant mutates."""
     found: list[fx.Node] = []
     for arg in schema_of(node.target).arguments:
         if arg.alias_info is not None and arg.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""Where the rows of a value are: on every rank (None), or sharded along one sequence."""
+"""Placements: a value is replicated (None), or sharded along one sequence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ringopt.ir.symbolic_sizes import divides, formula, same
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """Dim `dim` has outer * length * inner places; the factor `length`, a sequence, is spread over the ranks.
-    Each may be an open size.
+    """Dim `dim` has size outer * length * inner; the factor `length`, a sequence, is sharded over the ranks. Each may
+    be a symbolic size.
 
     The factors make flatten(batch, sequence) and back free: [b, n, d] sharded on n is Sharded(1, 1, n, 1), and its view
     [b * n, d] is Sharded(0, b, n, 1). A value without a placement is replicated: identical on every rank.
@@ -37,7 +37,7 @@ class Sharded:
         return self.outer * self.length * self.inner
 
     def fixed(self) -> Sharded:
-        """The same with numbers for open sizes; another length compiles another graph."""
+        """The same with symbolic sizes specialised to ints; another length compiles another graph."""
         return Sharded(self.dim, int(self.outer), int(self.length), int(self.inner))
 
     def at(self, dim: int) -> Sharded:
@@ -50,11 +50,11 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layout of each sequence, by its length: values of equally many rows line up, whatever they were cut from.
+    """The layout of each sequence, by its length: values of equally many tokens line up, whatever they come from.
 
-    `axes`: of sequences that are attended over, length and layout. What is cut from one, or joined, has the layout of
-    the nearest; with none of a known length, and of an open one, `name`. A guard may fix a length later: by its formula
-    it is looked for as that is now.
+    `axes`: length and layout of the sequences that are attended over. Any other length, of a slice or a concatenation,
+    has the layout of the nearest of them; `name` where none has a known length, or for a symbolic one. A guard may
+    specialise a length later, so lengths are compared by their current formulas.
     """
 
     name: str = "contiguous"
@@ -70,7 +70,8 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Spread:
-    """How a tensor of `size` and `stride` is spread over the ranks of the mesh called `group`; `name` is for errors."""
+    """How a tensor of global `size` and `stride` is sharded over the ranks of the mesh `group`; `name` is for
+    errors."""
 
     placement: Sharded
     layout: str
@@ -81,6 +82,7 @@ class Spread:
 
 
 def same_rows(one: Spread, other: Spread) -> bool:
+    """Whether the ranks hold the same tokens of both, whatever the other dims."""
     return (one.placement, one.layout, one.group) == (other.placement, other.layout, other.group)
 
 

@@ -11,17 +11,17 @@ import torch.fx as fx
 from ringopt.ir.nodes import is_tensor, op_name, value_of
 from ringopt.torch_compat.schema import schema_or_none
 
-# Arguments that tell a reader nothing: the name of the ranks' mesh, and the token that tells caches apart.
+# Arguments that are not shown: the name of the mesh, and the token that separates cache entries.
 HIDDEN = ("group", "version")
 
 
 def short(graph: fx.Graph, sizes: bool = False) -> str:
     """One line a node: `%out = op(%in, 2)`. Names are those of the nodes; overloads, defaults and namespaces are left
     out."""
-    return "\n".join(line(node, sizes) for node in graph.nodes)
+    return "\n".join(_line(node, sizes) for node in graph.nodes)
 
 
-def line(node: fx.Node, sizes: bool = False) -> str:
+def _line(node: fx.Node, sizes: bool = False) -> str:
     schema = schema_or_none(node.target)
     names = [arg.name for arg in schema.arguments] if schema is not None else []
     shown = [arg for i, arg in enumerate(node.args) if i >= len(names) or names[i] not in HIDDEN]
@@ -29,15 +29,16 @@ def line(node: fx.Node, sizes: bool = False) -> str:
     if node.op == "output":
         return f"return {text(node.args[0])}"
     if node.op == "placeholder":
-        said = f"%{node.name} = input"
+        call = f"%{node.name} = input"
     elif node.op == "get_attr":
-        said = f"%{node.name} = constant {node.target}"
+        call = f"%{node.name} = constant {node.target}"
     else:
-        said = f"%{node.name} = {op_name(node)}({', '.join(given)})"
-    return said + (f"  # {list(value_of(node).shape)}" if sizes and is_tensor(node) else "")
+        call = f"%{node.name} = {op_name(node)}({', '.join(given)})"
+    return call + (f"  # {list(value_of(node).shape)}" if sizes and is_tensor(node) else "")
 
 
 def text(value: Any) -> str:
+    """An argument: `%name` of a node, numbers and dtypes in short."""
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, (list, tuple)):
@@ -49,6 +50,6 @@ def text(value: Any) -> str:
 
 
 def changes(before: str, after: str) -> str:
-    """The lines that differ, marked - and +, with those that stay."""
+    """All lines of both texts, those that differ marked with - and +."""
     lines = difflib.ndiff(before.splitlines(), after.splitlines())
     return "\n".join(entry for entry in lines if not entry.startswith("?"))

@@ -1,8 +1,8 @@
-"""Fake values that lie in memory as the real ones will.
+"""Fake values with the strides of the real ones.
 
-Of a few operators torch's fake kernels keep the order of the operand's dims where the kernels of the CPU do not
-(torch 2.13). Eager and torch.compile(backend="aot_eager") return what the kernels give, and so do we: a program that
-makes views of an output, or another graph behind it, meets the same strides.
+Torch's fake kernels of a few operators keep the order of the operand's dims where the CPU kernels do not (torch 2.13).
+Eager and torch.compile(backend="aot_eager") return the strides of the kernels, and so does ringopt: views of an output,
+and other graphs that read it, see the same strides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMATS: dict[Any, Callable[[Tensor], torch.memory_format]] = {
 
 
 class RealStrides(FakeTensorMode):
-    """torch's mode, with the strides of the kernels."""
+    """torch's FakeTensorMode, with the strides of the CPU kernels."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Why something was left as it is: a value, so that it can be counted, printed and tested."""
+"""Why a rewrite was not done: a value, so that it can be counted, printed and tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.fx as fx
 
 @dataclass(frozen=True)
 class Refusal:
-    """`sentence` tells a user why; `node` is the graph value to blame, where there is one."""
+    """`sentence` is the reason, for the user; `node` is the graph value to blame, where there is one."""
 
     sentence: str
     node: fx.Node | None = None

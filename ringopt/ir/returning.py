@@ -1,4 +1,4 @@
-"""The form of an operator that writes in which it returns instead."""
+"""The functional variant of an in-place operator."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ aten = torch.ops.aten
 
 
 def returning(node: fx.Node) -> Any:
-    """The op that returns what a write writes, `add` of `add_`, `add.Tensor` of `add.out`, `pow.Tensor_Scalar` of
-    `pow_.Scalar`; None where there is none. What is written to has other names in some (`dropout` of `dropout_`)."""
+    """The functional variant of a mutating op: `add` of `add_`, `add.Tensor` of `add.out`, `pow.Tensor_Scalar` of
+    `pow_.Scalar`; None where there is none. Some name the mutated argument otherwise (`dropout` of `dropout_`)."""
     target = node.target
     name = schema_of(target).name.split("::")[1].removesuffix("_")
     packet = getattr(aten, "normal_functional" if target is aten.normal_.default else name, None)

@@ -1,4 +1,4 @@
-"""One attention of a graph, as far as it is known."""
+"""What is known of one attention of a graph."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Literal
 
 @dataclass
 class SiteInfo:
-    """What is known of one attention site; the passes fill it in, the report shows it. `masked`: the program gave a
-    mask; `source`: the line of the program that it comes from; `not_dilated`: why the options' dilation is not applied
-    to it; `whole`: the side that has too few rows to be spread, which is on every rank; `reason`: the one of the notes
-    that says why this strategy."""
+    """One attention site; the passes fill it in, the report shows it. `masked`: the program passes a mask; `source`:
+    its line of source; `not_dilated`: why the dilation of the options is not applied; `whole`: the side with too few
+    tokens to shard, which is replicated; `reason`: the note that explains the choice of the strategy."""
 
     module: str
     form: str

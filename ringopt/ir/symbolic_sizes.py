@@ -1,4 +1,4 @@
-"""Sizes that may be open: an int, or a symbol of torch (SymInt) that stands for any length.
+"""Sizes that may be symbolic ("open"): an int, or torch's SymInt, which stands for any length.
 
 While the passes run, an open size stands in the arguments of a node as the SymInt itself, so it is compared and
 multiplied as an int is. Every answer to `a < b` or `int(a)` that does not hold for all values becomes a guard: another
@@ -28,22 +28,23 @@ LONGEST = 1 << 40
 
 
 def plain(size: Any) -> Any:
-    """The number, of a symbol that a guard has fixed meanwhile; else the size as it is."""
+    """The int of a symbol that a guard has specialised meanwhile; else the size as it is."""
     return int(size) if isinstance(size, torch.SymInt) and size.node.expr.is_Integer else size
 
 
 def is_open(size: Any) -> bool:
+    """Whether a size (or a number) is still symbolic: no guard has specialised it."""
     return isinstance(plain(size), OPEN)
 
 
 def formula(size: Any) -> Any:
-    """What is equal for equal sizes: the number, or the formula of symbols."""
+    """A value that is equal for equal sizes: the int, or the sympy expression."""
     return settled(size.node.expr, size.node.shape_env) if isinstance(size, OPEN) else size
 
 
 def settled(expression: Any, shape_env: ShapeEnv | None) -> Any:
-    """With the number in place of every part that a guard has fixed: behind `F.pad(x, -n % 4)` at a length where
-    nothing is padded, n + (-n % 4) is n. torch replaces symbols that are fixed, and not what is made of them."""
+    """Substitutes every subexpression that a guard has fixed: after `F.pad(x, -n % 4)` at a length where nothing is
+    padded, n + (-n % 4) is n. torch substitutes specialised symbols only, not expressions of them."""
     if shape_env is None or not hasattr(expression, "xreplace"):
         return expression
     known, seen = _fixed.setdefault(shape_env, ({}, 0))
@@ -55,27 +56,27 @@ def settled(expression: Any, shape_env: ShapeEnv | None) -> Any:
     return expression.xreplace(known) if known else expression
 
 
-# Of the guards of each environment, as many as were looked at: which formulas have a number.
+# By shape environment: the expressions that guards have fixed, and how many of the guards have been read.
 _fixed: WeakKeyDictionary[ShapeEnv, tuple[dict[Any, Any], int]] = WeakKeyDictionary()
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two sizes are equal whatever their symbols stand for."""
+    """Whether two sizes are provably equal for all values of their symbols."""
     return bool(formula(one) == formula(other)) or statically_known_true(one == other)
 
 
 def divides(size: Any, whole: Any) -> bool:
-    """Whether `size` divides `whole` whatever their symbols stand for."""
+    """Whether `size` provably divides `whole` for all values of their symbols."""
     return same(whole % size, 0)
 
 
 def place_of(index: Any, size: Any) -> Any:
-    """An index from the start, where it may count from the end."""
+    """The index counted from the start: negative ones count from the end, as in Python."""
     return index + size if index < 0 else index
 
 
 def slice_of(size: Any, start: Any = None, end: Any = None, step: int = 1) -> tuple[Any, int, Any]:
-    """(first, step, how many) of what a slice takes from `size` places; `slice.indices`, of open sizes too."""
+    """(first, step, count) of a slice of a dim of `size`: `slice.indices`, for symbolic sizes too."""
 
     def inside(index: Any) -> Any:
         index = place_of(index, size)
@@ -87,13 +88,13 @@ def slice_of(size: Any, start: Any = None, end: Any = None, step: int = 1) -> tu
 
 
 def at_hand(size: Any) -> int:
-    """The number that the size has for the inputs at hand. For figures in a report and for samples: no guard is made,
-    so nothing that must hold for other lengths may follow from it."""
+    """The hint: the size for the inputs at hand. For figures in a report and for samples only: no guard is made, so
+    nothing that must hold for other lengths may depend on it."""
     return int(size.node.hint) if isinstance(size, OPEN) else int(size)
 
 
 def longest(size: Any) -> int:
-    """A number that the size never exceeds."""
+    """An upper bound of the size, LONGEST where none is known."""
     if not isinstance(size, OPEN):
         return int(size)
     upper = size.node.shape_env.bound_sympy(size.node.expr).upper
@@ -102,7 +103,7 @@ def longest(size: Any) -> int:
 
 # ---- in the arguments of nodes ---------------------------------------------------------------------------------------
 def into_arguments(graph: fx.Graph) -> None:
-    """Nodes that compute sizes give way to the sizes themselves."""
+    """Replaces nodes that compute sizes by the SymInts themselves, in the arguments of all nodes."""
 
     def size(node: fx.Node) -> Any:
         value = node.meta.get("val")
@@ -116,7 +117,7 @@ def into_arguments(graph: fx.Graph) -> None:
 
 
 def into_nodes(graph: fx.Graph) -> None:
-    """The reverse: each open size is computed from sizes of the inputs."""
+    """The inverse of `into_arguments`: nodes compute each symbolic size from sizes of the inputs."""
     written = Written(graph)
 
     def node_of(size: Any) -> Any:
@@ -130,7 +131,7 @@ def into_nodes(graph: fx.Graph) -> None:
 
 
 def into_assertions(graph: fx.Graph, formulas: Iterable[sympy.Basic]) -> None:
-    """What must hold of the sizes of the inputs is asked when the program runs."""
+    """Adds a runtime assertion for each of `formulas`, conditions on the sizes of the inputs."""
     written = Written(graph)
     with graph.inserting_before(written.inputs[-1].next):
         for formula in formulas:
@@ -140,7 +141,7 @@ def into_assertions(graph: fx.Graph, formulas: Iterable[sympy.Basic]) -> None:
 
 
 class Written:
-    """Formulas of sizes as nodes, which are made where the graph inserts."""
+    """Expressions of sizes as nodes, made at the graph's insertion point."""
 
     def __init__(self, graph: fx.Graph):
         self.graph, self.inputs = graph, graph.find_nodes(op="placeholder")
@@ -162,7 +163,7 @@ class Written:
 
 
 def source_of(symbol: sympy.Symbol, graph: fx.Graph, inputs: Iterable[fx.Node]) -> fx.Node:
-    """The input that is the number, or a size of one that is."""
+    """The scalar input that is `symbol`, or a node that reads the size of an input. AssertionError without either."""
     for node in inputs:
         value = node.meta.get("val")
         if formula(value) == symbol:
