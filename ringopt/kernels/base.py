@@ -8,6 +8,7 @@ out 0, lse -inf and gradients 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,41 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@dataclass(frozen=True)
+class TileInputs:
+    """Attention of the queries of a tile to its keys. `causal` (the lower triangle) only for Sq == Sk: kernels do not
+    agree on what it means otherwise."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    mask: Tensor | None = None
+    causal: bool = False
+
+    @property
+    def empty(self) -> bool:
+        return not (self.q.numel() and self.k.numel())
+
+    @property
+    def groups(self) -> int:
+        """Query heads of one KV head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """What a backward needs of the queries of a tile, over the keys of all tiles: the gradient of the output, the
+    output and its log-sum-exp."""
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def visible(self) -> WholeRows:
+        return replace(self, lse=visible_lse(self.lse))
+
+
 class Kernel(ABC):
     """`forward` and `backward` take any tile; subclasses need only handle those that are not empty."""
 
@@ -33,55 +69,27 @@ class Kernel(ABC):
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
         """None, or why heads of these sizes cannot be computed here."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """out [B, Hq, Sq, Dv] in q's dtype or wider, lse [B, Hq, Sq] in accumulator(q.dtype).
-
-        `causal` (the lower triangle) only for Sq == Sk: kernels do not agree on what it means otherwise.
-        """
-        _check_causal(q, k, causal)
-        if not (q.numel() and k.numel()):
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        """out [B, Hq, Sq, Dv] in q's dtype or wider, lse [B, Hq, Sq] in accumulator(q.dtype)."""
+        _check_causal(tile)
+        q, v = tile.q, tile.v
+        if tile.empty:
             lse = q.new_full(q.shape[:3], HIDDEN, dtype=accumulator(q.dtype))
             return q.new_zeros(*q.shape[:3], v.shape[3]), lse
-        return self._forward(q, k, v, mask, causal, scale)
+        return self._forward(tile)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this tile, in q's dtype or wider. `out` and `lse` are those of whole rows, over all tiles."""
-        _check_causal(q, k, causal)
-        if not (q.numel() and k.numel()):
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        return self._backward(dout, q, k, v, out, visible_lse(lse), mask, causal, scale)
+    def backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of this tile, in q's dtype or wider."""
+        _check_causal(tile)
+        if tile.empty:
+            return torch.zeros_like(tile.q), torch.zeros_like(tile.k), torch.zeros_like(tile.v)
+        return self._backward(tile, rows.visible())
 
     @abstractmethod
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]: ...
+    def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]: ...
 
     @abstractmethod
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def visible_lse(lse: Tensor) -> Tensor:
@@ -99,6 +107,7 @@ def hidden_rows(mask: Tensor, causal: bool) -> Tensor:
     return mask.amax(-1) == HIDDEN
 
 
-def _check_causal(q: Tensor, k: Tensor, causal: bool) -> None:
-    if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"a causal tile is square; found {q.shape[2]} queries and {k.shape[2]} keys")
+def _check_causal(tile: TileInputs) -> None:
+    queries, keys = tile.q.shape[2], tile.k.shape[2]
+    if tile.causal and queries != keys:
+        raise ValueError(f"a causal tile is square; found {queries} queries and {keys} keys")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringopt.errors import OptionError
 from ringopt.ir.refusal import Refusal
-from ringopt.kernels.base import Kernel
+from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.cpu_flash import CpuFlash
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
@@ -31,26 +31,14 @@ class MaskedByAnother(Kernel):
         case = (dtype, device, key_dim, value_dim)
         return self.kernel.supports(*case) or self.other.supports(*case)
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        kernel = self.kernel if mask is None else self.other
-        return kernel._forward(q, k, v, mask, causal, scale)
+    def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        return self._for(tile)._forward(tile)
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        kernel = self.kernel if mask is None else self.other
-        return kernel._backward(dout, q, k, v, out, lse, mask, causal, scale)
+    def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+        return self._for(tile)._backward(tile, rows)
+
+    def _for(self, tile: TileInputs) -> Kernel:
+        return self.kernel if tile.mask is None else self.other
 
 
 def choose(name: str, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> tuple[Kernel, str]:

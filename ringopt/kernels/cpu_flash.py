@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
-from ringopt.kernels.base import HIDDEN, Kernel, accumulator, hidden_rows
+from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows, accumulator, hidden_rows
 from ringopt.torch_compat import sdpa
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -24,36 +24,23 @@ class CpuFlash(Kernel):
             return Refusal(f"kernel flash_cpu needs values as wide as keys; found {value_dim} and {key_dim}")
         return None
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = map(readable, (q, k, v))
-        mask = mask.to(q.dtype) if mask is not None else None
-        out, lse = sdpa.flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        q, k, v = map(readable, (tile.q, tile.k, tile.v))
+        mask = tile.mask.to(q.dtype) if tile.mask is not None else None
+        out, lse = sdpa.flash_cpu(q, k, v, 0.0, tile.causal, attn_mask=mask, scale=tile.scale)
         if mask is not None:
             # The kernel says 0.0 for a row that sees nothing, and a merge would take that for the weight exp(0).
-            lse = lse.masked_fill(hidden_rows(mask, causal), HIDDEN)
+            lse = lse.masked_fill(hidden_rows(mask, tile.causal), HIDDEN)
         return out, lse
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+        k, v, kv_heads, groups = tile.k, tile.v, tile.k.shape[1], tile.groups
         if groups > 1:  # the forward knows grouped heads, the backward does not
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        dout, q, k, v, out = map(readable, (dout, q, k, v, out))
-        mask = mask.to(q.dtype) if mask is not None else None
+        dout, q, k, v, out = map(readable, (rows.dout, tile.q, k, v, rows.out))
+        mask = tile.mask.to(q.dtype) if tile.mask is not None else None
         dq, dk, dv = sdpa.flash_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+            dout, q, k, v, out, rows.lse, 0.0, tile.causal, attn_mask=mask, scale=tile.scale
         )
         if groups > 1:
             wide = accumulator(q.dtype)

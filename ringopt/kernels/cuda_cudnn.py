@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
-from ringopt.kernels.base import Kernel
+from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.cuda import HALF, narrowed, refusal, repeated, summed, widened
 from ringopt.torch_compat import sdpa
 
@@ -27,33 +27,19 @@ class CudaCudnn(Kernel):
             return Refusal("kernel cudnn needs cuDNN, and this torch has none")
         return reason
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        groups = q.shape[1] // k.shape[1]
-        wide = (widened(q), *(widened(repeated(x, groups)) for x in (k, v)))
-        out, lse, *_ = sdpa.cudnn(*wide, None, True, 0.0, causal, False, scale=scale)
-        return narrowed(out, v), lse.view(q.shape[:3])
+    def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        q, k, v = (widened(x) for x in (tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)))
+        out, lse, *_ = sdpa.cudnn(q, k, v, None, True, 0.0, tile.causal, False, scale=tile.scale)
+        return narrowed(out, tile.v), lse.view(q.shape[:3])
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        groups = q.shape[1] // k.shape[1]
-        k, v = (repeated(x, groups) for x in (k, v))
+    def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)
+        dout, wide_q, wide_k, wide_v, out = map(widened, (rows.dout, q, k, v, rows.out))
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not done
         grads = sdpa.cudnn_backward(
-            *map(widened, (dout, q, k, v, out)),
-            *(lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0, causal),
-            scale=scale,
+            *(dout, wide_q, wide_k, wide_v, out, rows.lse.unsqueeze(-1), state, state),
+            *(None, None, None, q.shape[2], k.shape[2], 0.0, tile.causal),
+            scale=tile.scale,
         )
         dq, dk, dv = (narrowed(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
-        return dq, summed(dk, groups), summed(dv, groups)
+        return dq, summed(dk, tile.groups), summed(dv, tile.groups)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
-from ringopt.kernels.base import Kernel
+from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.cuda import HALF, narrowed, refusal, widened
 from ringopt.torch_compat import sdpa
 
@@ -28,31 +28,21 @@ class CudaFlash(Kernel):
             return Refusal(f"kernel flash has heads of up to {WIDEST}; found {key_dim}")
         return refusal(self.name, dtype, device, HALF, (8, 0))
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        wide = map(widened, (q, k, v))
-        out, lse, *_ = sdpa.flash(*wide, 0.0, causal, False, scale=scale)
-        return narrowed(out, v), lse
+    def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        q, k, v = map(widened, (tile.q, tile.k, tile.v))
+        out, lse, *_ = sdpa.flash(q, k, v, 0.0, tile.causal, False, scale=tile.scale)
+        return narrowed(out, tile.v), lse
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = tile.q, tile.k, tile.v
+        dout, wide_q, wide_k, wide_v, out = map(widened, (rows.dout, q, k, v, rows.out))
         # No dropout, so the state of its generator is not read; no packed sequences, so there are no offsets.
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty((), dtype=torch.uint64, device=q.device)
-        lengths = (None, None, q.shape[2], k.shape[2])
         grads = sdpa.flash_backward(
-            *map(widened, (dout, q, k, v, out)), lse, *lengths, 0.0, causal, state, unused, scale=scale
+            *(dout, wide_q, wide_k, wide_v, out, rows.lse, None, None, q.shape[2], k.shape[2]),
+            *(0.0, tile.causal, state, unused),
+            scale=tile.scale,
         )
         dq, dk, dv = (narrowed(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
         return dq, dk, dv

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
-from ringopt.kernels.base import HIDDEN, Kernel, accumulator, visible_lse
+from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows, accumulator, visible_lse
 from ringopt.torch_compat.autograd import recording
 
 SCORES = 1 << 22  # elements of [B, Hq, rows, Sk] held at once: 16 MiB in float32
@@ -72,18 +72,16 @@ class Math(Kernel):
             return None
         return Refusal(f"kernel math has no {dtype}: attention is for floating point of 16 bits or more")
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        wide, groups = accumulator(q.dtype), q.shape[1] // k.shape[1]
-        k, v = k.to(wide), v.to(wide)
+    def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        q, wide, groups = tile.q, accumulator(tile.q.dtype), tile.groups
+        k, v = tile.k.to(wide), tile.v.to(wide)
         out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide)
         lse = q.new_empty(q.shape[:3], dtype=wide)
         for rows in self._row_chunks(q, k):
-            scores = products(q, k, scale, rows)
+            scores = products(q, k, tile.scale, rows)
             if self.modifier is not None:
                 scores = self.modifier.change(scores, rows)
-            scores = self._masked(scores, mask, causal, rows)
+            scores = self._masked(scores, tile, rows)
             lse[:, :, rows] = scores.logsumexp(-1)
             weights = scores.sub_(visible_lse(lse[:, :, rows]).unsqueeze(-1)).exp_()
             if self.factor is not None:
@@ -91,59 +89,26 @@ class Math(Kernel):
             out[:, :, rows] = spread(fold(weights, groups) @ v, groups)
         return out, lse
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._gradients(dout, q, k, v, out, lse, mask, causal, scale, None)
+    def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+        return self._gradients(tile, rows, None)
 
-    def backward_with_mask(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `backward` of a tile that is not empty, and the gradient of `mask`, in its shape."""
-        dmask = torch.zeros(mask.shape, dtype=accumulator(q.dtype), device=q.device)
-        return *self._gradients(dout, q, k, v, out, visible_lse(lse), mask, causal, scale, dmask), dmask
+    def backward_with_mask(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `backward` of a tile that is not empty and has a mask, and the gradient of that, in its shape."""
+        assert tile.mask is not None
+        dmask = torch.zeros(tile.mask.shape, dtype=accumulator(tile.q.dtype), device=tile.q.device)
+        return *self._gradients(tile, rows.visible(), dmask), dmask
 
-    def _gradients(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-        dmask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide, groups = accumulator(q.dtype), q.shape[1] // k.shape[1]
-        k, v = k.to(wide), v.to(wide)
+    def _gradients(self, tile: TileInputs, whole: WholeRows, dmask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, wide, groups = tile.q, accumulator(tile.q.dtype), tile.groups
+        k, v = tile.k.to(wide), tile.v.to(wide)
         dq, dk, dv = q.new_empty(q.shape, dtype=wide), torch.zeros_like(k), torch.zeros_like(v)
         for rows in self._row_chunks(q, k):
-            scores = products(q, k, scale, rows)
+            scores = products(q, k, tile.scale, rows)
             leaf, changed = self.modifier.record(scores, rows) if self.modifier else (scores, scores)
-            weights = self._masked(changed.detach(), mask, causal, rows).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+            weights = self._masked(changed.detach(), tile, rows).sub_(whole.lse[:, :, rows].unsqueeze(-1)).exp_()
             factor = self.factor(rows) if self.factor is not None else None
-            grad = dout[:, :, rows].to(wide)
-            dot = (grad * out[:, :, rows]).sum(-1, keepdim=True)
+            grad = whole.dout[:, :, rows].to(wide)
+            dot = (grad * whole.out[:, :, rows]).sum(-1, keepdim=True)
             grad = fold(grad, groups)
             dv += fold(weights if factor is None else weights * factor, groups).mT @ grad
             dscores = spread(grad @ v.mT, groups)
@@ -154,13 +119,14 @@ class Math(Kernel):
                 dmask[:, :, rows] += reduced(dscores, dmask.shape)
             if self.modifier is not None:
                 dscores = self.modifier.pull_back(leaf, changed, dscores)
-            dscores = fold(dscores * scale, groups)
+            dscores = fold(dscores * tile.scale, groups)
             dq[:, :, rows] = spread(dscores @ k, groups)
             dk += dscores.mT @ fold(q[:, :, rows].to(wide), groups)
         return dq, dk, dv
 
-    def _masked(self, scores: Tensor, mask: Tensor | None, causal: bool, rows: slice) -> Tensor:
+    def _masked(self, scores: Tensor, tile: TileInputs, rows: slice) -> Tensor:
         """Of some query rows, in place unless they were changed: autograd may have kept those."""
+        mask = tile.mask
         if self.modifier is not None:
             scores = scores.clone()
         if mask is not None:
@@ -169,7 +135,7 @@ class Math(Kernel):
                 scores.masked_fill_(mask[:, :, rows] == HIDDEN, HIDDEN)
         if self.level is not None:
             scores -= self.level[:, :, rows]
-        if causal:
+        if tile.causal:
             queries = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
             scores.masked_fill_(torch.arange(scores.shape[3], device=scores.device) > queries, HIDDEN)
         return scores

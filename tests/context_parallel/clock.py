@@ -24,6 +24,7 @@ from ringopt.context_parallel.executor.attend import attend, attend_backward, ba
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.mesh import Mesh, Transfer
+from ringopt.kernels.base import TileInputs
 from ringopt.runtime.trace import Span
 from ringopt.tools.benchmarks.lab.sleeping import Idle, pairs
 
@@ -151,8 +152,8 @@ class Clockwork(Idle):
     def __init__(self, mesh: VirtualMesh, second: float):
         self.mesh, self.second = mesh, second
 
-    def spend(self, q: Tensor, k: Tensor, causal: bool, backward: bool) -> None:
-        self.mesh.compute(pairs(q, k, causal) * self.second, f"{q.shape[2]} x {k.shape[2]}")
+    def spend(self, tile: TileInputs, backward: bool) -> None:
+        self.mesh.compute(pairs(tile) * self.second, f"{tile.q.shape[2]} x {tile.k.shape[2]}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringopt.errors import OptionError
-from ringopt.kernels.base import Kernel
+from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.choose import choose
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
@@ -37,7 +37,7 @@ def fit(*tensors: Tensor) -> None:
 
 def flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, debug: bool, *, scale: float) -> tuple[Any, ...]:
     fit(q, k, v)
-    out, lse = Math().forward(q, k, v, None, causal, scale)
+    out, lse = Math().forward(TileInputs(q, k, v, scale, causal=causal))
     return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
 
 
@@ -54,7 +54,7 @@ def flash_backward(
     fit(dout, q, k, v, out)
     offsets_q, offsets_k, longest_q, longest_k, p, causal, _state, _unused = rest
     assert (offsets_q, offsets_k, longest_q, longest_k, p) == (None, None, q.shape[2], k.shape[2], 0.0)
-    return Math().backward(dout, q, k, v, out, lse, None, causal, scale)
+    return Math().backward(TileInputs(q, k, v, scale, causal=causal), WholeRows(dout, out, lse))
 
 
 def cudnn(
@@ -86,7 +86,7 @@ def efficient(
     fit(q, k, v)
     starts_aligned(bias, q, k)
     assert q.shape[1] == k.shape[1] and lse and not p
-    out, logsumexp = Math().forward(q, k, v, bias, causal, scale)
+    out, logsumexp = Math().forward(TileInputs(q, k, v, scale, bias, causal))
     blind = logsumexp == -INF  # here the real one is whatever it is
     logsumexp = F.pad(logsumexp.masked_fill(blind, torch.nan), (0, -q.shape[2] % 32), value=INF)
     return out.to(q.dtype).masked_fill(blind.unsqueeze(-1), torch.nan), logsumexp, None, None
@@ -107,7 +107,8 @@ def efficient_backward(
     starts_aligned(bias, q, k)
     _seed, _offset, p, needed, causal = rest
     assert lse.shape[2] % 32 == 0 and lse.is_contiguous() and not p and needed == [True, True, True, False]
-    return *Math().backward(dout, q, k, v, out, lse[:, :, : q.shape[2]], bias, causal, scale), None
+    rows = WholeRows(dout, out, lse[:, :, : q.shape[2]])
+    return *Math().backward(TileInputs(q, k, v, scale, bias, causal), rows), None
 
 
 @pytest.fixture
@@ -155,8 +156,9 @@ def test_the_operators_are_called_as_this_torch_has_them(kernel: Kernel, kv_head
             for heads, rows in ((4, 10), (kv_heads, 12))
         )
         mask = torch.empty(1, 4, 10, 12, device=CUDA) if kernel.masks else None
-        out, lse = kernel._forward(q, k, k, mask, False, 0.3)
-        grads = kernel._backward(out, q, k, k, out, lse, mask, False, 0.3)
+        tile = TileInputs(q, k, k, 0.3, mask)
+        out, lse = kernel._forward(tile)
+        grads = kernel._backward(tile, WholeRows(out, out, lse))
     assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.kernels import math
-from ringopt.kernels.base import Kernel
+from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.choose import KERNELS
 from ringopt.kernels.math import Math, Modifier
 
@@ -54,8 +54,9 @@ def check(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: T
     tolerance, leaves = TOLERANCE[q.dtype], [x.double().requires_grad_() for x in (q, k, v)]
     expected = written_out(*leaves, mask, causal, 0.3)
     grads = torch.autograd.grad(expected[0], leaves, dout.double())
-    out, lse = kernel.forward(q, k, v, mask, causal, 0.3)
-    found = kernel.backward(dout, q, k, v, out.to(q.dtype), lse, mask, causal, 0.3)
+    tile = TileInputs(q, k, v, 0.3, mask, causal)
+    out, lse = kernel.forward(tile)
+    found = kernel.backward(tile, WholeRows(dout, out.to(q.dtype), lse))
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
     for got, right in zip((out, lse, *found), (*expected, *grads), strict=True):
         torch.testing.assert_close(got.double(), right.detach(), rtol=tolerance, atol=tolerance * 5)
@@ -98,10 +99,11 @@ def test_a_row_that_sees_nothing(kernel: Kernel, seen: float) -> None:
     q, k, v, dout = operands(3, 4, dtype=torch.float32)
     mask = torch.full((1, 1, 3, 4), seen)
     mask[..., 1, :] = -INF
-    out, lse = kernel.forward(q, k, v, mask, False, 1.0)
+    tile = TileInputs(q, k, v, 1.0, mask)
+    out, lse = kernel.forward(tile)
     assert lse[:, :, 1].eq(-INF).all() and lse[:, :, ::2].isfinite().all()
     assert not out[:, :, 1].any()
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, mask, False, 1.0)
+    dq, dk, dv = kernel.backward(tile, WholeRows(dout, out, lse))
     assert not dq[:, :, 1].any()
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 
@@ -110,10 +112,11 @@ def test_a_row_that_sees_nothing(kernel: Kernel, seen: float) -> None:
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(1, 0, 3), (1, 3, 0), (1, 0, 0), (0, 3, 3)])
 def test_empty_tiles(kernel: Kernel, batch: int, queries: int, keys: int) -> None:
     q, k, v = (torch.ones(batch, heads, rows, 8) for heads, rows in ((4, queries), (2, keys), (2, keys)))
-    out, lse = kernel.forward(q, k, v, None, False, 1.0)
+    tile = TileInputs(q, k, v, 1.0)
+    out, lse = kernel.forward(tile)
     assert out.shape == q.shape and not out.any()
     assert lse.shape == q.shape[:3] and lse.eq(-INF).all()
-    grads = kernel.backward(out, q, k, v, out, lse, None, False, 1.0)
+    grads = kernel.backward(tile, WholeRows(out, out, lse))
     assert all(grad.shape == x.shape and not grad.any() for grad, x in zip(grads, (q, k, v), strict=True))
 
 
@@ -138,8 +141,8 @@ def test_backward_of_tiles_takes_the_lse_of_whole_rows(kernel: Kernel) -> None:
     sums = [torch.zeros_like(x) for x in (q, k, v)]
     for rows in (slice(0, 3), slice(3, 8)):
         for keys in (slice(0, 5), slice(5, 8)):
-            given = (dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows])
-            parts = kernel.backward(*(x.detach() for x in given), None, False, 0.3)
+            tile = TileInputs(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.3)
+            parts = kernel.backward(tile, WholeRows(*(x.detach()[:, :, rows] for x in (dout, out, lse))))
             for total, part, place in zip(sums, parts, (rows, keys, keys), strict=True):
                 total[:, :, place] += part
     for total, right in zip(sums, expected, strict=True):
@@ -149,18 +152,20 @@ def test_backward_of_tiles_takes_the_lse_of_whole_rows(kernel: Kernel) -> None:
 @EACH
 def test_gradients_of_grouped_heads_are_summed_wide(kernel: Kernel) -> None:
     q, k, v, dout = operands(9, 9, heads=(4, 1), dtype=torch.bfloat16)
-    out, lse = kernel.forward(q, k, v, None, False, 0.3)
-    _, dk, dv = kernel.backward(dout, q, k, v, out.bfloat16(), lse, None, False, 0.3)
+    tile = TileInputs(q, k, v, 0.3)
+    out, lse = kernel.forward(tile)
+    _, dk, dv = kernel.backward(tile, WholeRows(dout, out.bfloat16(), lse))
     assert dk.dtype == dv.dtype == torch.float32
 
 
 @EACH
 def test_causal_is_for_squares(kernel: Kernel) -> None:
     q, k, v, dout = operands(3, 4)
+    tile = TileInputs(q, k, v, 1.0, causal=True)
     with pytest.raises(ValueError, match="a causal tile is square; found 3 queries and 4 keys"):
-        kernel.forward(q, k, v, None, True, 1.0)
+        kernel.forward(tile)
     with pytest.raises(ValueError, match="a causal tile is square; found 3 queries and 4 keys"):
-        kernel.backward(dout, q, k, v, q, q[..., 0], None, True, 1.0)
+        kernel.backward(tile, WholeRows(dout, q, q[..., 0]))
 
 
 # ---- the written-out kernel ------------------------------------------------------------------------------------------
@@ -190,7 +195,7 @@ def test_the_gradient_of_the_mask(
     out, lse = written_out(*leaves, mask, causal, 0.3)
     expected = torch.autograd.grad(out, (*leaves, mask), dout)
     with torch.no_grad():
-        found = Math().backward_with_mask(dout, q, k, v, out, lse, mask, causal, 0.3)
+        found = Math().backward_with_mask(TileInputs(q, k, v, 0.3, mask, causal), WholeRows(dout, out, lse))
     for got, right in zip(found, expected, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
@@ -220,9 +225,10 @@ def test_scores_that_are_changed_and_weights_that_are_dropped(
     grads = torch.autograd.grad(expected[0], (*leaves, mask, temperature), dout)
     modifier = softcapped(temperature)
     kernel = Math(modifier=modifier, factor=lambda rows: factor[:, :, rows])
+    tile = TileInputs(q, k, v, 0.3, mask, causal)
     with torch.no_grad():
-        found = [*kernel.forward(q, k, v, mask, causal, 0.3)]
-        found += kernel.backward_with_mask(dout, q, k, v, *found, mask, causal, 0.3)
+        found = [*kernel.forward(tile)]
+        found += kernel.backward_with_mask(tile, WholeRows(dout, *found))
     for got, right in zip((*found, *modifier.parts), (*expected, *grads), strict=True):
         torch.testing.assert_close(got, right.detach(), rtol=1e-12, atol=1e-12)
 
@@ -230,8 +236,8 @@ def test_scores_that_are_changed_and_weights_that_are_dropped(
 def test_a_modifier_without_the_score_has_no_gradient_of_it() -> None:
     q, k, v, dout = operands(5, 7)
     for change in (lambda scores, rows: torch.ones_like(scores), lambda scores, rows: scores.detach()):
-        kernel = Math(modifier=Modifier(change))
-        dq, dk, _ = kernel.backward(dout, q, k, v, *kernel.forward(q, k, v, None, False, 0.3), None, False, 0.3)
+        kernel, tile = Math(modifier=Modifier(change)), TileInputs(q, k, v, 0.3)
+        dq, dk, _ = kernel.backward(tile, WholeRows(dout, *kernel.forward(tile)))
         assert not dq.any() and not dk.any()
 
 
@@ -256,9 +262,9 @@ def test_what_is_held_at_once_stays_below_its_bound(monkeypatch: pytest.MonkeyPa
         modifier=Modifier(lambda scores, rows: scores.tanh() * 2),
         factor=lambda rows: drop.factor(2, 4, range(rows.start, rows.stop), range(256), torch.float32),
     )
+    tile = TileInputs(q, k, v, 0.3)
     with Largest() as made:
-        out, lse = kernel.forward(q, k, v, None, False, 0.3)
-        kernel.backward(dout, q, k, v, out, lse, None, False, 0.3)
+        kernel.backward(tile, WholeRows(dout, *kernel.forward(tile)))
     assert made.bytes == 2 * 4 * 256 * 4 * 8  # [B, Hq, 4, Sk] of int64, and nothing of the size of the tile
 
 

@@ -17,7 +17,7 @@ from ringopt.context_parallel.executor.operands import Attention, Operands, Save
 from ringopt.context_parallel.executor.tiles import Scores, Tile
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.distributed.mesh import Mesh
-from ringopt.kernels.base import HIDDEN, Kernel, accumulator
+from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows, accumulator
 from ringopt.kernels.math import Math, Modifier
 from ringopt.torch_compat.autograd import recording
 
@@ -101,8 +101,7 @@ class BlockBackward(Task):
         self.tiles = TileKernels(attention, mesh.rank, given, sources, (self.learned, dsources))
 
     @abstractmethod
-    def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """dout, q, k, v, out, lse of the tile."""
+    def operands(self, tile: Tile) -> tuple[TileInputs, WholeRows]: ...
 
     @abstractmethod
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None: ...
@@ -126,12 +125,12 @@ class BlockBackward(Task):
         return total.sum_to_size(sinks.shape)
 
     def _tile(self, tile: Tile) -> None:
-        operands, mask, how = self.operands(tile), tile.mask, (tile.causal, self.attention.scale)
-        if mask is not None and mask.requires_grad:
-            dq, dk, dv, dmask = self.tiles.math(tile).backward_with_mask(*operands, mask, *how)
-            self._learn(mask, dmask)
+        inputs, rows = self.operands(tile)
+        if tile.mask is not None and tile.mask.requires_grad:
+            dq, dk, dv, dmask = self.tiles.math(tile).backward_with_mask(inputs, rows)
+            self._learn(tile.mask, dmask)
         else:
-            dq, dk, dv = self.tiles.kernel(tile).backward(*operands, mask, *how)
+            dq, dk, dv = self.tiles.kernel(tile).backward(inputs, rows)
         self.add(tile, dq, dk, dv)
 
     def _learn(self, mask: Tensor, dmask: Tensor) -> None:

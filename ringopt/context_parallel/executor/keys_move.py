@@ -32,7 +32,7 @@ from ringopt.context_parallel.plan.exchange import Block, Cargo, Exchange, Step
 from ringopt.context_parallel.plan.tiling import strip_of
 from ringopt.distributed.mesh import Mesh, Pending
 from ringopt.distributed.traffic import log_event
-from ringopt.kernels.base import accumulator
+from ringopt.kernels.base import TileInputs, WholeRows, accumulator
 
 
 def held_kv(exchange: Exchange, rank: int, k: Tensor, v: Tensor) -> Held:
@@ -67,8 +67,9 @@ class KeysForward(Task):
             whole = self.merged.empty and len(tile.queries) == q.shape[2] and q.dtype == accumulator(q.dtype)
             for part in tile.strips(q.shape[2] if whole else strip_of(q.shape[2])):
                 rows, (keys, values) = self.tiles.local.slice(part.queries), self.held.pair(part.keys)
-                operands = (q[:, :, rows], keys, values, part.mask, part.causal, self.scale)
-                self.merged.add(rows, *self.tiles.kernel(part).forward(*operands))
+                inputs = TileInputs(q[:, :, rows], keys, values, self.scale, part.mask, part.causal)
+                out, lse = self.tiles.kernel(part).forward(inputs)
+                self.merged.add(rows, out, lse)
                 self.mesh.attend()
 
     def at_home(self) -> None:
@@ -98,10 +99,10 @@ class KeysBackward(BlockBackward):
             self.compute(block)
         log_event("computed", label, self.mesh.teller)
 
-    def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        rows, saved = self.tiles.local.slice(tile.queries), self.saved
+    def operands(self, tile: Tile) -> tuple[TileInputs, WholeRows]:
+        rows, saved, (k, v) = self.tiles.local.slice(tile.queries), self.saved, self.held.pair(tile.keys)
         dout, q, out, lse = (x[:, :, rows] for x in (self.dout, saved.given.q, saved.out, saved.lse))
-        return dout, q, *self.held.pair(tile.keys), out, lse
+        return TileInputs(q, k, v, self.attention.scale, tile.mask, tile.causal), WholeRows(dout, out, lse)
 
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.dq[:, :, self.tiles.local.slice(tile.queries)] += dq

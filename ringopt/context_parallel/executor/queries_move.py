@@ -33,7 +33,7 @@ from ringopt.context_parallel.executor.tiles import Tile
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.tiling import strip_of
 from ringopt.distributed.mesh import Mesh
-from ringopt.kernels.base import HIDDEN, accumulator
+from ringopt.kernels.base import HIDDEN, TileInputs, WholeRows, accumulator
 
 
 class Results(Gradients):
@@ -100,8 +100,9 @@ class QueriesForward(Task):
 
     def _attended(self, part: Tile) -> Pair:
         rows, given = self.keys_here.slice(part.keys), self.given
-        operands = (self.held.pair(part.queries)[0], given.k[:, :, rows], given.v[:, :, rows])
-        out, lse = self.tiles.kernel(part).forward(*operands, part.mask, part.causal, self.attention.scale)
+        q, k, v = self.held.pair(part.queries)[0], given.k[:, :, rows], given.v[:, :, rows]
+        inputs = TileInputs(q, k, v, self.attention.scale, part.mask, part.causal)
+        out, lse = self.tiles.kernel(part).forward(inputs)
         return out, lse.unsqueeze(-1)
 
 
@@ -122,14 +123,15 @@ class QueriesBackward(BlockBackward):
         self.dk, self.dv = wide_zeros(saved.given.k), wide_zeros(saved.given.v)
         self.keys_here = Local(exchange.kv_layout.ranges(rank))
 
-    def operands(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def operands(self, tile: Tile) -> tuple[TileInputs, WholeRows]:
         rows, given = self.keys_here.slice(tile.keys), self.saved.given
         q, beside = self.held.pair(tile.queries)
         width = given.v.shape[3]
         dout, out, lse = beside.split([width, width, beside.shape[3] - 2 * width], -1)
         # A copy even where there is one row, whose view is contiguous: its bits may begin where no float32 can.
         wide = lse.clone(memory_format=torch.contiguous_format).view(accumulator(q.dtype)).squeeze(-1)
-        return dout, q, given.k[:, :, rows], given.v[:, :, rows], out, wide
+        k, v = given.k[:, :, rows], given.v[:, :, rows]
+        return TileInputs(q, k, v, self.attention.scale, tile.mask, tile.causal), WholeRows(dout, out, wide)
 
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         rows = self.keys_here.slice(tile.keys)

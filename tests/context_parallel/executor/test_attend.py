@@ -195,7 +195,7 @@ def test_a_choice_that_a_block_decides_keeps_the_fast_kernel(monkeypatch: pytest
         monkeypatch.setattr(
             kernel,
             "_forward",
-            lambda self, *args, f=forward: used.append((self.name, args[0].shape[2])) or f(self, *args),
+            lambda self, tile, f=forward: used.append((self.name, tile.q.shape[2])) or f(self, tile),
         )
     site = attention(case, 4, "full", "contiguous", "gather", mask=Mask(bias=bias, score=change))
     (out, *_), _ = run(case, site, "contiguous")

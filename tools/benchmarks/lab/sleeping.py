@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from ringopt.kernels.base import Kernel, accumulator
+from ringopt.kernels.base import Kernel, TileInputs, WholeRows, accumulator
 
 # A second. So few, and with the link's rate made for them, that who moves the bytes needs next to nothing of the cores,
 # as beside a GPU: where ranks are more than cores, a faster one's sums and messages get in each other's way.
@@ -20,31 +20,19 @@ class Idle(Kernel, ABC):
     """Computes nothing: spends what a tile costs, and gives zeros."""
 
     @abstractmethod
-    def spend(self, q: Tensor, k: Tensor, causal: bool, backward: bool) -> None: ...
+    def spend(self, tile: TileInputs, backward: bool) -> None: ...
 
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> None:
         return None
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        self.spend(q, k, causal, False)
+    def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        self.spend(tile, False)
+        q, v = tile.q, tile.v
         return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        self.spend(q, k, causal, True)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+        self.spend(tile, True)
+        return torch.zeros_like(tile.q), torch.zeros_like(tile.k), torch.zeros_like(tile.v)
 
 
 class Sleeping(Idle):
@@ -52,11 +40,11 @@ class Sleeping(Idle):
 
     name = "sleeping"
 
-    def spend(self, q: Tensor, k: Tensor, causal: bool, backward: bool) -> None:
-        time.sleep(4 * pairs(q, k, causal) * q.shape[3] / FLOPS * (BACKWARD if backward else 1))
+    def spend(self, tile: TileInputs, backward: bool) -> None:
+        time.sleep(4 * pairs(tile) * tile.q.shape[3] / FLOPS * (BACKWARD if backward else 1))
 
 
-def pairs(q: Tensor, k: Tensor, causal: bool) -> float:
-    """Of queries and keys, for q [B, Hq, Sq, D] and k [B, Hkv, Sk, D], in all heads; a triangle has half of them."""
-    queries, keys = q.shape[2], k.shape[2]
-    return q.shape[0] * q.shape[1] * (queries * (queries + 1) / 2 if causal else queries * keys)
+def pairs(tile: TileInputs) -> float:
+    """Of queries and keys, in all heads; a triangle has half of them."""
+    batch, heads, queries, _ = tile.q.shape
+    return batch * heads * (queries * (queries + 1) / 2 if tile.causal else queries * tile.k.shape[2])

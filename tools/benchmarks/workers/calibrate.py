@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -21,7 +22,7 @@ from ringopt.cost.simulate import Heads, simulate
 from ringopt.distributed.mesh import Mesh, Pending, PretendedMesh, register
 from ringopt.hardware.devices import Link
 from ringopt.hardware.rates import Rates, Speed
-from ringopt.kernels.base import HIDDEN, Kernel
+from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows
 from ringopt.kernels.choose import choose
 from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
@@ -56,14 +57,14 @@ def tile_samples(kernel: Kernel, dtype: torch.dtype, shape: str) -> dict[str, Sa
     found: dict[str, Samples] = {"forward": [], "backward": []}
     for size in SIZES:
         q, k, v, dout = (torch.randn(1, HEADS, size, DIM, dtype=dtype) for _ in range(4))
-        causal, scale = shape == "causal", DIM**-0.5
         mask = band(size, dtype) if shape == "masked" else None
-        out, lse = kernel.forward(q, k, v, mask, causal, scale)
-        out, heads = out.to(dtype), Heads.of(q, k, v)
-        pairs = size * (size + 1) // 2 if causal else size * size
+        tile = TileInputs(q, k, v, DIM**-0.5, mask, shape == "causal")
+        out, lse = kernel.forward(tile)
+        rows, heads = WholeRows(dout, out.to(dtype), lse), Heads.of(q, k, v)
+        pairs = size * (size + 1) // 2 if tile.causal else size * size
         ways: dict[str, Callable[[], object]] = {
-            "forward": lambda: kernel.forward(q, k, v, mask, causal, scale),  # noqa: B023
-            "backward": lambda: kernel.backward(dout, q, k, v, out, lse, mask, causal, scale),  # noqa: B023
+            "forward": partial(kernel.forward, tile),
+            "backward": partial(kernel.backward, tile, rows),
         }
         for way, run in ways.items():
             found[way].append((heads.flops(pairs, way == "backward"), timed(run)))

@@ -14,7 +14,7 @@ from ringopt.context_parallel.executor.merge_lse import Merged, merge_
 from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.plan.exchange import Block, Exchange
 from ringopt.context_parallel.plan.plan_of import exchange_of
-from ringopt.kernels.base import Kernel, accumulator
+from ringopt.kernels.base import Kernel, TileInputs, WholeRows, accumulator
 from ringopt.kernels.choose import KERNELS, choose
 from ringopt.tools.benchmarks.lab.copying import Copy
 from ringopt.tools.benchmarks.lab.names import COPY, RING
@@ -125,11 +125,12 @@ def beside(alone: float, copied: int, seconds: Sequence[dict[str, float]]) -> Ro
 
 def of_kernel(case: Case, kernel: Kernel, given: Sequence[Tensor]) -> tuple[Run, Run]:
     q, k, v, dout = given
-    out, lse = kernel.forward(q, k, v, None, case.causal, SCALE)
-    out = out.to(q.dtype)
+    tile = TileInputs(q, k, v, SCALE, causal=case.causal)
+    out, lse = kernel.forward(tile)
+    rows = WholeRows(dout, out.to(q.dtype), lse)
     return (
-        lambda: list(kernel.forward(q, k, v, None, case.causal, SCALE)[:1]),
-        lambda: list(kernel.backward(dout, q, k, v, out, lse, None, case.causal, SCALE)),
+        lambda: list(kernel.forward(tile)[:1]),
+        lambda: list(kernel.backward(tile, rows)),
     )
 
 
@@ -195,10 +196,7 @@ class VirtualRing:
             q = torch.cat([rows(self.q, piece) for piece in pieces], 2)
             merged = Merged(q, DIM)
             for block in blocks:
-                found = self.kernel.forward(
-                    rows(self.q, block.queries), rows(self.k, block.keys), rows(self.v, block.keys), *how(block)
-                )
-                merged.add(place(pieces, block.queries), *found)
+                merged.add(place(pieces, block.queries), *self.kernel.forward(self._tile(block)))
             for whole, part in zip((out, lse), merged.result(), strict=True):
                 for piece in pieces:
                     rows(whole, piece).copy_(part[:, :, place(pieces, piece)])
@@ -209,12 +207,15 @@ class VirtualRing:
         totals = [torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in (self.q, self.k, self.v)]
         for blocks in self.blocks:
             for block in blocks:
-                dout, q, part, logits = (rows(x, block.queries) for x in (self.dout, self.q, out, lse))
-                k, v = (rows(x, block.keys) for x in (self.k, self.v))
-                parts = self.kernel.backward(dout, q, k, v, part, logits, *how(block))
+                whole = WholeRows(*(rows(x, block.queries) for x in (self.dout, out, lse)))
+                parts = self.kernel.backward(self._tile(block), whole)
                 for total, more, taken in zip(totals, parts, (block.queries, block.keys, block.keys), strict=True):
                     rows(total, taken).add_(more)
         return [x.to(self.q.dtype) for x in totals]
+
+    def _tile(self, block: Block) -> TileInputs:
+        k, v = (rows(x, block.keys) for x in (self.k, self.v))
+        return TileInputs(rows(self.q, block.queries), k, v, SCALE, causal=block.kind is Kind.CAUSAL)
 
     def merge(self) -> None:
         """As many merges of as many rows as the forward makes."""
@@ -238,7 +239,3 @@ def place(pieces: Sequence[range], taken: range) -> slice:
             return slice(first, first + len(taken))
         first += len(piece)
     raise ValueError(f"rows {taken} are not in {pieces}")
-
-
-def how(block: Block) -> tuple[None, bool, float]:
-    return None, block.kind is Kind.CAUSAL, SCALE

@@ -25,7 +25,7 @@ from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.plan.dilated import Piece, TermPlan
 from ringopt.context_parallel.plan.exchange import Block, Step
 from ringopt.distributed.mesh import Mesh
-from ringopt.kernels.base import Kernel, accumulator
+from ringopt.kernels.base import Kernel, TileInputs, WholeRows, accumulator
 from ringopt.kernels.math import Math
 
 
@@ -60,9 +60,9 @@ class CutForward(TermKeys, Task):
         self.seen = None if given.seen is None else seen_of(given.seen, part)
 
     def compute(self, block: Block) -> None:
-        rows, keys, values, mask, causal = self._tile(block)
-        how = (mask, causal, self.attention.scale)
-        self.merged.add(rows, *self._kernel(block).forward(self.q[:, :, rows], keys, values, *how))
+        rows, tile = self._tile(block)
+        out, lse = self._kernel(block).forward(tile)
+        self.merged.add(rows, out, lse)
         self.mesh.attend()
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -92,13 +92,14 @@ class CutForward(TermKeys, Task):
         queries, keys = self.part.rows(block.queries), self.part.rows(block.keys)
         return Math(factor=lambda rows: dropout.factor(batch, self.term.heads, queries[rows], keys, wide))
 
-    def _tile(self, block: Block) -> tuple[slice, Tensor, Tensor, Tensor | None, bool]:
-        """Of a block: its query rows in `q`, keys, values, mask, and whether it is a triangle."""
+    def _tile(self, block: Block) -> tuple[slice, TileInputs]:
+        """Of a block: which rows of `q` are its queries, and what a kernel is given."""
         rows = self.local.slice(block.queries)
         keys, values = (spread(x, self.term) for x in self.held.pair(block.keys))
         seen = None if self.seen is None else self.seen[:, block.keys.start : block.keys.stop]
-        mask = None if seen is None else additive(seen, self.q[:, :, rows])
-        return rows, keys, values, mask, block.kind is Kind.CAUSAL
+        q = self.q[:, :, rows]
+        mask = None if seen is None else additive(seen, q)
+        return rows, TileInputs(q, keys, values, self.attention.scale, mask, block.kind is Kind.CAUSAL)
 
 
 class CutBackward(CutForward):
@@ -123,10 +124,9 @@ class CutBackward(CutForward):
         self.sums: Gradients = Gradients(wide, own_rows, self.local, self.k.shape[2], leaving(self.steps))
 
     def compute(self, block: Block) -> None:
-        rows, keys, values, mask, causal = self._tile(block)
-        dout, q, out, lse = (x[:, :, rows] for x in (self.dout, self.q, self.out, self.lse))
-        how = (mask, causal, self.attention.scale)
-        dq, dk, dv = self._kernel(block).backward(dout, q, keys, values, out, lse, *how)
+        rows, tile = self._tile(block)
+        whole = WholeRows(*(x[:, :, rows] for x in (self.dout, self.out, self.lse)))
+        dq, dk, dv = self._kernel(block).backward(tile, whole)
         self.dq[:, :, rows] += dq
         self.sums.add(block.keys, collected(dk, self.term), collected(dv, self.term))
         self.mesh.attend()

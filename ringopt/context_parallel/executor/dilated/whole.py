@@ -27,7 +27,7 @@ from ringopt.context_parallel.executor.dilated.views import (
 )
 from ringopt.context_parallel.executor.merge_lse import merge_
 from ringopt.context_parallel.plan.dilated import Stretch, TermPlan
-from ringopt.kernels.base import accumulator
+from ringopt.kernels.base import TileInputs, WholeRows, accumulator
 from ringopt.kernels.math import Math
 
 
@@ -52,17 +52,16 @@ class Whole:
                 return torch.stack(parts, 1).flatten(0, 1)
 
             self.kernel = Math(factor=factor)
-        self.q = self._cut(given.q, self.term.heads)
-        self.k, self.v = (spread(self._cut(x, self.term.kv_heads), self.term) for x in (given.k, given.v))
-        self.mask = None
+        q, mask = self._cut(given.q, self.term.heads), None
+        k, v = (spread(self._cut(x, self.term.kv_heads), self.term) for x in (given.k, given.v))
         if given.seen is not None:
             seen = in_segments(given.seen[:, None], stretch.first, stretch, self.term.kept)
-            self.mask = additive(batched(seen)[:, 0], self.q)
+            mask = additive(batched(seen)[:, 0], q)
+        self.tile = TileInputs(q, k, v, attention.scale, mask, attention.causal)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        attention = self.attention
-        out, lse = self.kernel.forward(self.q, self.k, self.v, self.mask, attention.causal, attention.scale)
-        zeros = attention.zero_keys(self.term.kept, self.q.shape[2])
+        out, lse = self.kernel.forward(self.tile)
+        zeros = self.attention.zero_keys(self.term.kept, self.tile.q.shape[2])
         return with_zero_keys(out, lse, zeros) if zeros else (out, lse)
 
     def merge_into(self, out: Tensor, lse: Tensor) -> None:
@@ -74,9 +73,7 @@ class Whole:
         own = attention.plan.dilation.torchscale_mixing
         out = self.forward()[0] if own else self._cut(saved.out, term.heads)
         dout, lse = (self._cut(x, term.heads) for x in (dout, saved.lse))
-        dq, dk, dv = self.kernel.backward(
-            dout, self.q, self.k, self.v, out.to(dout.dtype), lse, self.mask, attention.causal, attention.scale
-        )
+        dq, dk, dv = self.kernel.backward(self.tile, WholeRows(dout, out.to(dout.dtype), lse))
         parts = (dq, collected(dk, term), collected(dv, term))
         for total, heads, found in zip(totals, (term.heads, term.kv_heads, term.kv_heads), parts, strict=True):
             for of, view in views(total, heads):
