@@ -30,6 +30,8 @@ from ringopt.torch_compat.fx import fresh_names, has_buffer
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):
+    """Orders nodes, inputs and outputs by what is computed, so that all ranks have one graph."""
+
     name = "canonicalize"
     writes = ("order", "program", "regions")
 
@@ -51,6 +53,7 @@ class Canonicalize(Pass):
 
 
 def put(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    """Moves `nodes` into this order, and the users of each as well, which passes iterate over."""
     end = gm.graph.output_node()
     for node in nodes:
         if node.op != "placeholder":

@@ -36,6 +36,8 @@ from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 
 @dataclass(frozen=True)
 class ChooseStrategy(Pass):
+    """Gives each attention a strategy, a layout and a kernel, those that options name or the cost model's choice."""
+
     name = "choose_strategy"
     reads = ("options", "mesh")
     writes = ("sites", "carries", "layouts", "pairs", "weights", "given", "notes")
@@ -79,6 +81,8 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
 
 
 def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
+    """Why an attention cannot be sharded, None if it can. Raises OptionError where a strategy was asked for by name and
+    there are fewer tokens than ranks."""
     options, ranks = context.options, context.mesh.size
     far = AttentionCall.of(node).mask_term.far
     if far is not None:
@@ -99,6 +103,7 @@ def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
 
 
 def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
+    """Fills in strategy, layout, kernel and predicted bytes of one site. Raises OptionError if the strategy cannot."""
     q, k, v = AttentionCall.of(node).values
     case = case_of(node, context.mesh, context.options.kernel, context.carries)
     info.layout = text_of(*map(context.layouts.of, lengths(node, context.mesh)))

@@ -43,6 +43,8 @@ WHOLE = 1 << 22
 
 @dataclass(frozen=True)
 class ClassifyMask(Pass):
+    """Replaces mask tensors [B, H, Sq, Sk] by a pattern and an expression, read off the graph that makes them."""
+
     name = "classify_mask"
     reads = ("values",)
     writes = ("relied_on", "sites")

@@ -38,6 +38,8 @@ attention = operators.attention.default
 
 @dataclass(frozen=True)
 class Dilate(Pass):
+    """Makes self-attention dilated (LongNet, Ding et al. 2023) where options ask for it."""
+
     name = "dilate"
     reads = ("options",)
     writes = ("sites",)
@@ -90,6 +92,7 @@ def looks_elsewhere(q: fx.Node, k: fx.Node, v: fx.Node) -> bool:
 
 
 def rewrite(node: fx.Node, found: Hidden, context: Context, tables: dict[tuple[object, ...], fx.Node]) -> None:
+    """Makes one attention dilated; its padding mask becomes a mask of each key, and of each query on the output."""
     options, call = context.options, AttentionCall.of(node)
     lengths, rates = options.segment_lengths, options.dilation_rates
     assert lengths is not None and rates is not None

@@ -51,6 +51,8 @@ class Sdpa:
 
 @dataclass(frozen=True)
 class FindAttention(Pass):
+    """Rewrites scaled_dot_product_attention as `ringopt::attention`: four dims, explicit scale, seed and mask."""
+
     name = "find_attention"
     writes = ("sites",)
 
@@ -74,11 +76,13 @@ class FindAttention(Pass):
 
 
 def form_of(node: fx.Node) -> str:
+    """How the program called it, for the report."""
     callers = [str(name) for name, _ in node.meta.get("source_fn_stack", [])]
     return "multihead_attention" if any("multi_head_attention" in name for name in callers) else "sdpa"
 
 
 def check(node: fx.Node, site: Sdpa) -> Refusal | None:
+    """Why a call is left as it is, None if it can be rewritten."""
     query, key, value = (shape_of(operand) for operand in (site.query, site.key, site.value))
     rank = len(shape_of(node))
     if site.enable_gqa and heads_of(key) != heads_of(value):
@@ -91,10 +95,12 @@ def check(node: fx.Node, site: Sdpa) -> Refusal | None:
 
 
 def heads_of(shape: tuple[int, ...]) -> int:
+    """The number of heads of a shape [..., H, S, D], 1 for [S, D]."""
     return shape[-3] if len(shape) > 2 else 1
 
 
 def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
+    """Replaces one call and returns the new node, B H S D."""
     out, rank = shape_of(node), len(shape_of(node))
     with graph.inserting_before(node):
         q, k, v = (four_dims(graph, operand) for operand in operands(graph, site, out[:-2]))

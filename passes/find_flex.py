@@ -40,6 +40,8 @@ OF_TORCH = re.compile(r'\s*File "[^"]*nn/attention/flex_attention\.py"')  # fram
 
 @dataclass(frozen=True)
 class FindFlex(Pass):
+    """Rewrites flex_attention as `ringopt::attention`, its score_mod and mask_mod read as expressions."""
+
     name = "find_flex"
     reads = ("values",)
     writes = ("relied_on", "sites")
@@ -62,10 +64,12 @@ class FindFlex(Pass):
 
 
 def sentence_of(problem: NotAttention | Unreadable) -> str:
+    """The reason why a flex_attention cannot be read."""
     return problem.sentence if isinstance(problem, NotAttention) else problem.refusal.sentence
 
 
 def sizes_of(node: fx.Node) -> dict[str, int]:
+    """Sizes of the axes b, h, q, k, from the product [B, H, Sq, Sk]."""
     return dict(zip("bhqk", shape_of(node.args[3]), strict=True))
 
 
@@ -94,6 +98,7 @@ def read(node: fx.Node, constants: Constants, carries: dict[fx.Node, bool]) -> t
 
 
 def rewrite(graph: fx.Graph, node: fx.Node, scores: Scores, reading: Reading) -> tuple[fx.Node, SiteInfo]:
+    """Replaces one call; factors of the scores that a query has for itself are multiplied into q."""
     q, k, v, _product, _scores = node.args
     assert isinstance(q, fx.Node)
     node.meta["stack_trace"] = OF_TORCH.split(node.meta.get("stack_trace") or "")[0]

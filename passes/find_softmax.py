@@ -40,6 +40,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class FindSoftmax(Pass):
+    """Rewrites each softmax that is spelled out in exp, sum and division as one node."""
+
     name = "find_softmax"
     reads = ("values",)
     writes = ("relied_on",)

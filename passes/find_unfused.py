@@ -38,6 +38,8 @@ EXPONENTIALS = ("exp", "exp2")
 
 @dataclass(frozen=True)
 class FindUnfused(Pass):
+    """Rewrites attention that is spelled out in matrix products and a softmax as `ringopt::attention`."""
+
     name = "find_unfused"
     reads = ("values", "mesh")
     writes = ("relied_on", "sites", "left_alone")
@@ -54,6 +56,7 @@ class FindUnfused(Pass):
 
 
 def find_all(graph: fx.Graph, softmaxes: Sequence[fx.Node], context: Context) -> None:
+    """Proves every candidate and rewrites those that hold; the report says of each other softmax why it stays."""
     products = {node: product for node in graph.nodes if (product := product_of(node)) is not None}
     carries = requires_grad(graph)
     prover = Prover(Constants(graph, context.values, context.relied_on), carries)
@@ -103,6 +106,7 @@ def tell(softmax: fx.Node, reason: NotAttention | None, candidate: Candidate | N
 
 
 def leave(name: str, node: fx.Node, sentence: str, context: Context) -> None:
+    """Notes for the report why `node` stays as it is."""
     where = f" in {module_path(node)}" if module_path(node) else ""
     context.left_alone.append(Refusal(f"{name} {list(shape_of(node))}{where}: {sentence}", node))
 
@@ -132,6 +136,7 @@ def read(found: Found, carries: dict[fx.Node, bool]) -> Reading:
 
 
 def info_of(candidate: Candidate, reading: Reading, found: Found) -> SiteInfo:
+    """The site of an attention that was proved, as the report shows it."""
     names = [] if reading.name == "full" else [reading.name]
     names += ["sinks"] if found.sinks is not None else []
     softmax, pattern = candidate.softmax, " & ".join(names) or "full"

@@ -31,6 +31,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Lower(Pass):
+    """Gives every node the local size of its placement, and outputs the strides and aliasing of eager."""
+
     name = "lower"
     reads = ("sites", "given", "pairs", "left")
 

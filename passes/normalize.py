@@ -24,7 +24,7 @@ import torch.fx as fx
 from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
-from ringopt.frontend.plain_spelling import plainly_spelled
+from ringopt.frontend.plain_spelling import spell_plainly
 from ringopt.ir.autograd_function import CustomGradient, custom_gradients
 from ringopt.ir.memory import written_rows
 from ringopt.ir.nodes import op_name
@@ -37,6 +37,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Normalize(Pass):
+    """Makes the graph functional: no writes, no regions of autocast or no_grad, one spelling of each op."""
+
     name = "normalize"
     reads = ("given",)
 
@@ -52,7 +54,7 @@ class Normalize(Pass):
         refusal = written_rows(gm.graph, context.given)
         if refusal is not None:
             raise GraphRefused(refusal)
-        plainly_spelled(gm.graph)
+        spell_plainly(gm.graph)
         for node in custom_gradients(gm.graph):
             # With the autocast region that is around the call around the backward too, as torch.compile has it
             # (torch._functorch.config.backward_pass_autocast).
@@ -63,6 +65,7 @@ PYTHON_CALLS = ("getitem", "_set_grad_enabled", "_enter_autocast", "_exit_autoca
 
 
 def refuse_unknown_calls(graph: fx.Graph) -> None:
+    """Raises GraphRefused for a call of anything but an ATen operator, or one of a few functions of Python."""
     for node in graph.nodes:
         plain = isinstance(node.target, (OpOverload, CustomGradient)) or op_name(node) in PYTHON_CALLS
         if node.op in ("call_module", "call_method") or (node.op == "call_function" and not plain):

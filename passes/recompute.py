@@ -32,6 +32,8 @@ from ringopt.reporting.figures import Figures
 
 @dataclass(frozen=True)
 class Recompute(Pass):
+    """Has activation checkpointing keep what communicates, so that the backward does not send it again."""
+
     name = "recompute"
     reads = ("options", "mesh")
     writes = ("regions", "notes")
@@ -54,6 +56,7 @@ class Recompute(Pass):
 
 
 def told(regions: int, exchanges: Sequence[fx.Node], inner_backend: str, figures: Figures) -> str:
+    """The note for the report: how many regions, and the bytes that are kept instead of sent again."""
     checkpointed = f"{regions} checkpointed region{'s' if regions > 1 else ''}"
     if inner_backend == "eager":
         return f"{checkpointed}: nothing is computed again, for inner_backend='eager' has no backward graph to do it in"
@@ -63,6 +66,7 @@ def told(regions: int, exchanges: Sequence[fx.Node], inner_backend: str, figures
 
 
 def size_of(node: fx.Node, figures: Figures) -> int:
+    """Bytes of a node's results on this rank."""
     values = value_of(node) if isinstance(value_of(node), (tuple, list)) else [value_of(node)]
     return sum(figures.product(value.shape) * value.element_size() for value in values)
 

@@ -38,6 +38,9 @@ from ringopt.pipeline import Context, Pass
 
 @dataclass(frozen=True)
 class Schedule(Pass):
+    """Decides which exchanges start early, in the forward, the backward, or for the gradients of K and V, because there
+    is work to hide them behind."""
+
     name = "schedule"
     reads = ("options", "mesh", "carries")
     writes = ("sites", "notes", "budget")

@@ -46,6 +46,8 @@ from ringopt.sharding.sites import attend, demands, operands, stands_beside
 
 @dataclass(frozen=True)
 class ShardSequence(Pass):
+    """Propagates sharding from attention over the graph, and inserts the communication where placements change."""
+
     name = "shard_sequence"
     reads = ("options", "mesh", "layouts", "given", "pairs", "order")
     writes = ("sites", "gathers", "notes", "replicated_random", "left")
@@ -122,11 +124,13 @@ def in_windows(context: Context) -> Iterator[tuple[bool, Iterator[Demand]]]:
 
 
 def sharded_sites(context: Context) -> Iterator[fx.Node]:
+    """The attentions that will be sharded, from which propagation starts."""
     if context.options.shard == "model":
         yield from (node for node, info in context.sites.items() if info.refusal is None)
 
 
 def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
+    """Computes a node on shards; False where its operands have to be gathered for it."""
     site = context.sites.get(node)
     if site is not None and site.refusal is None and attend(sharder, node, site, context.options.strategy):
         return True
@@ -143,4 +147,5 @@ def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
 
 
 def apart(sharder: Sharder, node: fx.Node, context: Context) -> bool:
+    """Computes a composite operator on shards, one operator of its decomposition after the other."""
     return in_parts(sharder, node, frozenset(HANDLERS), lambda part: spread(sharder, part, context))

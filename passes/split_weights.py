@@ -32,6 +32,8 @@ PRODUCTS = ("matmul", "bmm", "mm", "einsum")
 
 @dataclass(frozen=True)
 class SplitWeights(Pass):
+    """Distributes a product over a sum of softmaxes: (softmax(a) - softmax(b)) @ v is a difference of two products."""
+
     name = "split_weights"
     optional = True
     lost = "attention whose weights are a sum or a difference of softmaxes is not found"

@@ -30,6 +30,8 @@ from ringopt.recognize.lift import Cone, coordinates
 
 @dataclass(frozen=True)
 class StripRepeatKv(Pass):
+    """Hands attention the KV heads before they are repeated (GQA), so that only those are sent."""
+
     name = "strip_repeat_kv"
     reads = ("values",)
     writes = ("relied_on", "sites")

@@ -30,6 +30,8 @@ BUCKET = 25 * 2**20  # bytes; what DistributedDataParallel takes
 
 @dataclass(frozen=True)
 class SyncGradients(Pass):
+    """Puts the copies of parameters into buckets, whose gradients are all-reduced in one message each."""
+
     name = "sync_gradients"
     reads = ("options", "mesh")
 
@@ -61,6 +63,7 @@ def buckets(copies: list[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def size_of(copy: fx.Node) -> int:
+    """Bytes of the parameter that is copied."""
     value = value_of(copy.args[0])
     return int(value.numel() * value.element_size())
 

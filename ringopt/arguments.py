@@ -53,6 +53,7 @@ def check_whole(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
 
 
 def check_mask(mask: Any) -> None:
+    """Raises OptionError unless `mask` is None or a tensor of 2 to 4 dims, bool or floating."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
@@ -66,11 +67,13 @@ def check_mask(mask: Any) -> None:
 
 
 def check_causal(is_causal: Any) -> None:
+    """Raises OptionError unless `is_causal` is a bool."""
     if not isinstance(is_causal, bool):
         raise OptionError(f"attention(is_causal={is_causal!r}): expected True or False")
 
 
 def check_numbers(dropout_p: Any, scale: Any) -> None:
+    """Raises OptionError unless `dropout_p` is in [0, 1] and `scale` None or finite."""
     if not _is_number(dropout_p) or not 0.0 <= dropout_p <= 1.0:
         raise OptionError(f"attention(dropout_p={dropout_p!r}): a probability is from 0 to 1")
     if scale is not None and not (_is_number(scale) and -math.inf < scale < math.inf):

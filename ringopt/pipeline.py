@@ -210,11 +210,11 @@ class Pipeline:
                 gm.recompile()
                 self.callback(step, gm)
         if context.order is not None:
-            in_order_of_caller(gm, context, context.order)
+            _restore_caller_order(gm, context, context.order)
         gm.recompile()
 
 
-def in_order_of_caller(gm: fx.GraphModule, context: Context, order: Order) -> None:
+def _restore_caller_order(gm: fx.GraphModule, context: Context, order: Order) -> None:
     order.back.apply(gm.graph)
     context.left = {order.outputs[place]: where for place, where in context.left.items()}
     context.canonical, context.order = order, None

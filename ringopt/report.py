@@ -134,11 +134,11 @@ class Report:
         return captured.get()
 
     def rich(self) -> Group:
-        parts: list[Any] = [site_table(self), *(told for site in self.sites for told in refusals(site))]
+        parts: list[Any] = [_site_table(self), *(told for site in self.sites for told in _refusals(site))]
         reasons = Counter(note for site in self.sites for note in site.notes)
         parts += [Text(f"{count} of {len(self.sites)} sites: {note}") for note, count in reasons.items()]
         if self.gathers:
-            parts.append(gather_table(self))
+            parts.append(_gather_table(self))
         for output in self.outputs:
             how = f"{output.form}, {output.placement} {output.layout}"
             parts.append(Text(f"not gathered: {output.name}, {readable(output.bytes)} in all ({how})"))
@@ -172,18 +172,18 @@ class PrintedPlainly(RenderHook):
         return [Plainly(shown) for shown in renderables]
 
 
-def site_table(report: Report) -> Table:
+def _site_table(report: Report) -> Table:
     found = f"{several(len(report.sites), 'attention site')} on {several(report.world_size, 'rank')}"
     table = Table(title=f"ringopt: {found}", title_justify="left")
     for name in ("module", "form", "pattern", "strategy", "layout", "kernel"):
         table.add_column(name, overflow="fold")
     table.add_column("sent", justify="right")
-    for cells in folded([site_cells(site) for site in report.sites]):
+    for cells in folded([_site_cells(site) for site in report.sites]):
         table.add_row(*map(escape, cells))
     return table
 
 
-def site_cells(site: Site) -> tuple[str, ...]:
+def _site_cells(site: Site) -> tuple[str, ...]:
     end = (site.strategy, site.layout, site.kernel, readable(site.bytes_sent))
     return (site.module or "-", site.form, site.pattern, *end)
 
@@ -201,14 +201,14 @@ def folded(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
             yield (f"{name} and {len(names) - 1} like it, to {names[-1]}", *cells)
 
 
-def refusals(site: Site) -> Iterator[Text]:
+def _refusals(site: Site) -> Iterator[Text]:
     where = f" ({site.source})" if site.source else ""
     for what, reason in (("refused", site.refusal), ("not dilated", site.not_dilated)):
         if reason and (what == "refused" or reason != site.refusal):
             yield Text(f"{what}: {site.module or 'attention'}: {reason}{where}", style="yellow")
 
 
-def gather_table(report: Report) -> Table:
+def _gather_table(report: Report) -> Table:
     table = Table(title="values needed whole", title_justify="left")
     table.add_column("op")
     table.add_column("why", overflow="fold")
@@ -238,6 +238,7 @@ class Stack:
 
 
 def readable(size: float) -> str:
+    """A number of bytes in the binary unit that fits: "512 B", "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

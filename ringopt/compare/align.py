@@ -163,6 +163,7 @@ def match_structure(found: Alignment, by_module: bool) -> None:
 
 
 def hashes(side: Side, input_name: Callable[[str], str]) -> dict[str, str]:
+    """A Merkle hash of each node: operator, arguments and the hashes of its operands, inputs by `input_name`."""
     found: dict[str, str] = {}
     for name, item in side.items.items():
         parts = [item.op, item.arguments, *(found[value] for value in item.inputs)]
@@ -182,18 +183,19 @@ def match_names(found: Alignment) -> None:
 
 
 def provenance(item: Item) -> tuple[str, ...]:
+    """Evidence 4 of the module: operator, arguments, module path and source line."""
     return item.op, item.arguments, item.module, item.source
 
 
 def match_in_order(found: Alignment, token: Callable[[Item], Hashable]) -> None:
     """The longest common subsequence of the tokens of each module."""
     left_before, left_after = found.left()
-    before, after = modules_of(left_before), modules_of(left_after)
+    before, after = _items_by_module(left_before), _items_by_module(left_after)
     for module, items in before.items():
         in_order(found, items, after.get(module, []), token)
 
 
-def modules_of(items: Iterable[Item]) -> dict[str, list[Item]]:
+def _items_by_module(items: Iterable[Item]) -> dict[str, list[Item]]:
     found: dict[str, list[Item]] = {}
     for item in items:
         if item.op not in ("input", "output"):
@@ -204,6 +206,7 @@ def modules_of(items: Iterable[Item]) -> dict[str, list[Item]]:
 def in_order(
     found: Alignment, before: Sequence[Item], after: Sequence[Item], token: Callable[[Item], Hashable]
 ) -> None:
+    """Matches the longest common blocks of two sequences whose elements compare by `token` (difflib)."""
     if not before or not after:
         return
     matcher = difflib.SequenceMatcher(None, [token(item) for item in before], [token(item) for item in after], False)
@@ -233,11 +236,11 @@ def operands(found: Alignment, before: str, after: str) -> Iterable[tuple[str, s
 
 def readers(found: Alignment, before: str, after: str) -> Iterable[tuple[str, str]]:
     """Readers that are the only one of their operator and arguments at their place."""
-    mine, yours = only_ones(found.before, before), only_ones(found.after, after)
+    mine, yours = _unambiguous_readers(found.before, before), _unambiguous_readers(found.after, after)
     return [(name, yours[key]) for key, name in mine.items() if key in yours]
 
 
-def only_ones(side: Side, value: str) -> dict[Hashable, str]:
+def _unambiguous_readers(side: Side, value: str) -> dict[Hashable, str]:
     readers = defaultdict[Hashable, list[str]](list)
     for name, position in side.users[value]:
         readers[side.items[name].op, side.items[name].arguments, position].append(name)

@@ -46,6 +46,7 @@ def diff(
 
 
 def opened(program: Program | str | Path, trusted: bool = False) -> Program | FileProgram:
+    """The program in a file, or the one that is given. Raises ProgramError for what is no program."""
     if isinstance(program, (str, Path)):
         try:
             return read_program(Path(program), trusted)
@@ -68,7 +69,7 @@ def tensors_of(program: Program | FileProgram) -> Callable[[str], torch.Tensor |
         specs = program.graph_signature.input_specs
         targets = {spec.arg.name: spec.target for spec in specs if spec.target is not None}
     else:
-        known = {node.target: attribute(program, node.target) for node in program.graph.find_nodes(op="get_attr")}
+        known = {node.target: _attribute(program, node.target) for node in program.graph.find_nodes(op="get_attr")}
         targets = {node.name: node.target for node in program.graph.find_nodes(op="get_attr")}
 
     def tensor(name: str) -> torch.Tensor | None:
@@ -78,7 +79,7 @@ def tensors_of(program: Program | FileProgram) -> Callable[[str], torch.Tensor |
     return tensor
 
 
-def attribute(module: object, path: str) -> object:
+def _attribute(module: object, path: str) -> object:
     for part in path.split("."):
         module = getattr(module, part, None)
     return module

@@ -115,6 +115,7 @@ class Totals:
 
 
 def total(parts: Sequence[int | None]) -> int | None:
+    """The sum of the parts, None where one is unknown."""
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
 
@@ -194,12 +195,14 @@ def with_values(diff: GraphDiff, differ: Callable[[str, str], bool]) -> GraphDif
 
 
 def change_of(before: NodeView | None, after: NodeView, found: Alignment) -> Change:
+    """What differs between a node and its counterpart, and the strongest word for it: replaced, changed, rerouted,
+    resized, or same."""
     if before is None:
         return Change("added", None, after)
     routes = reroutes(before, after, found)
     pairs = [("op", before.op, after.op), ("arguments", before.arguments, after.arguments)]
     content = [Aspect(*pair) for pair in pairs if pair[1] != pair[2]]
-    size = sizes(before, after)
+    size = _size_aspects(before, after)
     kind: Kind = "resized" if size else "same"
     if before.op != after.op:
         kind = "replaced"
@@ -213,12 +216,12 @@ def change_of(before: NodeView | None, after: NodeView, found: Alignment) -> Cha
 def reroutes(before: NodeView, after: NodeView, found: Alignment) -> list[Aspect]:
     """Operands that are not each other's counterparts, with the placement of each: what changed on an edge."""
     if len(before.inputs) != len(after.inputs):
-        return [Aspect("inputs", listed(before.inputs, found.before.items), listed(after.inputs, found.after.items))]
+        return [Aspect("inputs", _placed(before.inputs, found.before.items), _placed(after.inputs, found.after.items))]
     changed = []
     for number, (one, other) in enumerate(zip(before.inputs, after.inputs, strict=True)):
         if found.counterpart(one) not in (other, made_by(other, found)):
             said = f"input {number}" if len(before.inputs) > 1 else "input"
-            changed.append(Aspect(said, listed([one], found.before.items), listed([other], found.after.items)))
+            changed.append(Aspect(said, _placed([one], found.before.items), _placed([other], found.after.items)))
     return changed
 
 
@@ -229,20 +232,20 @@ def made_by(name: str, found: Alignment) -> str:
     return source if found.after.items[source].op in PARTED else name
 
 
-def listed(names: Sequence[str], views: Mapping[str, Item]) -> str:
+def _placed(names: Sequence[str], views: Mapping[str, Item]) -> str:
     placements = [views[name].placement for name in names]
     return ", ".join(f"%{name} {place}".strip() for name, place in zip(names, placements, strict=True))
 
 
-def sizes(before: NodeView, after: NodeView) -> list[Aspect]:
+def _size_aspects(before: NodeView, after: NodeView) -> list[Aspect]:
     pairs = (
         ("shape", before.shape, after.shape),
         ("placement", before.placement, after.placement),
-        ("bytes sent", number(before.bytes_sent), number(after.bytes_sent)),
-        ("FLOPs", number(before.flops), number(after.flops)),
+        ("bytes sent", _known_or_question_mark(before.bytes_sent), _known_or_question_mark(after.bytes_sent)),
+        ("FLOPs", _known_or_question_mark(before.flops), _known_or_question_mark(after.flops)),
     )
     return [Aspect(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
-def number(value: int | None) -> str:
+def _known_or_question_mark(value: int | None) -> str:
     return "?" if value is None else str(value)

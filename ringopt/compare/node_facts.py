@@ -160,11 +160,12 @@ def qualified(node: fx.Node) -> str:
     return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""
 
 
-def operands_of(name: str) -> tuple[str, str, str]:
+def _operand_names(name: str) -> tuple[str, str, str]:
     return ("query", "key", "value") if name == ATTENTION[0] else ("q", "k", "v")
 
 
 def pattern_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """The structure that an attention operator is called with: "causal", "window(64)", or "full" without one."""
     if name == ATTENTION[0]:
         return "causal" if arguments.get("is_causal") else "full"
     return str(arguments["pattern"])
@@ -179,7 +180,7 @@ def described_pattern(name: str, arguments: Mapping[str, Any]) -> str:
 
 def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """The mask in at most BLOCKS x BLOCKS blocks, "?" where tensors decide; () where sizes are open."""
-    query, key, _values = (value_of(arguments[of]) for of in operands_of(name))
+    query, key, _values = (value_of(arguments[of]) for of in _operand_names(name))
     mask = Mask.parse(arguments.get("mask") or "")
     rows = arguments.get("q_length", query.shape[-2] if isinstance(query, TENSORS) else None)
     keys = arguments.get("kv_length", key.shape[-2] if isinstance(key, TENSORS) else None)
@@ -191,10 +192,10 @@ def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
         return draw_dilated(text, arguments.get("length", rows), query.shape[1])
     pattern = pattern_of(text, rows, keys)
     lines = []
-    for some in cut(rows):
+    for some in _drawn_blocks(rows):
         kinds = []
-        for others in cut(keys):
-            banded, seen = pattern.kind(some, others).value, mask.kind(square(some, others), {})
+        for others in _drawn_blocks(keys):
+            banded, seen = pattern.kind(some, others).value, mask.kind(_axis_ranges(some, others), {})
             if "empty" in (banded, seen):
                 kinds.append(".")
             elif given or (seen == "partial" and mask.sources):
@@ -208,14 +209,14 @@ def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def draw_dilated(text: str, length: int, heads: int) -> tuple[str, ...]:
     """Of all heads together."""
     mark, sees = {Kind.EMPTY: ".", Kind.FULL: "#", Kind.PARTIAL: "/"}, dilation_of(text).kind
-    blocks = cut(length) if isinstance(length, int) else []
+    blocks = _drawn_blocks(length) if isinstance(length, int) else []
     return tuple("".join(mark[sees(some, others, length, heads)] for others in blocks) for some in blocks)
 
 
-def square(rows: range, keys: range) -> dict[str, range]:
+def _axis_ranges(rows: range, keys: range) -> dict[str, range]:
     return {"b": range(1), "h": range(1), "q": rows, "k": keys}
 
 
-def cut(length: int) -> list[range]:
+def _drawn_blocks(length: int) -> list[range]:
     blocks = min(BLOCKS, length)
     return [range(length * i // blocks, length * (i + 1) // blocks) for i in range(blocks)]

@@ -73,7 +73,7 @@ class Viewer:
         op, name = self.op(node), f"{prefix}{node.name}"
         if op == "input":
             arguments = f"{prefix}{node.target}" if prefix else self.called.get(node.name, str(node.target))
-        shown = fill(arguments, inputs) if inputs else arguments
+        shown = _with_input_names(arguments, inputs) if inputs else arguments
         line = {"input": f"%{name} = input {shown}", "output": f"return {shown}"}.get(op, f"%{name} = {op}({shown})")
         shape = self.shape(results_of(node)) if op != "output" else ""
         means = self.reader.of(node) if not prefix and nested is None else Meaning()
@@ -153,7 +153,7 @@ def results_of(node: fx.Node) -> Any:
     return value
 
 
-def fill(template: str, inputs: Sequence[str]) -> str:
+def _with_input_names(template: str, inputs: Sequence[str]) -> str:
     names = iter(inputs)
     return re.sub("\0", lambda _found: f"%{next(names)}", template)
 

@@ -62,6 +62,7 @@ def read_program(path: Path, trusted: bool = False) -> FileProgram:
 
 
 def program_of(inside: dict[str, Any], path: Path) -> FileProgram:
+    """The graph of a .pt2 file, read from its JSON, with the kinds of its inputs and outputs and its stored tensors."""
     stored = Stored.of(zipfile.ZipFile(path))
     signature = inside["signature"]
     inputs = [entry_of(spec) for spec in signature["input_specs"]]

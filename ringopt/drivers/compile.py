@@ -106,6 +106,8 @@ class Compiled:
 
 
 def mesh_for(options: Options) -> Mesh:
+    """The mesh that options name, else the default process group, else a mesh of this process alone. Warns where the
+    process was launched as one of several and torch.distributed is not initialized."""
     if options.mesh is None and not (dist.is_available() and dist.is_initialized()):
         launched = os.environ.get("WORLD_SIZE", "1")
         if launched not in ("", "1"):

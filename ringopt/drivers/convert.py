@@ -133,6 +133,7 @@ def for_any_rank(made: Sequence[Compiled]) -> fx.GraphModule:
 
 
 def options_of(options: Mapping[str, Any] | Options | None) -> Options:
+    """The options of a conversion. Raises ProgramError for those that only a compiled model can follow."""
     chosen = Options.of(options)
     if chosen.mesh is not None:
         raise ProgramError("option mesh belongs to one run; a converted program takes the ranks of whoever runs it")
@@ -148,6 +149,7 @@ def options_of(options: Mapping[str, Any] | Options | None) -> Options:
 
 
 def check(program: ExportedProgram) -> None:
+    """Raises ProgramError for what is no ExportedProgram, is converted already, or has a dynamic size of no input."""
     if not isinstance(program, ExportedProgram):
         raise ProgramError(f"convert takes what torch.export.export returns; found {type(program).__name__}")
     for node in program.graph.nodes:
@@ -177,6 +179,7 @@ def guards_of(program: ExportedProgram) -> list[Any]:
 
 
 def check_fixed(program: ExportedProgram) -> None:
+    """Raises ProgramError where reading masks and views has specialized a dynamic size."""
     env = shape_env_of(program)
     fixed = {symbol: env.replacements[symbol] for symbol in program.range_constraints if symbol in env.replacements}
     if fixed:

@@ -31,7 +31,7 @@ class DryRun:
 
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
         self.graphs.append(transform(gm, example_inputs, self.options, self.mesh))
-        outputs = [value_of_output(node) for node in gm.graph.output_node().args[0]]
+        outputs = [_example_of(node) for node in gm.graph.output_node().args[0]]
         return lambda *_inputs: tuple(hollow(value) for value in outputs)
 
 
@@ -46,7 +46,7 @@ def errors_of_passes() -> Iterator[None]:
         raise
 
 
-def value_of_output(node: Any) -> Any:
+def _example_of(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 

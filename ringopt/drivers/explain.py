@@ -62,12 +62,15 @@ def held_by(device: Device, report: Report) -> str:
 
 
 def of_program(program: ExportedProgram, options: Options, mesh: Mesh) -> Report:
+    """The report of an ExportedProgram, which is not run."""
     check(program)
     report = lowered(program, captured_once(program), options, mesh).report
     return dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
 
 
 def of_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, mesh: Mesh) -> Report:
+    """The report of a module or function that Dynamo captures with these inputs, as fake tensors; of the graphs before
+    it where the program then fails, with a note. Raises what the program raises before its first graph."""
     run, rest = DryRun(options, mesh), list[Report]()
     unlimited = dynamo.patched(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
     # Every dry run is a compilation; beyond its limit Dynamo would capture nothing, and nothing would be reported.

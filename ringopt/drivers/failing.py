@@ -43,6 +43,7 @@ class Failure:
 
 
 def is_foreseen(error: Exception) -> bool:
+    """Whether an open size decides something, so that fixing it at the sizes at hand helps."""
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
@@ -67,10 +68,10 @@ def agreed(mesh: Mesh, mine: Failure | None) -> Failure | None:
         return mine
     with unset_fake_temporarily():  # graphs are made while others are traced
         flags = mesh.all_gather(torch.tensor([_kind(mine)], device=mesh.device), "compiled")
-    return mine or of_another([int(flag) for flag in flags])
+    return mine or _failure_elsewhere([int(flag) for flag in flags])
 
 
-def of_another(kinds: Sequence[int]) -> Failure | None:
+def _failure_elsewhere(kinds: Sequence[int]) -> Failure | None:
     failed = [rank for rank, kind in enumerate(kinds) if kind]
     if not failed:
         return None

@@ -83,7 +83,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     for node, original, given, value in placeholders:
         node.meta[INPUT], node.meta[SOURCE] = original.name, source_of(original)
         node.meta[PARAMETER] = isinstance(given, torch.nn.Parameter) or "_parameters_" in original.name
-        if not node.meta[PARAMETER] and holds_numbers(given) and belongs_to_program(original):
+        if not node.meta[PARAMETER] and _holds_numbers(given) and belongs_to_program(original):
             node.meta[CONTENT] = given
         rename_node(node, readable(original.name))
         node.target = node.name
@@ -155,7 +155,7 @@ def belongs_to_program(node: fx.Node) -> bool:
     return bool(node.meta[OF_PROGRAM])
 
 
-def holds_numbers(value: Any) -> bool:
+def _holds_numbers(value: Any) -> bool:
     real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type != "meta"
     return real and not value.requires_grad
 
@@ -168,6 +168,8 @@ def known(flat: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
 
 
 def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Regions]:
+    """The flat graph of `gm`, functions of torch.autograd included, and the regions that are checkpointed.
+    Raises GraphRefused where a number or a size depends on data."""
     book = Book(inputs=frozenset(storage_key(x) for x in inputs if isinstance(x, torch.Tensor)))
     try:
         flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)

@@ -192,6 +192,7 @@ def written_by(forward: fx.GraphModule, dirty: Sequence[int], operands: Sequence
 
 
 def is_inline(target: Any) -> bool:
+    """Whether a higher-order operator's graph is flattened into the graph around it."""
     return isinstance(target, HigherOrderOperator) and target.name() in INLINE
 
 
@@ -207,7 +208,7 @@ def refuse_higher_order(gm: fx.GraphModule) -> None:
                 why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
                 raise GraphRefused(Refusal(why, node))
             if is_inline(node.target) and node.target.name() == CUSTOM:
-                refuse_custom(node)
+                _refuse_custom(node)
             if flex.is_functorch(node):
                 raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))
 
@@ -218,7 +219,7 @@ def has_custom(gm: fx.GraphModule) -> bool:
     return any(is_inline(node.target) and node.target.name() == CUSTOM for graph in graphs for node in graph.nodes)
 
 
-def refuse_custom(node: fx.Node) -> None:
+def _refuse_custom(node: fx.Node) -> None:
     if "saved_for_backward_idx" not in node.kwargs:
         why = "a custom autograd.Function is captured by this version of torch in a form that is not known here"
         raise GraphRefused(Refusal(why, node))

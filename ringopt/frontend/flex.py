@@ -57,14 +57,17 @@ class FlexCall:
 
 
 def is_flex(target: Any) -> bool:
+    """Whether a call target is the higher-order operator flex_attention."""
     return isinstance(target, HigherOrderOperator) and target.name() == "flex_attention"
 
 
 def flex_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The calls of flex_attention in one of Dynamo's graphs, in its order."""
     return [node for node in graph.nodes if node.op == "call_function" and is_flex(node.target)]
 
 
 def is_functorch(node: fx.Node) -> bool:
+    """Whether a node enters or leaves a transform of torch.func, such as vmap."""
     return schema.is_functorch(node.target)
 
 
@@ -114,18 +117,18 @@ def with_mods(gm: fx.GraphModule, fake: Callable[[Any], Any]) -> None:
     for node in flex_nodes(gm.graph):
         call = FlexCall(*node.args)
         query, key = fake(example(call.query)), fake(example(call.key))
-        at = places(query, key)
-        score = query.new_empty([len(place) for place in at], dtype=wide(query.dtype))
+        at = _score_indices(query, key)
+        score = query.new_empty([len(place) for place in at], dtype=_accumulation_dtype(query.dtype))
         score_given = [fake(example(buffer)) for buffer in call.score_buffers]
         mask_given = [fake(example(buffer)) for buffer in call.mask_buffers]
         score_mod, mask_mod = getattr(gm, call.score_mod.target), getattr(gm, call.mask_mod.target)
         scores = traced(over_pairs(score_mod, True, len(score_given)), [score, *at, *score_given])
         visible = traced(over_pairs(mask_mod, False, len(mask_given)), [*at, *mask_given])
-        mods = [attribute(gm, node, "scores", scores), attribute(gm, node, "visible", visible)]
+        mods = [_attach_subgraph(gm, node, "scores", scores), _attach_subgraph(gm, node, "visible", visible)]
         node.args = (*node.args[:3], mods[0], (*call.block_mask[:-1], mods[1]), *node.args[5:])
 
 
-def attribute(gm: fx.GraphModule, node: fx.Node, name: str, value: fx.GraphModule) -> fx.Node:
+def _attach_subgraph(gm: fx.GraphModule, node: fx.Node, name: str, value: fx.GraphModule) -> fx.Node:
     name = f"{node.name}_{name}"
     setattr(gm, name, value)
     with gm.graph.inserting_before(node):
@@ -133,11 +136,11 @@ def attribute(gm: fx.GraphModule, node: fx.Node, name: str, value: fx.GraphModul
 
 
 # ---- the definition --------------------------------------------------------------------------------------------------
-def wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def places(query: Tensor, key: Tensor) -> list[Tensor]:
+def _score_indices(query: Tensor, key: Tensor) -> list[Tensor]:
     sizes = (*query.shape[:3], key.shape[2])
     return [torch.arange(size, device=query.device) for size in sizes]
 
@@ -148,21 +151,21 @@ def written_out(*args: Any) -> tuple[Tensor, None, None]:
     query, key, value = call.query, call.key, call.value
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
-        query, key, value = (cast(x, torch.get_autocast_dtype(device)) for x in (query, key, value))
+        query, key, value = (_cast(x, torch.get_autocast_dtype(device)) for x in (query, key, value))
     with torch.autocast(device, enabled=False):
-        kind, groups = wide(query.dtype), query.shape[1] // key.shape[1]
-        key, value = (cast(of_batch(x, query.shape[0]), query.dtype) for x in (key, value))
+        kind, groups = _accumulation_dtype(query.dtype), query.shape[1] // key.shape[1]
+        key, value = (_cast(_expand_batch(x, query.shape[0]), query.dtype) for x in (key, value))
         every = key.repeat_interleave(groups, 1) if groups > 1 else key
-        product = cast(query, kind) @ cast(every, kind).mT
-        at = places(query, key)
-        scores = cast(call.score_mod(product * call.scale, *at, *call.score_buffers), kind)
+        product = _cast(query, kind) @ _cast(every, kind).mT
+        at = _score_indices(query, key)
+        scores = _cast(call.score_mod(product * call.scale, *at, *call.score_buffers), kind)
         scores = torch.where(call.mask_mod(*at, *call.mask_buffers), scores, -math.inf)
         return operators.flex.default(query, key, value, product, scores), None, None
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def of_batch(x: Tensor, batch: int) -> Tensor:
+def _expand_batch(x: Tensor, batch: int) -> Tensor:
     return x if x.shape[0] == batch else x.expand(batch, -1, -1, -1)

@@ -98,11 +98,11 @@ def claims(gm: fx.GraphModule) -> list[Claim] | Refusal:
 def check(computed: Sequence[fx.Node], node: fx.Node) -> Refusal | None:
     """Whether what the graph computes of a block mask can be computed beside it, at every call that changes it."""
     above = ancestors(computed)
-    if any(each.op == "placeholder" and is_learned(each) for each in above):
+    if any(each.op == "placeholder" and _is_learned(each) for each in above):
         why = "from parameters, or from what carries a gradient"
-    elif any(writes(each) and not is_fill(each) for each in above):
+    elif any(_writes(each) and not is_fill(each) for each in above):
         why = "by writes into tensors"
-    elif any(draws(each) and not writes(each) for each in above):
+    elif any(_draws(each) and not _writes(each) for each in above):
         why = "from random numbers"
     else:
         return None
@@ -115,7 +115,7 @@ def tables(call: FlexCall) -> list[Any]:
     return list(call.block_mask[2:10])
 
 
-def is_learned(node: fx.Node) -> bool:
+def _is_learned(node: fx.Node) -> bool:
     value = example(node)
     return isinstance(value, Tensor) and (value.requires_grad or "_parameters_" in node.name)
 
@@ -129,7 +129,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
-            stack.extend(user for user in node.users if writes(user) and user.args[:1] == (node,))
+            stack.extend(user for user in node.users if _writes(user) and user.args[:1] == (node,))
     return found
 
 
@@ -173,8 +173,8 @@ def is_nesting(node: fx.Node) -> bool:
 def is_unused(node: fx.Node) -> bool:
     """Nothing reads the node or what it writes; and it writes nowhere else, draws nothing."""
     if is_fill(node):
-        return serves_only(node.args[0], node)
-    return node.op != "placeholder" and not node.users and not writes(node) and not draws(node)
+        return _serves_only(node.args[0], node)
+    return node.op != "placeholder" and not node.users and not _writes(node) and not _draws(node)
 
 
 def is_fill(node: fx.Node) -> bool:
@@ -183,19 +183,19 @@ def is_fill(node: fx.Node) -> bool:
     return isinstance(base, fx.Node) and base.target == "new_zeros"
 
 
-def writes(node: fx.Node) -> bool:
+def _writes(node: fx.Node) -> bool:
     if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
         return node.target in IN_PLACE
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     return name in IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
 
 
-def draws(node: fx.Node) -> bool:
+def _draws(node: fx.Node) -> bool:
     return node.op != "placeholder" and (node.is_impure() or "dropout" in str(node.target))
 
 
-def serves_only(node: fx.Node, end: fx.Node) -> bool:
-    return all(user is end or serves_only(user, end) for user in node.users)
+def _serves_only(node: fx.Node, end: fx.Node) -> bool:
+    return all(user is end or _serves_only(user, end) for user in node.users)
 
 
 # ---- what they say ---------------------------------------------------------------------------------------------------

@@ -352,15 +352,16 @@ def views_by_value(graph: fx.Graph) -> None:
 
 
 def storage(node: fx.Node) -> int | None:
+    """The key of the storage that a node's tensor lies in, None for another value."""
     value = value_of(node)
     return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
-def reshaped(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
+def _reshaped(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
     return aten.reshape.default, (value, list(shape))
 
 
-def unpermuted(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
+def _unpermuted(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
     order = [dim % len(shape) for dim in view.args[1]]
     return aten.permute.default, (value, [order.index(dim) for dim in range(len(shape))])
 
@@ -378,13 +379,13 @@ PASTE: dict[str, Paste] = {
     ),
     "mT": lambda parent, value, view, shape: (aten.transpose.int, (value, -2, -1)),
     "t": lambda parent, value, view, shape: (aten.t.default, (value,)),
-    "permute": unpermuted,
+    "permute": _unpermuted,
     **dict.fromkeys(
         ("movedim", "moveaxis"),
         lambda parent, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
     ),
     **dict.fromkeys(
-        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), reshaped
+        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), _reshaped
     ),
     **dict.fromkeys(
         ("alias", "detach", "contiguous", "to"), lambda parent, value, view, shape: (aten.alias.default, (value,))

@@ -60,7 +60,7 @@ def floats_as_tensors(gm: fx.GraphModule) -> None:
             TensorifyState.specialize(name)
         raise TensorifyScalarRestartAnalysis
     for node, dtype in mixed.items():
-        write_with_tensors(node, dtype, numbers)
+        _write_with_tensors(node, dtype, numbers)
     for node in numbers:
         if is_taken_out(node):
             node.replace_all_uses_with(node.args[0])
@@ -100,12 +100,12 @@ def is_known(node: fx.Node) -> bool:
 def is_of_numbers(node: fx.Node, numbers: Symbols) -> bool:
     """Whether its operands are open floats, and numbers that a tensor takes: Python's ints may be larger."""
     plain = all(
-        x in numbers if isinstance(x, fx.Node) else isinstance(x, (int, float)) and not is_large(x) for x in node.args
+        x in numbers if isinstance(x, fx.Node) else isinstance(x, (int, float)) and not _is_large(x) for x in node.args
     )
     return node.op == "call_function" and node.target in OF_NUMBERS and plain
 
 
-def is_large(x: int | float) -> bool:
+def _is_large(x: int | float) -> bool:
     return isinstance(x, int) and abs(x) >= 2**63
 
 
@@ -122,7 +122,7 @@ def dtype_beside(node: fx.Node, numbers: Symbols) -> torch.dtype | None:
     return None if writes and (value.dtype in WIDE or node.args[0] is not beside[0]) else value.dtype
 
 
-def write_with_tensors(node: fx.Node, dtype: torch.dtype, numbers: Symbols) -> None:
+def _write_with_tensors(node: fx.Node, dtype: torch.dtype, numbers: Symbols) -> None:
     wide = WIDE.get(dtype, dtype)
 
     def cast(x: Any, to: torch.dtype) -> fx.Node:

@@ -14,8 +14,9 @@ aten = torch.ops.aten
 DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size")
 
 
-def plainly_spelled(graph: fx.Graph) -> None:
-    drop_assertions(graph)
+def spell_plainly(graph: fx.Graph) -> None:
+    """Rewrites a graph in place, in the order in which one rewrite makes way for the next."""
+    _drop_assertions(graph)
     drop_identities(graph)
     name_shapes_and_types(graph)
     draw_by_shape(graph)
@@ -23,7 +24,7 @@ def plainly_spelled(graph: fx.Graph) -> None:
     join_what_has_entries(graph)
 
 
-def drop_assertions(graph: fx.Graph) -> None:
+def _drop_assertions(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if op_name(node) in DROPPED and not node.users:
             graph.erase_node(node)
@@ -113,7 +114,7 @@ def join_what_has_entries(graph: fx.Graph) -> None:
     for target in (aten.cat.default, aten.concat.default, aten.concatenate.default):
         for node in graph.find_nodes(op="call_function", target=target):
             parts, kind = node.args[0], value_of(node).dtype
-            kept = [part for part in parts if carries.get(part, True) or not is_nothing(part)]
+            kept = [part for part in parts if carries.get(part, True) or not _is_empty_vector(part)]
             if not kept or len(kept) == len(parts):
                 continue
             with graph.inserting_before(node):
@@ -127,6 +128,6 @@ def join_what_has_entries(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def is_nothing(node: fx.Node) -> bool:
+def _is_empty_vector(node: fx.Node) -> bool:
     shape = shape_of(node)
     return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0

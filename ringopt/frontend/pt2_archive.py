@@ -3,7 +3,7 @@
 A file is data until its program is run. torch would unpickle some members of an archive, load compiled libraries out of
 it, write its names into Python that it compiles, and evaluate its expressions. So before torch sees any of it, members
 are looked at (no pickled code, no libraries, no path that leads out), the JSON is held against the schema of
-torch.export (archive_schema.py), and all is kept within bounds; `trusted=True` lifts the bounds, and nothing else.
+torch.export (pt2_schema.py), and all is kept within bounds; `trusted=True` lifts the bounds, and nothing else.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def load_with_provenance(path: str | Path, *, trusted: bool = False) -> tuple[Ex
         try:
             program = torch.export.load(path, extra_files=extra)
         except Exception as error:
-            cause = root(causes[0] if causes else error)
+            cause = _root_cause(causes[0] if causes else error)
             raise ProgramError(
                 f"torch {torch.__version__} cannot load {path} ({type(cause).__name__}: {first_line(cause)}); import "
                 "what defines its outputs and operators, or export it again with this torch"
@@ -78,6 +78,8 @@ def load_with_provenance(path: str | Path, *, trusted: bool = False) -> tuple[Ex
 
 
 def provenance_of(path: Path, text: str, trusted: bool) -> dict[str, Any] | None:
+    """What `ringopt convert` wrote about a file: versions, options, report. None for a file that ringopt did not write.
+    Raises ProgramError if it has another form."""
     if not text:
         return None
     made = json_of(path, PROVENANCE, text.encode(), trusted)
@@ -106,7 +108,7 @@ def told_causes() -> Iterator[list[BaseException]]:
         logger.removeFilter(keep)
 
 
-def root(error: BaseException) -> BaseException:
+def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -160,6 +162,8 @@ def members_of(archive: zipfile.ZipFile) -> dict[str, str]:
 
 
 def check_names(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raises ProgramError for member names that are ambiguous, lead out of the archive, or belong to compiled code,
+    and unless there is exactly one program, `models/model.json`."""
     members = members_of(archive)
     folders = {name.partition("/")[0] for name in members.values()}
     # Two readers may take two of them, and only one would have been looked at; torch's does not tell cases apart.
@@ -181,6 +185,7 @@ def check_names(path: Path, archive: zipfile.ZipFile) -> None:
 
 
 def check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raises ProgramError for an archive that would take too much memory unpacked (a zip bomb)."""
     unpacked, packed = sum(info.file_size for info in archive.infolist()), path.stat().st_size
     if unpacked > MOST_TIMES * packed:
         raise ProgramError(f"{path} of {packed:,} bytes unpacks to {unpacked:,}, over {MOST_TIMES} times that{VOUCH}")
@@ -190,10 +195,11 @@ def check_sizes(path: Path, archive: zipfile.ZipFile) -> None:
 
 
 def check_members(path: Path, archive: zipfile.ZipFile, trusted: bool) -> dict[str, Any]:
+    """The JSON of the program, once every member is known to be data. Raises ProgramError for what may be code."""
     members = members_of(archive)
     model = json_of(path, MODEL, archive.read(members[MODEL]), trusted)
     check_version(path, model)
-    with odd_is_told(path, MODEL):
+    with _refusing_odd(path, MODEL):
         check_program(model)
     for member, name in members.items():
         if member.endswith(".pt"):
@@ -206,7 +212,7 @@ def check_members(path: Path, archive: zipfile.ZipFile, trusted: bool) -> dict[s
 
 
 @contextmanager
-def odd_is_told(path: Path, member: str) -> Iterator[None]:
+def _refusing_odd(path: Path, member: str) -> Iterator[None]:
     try:
         yield
     except Odd as odd:
@@ -216,6 +222,7 @@ def odd_is_told(path: Path, member: str) -> Iterator[None]:
 
 
 def json_of(path: Path, member: str, content: bytes, trusted: bool) -> Any:
+    """The parsed JSON of a member. Raises ProgramError where it is none, or nested too deeply."""
     try:
         said = json.loads(content.decode())  # as torch reads it
     except ValueError as error:
@@ -223,25 +230,26 @@ def json_of(path: Path, member: str, content: bytes, trusted: bool) -> Any:
         raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {member} is {why}") from None
     except RecursionError:
         raise ProgramError(f"{path}: {member} is nested too deeply") from None
-    if not trusted and deeper(said, MOST_LEVELS):
+    if not trusted and _nested_deeper(said, MOST_LEVELS):
         raise ProgramError(f"{path}: {member} is nested deeper than {MOST_LEVELS} levels{VOUCH}")
     return said
 
 
-def deeper(said: Any, levels: int) -> bool:
+def _nested_deeper(said: Any, levels: int) -> bool:
     row = [said]
     for _ in range(levels):
-        row = [part for inner in row if isinstance(inner, (dict, list)) for part in parts(inner)]
+        row = [part for inner in row if isinstance(inner, (dict, list)) for part in _containers_in(inner)]
         if not row:
             return False
     return True
 
 
-def parts(said: dict[str, Any] | list[Any]) -> Iterator[Any]:
+def _containers_in(said: dict[str, Any] | list[Any]) -> Iterator[Any]:
     return (part for part in (said.values() if isinstance(said, dict) else said) if isinstance(part, (dict, list)))
 
 
 def check_version(path: Path, model: Any) -> None:
+    """Raises ProgramError unless the file has the major version of torch.export's schema that this torch reads."""
     version = model.get("schema_version") if isinstance(model, dict) else None
     if not isinstance(version, dict) or type(written := version.get("major")) is not int:
         raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {MODEL} has no schema_version")
@@ -274,7 +282,7 @@ def check_table(path: Path, archive: zipfile.ZipFile, table: str, folder: str, t
     """The table of weights, or of constants."""
     members = members_of(archive)
     said = json_of(path, table, archive.read(members[table]), trusted)
-    with odd_is_told(path, table):
+    with _refusing_odd(path, table):
         check_payload(said)
     unbacked = 0
     for name, entry in said["config"].items():
@@ -309,6 +317,8 @@ def bytes_of(said: dict[str, Any]) -> tuple[int, int]:
 
 
 def check_pickle(path: Path, member: str, content: bytes, trusted: bool) -> None:
+    """Raises ProgramError for a pickled member that holds anything but tensors (`torch.load(weights_only=True)`), or
+    that unpacks to far more bytes than it has."""
     if not content:
         return
     try:

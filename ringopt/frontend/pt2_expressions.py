@@ -63,6 +63,7 @@ class NoArithmetic(ValueError):
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 def parsed(text: str) -> ast.expr:
+    """The syntax tree of an expression; nothing of it is run. Raises NoArithmetic."""
     if len(text) > MOST_LETTERS:
         raise NoArithmetic(f"{len(text):,} letters")
     try:
@@ -82,17 +83,17 @@ def deeper(tree: ast.AST, levels: int) -> bool:
     return bool(row)
 
 
-def bits_of(number: object) -> int:
+def _bits_of_number(number: object) -> int:
     if isinstance(number, bool) or number is None:
         return 1
     if isinstance(number, int):
-        return within(number.bit_length())
+        return _bounded(number.bit_length())
     if isinstance(number, float):
         return WORD
     raise NoArithmetic(f"a {type(number).__name__}")
 
 
-def within(bits: int) -> int:
+def _bounded(bits: int) -> int:
     if bits > MOST_BITS:
         raise NoArithmetic(f"numbers of more than {MOST_BITS} bits")
     return bits
@@ -103,7 +104,7 @@ def power(base: int, exponent: ast.expr) -> int:
     found = constant(exponent)
     if found is None or abs(found) > MOST_POWER:
         raise NoArithmetic(f"a power other than a number up to {MOST_POWER}")
-    return within(int(base * max(1.0, abs(found))) + 1)
+    return _bounded(int(base * max(1.0, abs(found))) + 1)
 
 
 def constant(tree: ast.expr) -> float | None:
@@ -134,7 +135,7 @@ def operation(tree: ast.expr, bits: Callable[[ast.expr], int]) -> int | None:
             bits(tree.right)
             return power(bits(tree.left), tree.right)
         if isinstance(tree.op, (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.RShift)):
-            return within(bits(tree.left) + bits(tree.right))
+            return _bounded(bits(tree.left) + bits(tree.right))
     if isinstance(tree, ast.BoolOp):
         return max(map(bits, tree.values))
     if isinstance(tree, ast.Compare):
@@ -142,7 +143,7 @@ def operation(tree: ast.expr, bits: Callable[[ast.expr], int]) -> int | None:
     return None
 
 
-def named(name: str) -> int:
+def _bits_of_symbol(name: str) -> int:
     found = UNBACKED.fullmatch(name)
     if not SYMBOL.fullmatch(name) or (found and int(found[1]) > MOST_UNBACKED):
         raise NoArithmetic(f"the symbol {name[:20]!r}")
@@ -157,8 +158,9 @@ def check_size(text: str) -> None:
 
 
 def size_bits(tree: ast.expr) -> int:
+    """The most bits that a size may have, written as sympy's `srepr`. Raises NoArithmetic for anything else."""
     if isinstance(tree, ast.Constant):
-        return bits_of(tree.value)
+        return _bits_of_number(tree.value)
     if isinstance(tree, ast.Name) and tree.id in NAMES:
         return WORD
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
@@ -167,9 +169,9 @@ def size_bits(tree: ast.expr) -> int:
         raise NoArithmetic(f"{said(tree)}")
     name = tree.func.id
     if name == "Symbol":
-        return symbol_bits(tree)
+        return _symbol_bits(tree)
     if name == "Float":
-        return float_bits(tree)
+        return _float_bits(tree)
     if name not in FUNCTIONS or tree.keywords or not tree.args:
         raise NoArithmetic(f"{said(tree)}")
     parts = [size_bits(part) for part in tree.args]
@@ -177,18 +179,18 @@ def size_bits(tree: ast.expr) -> int:
         if len(parts) != 2:
             raise NoArithmetic(f"{said(tree)}")
         return power(parts[0], tree.args[1])
-    return within(sum(parts))
+    return _bounded(sum(parts))
 
 
-def symbol_bits(tree: ast.Call) -> int:
+def _symbol_bits(tree: ast.Call) -> int:
     for keyword in tree.keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if keyword.arg not in ASSUMED or not isinstance(value, bool):
             raise NoArithmetic(f"{said(tree)}")
-    return named(text_of(tree))
+    return _bits_of_symbol(text_of(tree))
 
 
-def float_bits(tree: ast.Call) -> int:
+def _float_bits(tree: ast.Call) -> int:
     for keyword in tree.keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if keyword.arg != "precision" or type(value) is not int or not 0 < value <= MOST_BITS:
@@ -220,17 +222,18 @@ def check_range(text: str) -> None:
 
 
 def range_bits(tree: ast.expr) -> int:
+    """The most bits that the key of a range may have. Raises NoArithmetic for anything else."""
     if isinstance(tree, ast.Name):
-        return named(tree.id)
+        return _bits_of_symbol(tree.id)
     if isinstance(tree, ast.Constant):
-        return bits_of(tree.value)
+        return _bits_of_number(tree.value)
     if (
         isinstance(tree, ast.Call)
         and isinstance(tree.func, ast.Name)
         and not tree.keywords
         and tree.func.id in FUNCTIONS
     ):
-        return within(sum(map(range_bits, tree.args)))
+        return _bounded(sum(map(range_bits, tree.args)))
     found = operation(tree, range_bits)
     if found is None:
         raise NoArithmetic(f"{said(tree)}")
@@ -247,38 +250,39 @@ def check_guard(text: str) -> None:
 
 
 def guard_bits(tree: ast.expr) -> int:
+    """The most bits that the value of a guard may have. Raises NoArithmetic for anything else."""
     if isinstance(tree, ast.Constant):
-        return bits_of(tree.value)
+        return _bits_of_number(tree.value)
     if isinstance(tree, ast.Attribute) and isinstance(tree.value, ast.Name) and tree.value.id in GUARD_MODULES:
-        return module_bits(tree.value.id, tree.attr, tree)
+        return _module_bits(tree.value.id, tree.attr, tree)
     if isinstance(tree, (ast.Subscript, ast.Attribute)):
         check_path(tree)
         return WORD
     if isinstance(tree, ast.Call):
-        return call_bits(tree)
+        return _call_bits(tree)
     found = operation(tree, guard_bits)
     if found is None:
         raise NoArithmetic(f"{said(tree)}")
     return found
 
 
-def module_bits(module: str, name: str, tree: ast.AST) -> int:
+def _module_bits(module: str, name: str, tree: ast.AST) -> int:
     if name not in GUARD_MODULES[module]:
         raise NoArithmetic(f"{said(tree)}")
     return WORD
 
 
-def call_bits(tree: ast.Call) -> int:
+def _call_bits(tree: ast.Call) -> int:
     called = tree.func
     if tree.keywords or any(isinstance(part, ast.Starred) for part in tree.args):
         raise NoArithmetic(f"{said(tree)}")
     if isinstance(called, ast.Name) and called.id in GUARD_FUNCTIONS:
         pass
     elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id in GUARD_MODULES:
-        module_bits(called.value.id, called.attr, tree)
+        _module_bits(called.value.id, called.attr, tree)
     else:
         check_path(tree)
-    return within(sum(map(guard_bits, tree.args)) + WORD)
+    return _bounded(sum(map(guard_bits, tree.args)) + WORD)
 
 
 def check_path(tree: ast.expr) -> None:

@@ -80,7 +80,7 @@ def check_operator(name: str) -> None:
 def defined(parts: list[str]) -> bool:
     """Whether these are the library, the operator and the overload of an operator, or of none that is known."""
     if parts[0] == "higher_order":
-        return len(parts) == 2 and defined_of_higher_order(parts[1])
+        return len(parts) == 2 and _is_allowed_higher_order(parts[1])
     library = getattr(torch.ops, parts[0], None)
     if not isinstance(library, OpNamespace):
         return False
@@ -93,7 +93,7 @@ def defined(parts: list[str]) -> bool:
     return True
 
 
-def defined_of_higher_order(name: str) -> bool:
+def _is_allowed_higher_order(name: str) -> bool:
     found = getattr(torch.ops.higher_order, name, None)
     if found is None or not isinstance(found, HigherOrderOperator):
         return found is None
@@ -108,7 +108,7 @@ def check_tree(text: str) -> None:
         _version, tree = json.loads(text)
     except (ValueError, TypeError, RecursionError):
         raise ValueError("a specification of inputs or outputs that is none") from None
-    check_node(tree, TREE_LEVELS)
+    _check_tree_node(tree, TREE_LEVELS)
     children = tree["children_spec"]
     if len(children) == 2 and children[1]["type"] == "builtins.dict":
         for key in context_of(children[1]["context"]) or ():
@@ -116,13 +116,13 @@ def check_tree(text: str) -> None:
                 raise ValueError(f"{ascii(key)[:60]} is not the name of an argument")
 
 
-def check_node(tree: Any, levels: int) -> None:
+def _check_tree_node(tree: Any, levels: int) -> None:
     fine = isinstance(tree, dict) and tree.keys() >= {"type", "context", "children_spec"} and levels > 0
     if not fine or not isinstance(tree["type"], (str, type(None))) or not isinstance(tree["children_spec"], list):
         raise ValueError("a specification of inputs or outputs that is none")
-    check_context(context_of(tree["context"]), levels)
+    _check_context(context_of(tree["context"]), levels)
     for child in tree["children_spec"]:
-        check_node(child, levels - 1)
+        _check_tree_node(child, levels - 1)
 
 
 def context_of(said: Any) -> Any:
@@ -135,7 +135,7 @@ def context_of(said: Any) -> Any:
         raise ValueError("a specification of inputs or outputs that is none") from None
 
 
-def check_context(said: Any, levels: int) -> None:
+def _check_context(said: Any, levels: int) -> None:
     if levels <= 0:
         raise ValueError("a specification of inputs or outputs that is none")
     if isinstance(said, str) and not KEY.fullmatch(said):
@@ -144,10 +144,10 @@ def check_context(said: Any, levels: int) -> None:
         if "__enum__" in said:
             check_enum(said)
         if "default_factory_module" in said or "default_factory_name" in said:
-            check_factory(said)
+            _check_factory(said)
     parts = (*said.keys(), *said.values()) if isinstance(said, dict) else said if isinstance(said, list) else ()
     for part in parts:
-        check_context(part, levels - 1)
+        _check_context(part, levels - 1)
 
 
 def check_enum(said: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def check_enum(said: dict[str, Any]) -> None:
         raise ValueError(f"{ascii(said.get('fqn'))[:60]} is no enum that was imported; import what defines it")
 
 
-def check_factory(said: dict[str, Any]) -> None:
+def _check_factory(said: dict[str, Any]) -> None:
     module, name = said.get("default_factory_module"), said.get("default_factory_name")
     if not isinstance(module, str) or name not in FACTORIES.get(module, ()):
         raise ValueError(f"a defaultdict of {ascii(module)[:40]}, {ascii(name)[:40]}, which may be any function")

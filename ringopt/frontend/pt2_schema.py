@@ -57,27 +57,27 @@ def check_payload(config: Any) -> None:
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
-def name(said: str) -> None:
+def _name(said: str) -> None:
     if not NAME.fullmatch(said) or keyword.iskeyword(said):
         raise Odd(f"{said[:60]!a} is not a name")
 
 
-def name_or_none(said: str) -> None:
+def _name_or_empty(said: str) -> None:
     if said:
-        name(said)
+        _name(said)
 
 
-def dotted(said: str) -> None:
+def _dotted_path(said: str) -> None:
     if not PATH.fullmatch(said) or MAGIC.search(said):
         raise Odd(f"{said[:60]!a} is not the path of a module or a tensor")
 
 
-def text(said: str) -> None:
+def _text(said: str) -> None:
     if not TEXT.fullmatch(said):
         raise Odd("a text with control characters")
 
 
-def matching(pattern: re.Pattern[str], what: str) -> Check:
+def _matching(pattern: re.Pattern[str], what: str) -> Check:
     def check(said: str) -> None:
         if not pattern.fullmatch(said):
             raise Odd(f"{said[:60]!a} is not {what}")
@@ -85,7 +85,7 @@ def matching(pattern: re.Pattern[str], what: str) -> Check:
     return check
 
 
-def arithmetic(check: Callable[[str], None], what: str) -> Check:
+def _arithmetic(check: Callable[[str], None], what: str) -> Check:
     def checked(said: str) -> None:
         try:
             check(said)
@@ -95,7 +95,7 @@ def arithmetic(check: Callable[[str], None], what: str) -> Check:
     return checked
 
 
-def no_harm(check: Callable[[str], None]) -> Check:
+def _harmless(check: Callable[[str], None]) -> Check:
     def checked(said: str) -> None:
         try:
             check(said)
@@ -105,45 +105,45 @@ def no_harm(check: Callable[[str], None]) -> Check:
     return checked
 
 
-operator, tree = no_harm(check_operator), no_harm(check_tree)
-size = arithmetic(check_size, "the arithmetic of sizes")
+operator, tree = _harmless(check_operator), _harmless(check_tree)
+size = _arithmetic(check_size, "the arithmetic of sizes")
 
 # By class and field; of a dict also its keys. All other texts are names.
 TEXTS: dict[tuple[type, str], Check] = {
-    (schema.Device, "type"): matching(DEVICE, "a device"),
+    (schema.Device, "type"): _matching(DEVICE, "a device"),
     (schema.SymExpr, "expr_str"): size,
-    (schema.NamedArgument, "name"): name_or_none,
-    (schema.Node, "name"): name_or_none,
+    (schema.NamedArgument, "name"): _name_or_empty,
+    (schema.Node, "name"): _name_or_empty,
     (schema.Node, "target"): operator,
-    (schema.Node, "metadata"): text,
+    (schema.Node, "metadata"): _text,
     (schema.Argument, "as_operator"): operator,
-    (schema.Argument, "as_string"): text,
-    (schema.Argument, "as_strings"): text,
-    (schema.ConstantValue, "as_string"): matching(KEY, "a text without quotes"),
-    (schema.CustomObjArgument, "class_fqn"): dotted,
-    (schema.InputToParameterSpec, "parameter_name"): dotted,
-    (schema.InputToBufferSpec, "buffer_name"): dotted,
-    (schema.InputToTensorConstantSpec, "tensor_constant_name"): dotted,
-    (schema.InputToCustomObjSpec, "custom_obj_name"): dotted,
-    (schema.BufferMutationSpec, "buffer_name"): dotted,
-    (schema.ParameterMutationSpec, "parameter_name"): dotted,
-    (schema.GradientToParameterSpec, "parameter_name"): dotted,
+    (schema.Argument, "as_string"): _text,
+    (schema.Argument, "as_strings"): _text,
+    (schema.ConstantValue, "as_string"): _matching(KEY, "a text without quotes"),
+    (schema.CustomObjArgument, "class_fqn"): _dotted_path,
+    (schema.InputToParameterSpec, "parameter_name"): _dotted_path,
+    (schema.InputToBufferSpec, "buffer_name"): _dotted_path,
+    (schema.InputToTensorConstantSpec, "tensor_constant_name"): _dotted_path,
+    (schema.InputToCustomObjSpec, "custom_obj_name"): _dotted_path,
+    (schema.BufferMutationSpec, "buffer_name"): _dotted_path,
+    (schema.ParameterMutationSpec, "parameter_name"): _dotted_path,
+    (schema.GradientToParameterSpec, "parameter_name"): _dotted_path,
     (schema.ModuleCallSignature, "in_spec"): tree,
     (schema.ModuleCallSignature, "out_spec"): tree,
-    (schema.ModuleCallEntry, "fqn"): dotted,
-    (schema.GraphModule, "metadata"): text,
-    (schema.GraphModule, "treespec_namedtuple_fields"): dotted,
-    (schema.ExportedProgram, "range_constraints"): arithmetic(check_range, "the arithmetic of sizes"),
-    (schema.ExportedProgram, "torch_version"): matching(re.compile(r"[\w.+<=-]*"), "a version"),
-    (schema.ExportedProgram, "guards_code"): arithmetic(check_guard, "a condition on sizes"),
-    (schema.PayloadConfig, "config"): dotted,
-    (schema.PayloadMeta, "path_name"): matching(MEMBER, "a member beside the table that names it"),
+    (schema.ModuleCallEntry, "fqn"): _dotted_path,
+    (schema.GraphModule, "metadata"): _text,
+    (schema.GraphModule, "treespec_namedtuple_fields"): _dotted_path,
+    (schema.ExportedProgram, "range_constraints"): _arithmetic(check_range, "the arithmetic of sizes"),
+    (schema.ExportedProgram, "torch_version"): _matching(re.compile(r"[\w.+<=-]*"), "a version"),
+    (schema.ExportedProgram, "guards_code"): _arithmetic(check_guard, "a condition on sizes"),
+    (schema.PayloadConfig, "config"): _dotted_path,
+    (schema.PayloadMeta, "path_name"): _matching(MEMBER, "a member beside the table that names it"),
 }
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 @cache
-def of_type(kind: Any, texts: Check = name) -> Check:
+def of_type(kind: Any, texts: Check = _name) -> Check:
     """The check of a value of this type; `texts` is the rule of its field."""
     if isinstance(kind, typing.ForwardRef):
         kind = kind.__forward_arg__
@@ -153,54 +153,54 @@ def of_type(kind: Any, texts: Check = name) -> Check:
     if origin is typing.Annotated:
         return of_type(inside[0], texts)
     if origin in (typing.Union, types.UnionType):
-        return maybe(of_type(next(part for part in inside if part is not type(None)), texts))
+        return _optional(of_type(next(part for part in inside if part is not type(None)), texts))
     if origin is list:
-        return listed(of_type(inside[0], texts))
+        return _list(of_type(inside[0], texts))
     if origin is dict:
-        return keyed(texts, of_type(inside[1], texts))
+        return _dict(texts, of_type(inside[1], texts))
     if issubclass(kind, Union):
-        return one_of(kind)
+        return _union(kind)
     if dataclasses.is_dataclass(kind):
-        return fields(kind)
+        return _dataclass(kind)
     if issubclass(kind, IntEnum):
-        return numbered(kind)
-    return {int: whole, float: number, bool: truth, str: written(texts)}[kind]
+        return _enum_member(kind)
+    return {int: _integer, float: _number, bool: _boolean, str: _string(texts)}[kind]
 
 
-def found(said: Any) -> str:
+def _json_type(said: Any) -> str:
     named = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return named.get(type(said), "a number")
 
 
-def whole(said: Any) -> None:
+def _integer(said: Any) -> None:
     if type(said) is not int:
-        raise Odd(f"{found(said)} in the place of a whole number")
+        raise Odd(f"{_json_type(said)} in the place of a whole number")
     if not -(2**63) <= said < 2**64:
         raise Odd("a whole number of more than 64 bits")
 
 
-def number(said: Any) -> None:
+def _number(said: Any) -> None:
     if type(said) is int:
-        whole(said)
+        _integer(said)
     elif type(said) is not float and said not in NUMBERS:
-        raise Odd(f"{found(said)} in the place of a number")
+        raise Odd(f"{_json_type(said)} in the place of a number")
 
 
-def truth(said: Any) -> None:
+def _boolean(said: Any) -> None:
     if type(said) is not bool:
-        raise Odd(f"{found(said)} in the place of true or false")
+        raise Odd(f"{_json_type(said)} in the place of true or false")
 
 
-def written(texts: Check) -> Check:
+def _string(texts: Check) -> Check:
     def check(said: Any) -> None:
         if type(said) is not str:
-            raise Odd(f"{found(said)} in the place of a text")
+            raise Odd(f"{_json_type(said)} in the place of a text")
         texts(said)
 
     return check
 
 
-def numbered(kind: type[IntEnum]) -> Check:
+def _enum_member(kind: type[IntEnum]) -> Check:
     known = set(map(int, kind))
 
     def check(said: Any) -> None:
@@ -210,7 +210,7 @@ def numbered(kind: type[IntEnum]) -> Check:
     return check
 
 
-def maybe(inner: Check) -> Check:
+def _optional(inner: Check) -> Check:
     def check(said: Any) -> None:
         if said is not None:
             inner(said)
@@ -218,10 +218,10 @@ def maybe(inner: Check) -> Check:
     return check
 
 
-def listed(inner: Check) -> Check:
+def _list(inner: Check) -> Check:
     def check(said: Any) -> None:
         if type(said) is not list:
-            raise Odd(f"{found(said)} in the place of a list")
+            raise Odd(f"{_json_type(said)} in the place of a list")
         for place, part in enumerate(said):
             try:
                 inner(part)
@@ -231,10 +231,10 @@ def listed(inner: Check) -> Check:
     return check
 
 
-def keyed(texts: Check, inner: Check) -> Check:
+def _dict(texts: Check, inner: Check) -> Check:
     def check(said: Any) -> None:
         if type(said) is not dict:
-            raise Odd(f"{found(said)} in the place of an object")
+            raise Odd(f"{_json_type(said)} in the place of an object")
         for key, part in said.items():
             texts(key)
             try:
@@ -247,15 +247,16 @@ def keyed(texts: Check, inner: Check) -> Check:
 
 @cache
 def checks_of(kind: type) -> dict[str, Check]:
+    """The check of each field of a dataclass of torch's schema, by the field's name."""
     hints = typing.get_type_hints(kind, globalns=vars(schema))
     known = {field: hint for field, hint in hints.items() if not field.startswith("_")}
-    return {field: of_type(hint, TEXTS.get((kind, field), name)) for field, hint in known.items()}
+    return {field: of_type(hint, TEXTS.get((kind, field), _name)) for field, hint in known.items()}
 
 
-def one_of(kind: type) -> Check:
+def _union(kind: type) -> Check:
     def check(said: Any) -> None:
         if type(said) is not dict or len(said) != 1:
-            raise Odd(f"{found(said)} in the place of one {kind.__name__}")
+            raise Odd(f"{_json_type(said)} in the place of one {kind.__name__}")
         (field, part), known = next(iter(said.items())), checks_of(kind)
         if field not in known:
             raise Odd(f"{ascii(field)[:60]} is no kind of {kind.__name__}")
@@ -269,7 +270,7 @@ def one_of(kind: type) -> Check:
     return check
 
 
-def fields(kind: Any) -> Check:
+def _dataclass(kind: Any) -> Check:
     needed = {
         field.name
         for field in dataclasses.fields(kind)
@@ -278,7 +279,7 @@ def fields(kind: Any) -> Check:
 
     def check(said: Any) -> None:
         if type(said) is not dict:
-            raise Odd(f"{found(said)} in the place of a {kind.__name__}")
+            raise Odd(f"{_json_type(said)} in the place of a {kind.__name__}")
         if lacking := needed - said.keys():
             raise Odd(f"a {kind.__name__} without {sorted(lacking)[0]}")
         for field, known in checks_of(kind).items():
@@ -295,7 +296,7 @@ def fields(kind: Any) -> Check:
 
 def inputs_of(inputs: list[dict[str, Any]]) -> None:
     """A text that is an input is written into a guard, between quotes."""
-    quoted = matching(KEY, "a text without quotes")
+    quoted = _matching(KEY, "a text without quotes")
     for place, entry in enumerate(inputs):
         if "as_string" in entry:
             try:

@@ -17,6 +17,7 @@ UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 def printable(text: str) -> str:
+    """`text` with control characters, and others that a terminal acts on, escaped as in Python."""
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 

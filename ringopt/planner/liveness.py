@@ -57,6 +57,7 @@ class Live:
 
 
 def most(moments: Sequence[Held], scale: float) -> int:
+    """The most bytes held at once, with sequences `scale` times as long."""
     return max((held.at(scale) for held in moments), default=0)
 
 
@@ -69,7 +70,7 @@ def live_of(
     forward, backward = (*parts, None)[:2]
     assert forward is not None
     given = [node.meta["val"] for node in flat.graph.find_nodes(op="placeholder")]
-    learned = sum(size_of(x) for x in given if isinstance(x, torch.Tensor) and x.requires_grad)
+    learned = sum(_storage_bytes(x) for x in given if isinstance(x, torch.Tensor) and x.requires_grad)
     fixed = small(forward.graph, rows) | of_weights(forward.graph, given)
     first, first_at = moments(forward.graph, {}, fixed, square(forward.graph, pairs), ranks)
     if backward is None:
@@ -95,12 +96,12 @@ def highest(found: Sequence[Held]) -> tuple[Held, ...]:
 
 def square(graph: fx.Graph, pairs: Collection[Shape]) -> set[int]:
     """Storages of weights of pairs."""
-    tensors = [x for node in graph.nodes for x in tensors_of(node)] if pairs else []
-    alike = [x for x in tensors if any(x.numel() == count and in_order(x.shape, *rows) for count, rows in pairs)]
-    return {storage_key(x) for x in alike if size_of(x) == x.numel() * x.element_size()}
+    tensors = [x for node in graph.nodes for x in _tensors_of(node)] if pairs else []
+    alike = [x for x in tensors if any(x.numel() == count and _in_order(x.shape, *rows) for count, rows in pairs)]
+    return {storage_key(x) for x in alike if _storage_bytes(x) == x.numel() * x.element_size()}
 
 
-def in_order(shape: Sequence[int], first: int, second: int) -> bool:
+def _in_order(shape: Sequence[int], first: int, second: int) -> bool:
     return first in shape and second in shape[shape.index(first) + 1 :]
 
 
@@ -130,7 +131,7 @@ def of_parameters(backward: fx.Graph) -> set[int]:
 
 def leaves(node: fx.Node) -> bool:
     """The graph, as it is, as a view or in another dtype: what is summed for another product does not."""
-    views = (user for user in node.users if pointwise(user) or not sizes(user).keys().isdisjoint(sizes(node)))
+    views = (user for user in node.users if _is_pointwise(user) or not sizes(user).keys().isdisjoint(sizes(node)))
     return any(user.op == "output" for user in node.users) or any(map(leaves, views))
 
 
@@ -178,7 +179,7 @@ def moments(
         return Held(sum(held.values()) - still - faster + beside, still, faster)
 
     for place, node in enumerate(nodes):
-        if pointwise(node) and not fused(node):  # written over a result of its size that nobody reads any more
+        if _is_pointwise(node) and not fused(node):  # written over a result of its size that nobody reads any more
             own, size = next(iter(sizes(node).items()))
             over = (s for x in node.all_input_nodes for s in sizes(x) if last[s] == place and alive.get(s) == size)
             alive.pop(next(over, own), None)
@@ -196,14 +197,14 @@ def moments(
 
 def fused(node: fx.Node) -> bool:
     """A pointwise result that nobody needs in memory."""
-    return pointwise(node) and all(pointwise(user) or reduction(user) for user in node.users)
+    return _is_pointwise(node) and all(_is_pointwise(user) or _is_reduction(user) for user in node.users)
 
 
-def pointwise(node: fx.Node) -> bool:
+def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def reduction(node: fx.Node) -> bool:
+def _is_reduction(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
 
 
@@ -216,13 +217,13 @@ def own(graph: fx.Graph) -> dict[str, dict[int, int]]:
 
 def sizes(node: fx.Node) -> dict[int, int]:
     """Bytes by storage."""
-    return {storage_key(x): size_of(x) for x in tensors_of(node)}
+    return {storage_key(x): _storage_bytes(x) for x in _tensors_of(node)}
 
 
-def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     return [x for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, torch.Tensor)]
 
 
-def size_of(value: Any) -> int:
+def _storage_bytes(value: Any) -> int:
     return int(value.untyped_storage().nbytes()) if isinstance(value, torch.Tensor) else 0

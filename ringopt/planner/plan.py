@@ -225,6 +225,7 @@ def predicted(
 
 # ---- what follows for other sizes ------------------------------------------------------------------------------------
 def point_of(found: Traced, options: Options, device: Device, rates: Rates, length: int, ranks: int) -> Point:
+    """The prediction for a step at one length (tokens) and number of ranks: bytes, FLOPs and seconds of a rank."""
     cases = [at_length(site.case, length, found.length, ranks) for site in found.sites]
     strategy = over_nodes(options.strategy, ranks, rates)
     layouts = layouts_at(cases, ranks, options.layout, strategy, rates) if cases else {}

@@ -84,6 +84,7 @@ def layouts_at(
 
 
 def layout_at(case: Case | DilatedCase, layouts: Mapping[Hashable, str]) -> str:
+    """The text of a site's layout: that of its queries, and that of its keys where it is another."""
     return text_of(layouts[case.q_length], layouts[case.kv_length])
 
 
@@ -91,6 +92,8 @@ def layout_at(case: Case | DilatedCase, layouts: Mapping[Hashable, str]) -> str:
 def site_point(
     site: PlannedSite, case: Case | DilatedCase, strategy: str, ranks: int, layout: str, rates: Rates
 ) -> SitePoint:
+    """The prediction for one attention: simulated up to MOST_RANKS ranks, by closed formulas beyond, and where a case
+    has none, from fewer ranks with as many tokens each."""
     if isinstance(case, DilatedCase):
         return dilated(site, case, ranks, layout, rates)
     if case.whole:
@@ -137,6 +140,7 @@ def dilated(site: PlannedSite, case: DilatedCase, ranks: int, layout: str, rates
 
 
 def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: str, rates: Rates) -> SitePoint:
+    """The prediction by simulating the plan, every step of every rank."""
     exchange = case.plan(ranks, layout, strategy)
     directions = (False, True)[: 1 + case.training]
     ways = [simulate(exchange, case.heads, rates, backward) for backward in directions]

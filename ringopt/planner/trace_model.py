@@ -72,6 +72,8 @@ class Traced:
 
 
 def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, hardware: str) -> Traced:
+    """What a model is made of, by which a plan scales it: its attention sites, FLOPs, messages and live memory. It is
+    sharded over two meshes without processes, on fake tensors; `length` is the longest sequence (tokens) met there."""
     live: dict[int, Sequence[Live]] = {}
     moved: dict[int, Sequence[Sequence[Sending]]] = {}
     refused, pairs = list[str](), list[str]()
@@ -171,6 +173,7 @@ def sites_of(nodes: Sequence[fx.Node]) -> list[PlannedSite]:
 
 
 def case_of(node: fx.Node) -> Case | DilatedCase | None:
+    """The attention of a sharded graph's node, as the cost model takes it; None for another node."""
     name = op_name(node)
     if name not in ("ring_attention", "dilated_attention"):
         return None

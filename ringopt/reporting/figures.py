@@ -37,7 +37,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
     return Report(
         world_size=ranks,
         sites=sites,
-        left_alone=tuple(map(told, context.left_alone)),
+        left_alone=tuple(map(_with_source_line, context.left_alone)),
         gathers=tuple(context.gathers),
         outputs=tuple(left_outputs(graph, context)),
         sharded_fraction=sharded_fraction(graph, figures),
@@ -49,6 +49,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
 
 
 def left_outputs(graph: fx.Graph, context: Context) -> Iterator[Output]:
+    """For the report: outputs that every rank has only its shard of, with the bytes of the gathered tensor."""
     for place, where in context.left.items():
         value = value_of(graph.output_node().args[0][place])
         size = prod(where.size) * value.element_size()
@@ -81,7 +82,7 @@ class Figures:
         return prod(map(self, sizes))
 
 
-def told(refused: Refusal) -> str:
+def _with_source_line(refused: Refusal) -> str:
     where = source_line(refused.node) if refused.node is not None else ""
     return f"{refused.sentence} ({where})" if where else refused.sentence
 

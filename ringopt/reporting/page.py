@@ -18,13 +18,13 @@ from ringopt.output.printable import all_printable, printable
 def filled(template: str, **said: Any) -> str:
     """The page made from `ringopt/reporting/TEMPLATE.html.jinja`."""
     how = Environment(
-        loader=FunctionLoader(source), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        finalize=lambda said: printable(said) if type(said) is str else said,
+        loader=FunctionLoader(_template), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=lambda said: printable(said) if type(said) is str else said,
     )  # fmt: skip
     return how.get_template(template).render(**said)
 
 
-def source(template: str) -> str:
+def _template(template: str) -> str:
     return (files("ringopt.reporting") / f"{template}.html.jinja").read_text(encoding="utf-8")
 
 

@@ -25,18 +25,19 @@ class Bar:
 def report_page(report: Report, title: str) -> str:
     """`title` says of what."""
     return filled(
-        "report", title=f"ringopt explain: {title}", report=report, summary=summary(report), memory=stacked(report),
-        readable=readable,
+        "report", title=f"ringopt explain: {title}", report=report, summary=_summary(report),
+        memory=memory_bars(report), readable=readable,
     )  # fmt: skip
 
 
-def summary(report: Report) -> str:
+def _summary(report: Report) -> str:
     sharded = f"{report.sharded_fraction:.1%} of matrix FLOPs are sharded"
     ranks = several(report.world_size, "rank")
     return f"{ranks}; {sharded}; this rank sends {readable(report.bytes_sent)} in one forward."
 
 
-def stacked(report: Report) -> list[Bar]:
+def memory_bars(report: Report) -> list[Bar]:
+    """The bytes of each cause, as parts of one bar that is ACROSS wide."""
     total, start, bars = sum(report.memory.values()), 0, list[Bar]()
     for number, (cause, size) in enumerate((report.memory if total else {}).items()):
         place, width = (round(ACROSS * part / total, 1) for part in (start, size))

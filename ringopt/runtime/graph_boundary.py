@@ -99,6 +99,8 @@ def ends_program(gm: fx.GraphModule) -> bool:
 
 
 def no_break_follows(gm: fx.GraphModule) -> bool:
+    """Whether the program returns what this graph returns: Dynamo stopped at the end of the function, and so did each
+    function that resumed after an earlier graph break."""
     reason = dynamo.break_reason(gm)
     if reason is None or reason.graph_break:
         return False

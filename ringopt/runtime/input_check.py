@@ -86,6 +86,7 @@ def watch_backward(mesh: Mesh, outputs: Sequence[Any]) -> None:
 
 
 def begin_backward(mesh: Mesh, gradients: Sequence[Any]) -> None:
+    """Enters this backward among those of the mesh, until autograd has ended it."""
     if torch.compiler.is_compiling():  # by compiled autograd, whose passes have no such end
         return
     task, backwards = current_backward(), mesh.backwards

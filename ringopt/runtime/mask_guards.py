@@ -54,9 +54,9 @@ class Watched:
         said = self.broken(changed, inputs)
         if said:
             log.warning("%s: the graph is compiled anew", said)
-        if said or (self.sizes is not None and self.sizes != sizes(inputs)):
+        if said or (self.sizes is not None and self.sizes != _sizes(inputs)):
             self.note(self.make(inputs, True), inputs)
-            self.sizes = sizes(inputs)
+            self.sizes = _sizes(inputs)
         for i in touched:
             if i in self.seen:
                 self.seen[i], self.digests[i] = state(inputs[i]), found[i]
@@ -71,7 +71,7 @@ class Watched:
         return ""
 
 
-def sizes(inputs: Sequence[Any]) -> list[Any]:
+def _sizes(inputs: Sequence[Any]) -> list[Any]:
     return [x.shape if isinstance(x, Tensor) else x for x in inputs]
 
 

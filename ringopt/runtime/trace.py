@@ -86,8 +86,8 @@ def chrome(spans: Iterable[Span]) -> dict[str, Any]:
     tracks = {(span.rank, track): span.lane for span, track in placed}
     return {
         "traceEvents": [
-            *(named("process_name", rank, 0, said) for rank, said in sorted(ranks.items())),
-            *(named("thread_name", rank, track, lane) for (rank, track), lane in sorted(tracks.items())),
+            *(_metadata_event("process_name", rank, 0, said) for rank, said in sorted(ranks.items())),
+            *(_metadata_event("thread_name", rank, track, lane) for (rank, track), lane in sorted(tracks.items())),
             *(
                 {
                     "ph": "X",
@@ -105,7 +105,7 @@ def chrome(spans: Iterable[Span]) -> dict[str, Any]:
     }
 
 
-def named(what: str, rank: int, track: int, said: str) -> dict[str, Any]:
+def _metadata_event(what: str, rank: int, track: int, said: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": said}}
 
 
@@ -219,6 +219,7 @@ class Trace:
 
 
 def traced(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
+    """`run`, which first writes the trace at a call where that is due."""
     def call(*inputs: Any) -> Any:
         trace.called()
         return run(*inputs)

@@ -52,7 +52,7 @@ class Original:
         graph = fx.Graph()  # a copy: whoever compiles the program edits it
         graph.output(graph.graph_copy(program.graph, {}))
         self.run, self.names = fx.GraphModule(program, graph), tuple(names)
-        self.dtypes, self.outputs = dtypes_of(program), names_of_outputs(program)
+        self.dtypes, self.outputs = dtypes_of(program), _output_names(program)
 
 
 class Verified:
@@ -75,12 +75,12 @@ class Verified:
 
     def __call__(self, *inputs: Any) -> Any:
         if not self.asked and not any(isinstance(x, FakeTensor) for x in inputs):
-            before = generators()
+            before = _generator_states()
             try:
                 with unseen():
                     self.verify(inputs)
             finally:
-                restore(before)
+                _restore_generators(before)
             self.asked = True
         return self.run(*inputs)
 
@@ -88,11 +88,11 @@ class Verified:
         if any(is_traceable_wrapper_subclass(x) and not isinstance(x, Lazy) for x in inputs):
             log.warning("verify: nothing was compared, for tensors that are spread by others (DTensor) come in")
             return
-        before = generators()
+        before = _generator_states()
         found = self.values(inputs, compiled=True)
-        restore(before)
+        _restore_generators(before)
         expected = self.values(inputs)
-        if not all(map(torch.equal, before, generators())):
+        if not all(map(torch.equal, before, _generator_states())):
             log.warning(
                 "verify: nothing was compared, for the program draws random numbers (dropout), and ranks draw others "
                 "than one process does. Verify it with dropout 0, or after model.eval()"
@@ -107,7 +107,7 @@ class Verified:
             allowed = {name: max(bound, ROUNDINGS * rounded[name]) for name, bound in allowed.items()}
         wrong = [Apart(name, *found, allowed[name]) for name, found in apart.items() if not found[0] <= allowed[name]]
         if wrong:
-            raise VerificationError(told(wrong, len(expected)))
+            raise VerificationError(_error_text(wrong, len(expected)))
         log.info("verify: %d values agree, the largest error is %.1e", len(apart), max(e for e, _ in apart.values()))
 
     def values(self, inputs: Sequence[Any], compiled: bool = False, shaken: float = 0.0) -> Values:
@@ -115,11 +115,11 @@ class Verified:
         leaves = copies(inputs, compiled)
         if shaken:
             leaves = [moved(x, shaken, seed) for seed, x in enumerate(leaves)]
-        given = [entering(leaf, x) if compiled else leaf for leaf, x in zip(leaves, inputs, strict=True)]
+        given = [_sharded_again(leaf, x) if compiled else leaf for leaf, x in zip(leaves, inputs, strict=True)]
         # What is written must not be a leaf; what is a leaf to the caller is not written.
-        given = [x.clone() if is_inner(old) else x for x, old in zip(given, inputs, strict=True)]
+        given = [x.clone() if _has_history(old) else x for x, old in zip(given, inputs, strict=True)]
         run = self.run if compiled else self.original.run
-        made = [opened(out) for out in run(*given)]
+        made = [_gathered(out) for out in run(*given)]
         rows = self.local if compiled else {}
         gradients = self.gradients(made, leaves, rows) if torch.is_grad_enabled() else []
         values = dict(zip(self.original.outputs, made, strict=True))
@@ -171,7 +171,7 @@ def copies(inputs: Sequence[Any], rows: bool) -> list[Any]:
             return x
         if isinstance(x, Lazy):
             own = x.shard.rows.detach().clone()
-            plain = own if rows else opened(spread(own, x.shard.spread)).detach()
+            plain = own if rows else _gathered(spread(own, x.shard.spread)).detach()
         else:
             plain = copy.deepcopy(x.detach(), memo)
         return plain.requires_grad_(x.requires_grad)
@@ -183,37 +183,37 @@ def moved(leaf: Any, eps: float, seed: int) -> Any:
     """A leaf whose numbers are others by about a rounding error, alike on all ranks."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return leaf
-    other = leaf.detach() * (1 + eps * drawn(leaf.shape, leaf, seed))
+    other = leaf.detach() * (1 + eps * _random_like(leaf.shape, leaf, seed))
     return other.requires_grad_(leaf.requires_grad)
 
 
-def opened(x: Any) -> Any:
+def _gathered(x: Any) -> Any:
     return whole(x) if isinstance(x, Lazy) else x
 
 
-def entering(leaf: Any, x: Any) -> Any:
+def _sharded_again(leaf: Any, x: Any) -> Any:
     return spread(leaf, x.shard.spread) if isinstance(x, Lazy) else leaf
 
 
-def is_inner(x: Any) -> bool:
+def _has_history(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, Lazy) and not x.is_leaf
 
 
 def cotangent(size: Sequence[int], like: Tensor) -> Tensor:
     """Random, of length 1, the same on all ranks."""
-    return drawn(size, like, seed=0).div_(max(prod(size), 1) ** 0.5)
+    return _random_like(size, like, seed=0).div_(max(prod(size), 1) ** 0.5)
 
 
-def drawn(size: Sequence[int], like: Tensor, seed: int) -> Tensor:
+def _random_like(size: Sequence[int], like: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(size), generator=generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
-def generators() -> list[Tensor]:
+def _generator_states() -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
 
 
-def restore(states: Sequence[Tensor]) -> None:
+def _restore_generators(states: Sequence[Tensor]) -> None:
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state_all(states[1:])
@@ -227,7 +227,7 @@ def dtypes_of(program: fx.GraphModule) -> set[torch.dtype]:
     return {x.dtype.to_real() for x in found if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())}
 
 
-def names_of_outputs(program: fx.GraphModule) -> list[str]:
+def _output_names(program: fx.GraphModule) -> list[str]:
     outputs = program.graph.output_node().args[0]
     return [f"output {i} ({out})" for i, out in enumerate(outputs)]
 
@@ -250,6 +250,8 @@ def distances(found: Values, expected: Values) -> dict[str, float]:
 
 
 def distance(one: Any, other: Any, least: float) -> float:
+    """The largest difference of two results over the largest finite magnitude of the second, at least `least`.
+    0 for equal values (NaN equals NaN), inf for another type, shape or dtype, or unequal integers."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return 0.0 if type(one) is type(other) and one == other else inf
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -280,7 +282,7 @@ class Apart:
         return f"{self.name} {much} on rank {self.rank} (allowed: {self.allowed:.0e})"
 
 
-def told(wrong: Sequence[Apart], compared: int) -> str:
+def _error_text(wrong: Sequence[Apart], compared: int) -> str:
     furthest = sorted(wrong, key=lambda apart: -apart.error)
     shown = "; ".join(map(str, furthest[:SHOWN])) + ("; ..." if len(wrong) > SHOWN else "")
     return (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringopt.report import Gather, Output, Report, Site
-from ringopt.reporting.report_page import report_page, stacked
+from ringopt.reporting.report_page import memory_bars, report_page
 from tests.harness.browser import browser, missing
 
 TAKEN = Site("layers.0", "sdpa", "causal", "ring", "math", "zigzag", None, 2048, ("why ring",), "model.py:3: sdpa(q)")
@@ -40,10 +40,10 @@ def test_it_comes_back_from_json() -> None:
 
 
 def test_memory_is_stacked() -> None:
-    assert [(bar.cause, bar.start, bar.width, bar.share) for bar in stacked(REPORT)] == [
+    assert [(bar.cause, bar.start, bar.width, bar.share) for bar in memory_bars(REPORT)] == [
         ("parameters", 0.0, 250.0, "25%"), ("sharded values", 250.0, 750.0, "75%"),
     ]  # fmt: skip
-    assert stacked(Report(2)) == []
+    assert memory_bars(Report(2)) == []
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
