@@ -8,7 +8,9 @@ become false is the graph compiled anew, which refuses it.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+import zlib
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -32,8 +34,9 @@ class Watched:
     The first one serves all sizes that Dynamo lets through; one made anew, when no guard can be added any more, serves
     those of its inputs.
 
-    Looking costs nothing where no tensor was written: every tensor counts its writes. Where one was, its numbers are
-    compared.
+    Every tensor counts its writes, but not those through `.data`, numpy or a pointer. So where none was counted, a
+    checksum of memory on the host is compared (a few per cent of the attention that has the mask); elsewhere that would
+    wait for the device, and such a write is not seen. Where anything was written, the numbers are compared.
     """
 
     def __init__(self, make: Make, inputs: Sequence[Any]):
@@ -46,9 +49,14 @@ class Watched:
         read = (i for claim in self.claims for i in claim.places)
         self.seen = {i: state(inputs[i]) for i in (*self.buffers, *read)}
         self.digests = {i: numbers(inputs[i]) for i in self.seen}
+        self.checksums = {i: checksum(inputs[i]) for i in self.seen}
 
     def __call__(self, *inputs: Any) -> Any:
-        touched = [i for i, before in self.seen.items() if not is_untouched(before, inputs[i])]
+        touched = [
+            i
+            for i, before in self.seen.items()
+            if not is_untouched(before, inputs[i]) or checksum(inputs[i]) != self.checksums[i]
+        ]
         found = {i: numbers(inputs[i]) for i in touched}
         changed = {i for i, now in found.items() if now != self.digests[i]}
         said = self.broken(changed, inputs)
@@ -59,7 +67,7 @@ class Watched:
             self.sizes = _sizes(inputs)
         for i in touched:
             if i in self.seen:
-                self.seen[i], self.digests[i] = state(inputs[i]), found[i]
+                self.seen[i], self.digests[i], self.checksums[i] = state(inputs[i]), found[i], checksum(inputs[i])
         return self.run(*inputs)
 
     def broken(self, changed: Set[int], inputs: Sequence[Any]) -> str:
@@ -78,6 +86,16 @@ def _sizes(inputs: Sequence[Any]) -> list[Any]:
 def numbers(value: Tensor) -> list[int] | None:
     """A digest; None for a tensor of a dry run, which has no numbers."""
     return None if is_hollow(value) else digest(bytes_of(value))
+
+
+def checksum(value: Tensor) -> int:
+    """Of the memory of a tensor on the host; 0 for any other."""
+    if is_hollow(value) or value.device.type != "cpu" or not value.numel():
+        return 0
+    if not value.is_contiguous():
+        return zlib.crc32(bytes_of(value))
+    # Not by numpy(), which forbids the memory to be resized from then on.
+    return zlib.crc32((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
 
 
 def state(value: Tensor) -> State | None:

@@ -52,14 +52,27 @@ def test_the_buffer_is_read_once():
         lambda model: model.kept.copy_(windowed()),
         lambda model: model.load_state_dict({"kept": windowed()}),
         lambda model: setattr(model, "kept", windowed()),
+        lambda model: setattr(model.kept, "data", windowed()),
+        lambda model: model.kept.data.copy_(windowed()),
+        lambda model: model.kept.numpy().__setitem__(..., windowed().numpy()),
     ],
-    ids=["in place", "by load_state_dict", "another tensor"],
+    ids=["in place", "by load_state_dict", "another tensor", "another data", "in place of data", "by numpy"],
 )
 def test_a_change_is_noticed(write):
     model = Masked()
     run, patterns = compiled(model)
     run(*given())
     write(model)
+    torch.testing.assert_close(run(*given()), model(*given()))
+    assert patterns() == ["causal", "window(4)"]
+
+
+def test_a_silent_write_is_noticed_in_a_transposed_buffer():
+    model = Masked()
+    model.kept = torch.ones(ROWS, ROWS).triu().T
+    run, patterns = compiled(model)
+    run(*given())
+    model.kept.data.copy_(windowed())
     torch.testing.assert_close(run(*given()), model(*given()))
     assert patterns() == ["causal", "window(4)"]
 
