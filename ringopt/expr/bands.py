@@ -1,9 +1,8 @@
-"""Conditions as the structural pattern of a site: what an exchange plan can use.
+"""Conditions as the structural pattern of an attention, which a plan can use.
 
-Bands of k - q, of all keys or of every d-th (dilated windows), a prefix of keys that all see, a window with sinks,
-chunks, and, where the numbers are known while compiling, documents and lists of blocks. A pattern stands for conditions
-only where it hides what they hide and nothing else.
-"""
+Bands of k - q, of all keys or of every d-th (dilated windows), a prefix of keys that all queries see, a window with
+attention sinks, chunks, and, where the values are known at compile time, packed sequences and lists of blocks. A
+pattern replaces conditions only where it hides what they hide and nothing else. """
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ from ringopt.expr.block_sparse import block_list
 from ringopt.expr.terms import Affine, Apply, Load, Term, axes_of, conjuncts, constant, number
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
-# k - q, the only difference that a pattern knows
+# The steps of k - q and of q - k
 DIFFERENCE = (("k", 1), ("q", -1))
 OPPOSITE = (("k", -1), ("q", 1))
 ANY, CAUSAL = (-math.inf, math.inf), (-math.inf, 0)
 
-# Their edges are part of the graph's text.
+# Packed sequences at most: their boundaries are part of the graph's text.
 MOST_DOCUMENTS = 1024
 
 
 def band_of(condition: Any) -> tuple[float, float] | None:
-    """(low, high) of low <= k - q <= high; None for another condition."""
+    """(low, high) of a condition low <= k - q <= high; None for any other."""
     if not isinstance(condition, Apply) or condition.op not in ("le", "ge", "eq"):
         return None
     left, right = condition.args
@@ -39,7 +38,7 @@ def band_of(condition: Any) -> tuple[float, float] | None:
 
 
 def rate_of(condition: Any) -> int:
-    """d where the condition is that k - q is a multiple of d, however spelled; else 0."""
+    """d where the condition is that k - q is a multiple of d, in any spelling; else 0."""
     if not isinstance(condition, Apply) or condition.op != "eq":
         return 0
     left, right = condition.args
@@ -66,24 +65,24 @@ def remainder_of(term: Any) -> tuple[tuple[tuple[str, int], ...], int] | None:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known while compiling: numbers of sources that no input reaches, and how many queries and keys there are
-    (symbols, where these are open)."""
+    """What is known at compile time: values of sources that depend on no input, and the lengths of the axes (symbolic
+    ones included)."""
 
     tensors: Mapping[Any, Tensor] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, source: Any) -> Tensor | None:
-        """The numbers of a vector that has one for each query and each key."""
+        """The values of a vector with one entry a token, of queries and keys alike; None for any other source."""
         values, sizes = self.tensors.get(source), [self.sizes.get(side) for side in "qk"]
         fits = values is not None and all(isinstance(n, int) and [n] == list(values.shape) for n in sizes)
         return values if fits else None
 
 
 def split(conditions: Sequence[Term], known: Known | None = None) -> tuple[str, list[Term]]:
-    """The pattern, and the conditions that it does not say. All of them together hide what `conditions` hide.
+    """The pattern, and the conditions that it does not express. Together they hide what `conditions` hide.
 
-    Where no pattern says all that the conditions on k - q say, or those of which the numbers are known, the narrowest
-    one around them is taken and they stay.
+    Where no pattern expresses the conditions on k - q exactly, or those whose values are known, the narrowest pattern
+    around them is taken and they stay.
     """
     low, high, rate, rest = stretch_of(conditions)
     if low > high or any(constant(condition) is False for condition in conditions):
@@ -99,7 +98,7 @@ def split(conditions: Sequence[Term], known: Known | None = None) -> tuple[str, 
 
 
 def stretch_of(conditions: Sequence[Term]) -> tuple[float, float, int, list[Term]]:
-    """(low, high, rate, the conditions that these do not say): low <= (k - q) / rate <= high, a whole number."""
+    """(low, high, rate, the remaining conditions): low <= (k - q) / rate <= high, an integer."""
     bands = {condition: band for condition in conditions if (band := band_of(condition)) is not None}
     rates = {condition: rate for condition in conditions if (rate := rate_of(condition))}
     low = max((band[0] for band in bands.values()), default=-math.inf)
@@ -114,14 +113,14 @@ def _floor(edge: float, rate: int) -> float:
 
 
 def strided(pattern: str, rate: int) -> str:
-    """`pattern`, a band, of every `rate`-th key."""
+    """The text of `pattern`, a band, dilated: every `rate`-th key."""
     if rate == 1:
         return pattern
     return f"{pattern[:-1]},rate={rate})" if pattern.endswith(")") else f"{pattern}(rate={rate})"
 
 
 def structure(condition: Term, causal: bool, known: Known) -> str | None:
-    """The pattern of `condition`, and of k <= q beside it where `causal`."""
+    """The pattern of `condition`, together with k <= q if `causal`; None without one."""
     if not isinstance(condition, Apply) or len(condition.args) != 2:
         return None
     left, right = condition.args
@@ -140,7 +139,7 @@ def structure(condition: Term, causal: bool, known: Known) -> str | None:
 
 
 def beside_first(band: Any, first: int, causal: bool) -> str | None:
-    """The pattern of: `band`, or one of the `first` keys."""
+    """The pattern of "`band` or k < `first`": a prefix, or a window with sinks; None without one."""
     low, high, rate, rest = stretch_of(conjuncts(band)) if isinstance(band, Term) else (*ANY, 1, [band])
     if rest or low > high:
         return None
@@ -171,8 +170,8 @@ def chunk_of(term: Any) -> int:
 
 
 def edges_of(left: Any, right: Any, known: Known) -> list[int] | None:
-    """Where documents begin, and the end of the last, if both terms read one known vector at the query and at the key,
-    in which each number stands in one run; else None."""
+    """Boundaries of packed sequences, 0 and the end included, if the terms are one known vector of ids read at the
+    query and at the key, in which each id forms one run; else None."""
     if not (isinstance(left, Load) and isinstance(right, Load) and left.source is right.source):
         return None
     values = known.rows(left.source)
@@ -187,13 +186,13 @@ def edges_of(left: Any, right: Any, known: Known) -> list[int] | None:
 
 
 def is_row(index: Sequence[Term]) -> bool:
-    """Whether a vector is read at the place of the query, or of the key."""
+    """Whether an index is the position of the query alone, or of the key."""
     place = index[0] if len(index) == 1 else None
     return isinstance(place, Affine) and place.start == 0 and place.steps in ((("q", 1),), (("k", 1),))
 
 
 def pattern_around(low: float, high: float) -> tuple[str, bool]:
-    """The narrowest pattern that sees all of low <= k - q <= high, and whether it sees nothing else."""
+    """The narrowest pattern that contains low <= k - q <= high, and whether it is exactly that."""
     if math.isinf(low):
         return ("causal", high == 0) if high <= 0 else ("full", math.isinf(high))
     if high <= 0:

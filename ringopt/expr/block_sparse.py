@@ -1,8 +1,8 @@
-"""Conditions of which all numbers are known while compiling, as a list of blocks: block-sparse attention.
+"""Masks whose values are all known at compile time, as a list of blocks: block-sparse attention.
 
-They are computed at every pair of query and key, or once a block, where a position counts only as `position // b`. Of
-that table the largest blocks are found that see all or nothing. Where there are none to speak of, or heads see
-different keys, the list is of blocks around what is seen, and the conditions stay beside it.
+They are computed for every pair of query and key, or once a block, where a position counts only as `position // b`. In
+that table the largest blocks are found that are full or empty. Where these are too small, or heads see different keys,
+the list has blocks of a fixed size around the visible pairs, and the conditions stay in the mask.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ringopt.expr.mask import places
 from ringopt.expr.terms import Affine, Apply, Load, Score, Term, axes_of, axis, children, walk
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
-LEAST = 4  # rows of a block: a list of smaller ones is no shorter than the mask
-MOST_RUNS = 4096  # stretches of blocks: they are part of the graph's text
-AROUND = (16, 128)  # blocks around what is seen have at least so many rows, and there are at most so many of them
-WORTH = 0.75  # and they are listed if they are at most this part of all
-PAIRS, AT_ONCE = 1 << 24, 1 << 22  # that are looked at
+LEAST = 4  # tokens of a block: a list of smaller ones is no shorter than the mask
+MOST_RUNS = 4096  # runs of adjacent blocks: they are part of the graph's text
+AROUND = (16, 128)  # blocks around visible pairs: tokens of one at least, blocks along a side at most
+WORTH = 0.75  # the largest share of all blocks at which a list around visible pairs pays
+PAIRS, AT_ONCE = 1 << 24, 1 << 22  # pairs of query and key that are computed, in total and at a time
 
 Sizes = tuple[int, int]  # queries and keys
 
@@ -32,8 +32,8 @@ Sizes = tuple[int, int]  # queries and keys
 def block_list(
     conditions: Sequence[Term], causal: bool, tensors: Mapping[Any, Tensor], sizes: Mapping[str, Any]
 ) -> tuple[str, list[Term]] | None:
-    """The pattern that lists what the known ones of `conditions` let queries see, when `causal` of the keys up to each,
-    and those that it says in full. `sizes`: how long the axes are."""
+    """The pattern `blocks(...)` around the known ones of `conditions` (with k <= q if `causal`), and those of them that
+    it expresses exactly. `sizes`: lengths of the axes. None where no condition is known, or a list does not pay."""
     known = [condition for condition in conditions if is_known(condition, tensors)]
     axes = axes_of(known)
     if not known or any(not isinstance(sizes.get(name), int) for name in axes):
@@ -52,15 +52,15 @@ def block_list(
         for blocks in (exact, around):
             rows, keys = (block * step for block, step in zip(blocks, steps, strict=True))
             found, most = pooled(seen, blocks), pooled(everything, blocks)
-            said = known if alike and blocks == exact else []
+            covered = known if alike and blocks == exact else []
             part = float(found.sum()) / float(most.sum())
-            if min(rows, keys) >= LEAST and number_of_runs(found) <= MOST_RUNS and part < (1 if said else WORTH):
-                return f"blocks({rows}x{keys};{text_of(found.tolist())}{'' if causal else ',both'})", said
+            if min(rows, keys) >= LEAST and number_of_runs(found) <= MOST_RUNS and part < (1 if covered else WORTH):
+                return f"blocks({rows}x{keys};{text_of(found.tolist())}{'' if causal else ',both'})", covered
     return None
 
 
 def is_known(condition: Term, tensors: Mapping[Any, Tensor]) -> bool:
-    """Whether it is over queries and keys, and follows from where these stand and from numbers at hand."""
+    """Whether a condition depends on q and k, on no score, and on no tensor but `tensors`."""
     below = list(walk(condition))
     sources = {each.source for each in below if isinstance(each, Load)}
     return (
@@ -71,7 +71,7 @@ def is_known(condition: Term, tensors: Mapping[Any, Tensor]) -> bool:
 
 
 def step_of(terms: Sequence[Term], name: str) -> int:
-    """b, where the position on an axis is looked at only as position // b (or // 2b, // 3b ...), else 1."""
+    """b, where positions on an axis occur only as position // b (or // 2b, // 3b ...), else 1."""
     step = 0
     for term in walk(*terms):
         for child in children(term):
@@ -85,7 +85,8 @@ def step_of(terms: Sequence[Term], name: str) -> int:
 def table_of(
     conditions: Sequence[Term], tensors: Mapping[Any, Tensor], sizes: Mapping[str, int], steps: Sizes
 ) -> tuple[Tensor, bool]:
-    """[queries, keys] at every `steps`-th of each: what some head of some batch row sees; and whether all see that."""
+    """A bool table [queries, keys] at every `steps`-th position: the union over batch and heads; and whether all
+    batches and heads see the same."""
     axes = axes_of(conditions)
     batch, heads = (sizes[name] if name in axes else 1 for name in "bh")
     keys, parts, alike = torch.arange(0, sizes["k"], steps[1]), [], True
@@ -100,7 +101,7 @@ def table_of(
 
 
 def largest(seen: Tensor, where: Tensor) -> Sizes:
-    """The largest blocks in which `seen` is the same, as far as `where` holds: a lower triangle, or everything."""
+    """The largest block size whose blocks are constant in `seen`, as far as `where` holds: a lower triangle, or all."""
     down = ((seen[1:] != seen[:-1]) & where[:-1]).any(1).nonzero() + 1
     across = ((seen[:, 1:] != seen[:, :-1]) & where[:, 1:]).any(0).nonzero() + 1
     rows, keys = (math.gcd(0, *edges.flatten().tolist()) for edges in (down, across))
@@ -108,29 +109,28 @@ def largest(seen: Tensor, where: Tensor) -> Sizes:
 
 
 def blocks_around(length: int, step: int) -> int:
-    """How many of `length` make a block, where each stands for `step` rows."""
+    """The size of a block around visible pairs, in entries of a table of `length`, each of `step` tokens."""
     least, most = AROUND
     return max(-(-least // step), -(-length // most))
 
 
 def pooled(seen: Tensor, blocks: Sizes) -> Tensor:
-    """[blocks of queries, blocks of keys]: in which some pair is seen."""
+    """Max pooling: [blocks of queries, blocks of keys], True where some pair of the block is visible."""
     rows, keys = (-(-length // block) for length, block in zip(seen.shape, blocks, strict=True))
     padded = F.pad(seen, (0, keys * blocks[1] - seen.shape[1], 0, rows * blocks[0] - seen.shape[0]))
     return padded.view(rows, blocks[0], keys, blocks[1]).any(3).any(1)
 
 
 def number_of_runs(found: Tensor) -> int:
-    """Stretches of True along the last dim."""
+    """The number of runs of True along the last dim."""
     return int(F.pad(found, (1, 0)).int().diff(dim=1).clamp(min=0).sum())
 
 
 def text_of(found: Sequence[Sequence[bool]]) -> str:
-    """Of each row, the stretches of True: "0:1;0:2;0:1+3:5", as a list of blocks is written
-    (context_parallel/geometry/block_sparse.py)."""
-    return ";".join("+".join(f"{start}:{stop}" for start, stop in runs_of(row)) for row in found)
+    """The runs of True of each row: "0:1;0:2;0:1+3:5", the notation of context_parallel/geometry/block_sparse.py."""
+    return ";".join("+".join(f"{start}:{stop}" for start, stop in _runs_of(row)) for row in found)
 
 
-def runs_of(row: Sequence[bool]) -> list[tuple[int, int]]:
+def _runs_of(row: Sequence[bool]) -> list[tuple[int, int]]:
     edges = [i for i, (before, after) in enumerate(zip((False, *row), (*row, False), strict=True)) if before != after]
     return list(zip(edges[::2], edges[1::2], strict=True))

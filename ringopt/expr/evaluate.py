@@ -1,8 +1,7 @@
-"""Readers of a term: `evaluate` computes a block, `show` writes it for people, `substitute` puts it elsewhere.
+"""Readers of a term: `evaluate` computes a block of it, `show` prints it for users.
 
-`evaluate` runs the ATen ops of the program on block-shaped coordinates, so a block has the bits of the whole mask, and
-autograd reaches the loaded tensors through it.
-"""
+`evaluate` runs the ATen ops of the program on block-shaped coordinates, so a block is bitwise equal to that block of
+the dense mask, and autograd reaches the loaded tensors through it. """
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def evaluate(term: Term, place: Mapping[str, Tensor], sources: Sources, device: 
     products there, which keep their dtype).
 
     The result has the dims of the coordinates it depends on, and no dims where it depends on none. Raises KeyError or
-    IndexError for an axis or a source that was not given.
+    IndexError for an axis or a source that is missing.
     """
     values: dict[Term, Tensor] = {}
     for each in walk(term):
@@ -64,8 +63,8 @@ def _value(
 
 
 def alike(indices: list[Tensor]) -> list[Tensor]:
-    """With equally many dims. Fake tensors would give an element the shape of the last index, where one of them has
-    none (torch 2.13: meta_index_Tensor does not broadcast numbers on the CPU)."""
+    """The indices with leading dims of size 1, so that all have one rank. Fake tensors would give the result the shape
+    of the last index, where one has rank 0 (torch 2.13: meta_index_Tensor does not broadcast CPU scalars)."""
     dims = max(index.dim() for index in indices)
     return [index.view([1] * (dims - index.dim()) + list(index.shape)) for index in indices]
 
@@ -76,12 +75,12 @@ SIGNS = {
 }  # fmt: skip
 
 
-# A part that is longer than this is left out of the text.
+# A subterm whose text is longer than this is shown as "...".
 LONGEST = 200
 
 
 def show(term: Term, name: Callable[[Any], str] = str) -> str:
-    """Text for people; `name` says what a source is called."""
+    """Text for users; `name` gives the name of a source."""
     texts: dict[Any, str] = {}
     for each in walk(term):
         text = _text(each, texts, name)

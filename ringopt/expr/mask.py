@@ -1,17 +1,17 @@
-"""What a site does to its scores beyond its structural pattern, as terms over b, h, q, k (ringopt/expr/terms.py).
+"""What an attention does to its scores beyond its structural pattern, as terms over b, h, q, k (ringopt/expr/terms.py).
 
-    score     a function of the scaled score: 30 * tanh(score / 30)
-    bias      what is added to that
-    visible   a condition: where it does not hold, the query does not see the key (its score is -inf)
-    nan       a row that sees no key is NaN, as softmax makes it; without, 0, as SDPA does
-    stops     no gradient reaches the score of a key that is hidden (masked_fill); without, what is NaN has NaN
-              gradients (a mask that is added)
+    score     a score modifier, a function of the scaled score: 30 * tanh(score / 30)
+    bias      an additive mask or bias on top of it
+    visible   a boolean mask: where it is False, the query does not see the key (its score is -inf)
+    nan       a query that sees no key is NaN, as softmax makes it; without, 0, as SDPA does
+    stops     no gradient reaches the score of a hidden key (masked_fill); without, NaN scores have NaN gradients (an
+              additive mask)
 
 What is added to hide a key belongs into `bias`, however it was spelled: masked_fill(score, c, -1e9) is the score
 where(c, 0, score) and the bias where(c, -1e9, 0).
 
-Beside b, h, q, k there is the axis r: the query's place among the rows that its rank holds (on one device r is q). A
-source read at r in some dim has only the rank's rows there: it is sharded as the queries are.
+There is a fifth axis r: the index of the query in the shard of its rank (on one device r is q). A source that is read
+at r in some dim is sharded along it as the queries are.
 
 The text of a mask is an argument of the attention operators, so it is part of every cache key and of an exported
 program.
@@ -48,13 +48,14 @@ from ringopt.expr.value_ranges import bounds
 
 Kind = Literal["empty", "full", "partial"]
 
-# Scores of a few hundred are not lost beside a number nearer to 0 than this, be it in float32.
+# Scores of a few hundred survive the addition of a number nearer to 0 than this, even in float32.
 FAR = 1e4
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Sources are numbered: `Load.source` is a place in the list of tensors that is given along."""
+    """See the module. Sources are numbered: `Load.source` is an index into the list of tensors that comes with a
+    mask."""
 
     visible: Term | None = None
     bias: Term | None = None
@@ -64,17 +65,17 @@ class Mask:
 
     @staticmethod
     def parse(text: str) -> Mask:
-        """From `text`; "" is the mask that says nothing. Runs no tensor operation."""
+        """The inverse of `text`; "" is the mask that changes nothing. Runs no tensor operation."""
         return _parse(text)
 
     @cached_property
     def text(self) -> str:
-        """Deterministic JSON; "" where nothing is done to the scores."""
+        """Deterministic JSON; "" where the scores stay as they are."""
         given = (("visible", self.visible), ("bias", self.bias), ("score", self.score))
         parts = {name: term for name, term in given if term is not None}
         if not parts and not self.nan:
             return ""
-        flags = {name: True for name, said in (("nan", self.nan), ("stops", self.stops)) if said}
+        flags = {name: True for name, flag_set in (("nan", self.nan), ("stops", self.stops)) if flag_set}
         data = {"parts": list(parts), "terms": dumps(*parts.values())} | flags
         return json.dumps(data, separators=(",", ":"))
 
@@ -84,19 +85,19 @@ class Mask:
 
     @property
     def asks(self) -> frozenset[str]:
-        """The axes that it depends on otherwise than through the score itself."""
+        """The axes of its coordinates: those it depends on other than through the score itself."""
         return frozenset().union(
             *(term.axes for term in walk(*self.terms) if not isinstance(term, Score) and not children(term))
         )
 
     def is_as_large_as_scores(self, b: int, h: int) -> bool:
-        """Whether every pair of query and key has another number in each of `b` batch rows and `h` heads."""
+        """Whether a dense mask would have the size of the scores [b, h, queries, keys]: nothing is broadcast."""
         sizes = {"b": b, "h": h}
         return {"q", "k", *(axis for axis in sizes if sizes[axis] > 1)} <= axes_of([self.visible, self.bias])
 
     @property
     def of_keys(self) -> bool:
-        """Whether all it says is which keys of which batch row are seen: padding."""
+        """Whether it is a key padding mask: which keys are seen depends on the batch alone, and nothing is added."""
         return self.bias is None and self.score is None and axes_of([self.visible]) <= {"b", "k"}
 
     @property
@@ -111,8 +112,8 @@ class Mask:
 
     @cached_property
     def row_dims(self) -> dict[int, int]:
-        """Source -> the dim in which it holds the rank's rows only. Raises ValueError where loads do not agree, or read
-        other rows than the query's."""
+        """Source -> the dim in which it is sharded as the queries are. Raises ValueError where loads disagree about
+        that, or read it at other tokens than the query's."""
         found: dict[int, int] = {}
         for load in loads(*self.terms):
             dims = [dim for dim, index in enumerate(load.index) if "r" in index.axes]
@@ -129,18 +130,18 @@ class Mask:
 
     @property
     def far(self) -> float | None:
-        """A number FAR from 0 that `score` holds. A row of nothing else would have a log-sum-exp that rounds its scores
-        away: over several ranks it takes a bias, of which the level is known."""
+        """A constant of `score` at least FAR from 0, or None. A query with no other scores would have an LSE that
+        rounds its scores away: over several ranks such a constant has to be a bias, whose level is known."""
         args = [arg for term in walk(self.score) for arg in (term, *(term.args if isinstance(term, Apply) else ()))]
         numbers = (constant(arg) for arg in args)
         return next((float(x) for x in numbers if x is not None and FAR <= abs(x) < math.inf), None)
 
     def kind(self, spans: Mapping[str, range], sources: Sources) -> Kind:
-        """What is known of the block `spans` ("b", "h", "q", "k" -> nonempty range) without computing it.
+        """The kind of the block `spans` ("b", "h", "q", "k" -> nonempty range), without computing it.
 
         "empty": no query of it sees a key of it. "full": every query sees every key and nothing is added. Sound: from
         intervals of the loaded values, never from a sample. Reads at most a block of each source; one that a mapping
-        lacks may hold anything. Of `score` it says nothing: see `modifies`.
+        lacks may hold anything. `score` does not count: see `modifies`.
         """
         spans = {"r": spans["q"], **spans}
         low, high = bounds(self.visible, spans, sources) if self.visible is not None else (True, True)
@@ -150,7 +151,7 @@ class Mask:
         return "full" if low and not added else "partial"
 
     def modifies(self, spans: Mapping[str, range], sources: Sequence[Tensor]) -> bool:
-        """Whether `score` may be another number than the score in the block `spans`; sound, as `kind` is."""
+        """Whether `score` may change a score of the block `spans`; sound, as `kind` is."""
         if self.score is None:
             return False
         return not isinstance(_chosen(self.score, {"r": spans["q"], **spans}, sources), Score)
@@ -164,9 +165,9 @@ class Mask:
         local: range | None = None,
         heads: range | None = None,
     ) -> Tensor:
-        """`score` of the scaled scores [b, h, queries, keys], in their shape and dtype; they themselves where there is
-        none. Differentiable in `scores` and in `differentiable` sources. `local`: the rows of r, if not `q_rows`;
-        `heads`: the numbers of the heads, if not from 0."""
+        """The score modifier applied to the scaled scores [b, h, queries, keys], in their shape and dtype; `scores`
+        without one. Differentiable in `scores` and in `differentiable` sources. `local`: coordinates of r, `q_rows` by
+        default; `heads`: indices of the heads, from 0 by default."""
         if self.score is None:
             return scores
         place = places(scores.shape[0], heads or scores.shape[1], q_rows, kv_rows, scores.device, local)
@@ -186,10 +187,10 @@ class Mask:
     ) -> Tensor:
         """The additive mask [1 or b, 1 or h, queries, keys] in `dtype`: -inf where hidden, else the bias.
 
-        `b` and `h` count all batch rows and all query heads, or `h` is the heads of the block; `q_rows` and `kv_rows`
-        are global rows, in any order. The bits are those of the same rows and columns of the program's own mask;
-        gradients reach `differentiable` sources. A dim that the mask does not depend on is a view of stride 0. `local`:
-        the rows of r, if not `q_rows`.
+        `b` and `h` are sizes of the batch and of the query heads, or `h` is the heads of the block; `q_rows` and
+        `kv_rows` are global positions of tokens, in any order. The bits are those of the program's own mask at these
+        places; gradients reach `differentiable` sources. A dim that the mask does not depend on is a view of stride 0.
+        `local`: coordinates of r, `q_rows` by default.
         """
         given = [x for x in (q_rows, kv_rows, *sources) if isinstance(x, Tensor)]
         device = device or (given[0].device if given else torch.device("cpu"))
@@ -221,12 +222,13 @@ def places(
     device: torch.device | None = None,
     local: range | None = None,
 ) -> dict[str, Tensor]:
-    """Coordinates of a block of [B, H, queries, keys], shaped to broadcast. `local`: the rows of r, if not `q_rows`."""
+    """int64 coordinates of a block of [B, H, queries, keys], shaped to broadcast. `local`: those of r, `q_rows` by
+    default."""
 
     def numbers(rows: int | range | Tensor) -> Tensor:
         if isinstance(rows, range):
             return torch.arange(rows.start, rows.stop, rows.step, device=device)
-        # A count may be open (rows of the batch that a rank has), which no range can be.
+        # A size may be symbolic (the batch of a rank), which no range can be.
         return rows if isinstance(rows, Tensor) else torch.arange(rows, device=device)
 
     found, given = {}, {"b": b, "h": h, "q": q_rows, "k": kv_rows, "r": q_rows if local is None else local}
@@ -237,7 +239,7 @@ def places(
 
 
 def _chosen(term: Term, spans: Mapping[str, range], sources: Sources) -> Any:
-    """What is left of where(c, x, y) in a block in which c always holds, or never."""
+    """The branch of where(c, x, y) that a block takes, if c holds everywhere in it, or nowhere; else the term."""
     while isinstance(term, Apply) and term.op == "where" and isinstance(condition := term.args[0], Term):
         low, high = bounds(condition, spans, sources)
         if low == high:
@@ -248,7 +250,7 @@ def _chosen(term: Term, spans: Mapping[str, range], sources: Sources) -> Any:
 
 
 def _reached(*terms: Term | None) -> set[Load]:
-    """Floating loads with only differentiable ops above them."""
+    """Floating loads that a gradient of `terms` reaches: `detach` and ops of integers stop it."""
     stack, seen = [term for term in terms if term is not None], set[Term]()
     while stack:
         term = stack.pop()

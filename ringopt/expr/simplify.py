@@ -1,10 +1,10 @@
-"""Constructors that simplify, by laws that hold for every element and to the last bit.
+"""Constructors that simplify, by laws that hold for every element and bit for bit.
 
     integer arithmetic on coordinates stays Affine          (k + 3) - q                ->  k - q + 3
-    comparisons of coordinates have one spelling            q > k                      ->  k - q <= -1
-    a function of one truth value is a choice               (1 - float(c)) * -1e9      ->  where(c, -0.0, -1e9)
-    choices of truth values are logic                       where(c, True, x)          ->  c | x
-    negation goes inwards                                   ~(a & ~b)                  ->  ~a | b
+    comparisons of coordinates have one normal form         q > k                      ->  k - q <= -1
+    a function of one boolean is a choice                   (1 - float(c)) * -1e9      ->  where(c, -0.0, -1e9)
+    choices between booleans are logic                      where(c, True, x)          ->  c | x
+    negation moves inwards (De Morgan)                      ~(a & ~b)                  ->  ~a | b
 
 Used while a graph is read; `ringopt/expr/terms.py` has the constructors that only intern.
 """
@@ -46,7 +46,7 @@ Arg: TypeAlias = "Term | Plain"
 
 
 def apply(op: str, args: Sequence[Arg], dtype: torch.dtype, kwargs: Sequence[tuple[str, Plain]] = ()) -> Term:
-    """A pointwise term, simplified. Tensor operands must have the dtype the op computes in already."""
+    """A pointwise op of terms, simplified. Operands must already have the dtype that the op computes in."""
     if all(constant(arg) is not None or arg is None for arg in args):
         return _computed(op, args, dtype, kwargs)
     if kwargs:
@@ -54,10 +54,10 @@ def apply(op: str, args: Sequence[Arg], dtype: torch.dtype, kwargs: Sequence[tup
     if op in COMPARISONS:
         return compare(op, args[0], args[1])
     if op in ("logical_and", "logical_or", "logical_not"):
-        truths = [as_bool(arg) for arg in args]
+        truths = [_as_bool(arg) for arg in args]
         return negate(truths[0]) if op == "logical_not" else logic(op, truths[0], truths[1])
     if op == "where":
-        return where(as_bool(args[0]), args[1], args[2], dtype)
+        return where(_as_bool(args[0]), args[1], args[2], dtype)
     folded = _affine_op(op, args, dtype) if dtype in INTEGERS else None
     return folded or _choice_op(op, args, dtype) or _neutral(op, args, dtype) or applied(op, args, dtype)
 
@@ -70,6 +70,8 @@ def _computed(op: str, args: Sequence[Arg], dtype: torch.dtype, kwargs: Sequence
 
 
 def cast(term: Term, dtype: torch.dtype) -> Term:
+    """`term.to(dtype)`: choices are converted branch by branch, constants at once; any other dtype to bool is `!=
+    0`."""
     if term.dtype == dtype:
         return term
     value = constant(term)
@@ -86,7 +88,7 @@ def cast(term: Term, dtype: torch.dtype) -> Term:
     return compare("ne", term, 0) if dtype == torch.bool else converted(term, dtype)
 
 
-def as_bool(arg: Arg) -> Term:
+def _as_bool(arg: Arg) -> Term:
     return cast(arg, torch.bool) if isinstance(arg, Term) else number(bool(arg), torch.bool)
 
 
@@ -118,7 +120,8 @@ def combine(left: Affine, a: int, right: Affine, b: int, dtype: torch.dtype = to
 
 
 def compare(op: str, left: Arg, right: Arg) -> Term:
-    """Integers: only <=, >=, ==, != are left; coordinates stand left without a constant, the first axis counted up."""
+    """A comparison in normal form. Of integers only <=, >=, ==, != occur; coordinates stand on the left without a
+    constant, with a positive step of k (or of the first axis), and the constant on the right."""
     if constant(left) is not None and (constant(right) is None or not isinstance(left, Term)):
         op, left, right = MIRRORED[op], right, left
     if not isinstance(left, Term):
@@ -159,7 +162,7 @@ def _compare_coordinates(op: str, difference: Affine) -> Term:
 
 # ---- choices and logic -----------------------------------------------------------------------------------------------
 def choice(term: Any) -> tuple[Term, Term, Term] | None:
-    """(condition, value where it holds, value where not) of a term that takes at most two known values."""
+    """(condition, value where True, value where False) of a term with two known values; else None."""
     if not isinstance(term, Term) or constant(term) is not None:
         return None
     if isinstance(term, Apply) and term.op == "where" and all(constant(arg) is not None for arg in term.args[1:]):
@@ -181,6 +184,7 @@ def _choice_op(op: str, args: Sequence[Arg], dtype: torch.dtype) -> Term | None:
 
 
 def where(condition: Term, yes: Arg, no: Arg, dtype: torch.dtype) -> Term:
+    """`torch.where(condition, yes, no)` in `dtype`; logic, where a branch of a boolean choice is a constant."""
     yes, no = (literal(side, dtype) for side in (yes, no))
     known = constant(condition)
     if known is not None:
@@ -198,7 +202,7 @@ def where(condition: Term, yes: Arg, no: Arg, dtype: torch.dtype) -> Term:
 
 
 def literal(arg: Arg, dtype: torch.dtype) -> Term:
-    """A number, or a term, in `dtype`."""
+    """A number or a term, converted to `dtype`."""
     if isinstance(arg, Term):
         return cast(arg, dtype)
     assert isinstance(arg, (bool, int, float))
@@ -209,7 +213,7 @@ def literal(arg: Arg, dtype: torch.dtype) -> Term:
 
 
 def logic(op: str, left: Term, right: Term) -> Term:
-    """`and` or `or` of two truth values."""
+    """The "logical_and" or "logical_or" of two boolean terms."""
     strong = op == "logical_or"  # the value that decides alone
     for one, other in ((left, right), (right, left)):
         if constant(one) is not None:
@@ -220,6 +224,7 @@ def logic(op: str, left: Term, right: Term) -> Term:
 
 
 def negate(term: Term) -> Term:
+    """`~term` of a boolean term, with negation moved inwards."""
     if constant(term) is not None:
         return number(not constant(term), torch.bool)
     if isinstance(term, Apply):
@@ -238,12 +243,12 @@ def negate(term: Term) -> Term:
 
 
 def _neutral(op: str, args: Sequence[Arg], dtype: torch.dtype) -> Term | None:
-    """x + (-0.0), x - 0, x * 1, which are x to the last bit; detach where nothing carries a gradient."""
+    """x for x + (-0.0), x - 0 and x * 1, which are x bit for bit, and for detach(x) where x requires no gradient."""
     first = args[0]
     if op == "detach" and isinstance(first, Term) and not any(map(carries_gradient, walk(first))):
         return first
     if op == "mul" and dtype == torch.bool and len(args) == 2:
-        return logic("logical_and", as_bool(first), as_bool(args[1]))
+        return logic("logical_and", _as_bool(first), _as_bool(args[1]))
     if len(args) != 2 or dtype == torch.bool:
         return None
     sides = [(first, args[1])] if op == "sub" else [(first, args[1]), (args[1], first)]
@@ -256,7 +261,7 @@ def _neutral(op: str, args: Sequence[Arg], dtype: torch.dtype) -> Term | None:
 
 
 def carries_gradient(term: Term) -> bool:
-    """Whether a gradient may end in the leaf `term`."""
+    """Whether `term` is a leaf that a gradient may reach."""
     return isinstance(term, (Load, Score)) and term.dtype.is_floating_point
 
 
@@ -267,8 +272,8 @@ def substitute(
     sources: Mapping[Any, Any] | None = None,
     leaves: Mapping[Term, Term] | None = None,
 ) -> Term:
-    """The term with other coordinates for some axes, other names for its sources and others in the place of some
-    `leaves`, simplified again."""
+    """The term with coordinates replaced by `axes`, sources renamed by `sources` and leaves replaced by `leaves`,
+    simplified again."""
     places, names, others = axes or {}, sources or {}, leaves or {}
     new: dict[Term, Term] = {}
     for each in walk(term):

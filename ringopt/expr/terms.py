@@ -1,4 +1,4 @@
-"""A mask as an expression: what one element of it is, for batch row b, query head h, query row q and key row k.
+"""A mask as an expression: the value of one element, for batch b, query head h, query position q and key position k.
 
     Affine   start + sum of step * axis    integer arithmetic on coordinates; an integer constant has no steps
     Number   a constant of another dtype
@@ -37,18 +37,22 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Affine(Term):
+    """An integer that is linear in the coordinates: `start + sum(step * axis)`."""
+
     steps: tuple[tuple[str, int], ...]  # (axis, step), sorted, no zero step
     start: int
 
 
 @dataclass(frozen=True, eq=False)
 class Number(Term):
+    """A constant of a dtype other than INTEGERS."""
+
     value: int | float | bool
 
 
 @dataclass(frozen=True, eq=False)
 class Load(Term):
-    """`source[index]`. The source is an fx.Node while a graph is read, later a number in a mask's list of tensors."""
+    """`source[index]`. The source is an fx.Node while a graph is read, later an index into a mask's list of tensors."""
 
     source: Any
     index: tuple[Term, ...]
@@ -56,11 +60,13 @@ class Load(Term):
 
 @dataclass(frozen=True, eq=False)
 class Score(Term):
-    """The scaled product of query and key: what a score modifier is a function of. One a dtype."""
+    """The scaled product of query and key, the argument of a score modifier; one term a dtype."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cast(Term):
+    """`operand.to(dtype)`."""
+
     operand: Term
 
 
@@ -87,15 +93,17 @@ def _intern(key: tuple[Any, ...], make: Callable[[], T]) -> T:
     return cast(T, found)
 
 
-# ---- constructors: they intern and nothing else; simplify.py has those that simplify -----------------------------
+# ---- constructors, which only intern; simplify.py has those that simplify ----------------------------------------
 def affine(steps: Mapping[str, int], start: int, dtype: torch.dtype = torch.int64) -> Affine:
+    """An Affine with its steps in normal form. Symbolic sizes become ints, which specialises them."""
     kept = tuple(sorted((axis, int(step)) for axis, step in steps.items() if step))
-    start = int(start)  # a term holds no open sizes: asking for the number fixes them
+    start = int(start)  # a term holds no symbolic sizes: int() specialises them
     axes = frozenset(axis for axis, _ in kept)
     return _intern((Affine, dtype, kept, start), lambda: Affine(dtype, axes, kept, start))
 
 
 def axis(name: str) -> Affine:
+    """The coordinate along the axis `name`: one of b, h, q, k, r."""
     return affine({name: 1}, 0)
 
 
@@ -108,21 +116,25 @@ def number(value: int | float | bool, dtype: torch.dtype) -> Term:
 
 
 def load(source: Any, index: Sequence[Term], dtype: torch.dtype) -> Load:
+    """`source[index]`, of the dtype of the source."""
     places = tuple(index)
     return _intern((Load, dtype, source, places), lambda: Load(dtype, axes_of(places), source, places))
 
 
 def score(dtype: torch.dtype) -> Score:
+    """The scaled score in `dtype`."""
     return _intern((Score, dtype), lambda: Score(dtype, frozenset("bhqk")))
 
 
 def converted(operand: Term, dtype: torch.dtype) -> Cast:
+    """A Cast, without simplification."""
     return _intern((Cast, dtype, operand), lambda: Cast(dtype, operand.axes, operand))
 
 
 def applied(
     op: str, args: Sequence[Term | Plain], dtype: torch.dtype, kwargs: Sequence[tuple[str, Plain]] = ()
 ) -> Apply:
+    """An Apply, without simplification; symbolic sizes among `args` become ints."""
     given = tuple(int(arg) if isinstance(arg, torch.SymInt) else arg for arg in args)
     named = tuple(kwargs)
     key = (Apply, dtype, op, tuple(arg if isinstance(arg, Term) else repr(arg) for arg in given), repr(named))
@@ -130,6 +142,7 @@ def applied(
 
 
 def axes_of(args: Sequence[Any]) -> frozenset[str]:
+    """The union of the axes of the terms among `args`."""
     return frozenset().union(*(arg.axes for arg in args if isinstance(arg, Term)))
 
 
@@ -144,13 +157,14 @@ def constant(term: Any) -> int | float | bool | None:
 
 
 def conjuncts(term: Term) -> list[Term]:
-    """The conditions whose conjunction `term` is."""
+    """The conditions that `term` is the conjunction of; none for True."""
     if isinstance(term, Apply) and term.op == "logical_and":
         return [each for arg in term.args if isinstance(arg, Term) for each in conjuncts(arg)]
     return [] if constant(term) is True else [term]
 
 
 def children(term: Term) -> tuple[Term, ...]:
+    """The operands of a term that are terms."""
     if isinstance(term, Load):
         return term.index
     if isinstance(term, Cast):
@@ -161,7 +175,7 @@ def children(term: Term) -> tuple[Term, ...]:
 
 
 def walk(*terms: Term | None) -> Iterator[Term]:
-    """Every term below, once, operands before what is made of them."""
+    """Every subterm once, in topological order: operands first."""
     seen: set[Term] = set()
     stack = [(term, False) for term in reversed(terms) if term is not None]
     while stack:
@@ -175,16 +189,17 @@ def walk(*terms: Term | None) -> Iterator[Term]:
 
 
 def loads(*terms: Term | None) -> list[Load]:
+    """Every Load among the subterms, once."""
     return [term for term in walk(*terms) if isinstance(term, Load)]
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 def dumps(*terms: Term) -> list[Any]:
-    """A JSON value: every term below `terms` once, operands first, and last the places of `terms` in that list.
+    """A JSON value: every subterm of `terms` once, operands first, and last the indices of `terms` in that list.
 
     ["affine", dtype, {axis: step}, start], ["number", dtype, value], ["load", dtype, source, [operand, ...]],
-    ["score", dtype], ["cast", dtype, operand], ["op", dtype, name, args, kwargs]: operands are places in the list; a
-    term among `args` is [place], other arguments stand for themselves. Raises TypeError where a source is no number.
+    ["score", dtype], ["cast", dtype, operand], ["op", dtype, name, args, kwargs]: operands are indices into the list; a
+    term among `args` is [index], other arguments stand for themselves. Raises TypeError where a source is no number.
     """
     order = list(walk(*terms))
     place = {term: i for i, term in enumerate(order)}

@@ -1,7 +1,7 @@
 """An interval that holds every element of a block, from intervals of its operands (interval arithmetic, Moore 1966).
 
-Sound, not tight: never narrower than the truth, and everything where an op has no rule. So a block that is called empty
-or full is, while some that are empty or full are not found out.
+Sound, not tight: never narrower than the values, and unbounded where an op has no rule. So a block that is called empty
+or full is so, while some empty or full blocks are not recognised.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ringopt.expr.terms import Affine, Apply, Cast, Load, Score, Term, constant,
 Interval = tuple[Any, Any]
 
 EITHER: Interval = (False, True)
-ANYTHING: Interval = (-math.inf, math.inf)  # also stands for what may be nan
+ANYTHING: Interval = (-math.inf, math.inf)  # NaN included
 
-# The most elements that are read to bound one Load; above it nothing is known of it.
+# The most elements that are read to bound one Load; a larger one is unbounded.
 MOST_READ = 1 << 20
 
 
@@ -32,7 +32,7 @@ def bounds(
 ) -> Interval:
     """(lowest, highest) over `spans` (axis -> nonempty range of ascending coordinates).
 
-    Tensors in `sources` are read, no more than a block of each; a Load of a source that is not there may be anything.
+    Tensors in `sources` are read, no more than a block of each; a Load of any other source is unbounded.
     `assumed` may give the interval of a Load instead.
     """
     found: dict[Term, Interval] = {}
@@ -54,7 +54,7 @@ def bounds(
     return found[term]
 
 
-def unknown(dtype: torch.dtype) -> Interval:
+def _unknown(dtype: torch.dtype) -> Interval:
     if dtype.is_floating_point or dtype.is_complex:
         return ANYTHING
     return EITHER if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -64,9 +64,9 @@ def _of_load(term: Load, spans: Mapping[str, range], sources: Sources) -> Interv
     source = sources.get(term.source) if isinstance(sources, Mapping) else sources[term.source]
     axes = sorted(term.axes)
     if isinstance(sources, Mapping) and any(each.source not in sources for each in loads(*term.index)):
-        return unknown(term.dtype)
+        return _unknown(term.dtype)
     if source is None or math.prod(len(spans[axis]) for axis in axes) > MOST_READ:
-        return unknown(term.dtype)
+        return _unknown(term.dtype)
     place = {}
     for dim, axis in enumerate(axes):
         span = spans[axis]
@@ -84,16 +84,16 @@ def _of_apply(term: Apply, found: Mapping[Term, Interval]) -> Interval:
     args = [found[arg] if isinstance(arg, Term) else (arg, arg) for arg in term.args]
     rule = RULES.get(term.op)
     may_be_nan = ANYTHING in args and term.op != "where"
-    return unknown(term.dtype) if rule is None or term.kwargs or may_be_nan else rule(*args)
+    return _unknown(term.dtype) if rule is None or term.kwargs or may_be_nan else rule(*args)
 
 
 def _held(interval: Interval, dtype: torch.dtype) -> Interval:
-    """The interval as `dtype` holds it: rounding is monotone, so rounding the ends is enough; integers may wrap."""
+    """The interval rounded to `dtype`: rounding is monotone, so rounding the ends is enough; integers may wrap."""
     low, high = interval
     if dtype == torch.bool:
         return bool(low), bool(high)
     if dtype.is_complex or math.isnan(low) or math.isnan(high):
-        return unknown(dtype)
+        return _unknown(dtype)
     if dtype.is_floating_point:
         ends = torch.tensor([low, high], dtype=torch.float64)
         ends = (ends.float() if dtype.itemsize == 2 else ends).to(dtype)  # 16 bits: computed in float32, then rounded
@@ -105,11 +105,11 @@ def _held(interval: Interval, dtype: torch.dtype) -> Interval:
 def _cast(interval: Interval, old: torch.dtype, new: torch.dtype) -> Interval:
     low, high = interval
     if interval == ANYTHING and new != torch.bool:
-        return unknown(new)
+        return _unknown(new)
     if new == torch.bool:
         return _known(low > 0 or high < 0, low == high == 0)
     if old.is_floating_point and not new.is_floating_point:
-        return (math.trunc(low), math.trunc(high)) if math.isfinite(low) and math.isfinite(high) else unknown(new)
+        return (math.trunc(low), math.trunc(high)) if math.isfinite(low) and math.isfinite(high) else _unknown(new)
     return low, high
 
 

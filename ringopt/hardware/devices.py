@@ -6,8 +6,8 @@ al., FlashAttention-3, 2024, section 4.1); where no paper measured it, half.
 
 Sources: NVIDIA data sheets "Tesla P100", "V100", "A100", "H100", "H200", "DGX B200"; PCI-SIG for PCIe (16 lanes, after
 128b/130b coding); IBTA for InfiniBand (EDR, HDR, NDR, four lanes). The CPU entry is one core with AVX-512 in float32,
-and "memory" what one process reads of another's on its machine: neither has a data sheet, both are round numbers below
-what such machines measure (`ringopt bench --calibrate`).
+and "memory" the rate at which a process reads another's memory on one machine: neither has a data sheet, both are round
+numbers below what such machines measure (`ringopt bench --calibrate`).
 
 Nodes are those of the maker: DGX-1 (P100, V100; its four EDR ports serve two devices each, and are counted as if each
 device had one), DGX A100, DGX H100, H200 and B200 (a port for each device).
@@ -27,9 +27,9 @@ TERA, GIGA, GIB = 10**12, 10**9, 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks while as much goes the other way: bytes/s and seconds a message. `one_way`: the
-    part of that time which is left when nothing goes the other way; 1 where a link carries both at once, 0.5 where they
-    share the processors that move them."""
+    """One direction between two ranks while as much goes the other way: bytes/s, and seconds a message. `one_way`: the
+    share of that time that a message takes when nothing goes the other way; 1 for full duplex, 0.5 where both
+    directions share the processors that copy them."""
 
     name: str
     rate: float
@@ -39,8 +39,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """`peak`: FLOP/s by dtype; `memory`: bytes; `bandwidth`: bytes/s of that memory; `link`: the one it comes with;
-    `node`: how many devices that joins, 0 where it is all, and `network`: the link beyond."""
+    """`peak`: FLOP/s by dtype; `memory`: bytes; `bandwidth`: bytes/s of that memory; `link`: between devices of a node;
+    `node`: devices of a node, 0 where one link joins all; `network`: the link between nodes."""
 
     name: str
     peak: dict[str, float]
@@ -57,6 +57,7 @@ class Device:
 
 
 def tensor_cores(float32: float, float16: float, bfloat16: float) -> dict[str, float]:
+    """Peaks in FLOP/s by dtype, of figures in TFLOP/s."""
     return {"float32": float32 * TERA, "float16": float16 * TERA, "bfloat16": bfloat16 * TERA}
 
 
@@ -96,12 +97,12 @@ DEVICES = {
 
 
 def device_of(name: str) -> Device:
-    """Raises OptionError for a device that the table does not have."""
+    """The device of that name. Raises OptionError for one that DEVICES lacks."""
     return _found("hardware", name, DEVICES)
 
 
 def link_of(name: str) -> Link:
-    """Raises OptionError for a link that the table does not have."""
+    """The link of that name. Raises OptionError for one that LINKS lacks."""
     return _found("link", name, LINKS)
 
 

@@ -1,6 +1,6 @@
 """The profile of a machine: the rates that `ringopt bench --calibrate` measured, in the user's cache folder.
 
-One JSON file for each machine, version of torch and device: what was measured with another kernel is not believed.
+One JSON file for each machine, version of torch and device: rates of other kernels are not reused.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def folder() -> Path:
 
 
 def path_of(device: str = "cpu") -> Path:
-    """Of the profile of this machine."""
-    name = torch.cuda.get_device_name() if device == "cuda" else processor()
+    """The path of the profile of this machine, device and version of torch."""
+    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
     machine = hashlib.blake2b(f"{platform.node()} {name}".encode(), digest_size=4).hexdigest()
     return folder() / f"profile-{device}-{machine}-torch{torch.__version__}.json"
 
 
-def processor() -> str:
+def _processor() -> str:
     return f"{platform.machine()} {platform.processor()} {os.cpu_count()}"
 
 
 def store(rates: Rates, device: str = "cpu") -> Path:
-    """Writes the profile in one go: whoever reads meanwhile has the old one or the new. Raises OSError."""
+    """Writes the profile atomically, by a rename, and returns its path. Raises OSError."""
     path = path_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
@@ -56,7 +56,7 @@ def here(device: str = "cpu") -> Rates:
 
 @lru_cache(maxsize=8)
 def load(path: Path) -> Rates | None:
-    """None where there is no file. Read once: a program's choices do not change under its feet. Raises OptionError."""
+    """The stored rates, None without a file. Cached: the choices of a process stay the same. Raises OptionError."""
     if not path.is_file():
         return None
     try:

@@ -1,14 +1,14 @@
-"""How fast tiles are computed and messages travel: of hardware from the table, or as measured on this machine.
+"""Rates of computation and communication: of hardware from the table, or as measured on this machine.
 
     seconds of a tile     = overhead + queries * query + FLOPs / rate   by kernel, dtype, direction, shape
-    seconds of an exchange = latency * messages + bytes / rate                     both ways at once; one way, a part
+    seconds of an exchange = latency * messages + bytes / rate                     both directions at once
     seconds of a step     = max(compute, exchange) + (1 - overlap) * min(compute, exchange)
 
 Ranks of one node share a link; where nodes are joined by another, messages within a node and between nodes travel
-beside each other, each kind over its own.
+concurrently, each kind over its own.
 
-The last is the pipeline: what travels hides behind what is computed, as far as the machine lets it. On a GPU `overlap`
-is 1; where the cores that compute also copy the messages, it is less.
+A step is a pipeline: communication hides behind computation, as far as the machine lets it. On a GPU `overlap` is 1;
+where the cores that compute also copy the messages, it is less.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ringopt.hardware.devices import Link, device_of, link_of
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s, and the seconds beside them that every tile costs, and every query of a head in it: where keys are taken
-    many at a time, a triangle costs each of its queries some that it does not see."""
+    """`rate`: FLOP/s; `overhead`: seconds a tile; `query`: seconds a query of a head: kernels take keys in blocks, so a
+    causal tile costs each query some keys that it does not see."""
 
     rate: float
     overhead: float = 0.0
@@ -39,17 +39,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank.
+    """The rates of one rank.
 
-    source   where the numbers are from, for people
+    source   where the numbers are from, for users
     default  of tiles that `speeds` does not know
     speeds   by "kernel dtype forward|backward full|causal|masked"
     touch    bytes/s at which merged results are read and written
-    calls    seconds that an attention costs beside tiles, steps and messages, by "keys|queries|heads forward|backward":
-             what travels in it
-    step     seconds that a step costs beside them
+    calls    seconds of overhead an attention, apart from tiles, steps and messages, by "keys|queries|heads
+             forward|backward": what is communicated in it
+    step     seconds of overhead a step
     memory   bytes of the device; 0 where that is not known
-    node     ranks in a row that `link` joins, where `between` joins such nodes; 0: all, or not known
+    node     consecutive ranks that `link` joins, where `between` joins such nodes; 0: all, or not known
     """
 
     source: str
@@ -68,8 +68,8 @@ class Rates:
         return hash(self.digest)
 
     def tile(self, kernel: str, dtype: str, backward: bool, shape: str) -> Speed:
-        """Of a tile that is "full", "causal" or "masked". Where that was not measured, of a full one; of a dtype that
-        was not, in float32."""
+        """The speed of a tile of shape "full", "causal" or "masked". Where that was not measured, that of a full one;
+        of a dtype that was not, that of float32."""
         way = "backward" if backward else "forward"
         for tile in dict.fromkeys((shape, "full")):
             for measured in (dtype, "float32"):
@@ -78,35 +78,35 @@ class Rates:
         return self.default
 
     def call(self, what: str, backward: bool) -> float:
-        """Seconds of an attention in which `what` travels, beside its tiles, steps and messages."""
+        """Seconds of overhead an attention in which `what` ("keys", "queries", "heads") is communicated."""
         return self.calls.get(f"{what} {'backward' if backward else 'forward'}", 0.0)
 
     def step_seconds(self, compute: float, exchange: float) -> float:
         return max(compute, exchange) + (1 - self.overlap) * min(compute, exchange) + self.step
 
     def exchange_seconds(self, size: float, messages: int) -> float:
-        """Of as much each way."""
+        """Seconds of `messages` of `size` bytes in total, while as much goes the other way."""
         return self.link.latency * messages + size / self.link.rate
 
     def two_ways(self, there: float, back: float) -> float:
-        """Of messages that take so many seconds each way, were there as many the other way."""
+        """Seconds of both directions together, of which each alone would take so long in an even exchange."""
         return self.link.one_way * max(there, back) + (1 - self.link.one_way) * min(there, back)
 
     def tiers(self, ranks: int) -> bool:
-        """Whether so many ranks are on several nodes, between which another link goes."""
+        """Whether so many ranks span several nodes with a link of their own between them."""
         return self.between is not None and 0 < self.node < ranks
 
     def crosses(self, source: int, target: int) -> bool:
-        """Whether two ranks are on different nodes, between which another link goes."""
+        """Whether a message between two ranks takes the link between nodes."""
         return self.between is not None and self.node > 0 and source // self.node != target // self.node
 
     @cached_property
     def beyond(self) -> Rates:
-        """Of ranks on as many nodes."""
+        """The rates of ranks that are each on a node of its own."""
         return self if self.between is None else dataclasses.replace(self, link=self.between, node=0, between=None)
 
     def every(self, stride: int) -> Rates:
-        """Of ranks that are `stride` apart, numbered anew."""
+        """The rates of the submesh of every `stride`-th rank, renumbered."""
         if self.between is None or self.node % stride or self.node == stride:
             return self.beyond
         return dataclasses.replace(self, node=self.node // stride)
@@ -116,7 +116,7 @@ class Rates:
 
     @classmethod
     def of_dict(cls, data: Mapping[str, Any]) -> Rates:
-        """Raises KeyError, TypeError for what `to_dict` did not make."""
+        """The inverse of `to_dict`. Raises KeyError or TypeError for any other data."""
         speeds = {name: Speed(**speed) for name, speed in data["speeds"].items()}
         between = data.get("between")
         links = {"link": Link(**data["link"]), "between": Link(**between) if between is not None else None}
@@ -124,15 +124,15 @@ class Rates:
 
     @cached_property
     def digest(self) -> str:
-        """The same for equal numbers, on any machine."""
+        """A hash of all numbers, equal on all machines."""
         return hashlib.blake2b(json.dumps(self.to_dict(), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def rates_of(hardware: str, dtype: str = "bfloat16", link: str | None = None) -> Rates:
-    """Of a device from the table, over its own links, or with another between any two. Overheads are those of a kernel
-    launch, 10 us.
+    """The rates of a device from the table, over its own links, or over `link` between any two. Overheads are those of
+    a kernel launch, 10 us.
 
-    Raises OptionError for names that the table does not have.
+    Raises OptionError for names that the tables lack.
     """
     device, wire = device_of(hardware), link_of(link or device_of(hardware).link)
     launch, source = 0.0 if hardware == "cpu" else 10e-6, f"data sheet of {hardware}, {wire.name}"
@@ -144,8 +144,8 @@ def rates_of(hardware: str, dtype: str = "bfloat16", link: str | None = None) ->
 
 
 def cautious() -> Rates:
-    """Where nothing was measured, only work decides: at the rate that the table has for a CPU core, all else as good as
-    free. Of strategies that tie in that, the one that sends less is taken; and memory is unknown, so that only what is
-    as lean as the ring may be chosen."""
+    """Rates where nothing was measured: only computation counts, at the table's rate of a CPU core; communication is
+    almost free. Of strategies that tie, the one that sends less is taken; memory is unknown, so only strategies as lean
+    as the ring may be chosen."""
     table, free = rates_of("cpu", "float32"), 1e15
     return Rates("no profile: only work counts", Link("unknown", free, 0.0), table.default, touch=free)
