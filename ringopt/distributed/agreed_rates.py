@@ -15,18 +15,17 @@ from ringopt.hardware.profile import here
 from ringopt.hardware.rates import Rates
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
-# What has been agreed, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
+# The agreed rates, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
 _agreed: WeakKeyDictionary[Mesh, dict[int, Rates]] = WeakKeyDictionary()
 
 DIGEST = 8  # bytes
 
 
 def agreed_rates(mesh: Mesh, device: str = "cpu") -> Rates:
-    """The rates of rank 0, wherever a rank has others (a profile on one machine only, or of another machine).
+    """The rates of rank 0, on every rank, also where a rank has others (a profile on one machine only).
 
-    Asked of the other ranks once per mesh: every rank of it must come here, in the same order of calls. For a pretended
-    mesh they are those of this machine. Raises OptionError on every rank alike where rank 0 cannot read its profile;
-    RingCommError.
+    Collective, once per mesh: every rank must call it, in the same order of calls. For a pretended mesh they are those
+    of this machine. Raises OptionError on every rank where rank 0 cannot read its profile; RingCommError.
     """
     if isinstance(mesh, PretendedMesh) or mesh.size == 1:
         return over_nodes(here(device), mesh)
@@ -37,8 +36,8 @@ def agreed_rates(mesh: Mesh, device: str = "cpu") -> Rates:
 
 
 def over_nodes(rates: Rates, mesh: Mesh) -> Rates:
-    """With the nodes that the ranks are on, where the profile has a link between nodes. Where they are not known, any
-    two ranks may be on different ones."""
+    """The rates with the number of ranks a node, if the profile has a link between nodes. Where the nodes are not
+    known, every message counts as one between nodes."""
     if rates.between is None:
         return rates
     nodes = nodes_of(mesh)
@@ -68,7 +67,7 @@ def _of_rank_0(mesh: Mesh, mine: Rates | None, text: bytes, header: list[int]) -
 
 
 def cleanly(device: str) -> tuple[Rates | None, str]:
-    """The rates of this machine, or what is wrong with them: the other ranks wait for either."""
+    """The rates of this machine, or None and the error: the other ranks wait for either."""
     try:
         return here(device), ""
     except OptionError as error:

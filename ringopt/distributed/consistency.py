@@ -1,4 +1,4 @@
-"""Do all ranks hold the same? Values are compared by digest: a few words a value travel."""
+"""Comparison of programs and inputs over the ranks, by digests: a few words a value are sent."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WORDS = 4  # int64 words of a digest
 def compare(
     mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequence[Any], lines: Program | None = None
 ) -> None:
-    """Raises RingMismatchError on every rank alike when a rank has another program (of which it has the `lines`) or
-    another input."""
+    """Compares the digest `program` and the `inputs` over the ranks. Raises the same RingMismatchError on every rank
+    where one differs; with the `lines` of its program it names the first line that does."""
     shapes = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else x for x in inputs]
     header = [len(inputs), *program, *digest(repr(shapes).encode())]
     headers = mesh.all_gather(torch.tensor([header], device=mesh.device))
@@ -37,9 +37,9 @@ def compare(
     rows = torch.tensor([digest(bytes_of(x)) for x in inputs], device=mesh.device).reshape(-1, WORDS)
     odd = differing(mesh.all_gather(rows))
     if odd:
-        told = "; ".join(f"{names[i]} on ranks {sorted(ranks)}" for i, ranks in by_row(odd).items())
+        where = "; ".join(f"{names[i]} on ranks {sorted(ranks)}" for i, ranks in _by_row(odd).items())
         raise RingMismatchError(
-            f"inputs differ from those of rank 0: {told}. Under backend='ring' every rank passes the same full batch "
+            f"inputs differ from those of rank 0: {where}. Under backend='ring' every rank passes the same full batch "
             "and holds the same parameters. If each rank loads its own data, pass options={'mesh': mesh['cp']}, so "
             "that only the ranks of one sequence share it; if it loads its rows of one batch, ringopt.from_rows makes "
             "whole inputs of them; if parameters or random number generators (dropout) differ, call torch.manual_seed "
@@ -47,11 +47,11 @@ def compare(
         )
 
 
-SHOWN = 300  # bytes of a line of a program that are told to the other ranks
+SHOWN = 300  # bytes of a line of a program that are sent to the other ranks
 
 
 def other_programs(mesh: Mesh, program: Program) -> str:
-    """What the ranks are told whose programs differ: the first line of each that is not that of rank 0."""
+    """The error message where programs differ, with the first line that is not that of rank 0, of every odd rank."""
     longest = max(int(count) for count in mesh.all_gather(torch.tensor([len(program.lines)], device=mesh.device)))
     digests = [digest(line.encode())[0] for line in program.lines] + [0] * (longest - len(program.lines))
     gathered = mesh.all_gather(torch.tensor(digests, device=mesh.device))
@@ -59,25 +59,25 @@ def other_programs(mesh: Mesh, program: Program) -> str:
     place = int(unequal.any(0).nonzero()[0])
     odd = unequal[:, place].nonzero().flatten().tolist()
     line, source = ("nothing", "") if place >= len(program.lines) else (program.lines[place], program.sources[place])
-    said = (line + (f" ({source})" if source else "")).encode()[:SHOWN]
-    mine = torch.tensor([*said, *[0] * (SHOWN - len(said))], dtype=torch.uint8, device=mesh.device)
+    text = (line + (f" ({source})" if source else "")).encode()[:SHOWN]
+    mine = torch.tensor([*text, *[0] * (SHOWN - len(text))], dtype=torch.uint8, device=mesh.device)
     lines = [bytes(found.tolist()).rstrip(b"\0").decode(errors="replace") for found in mesh.all_gather(mine)]
-    told = "; ".join(f"rank {rank} has {lines[rank]}" for rank in (0, *odd))
+    where = "; ".join(f"rank {rank} has {lines[rank]}" for rank in (0, *odd))
     return (
         f"ranks {odd} compiled another program than rank 0, whatever order it is written in. The first node that "
-        f"differs: {told}. Every rank must run the same model in the same mode; it must not ask for its rank "
+        f"differs: {where}. Every rank must run the same model in the same mode; it must not ask for its rank "
         "(if rank == 0: print), and must draw random numbers in one order (not by going through a set)"
     )
 
 
 def differing(gathered: Sequence[Tensor]) -> dict[int, list[int]]:
-    """rank -> numbers of the rows in which it differs from rank 0."""
+    """rank -> indices of the rows of its table of digests in which it differs from rank 0."""
     first = gathered[0]
     unequal = {rank: (other != first).any(1).nonzero().flatten().tolist() for rank, other in enumerate(gathered)}
     return {rank: found for rank, found in unequal.items() if found}
 
 
-def by_row(odd: dict[int, list[int]]) -> dict[int, list[int]]:
+def _by_row(odd: dict[int, list[int]]) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
     for rank, found in odd.items():
         for row in found:
@@ -86,11 +86,13 @@ def by_row(odd: dict[int, list[int]]) -> dict[int, list[int]]:
 
 
 def digest(data: Any) -> list[int]:
+    """WORDS int64 words of a BLAKE2b hash of bytes."""
     whole = hashlib.blake2b(data, digest_size=8 * WORDS).digest()
     return [int.from_bytes(whole[i : i + 8], "little", signed=True) for i in range(0, 8 * WORDS, 8)]
 
 
 def bytes_of(value: Any) -> Any:
+    """The bytes of a tensor in row-major order, copied to the CPU; of other values their repr."""
     if not isinstance(value, Tensor):
         return repr(value).encode()
     if not value.numel():

@@ -1,8 +1,8 @@
-"""Whether all ranks were cut short at the same message: then none has one that another does not wait for.
+"""Whether all ranks failed at the same message, so that the mesh can still be used.
 
-An error in the midst of a program may be this rank's alone, or every rank's (an input that all have, a model that
-raises). Each says how far it had come, and by what it was stopped, through the store of the process group, which
-carries no tensors and so cannot be out of step with those that do.
+An error within a program may be of this rank alone, or of all ranks (a bad input, a model that raises). Each rank
+publishes its progress and its error in the store of the process group, which carries no tensors and so cannot be out
+of step with those that do.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-# Seconds for the others to come to the same error: they have the same work, and perhaps code to compile.
+# Seconds for the other ranks to reach the same error: they have the same work, and perhaps code to compile.
 PATIENCE = 10.0
-# The same, where it was noticed at the next call: one of them may save or log something before.
+# The same, where the error was noticed at the next call: other ranks may save or log something before it.
 PATIENCE_LATER = 60.0
 PAUSE = 0.005  # seconds between two looks
 
 
 class Store(Protocol):
+    """The methods of torch.distributed.Store that are used."""
+
     def set(self, key: str, value: str) -> None: ...
 
     def get(self, key: str) -> bytes: ...
@@ -33,9 +35,8 @@ class Store(Protocol):
 
 @dataclass
 class Place:
-    """How far a rank has come: programs and collectives that it has begun, messages that it has posted, by peer;
-    whether it is `torn`, by an error while one was posted, which may be under way or not; and what kind of `error` cut
-    it short."""
+    """The progress of a rank: programs and collectives begun, messages posted, by peer; whether it is `torn`, by an
+    error while a message was being posted, which may have been sent or not; and the type of the `error`."""
 
     sent: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Place:
 
     @contextmanager
     def posting(self, sends: Sequence[int] = (), receives: Sequence[int] = (), collectives: int = 0) -> Iterator[None]:
-        """For what posts messages to and from these peers, and begins as many collectives."""
+        """Counts messages to and from these peers, and `collectives`; an error within leaves the rank torn."""
         self.torn = True
         for count, peers in ((self.sent, sends), (self.received, receives)):
             for peer in peers:
@@ -59,8 +60,9 @@ class Place:
 def all_alike(
     store: Store, name: str, rank: int, size: int, mine: Place, meanwhile: Callable[[], None], patience: float
 ) -> bool:
-    """Asked by a rank that was cut short, for the time of that `name` that all ranks give it; `meanwhile` moves the
-    messages that are under way. False too where not all ranks ask within `patience` seconds of one of them."""
+    """Whether all ranks failed alike (see `match`). Called by a rank that failed, under a `name` that all ranks give to
+    this failure; `meanwhile` serves messages in flight. False too where not all ranks call within `patience`
+    seconds."""
     keys = [f"ringopt {name} {peer}" for peer in range(size)]
     try:
         store.set(keys[rank], json.dumps(asdict(mine)))
@@ -68,7 +70,7 @@ def all_alike(
         while not (all_here := store.check(keys)) and time.monotonic() < until:
             meanwhile()
             time.sleep(PAUSE)
-        # The first answer is everybody's: who comes when another has given up may not go on without it.
+        # The first answer holds for all ranks: one that comes after another has given up must not go on alone.
         if store.compare_set(f"ringopt {name}", "", "all" if all_here else "not all") != b"all":
             return False
         places = [json.loads(store.get(key)) for key in keys]
@@ -78,8 +80,8 @@ def all_alike(
 
 
 def match(places: Sequence[dict[str, object]]) -> bool:
-    """Whether each message that one rank has sent is one that the other receives, and all were stopped in the same way
-    in the same program."""
+    """Whether every message sent is one that its peer receives, and all ranks failed with the same error in the same
+    program."""
     everyone = range(len(places))
     sent, received = ([dict(place[way]) for place in places] for way in ("sent", "received"))  # type: ignore[call-overload]
     fits = all(sent[a].get(str(b), 0) == received[b].get(str(a), 0) for a in everyone for b in everyone)

@@ -1,4 +1,4 @@
-"""The process groups of meshes: the one that a program names a mesh by, and the one that carries its messages."""
+"""The process groups of meshes: the program's group that identifies a mesh, and the group that carries its messages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ringopt.torch_compat.distributed import new_group as made_by_torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# The groups that programs name meshes by, by ranks, as they came; of the world that is.
+# World -> ranks -> names of the program's groups of these ranks, in order of first use.
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], list[str]]] = WeakKeyDictionary()
 
-# Groups that could not be made, with what was said of it, and how often each was to be; of the world that is.
+# World -> (mesh, timeout) -> the error of a group that could not be made, and the number of tries.
 _failed: WeakKeyDictionary[Any, dict[tuple[str, float], str]] = WeakKeyDictionary()
 _tries: WeakKeyDictionary[Any, Counter[tuple[str, float]]] = WeakKeyDictionary()
 
@@ -33,18 +33,18 @@ def _default() -> str:
 
 
 def group_of(device_mesh: DeviceMesh | None) -> str:
-    """The name of the process group that the program has for it, the same on all its ranks."""
+    """The name of the program's process group of a mesh, the default group without one; the same on all its ranks."""
     default = _default()
     if device_mesh is None:
         return default
     try:
         return str(device_mesh.get_group().group_name)
-    except RuntimeError:  # made without groups: there is no other that it could be told from
+    except RuntimeError:  # a mesh made without groups
         return default
 
 
 def name_of(ranks: tuple[int, ...], world: tuple[int, ...], group: str) -> str:
-    """Of a mesh: its ranks, and the number of its group among those of the same ranks."""
+    """The name of a mesh: its ranks, and the index of its group among the groups of the same ranks."""
     base = "world" if ranks == world else "ranks:" + ",".join(map(str, ranks))
     first = [_default()] if ranks == world else []
     groups = _groups.setdefault(dist.group.WORLD, {}).setdefault(ranks, first)
@@ -55,8 +55,8 @@ def name_of(ranks: tuple[int, ...], world: tuple[int, ...], group: str) -> str:
 
 
 def met_group(name: str, ranks: Sequence[int], timeout: float) -> Any:
-    """The group that carries the messages of mesh `name`. Raises RingCommError where a rank does not come, at once
-    where one has not come before: those that did are not at the same group any more."""
+    """A new group that carries the messages of mesh `name`; collective. Raises RingCommError where a rank does not join
+    within `timeout` seconds, and at once where one has failed to before: the ranks are out of step then."""
     failed = _failed.setdefault(dist.group.WORLD, {})
     if (name, timeout) in failed:
         raise RingCommError(failed[name, timeout])
@@ -68,7 +68,7 @@ def met_group(name: str, ranks: Sequence[int], timeout: float) -> Any:
         store.set(keys[dist.get_rank()], "")
         return new_group(ranks, timeout)
     except RuntimeError as error:
-        missing = missing_of(store, keys)
+        missing = _missing(store, keys)
         failed[name, timeout] = (
             f"mesh {name!r} of ranks {list(ranks)} was not made in {time.monotonic() - began:.1f} s: "
             f"{f'ranks {missing} did not come' if missing else first_line(error)}. They died while they compiled, or "
@@ -77,7 +77,7 @@ def met_group(name: str, ranks: Sequence[int], timeout: float) -> Any:
         raise RingCommError(failed[name, timeout]) from error
 
 
-def missing_of(store: Any, keys: dict[int, str]) -> list[int]:
+def _missing(store: Any, keys: dict[int, str]) -> list[int]:
     try:
         return [rank for rank, key in keys.items() if not store.check([key])]
     except RuntimeError:  # with the process that keeps the store
@@ -85,8 +85,8 @@ def missing_of(store: Any, keys: dict[int, str]) -> list[int]:
 
 
 def new_group(ranks: Sequence[int], timeout: float) -> Any:
-    """Only the members of a part of the world make its group: the others may be busy with other meshes. Raises
-    OptionError."""
+    """A process group of `ranks`, made by its members only: other ranks may be busy with other meshes. Raises
+    OptionError for an order of ranks that torch cannot keep."""
     part, ordered = len(ranks) < dist.get_world_size(), list(ranks) == sorted(ranks)
     if not ordered and not keeps_order_of_ranks():
         raise OptionError(

@@ -1,7 +1,7 @@
-"""Do all ranks make the same call? Asked once per call with new shapes, before its first message.
+"""Comparison of the arguments of a call over the ranks, once per call with new shapes, before its first message.
 
-Needed because the transport does not ask: on gloo a message longer than the buffer that receives it ends the process,
-and a shorter one is taken as it is, with no error and wrong numbers.
+The transport does not check: on gloo a message longer than the receive buffer ends the process, and a shorter one is
+accepted, with no error and wrong numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Key: TypeAlias = tuple[tuple[str, Value], ...]
 
 WORDS = 4  # int64 words of the digest
 
-# What has been compared, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
+# The keys that have been compared, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
 _agreed: WeakKeyDictionary[Mesh, set[Hashable]] = WeakKeyDictionary()
 
 
 def agree(mesh: Mesh, key: Key) -> None:
-    """Compares `key`, a tuple of (field, value), over the ranks of `mesh`; free once it has been done for this key.
+    """Compares `key`, a tuple of (field, value), over the ranks of `mesh`; a no-op for a key that has been compared.
 
-    Raises the same RingMismatchError on every rank: which rank is odd, in which field, and both values. Ranks that come
-    here at all while others do not (because those know their key already) end in a timeout of the transport.
+    Raises the same RingMismatchError on every rank: which rank is odd, in which field, and both values. If some ranks
+    call it with a new key and others with a known one, the former end in a timeout of the transport.
     """
     agreed = _agreed.setdefault(mesh, set())
     if (mesh.rank, key) in agreed:
@@ -46,24 +46,25 @@ def agree(mesh: Mesh, key: Key) -> None:
 
 
 def _gather_keys(mesh: Mesh, text: bytes, length: int) -> list[dict[str, str]]:
-    """Every rank's key, its values as text; `length` is that of the longest key, so that all messages are equal."""
+    """The keys of all ranks, with values as JSON; `length` is that of the longest, so that messages have one size."""
     padded = torch.tensor(list(text.ljust(length)), dtype=torch.uint8, device=mesh.device)
     parts = [bytes(part.tolist()) for part in mesh.all_gather(padded, "handshake")]
     return [{field: json.dumps(value) for field, value in json.loads(part)} for part in parts]
 
 
 def _difference(keys: list[dict[str, str]]) -> str:
-    """The first field in which not all ranks agree. The odd ones are those outside the largest group of equals."""
+    """The error message: the first field in which ranks differ. The odd ranks are those outside the largest equal
+    group."""
     fields = dict.fromkeys(field for key in keys for field in key)
     field = next(field for field in fields if any(key.get(field) != keys[0].get(field) for key in keys))
     groups: dict[str | None, list[int]] = {}
     for rank, key in enumerate(keys):
         groups.setdefault(key.get(field), []).append(rank)
     common, *odd = sorted(groups.items(), key=lambda group: -len(group[1]))
-    told = "; ".join(f"{_ranks(ranks)} {field}={value}" for value, ranks in odd)
+    odds = "; ".join(f"{_ranks(ranks)} {field}={value}" for value, ranks in odd)
     call = json.loads(keys[common[1][0]].get("op", '"call"'))
     return (
-        f"the ranks do not make the same {call}: {told}, but {_ranks(common[1])} {field}={common[0]}. Every rank must "
+        f"the ranks do not make the same {call}: {odds}, but {_ranks(common[1])} {field}={common[0]}. Every rank must "
         "make the same calls, in the same order, with shards of the same sequence"
     )
 

@@ -1,4 +1,4 @@
-"""The mesh by its name, and the mesh over the processes of a group."""
+"""Look-up of meshes: by name, and by the process group of a DeviceMesh."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _cached: dict[tuple[str, float], ProcessMesh] = {}
 def process_mesh(device_mesh: DeviceMesh | None = None, timeout_s: float | None = None) -> ProcessMesh:
     """The mesh over the ranks of a 1-D `device_mesh` (None: the whole world), registered under its name.
 
-    A message that does not arrive within `timeout_s` seconds is an error; None takes the mesh that these ranks have
-    already, or else 600 seconds. A `device_mesh` of another process group is another mesh, also over the same ranks.
+    A message that does not arrive within `timeout_s` seconds is an error; None takes the mesh that these ranks already
+    have, or else 600 seconds. A `device_mesh` of another process group is another mesh, also over the same ranks.
     The first call with new ranks, a new group or a new timeout makes a process group: all ranks of the mesh must make
     that call, in the same order. Raises OptionError, RingMismatchError.
     """

@@ -1,8 +1,7 @@
-"""The ranks that share one sequence, and the few ways they talk.
+"""The communicator of the ranks that share one sequence: point-to-point messages, all-gather, all-reduce.
 
-A mesh is looked up by name when an operator runs, so that the graph that calls it is the same on every rank. Two
-kinds are at home here: what a mesh is (`Mesh`), and one that is only pretended, for dry runs (`PretendedMesh`). The one
-over a process group is in process.py.
+A mesh is looked up by name when an operator runs, so that the graph that calls it is the same on every rank. `Mesh` is
+the interface, `PretendedMesh` has no processes, for dry runs; the one over a process group is in process.py.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ringopt.distributed.traffic import log_event
 from ringopt.errors import RingCommError, RingError, first_line
 from ringopt.torch_compat.autograd import StopRecomputationError
 
-# What is recorded as computed, where no operator of ringopt computed it.
+# The label of "computed" events for what no operator of ringopt computed.
 PROGRAM = "the program"
 
 ADVICE = (
@@ -33,21 +32,21 @@ ADVICE = (
 
 
 class Work(Protocol):
-    """What a transport returns for a message under way. The return value of `wait` means nothing here."""
+    """What a transport returns for a message in flight. The return value of `wait` is ignored."""
 
     def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message under way (several, where the transport waits for them together)."""
+    """One message in flight (several, where the transport waits for them together); `what` describes it in errors."""
 
     what: str
     work: Work
 
 
 class Pending:
-    """Messages under way. Their buffers must not be freed, written (send) or read (receive) before `wait` has
+    """Messages in flight. Their buffers must not be freed, written (send) or read (receive) before `wait` has
     returned."""
 
     def __init__(self, mesh: Mesh, buffers: Sequence[Tensor], label: str):
@@ -62,7 +61,7 @@ class Pending:
     def wait(self) -> None:
         """Blocks until every message has arrived or left. Raises RingCommError, with the transport's error as cause.
 
-        A second call waits for nothing: a work of gloo that is waited for twice blocks until the timeout.
+        A second call returns at once: waiting twice for a work of gloo blocks until the timeout.
         """
         began = time.monotonic()
         if self._transfers:
@@ -81,16 +80,16 @@ class Pending:
 
 
 class Mesh(ABC):
-    """`size` ranks, of which this is `rank`. `device` is where small control messages live."""
+    """`size` ranks, of which this is `rank`. `device` is that of small control messages."""
 
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        # After an error nobody waits for these any more, and yet the transport may still write into their buffers.
+        # After an error no one waits for these any more, and yet the transport may still write into their buffers.
         self.in_flight: set[Pending] = set()
         self.recent = Recent()
-        self._within = threading.local()  # whether this thread is in the midst of a program
-        # Passes of autograd that have begun a program's and are not over (runtime/input_check.py).
+        self._within = threading.local()  # whether this thread is within a program
+        # Backwards of autograd that have begun the backward of a program and are not over (runtime/input_check.py).
         self.backwards: set[int] = set()
 
     @property
@@ -112,49 +111,50 @@ class Mesh(ABC):
 
     @property
     def gathers_in_place(self) -> bool:
-        """Whether what it gathers in CPU memory goes by way of no buffer of the transport's."""
+        """Whether all-gathers in CPU memory need no staging buffer of the transport."""
         return False
 
     @property
     def remark(self) -> str:
-        """What a report says of how its messages travel, or ""."""
+        """A remark on the transport for reports, or ""."""
         return ""
 
     def apart(self) -> Mesh:
-        """The same ranks, with messages that cannot meet those of this mesh: for what a rank may do alone by mistake.
-        Where that takes a new process group, all ranks make the first call together."""
+        """A mesh of the same ranks with a message order of its own: for checks that a rank may skip by mistake. Where
+        that takes a new process group, the first call is collective."""
         return self
 
     def failed(self, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
-        """What to raise of a message: what was done, for how long since `begin`, and what the transport said of it."""
-        said = first_line(error).rstrip(".")
+        """The error to raise for a failed message: what was done, for how long since `begin`, and the transport's
+        error."""
+        cause = first_line(error).rstrip(".")
         return RingCommError(
             f"rank {self.rank} of {self.size} ({self.name}), {label or 'exchange'}: {what} failed after "
-            f"{time.monotonic() - begin:.1f} s: {said}. {ADVICE}"
+            f"{time.monotonic() - begin:.1f} s: {cause}. {ADVICE}"
         )
 
     def held(self) -> AbstractContextManager[None]:
-        """For what talks: this thread is inside the mesh meanwhile, and no other may be. Raises RingThreadError."""
+        """A context for communication: this thread is inside the mesh, and no other may be. Raises RingThreadError."""
         return nullcontext()  # most meshes are pretended
 
     def stands(self, call: Call, publish: bool = False) -> None:
-        """In which call this rank is; `publish`: the others can read it from now on."""
+        """Records which call this rank is in; `publish`: for the other ranks to read, too."""
         self.recent.call = call
 
     def begin_program(self) -> None:  # noqa: B027 (what counts them is who may be cut short)
-        """This rank takes part in one more program that talks."""
+        """Counts one more program with communication that this rank takes part in."""
 
     def cut_short(self, why: str, kind: str, later: bool = False) -> None:  # noqa: B027 (most meshes are of one process)
-        """This rank takes no more part in the program that it was in the midst of, after an error of this `kind`; ""
-        for one that may come anywhere, and leave anything half done. `later`: noticed at the next call."""
+        """This rank has left a program by an error of type `kind`; "" for interrupts, which may come anywhere and leave
+        anything half done. `later`: noticed at the next call."""
 
     @contextmanager
     def unbroken(self) -> Iterator[None]:
-        """For a program that talks. An error in its midst may be this rank's alone (a number out of range in its rows,
-        no memory left): its peers are then at a message that never comes, and whoever goes on with another call would
-        send them that one's. So the mesh ends, unless all ranks were cut short at the same message; at once after an
-        interrupt. Errors of ringopt are raised on all ranks alike, or have ended it; so is the one by which a
-        checkpoint stops to compute again."""
+        """A context for a program with communication. An error within may be of this rank alone (an index out of range
+        in its shard, out of memory): its peers then wait for a message that never comes, and another call would send
+        them the wrong one. So the mesh is aborted, unless all ranks failed at the same message; at once after an
+        interrupt. Errors of ringopt are raised on all ranks alike, or have aborted it already; so is the exception by
+        which a checkpoint stops its recomputation."""
         within, self._within.program = getattr(self._within, "program", False), True
         try:
             with self.held():
@@ -164,7 +164,7 @@ class Mesh(ABC):
         except (RingError, StopRecomputationError):
             raise
         except BaseException as error:
-            if not within:  # else whoever runs the program hears of it as well
+            if not within:  # else the outer program handles it
                 kind = type(error).__name__
                 why = f"an earlier call was cut short by {kind}: {first_line(error)}"
                 self.cut_short(why, kind if isinstance(error, Exception) else "")
@@ -173,7 +173,7 @@ class Mesh(ABC):
             self._within.program = within
 
     def attend(self) -> None:  # noqa: B027 (most transports have threads)
-        """For long computations to call now and then: a transport without threads moves what has come meanwhile."""
+        """Serves messages that have arrived. Long computations call it now and then, for transports without threads."""
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str = ""
@@ -229,7 +229,7 @@ class Mesh(ABC):
         return total
 
     def start_all_reduce(self, x: Tensor, label: str = "") -> Pending:
-        """As `all_reduce`, in place and not waited for: `x`, contiguous, holds the sum when `wait` has returned. All
+        """As `all_reduce`, in place and asynchronous: `x`, contiguous, holds the sum when `wait` has returned. All
         ranks start their collectives in the same order."""
         pending = Pending(self, [x], label)
         if self.size > 1 and x.numel():
@@ -242,8 +242,8 @@ class Mesh(ABC):
         return pending
 
     def start_all_gather(self, x: Tensor, label: str = "") -> tuple[list[Tensor], Pending]:
-        """As `all_gather`, and not waited for: the tensors, in rank order, hold what the ranks gave when `wait` has
-        returned. `x` must not be written before. All ranks start their collectives in the same order."""
+        """As `all_gather`, asynchronous: the tensors, in rank order, are filled when `wait` has returned. `x` must not
+        be written before. All ranks start their collectives in the same order."""
         if self.size == 1 or not x.numel():
             return [x.clone() for _ in range(self.size)], Pending(self, [], label)
         moved = x.nbytes * (self.size - 1)
@@ -275,8 +275,8 @@ class Mesh(ABC):
 
 
 class PretendedMesh(Mesh):
-    """Knows its rank and size and nothing else: for plans, reports and graphs made without processes. `hardware` (a
-    name of ringopt/hardware/devices.py) is what the ranks are taken to be; None: like this machine."""
+    """A mesh without processes, which knows its rank and size only: for plans, reports and graphs. `hardware` (a name
+    of ringopt/hardware/devices.py) is the assumed device of the ranks; None: as this machine."""
 
     def __init__(self, rank: int, size: int, hardware: str | None = None):
         super().__init__()
@@ -320,7 +320,7 @@ class PretendedMesh(Mesh):
 
 _meshes: dict[str, Mesh] = {}
 
-# The name in programs that run on any number of ranks: whoever runs them. A whole world, or one process alone.
+# The name in programs for any number of ranks: the world that runs them, or one process alone.
 ANY = "any"
 
 
@@ -330,11 +330,12 @@ def register(mesh: Mesh) -> None:
 
 
 def registered(name: str) -> Mesh | None:
+    """The mesh registered as `name`, or None."""
     return _meshes.get(name)
 
 
 def forget_all() -> None:
-    """Drops every mesh, and the buffers of messages nobody waited for. For when process groups are destroyed."""
+    """Drops every mesh, and the buffers of messages that were not waited for. For when process groups are destroyed."""
     _meshes.clear()
 
 
@@ -344,6 +345,6 @@ def known() -> list[str]:
 
 
 def program_until_here(mesh: Mesh) -> None:
-    """To be told at the begin of an operator before which messages may be under way: without it, blocks of attention
-    would seem to take as long as what stands before them."""
+    """Logs that the program computed until now. Operators that find messages in flight call it first; else the time of
+    what runs before them would count as that of their first block."""
     log_event("computed", PROGRAM, mesh.teller)

@@ -1,4 +1,4 @@
-"""Which ranks of a mesh share a node: as the launcher says, agreed over the ranks."""
+"""Which ranks of a mesh share a node, from the variables of the launcher, agreed over the ranks."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ from ringopt.distributed.process import ProcessMesh
 from ringopt.hardware.devices import device_of
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
-# What torchrun tells each process: how many there are on its node. Ranks are numbered node by node.
+# Set by torchrun: the number of processes on the node. Ranks are numbered node by node.
 VARIABLE = "LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Each `size` ranks in a row are a node; 0 where there are no such, and `why`. `source`: who says so."""
+    """Each `size` consecutive ranks share a node; 0 where this does not hold, or is not known, and `why`. `source`: the
+    variable or data sheet that it is from."""
 
     size: int
     why: str = ""
     source: str = VARIABLE
 
 
-# What has been agreed, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
+# The agreed nodes, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
 _agreed: WeakKeyDictionary[Mesh, dict[int, Nodes]] = WeakKeyDictionary()
 
 
 def nodes_of(mesh: Mesh) -> Nodes:
-    """Asked of the other ranks once per mesh: every rank of it must come here, in the same order of calls. Of a
-    pretended mesh they are those of its hardware, or as this process has been told. Raises RingCommError."""
+    """The nodes of a mesh. Collective, once per mesh: every rank must call it, in the same order of calls. Of a
+    pretended mesh they are those of its hardware, or as the variable of this process has it. Raises RingCommError."""
     if isinstance(mesh, PretendedMesh):
         if mesh.hardware is not None:
             source = f"the data sheet of {mesh.hardware}"
             return Nodes(device_of(mesh.hardware).node, f"{source} names none", source)
-        return nodes_from([(told(), rank) for rank in range(mesh.size)])
+        return nodes_from([(_local_world_size(), rank) for rank in range(mesh.size)])
     known = _agreed.setdefault(mesh, {})
     if mesh.rank not in known:
         number = mesh.ranks[mesh.rank] if isinstance(mesh, ProcessMesh) else mesh.rank
         with unset_fake_temporarily():  # strategies are chosen while a graph is traced
-            gathered = mesh.all_gather(torch.tensor([told(), number], device=mesh.device), "nodes")
+            gathered = mesh.all_gather(torch.tensor([_local_world_size(), number], device=mesh.device), "nodes")
         known[mesh.rank] = nodes_from([(int(size), int(rank)) for size, rank in gathered])
     return known[mesh.rank]
 
 
-def told() -> int:
-    """0 where nobody says so, or says no number."""
+def _local_world_size() -> int:
+    """The number of ranks on this node, 0 where VARIABLE is not set to a number."""
     size = os.environ.get(VARIABLE, "")
     return int(size) if size.isdecimal() else 0
 
 
 def nodes_from(ranks: Sequence[tuple[int, int]]) -> Nodes:
-    """Of ranks of a mesh, in order: each with what it was told, and its number in the world."""
+    """The nodes of a mesh, from (local world size, global rank) of each of its ranks in order."""
     silent = [rank for rank, (size, _) in enumerate(ranks) if size < 1]
     if silent:
         return Nodes(0, f"rank {silent[0]} is not told how many ranks its node has: {VARIABLE}, which torchrun sets")

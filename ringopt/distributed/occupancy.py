@@ -1,9 +1,9 @@
-"""Who is inside a mesh: one thread of the program at a time.
+"""Mutual exclusion: one thread of the program at a time may use a mesh.
 
-Messages have no name but their order, so two threads that send through one mesh at a time may each be given what was
-meant for the other, without an error. Inside is a thread in a compiled call, in an operator that talks, and in a
-backward from its first message to its end. The threads in which the autograd engine runs a backward, and what a
-checkpoint computes again in them, belong to the thread that called it.
+Messages are matched by order alone, so two threads that send through one mesh at a time may receive each other's data,
+without an error. A thread is inside a mesh during a compiled call, an operator that communicates, and a backward from
+its first message to its end. The threads in which the autograd engine runs a backward, and the recomputation of
+checkpoints in them, belong to the thread that called it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import cast
 from ringopt.errors import RingThreadError
 from ringopt.torch_compat.autograd import at_end_of_backward, current_backward, of_strand
 
-# The engine takes the thread-local objects of torch along to the threads that run a backward.
+# The engine propagates torch's thread-local objects to the threads that run a backward.
 KEY = "ringopt strand"
 
 CROWD = (
@@ -35,12 +35,12 @@ class Strand:
         self.thread = threading.current_thread().name
 
 
-# Of backwards whose caller has never been here, so that it left no strand for the threads of the engine.
+# By backward, for callers that have no strand yet for the threads of the engine to inherit.
 _of_backwards: weakref.WeakValueDictionary[int, Strand] = weakref.WeakValueDictionary()
 
 
 def strand() -> Strand:
-    """That of whoever asks."""
+    """The strand of the calling thread."""
     return cast(Strand, of_strand(KEY, _new_strand))
 
 
@@ -50,7 +50,7 @@ def _new_strand() -> Strand:
 
 
 class Occupancy:
-    """Of one mesh. `crowded` says that two threads were inside at a time, once they were."""
+    """The occupancy of one mesh. `crowded`: the error message once two threads have been inside at a time, else ""."""
 
     def __init__(self) -> None:
         self.crowded = ""
@@ -60,7 +60,7 @@ class Occupancy:
         self._lock = threading.RLock()  # reentrant: the end of a backward that failed comes whenever it is freed
 
     def enter(self) -> Strand | None:
-        """Returns the strand that is inside, if it is another's: then there is nothing to leave."""
+        """Enters, and returns None; if another strand is inside, returns that and does not enter."""
         mine, task = strand(), current_backward()
         with self._lock:
             if self._inside is not None and self._inside is not mine:
@@ -80,7 +80,7 @@ class Occupancy:
                 self._inside = None
 
     def check(self) -> None:
-        """Raises RingThreadError."""
+        """Raises RingThreadError once two threads have been inside at a time."""
         if self.crowded:
             raise RingThreadError(self.crowded)
 
@@ -91,7 +91,7 @@ class Occupancy:
 
 
 class _End:
-    """Called by the engine at the end of a backward, and freed without a call where that fails."""
+    """Called by the engine at the end of a backward; where that fails it is freed without a call, which ends it too."""
 
     def __init__(self, occupancy: Occupancy, task: int):
         self._occupancy = occupancy

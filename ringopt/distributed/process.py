@@ -25,7 +25,7 @@ from ringopt.distributed.intra_node.messages import LocalLinks
 from ringopt.distributed.mesh import Mesh, Transfer, Work, register
 from ringopt.distributed.occupancy import CROWD, Occupancy
 from ringopt.distributed.standing import PATIENCE, Call, differences
-from ringopt.distributed.standing import publish as tell_where
+from ringopt.distributed.standing import publish as publish_call
 from ringopt.errors import RingCommError, RingMismatchError, RingThreadError
 from ringopt.torch_compat.distributed import all_gather_single, store_of
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
@@ -40,8 +40,8 @@ Messages: TypeAlias = Sequence[tuple[int, Tensor]]  # peer, 1-D buffer
 
 @dataclass(frozen=True)
 class Far:
-    """What the process group carries. While it is waited for, messages between ranks on this node go on: a peer may
-    wait for one of them before it sends this."""
+    """A message of the process group. While it is waited for, messages between ranks of this node are served: a peer
+    may wait for one of them before it sends this."""
 
     work: Work
     links: LocalLinks
@@ -52,9 +52,9 @@ class Far:
 
 
 class ProcessMesh(Mesh):
-    """Ranks of one process group, numbered as in `ranks` (global ranks). The group is the mesh's own: its timeout holds
-    for ringopt's messages only, and they cannot be mistaken for others'. Between ranks on one node, what lies in the
-    memory of the CPU goes past the group (distributed/intra_node/messages.py)."""
+    """Ranks of one process group, numbered as in `ranks` (global ranks). The group belongs to the mesh: its timeout
+    holds for ringopt's messages only, and their order is their own. Between ranks of one node, CPU tensors bypass the
+    group (distributed/intra_node/messages.py)."""
 
     def __init__(self, name: str, ranks: Sequence[int], timeout: float, group: Any, named_by: str = ""):
         super().__init__()
@@ -65,7 +65,7 @@ class ProcessMesh(Mesh):
         self.device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         self._apart: ProcessMesh | None = None
         self._process = os.getpid()
-        self._ended, self._written = "", ""  # by what, and where the last events are
+        self._ended, self._written = "", ""  # why the mesh was aborted, and where the last events are
         self._occupancy = Occupancy()
         self._place, self._cuts, self._life = Place(), 0, self._lives()
         self._links: LocalLinks | None = None
@@ -75,29 +75,30 @@ class ProcessMesh(Mesh):
 
     @property
     def _store(self) -> Any:
-        """Of the group; None where nothing is carried."""
+        """The store of the group; None where nothing is communicated."""
         if self.size == 1 or dist.get_backend(self.group) == "fake":
             return None
         return store_of(self.group)
 
     @property
-    def _told_as(self) -> str:
+    def _store_key(self) -> str:
         return f"{self._name} {self._life}"
 
     def _lives(self) -> int:
-        """How often this rank has made this group with this store, which may outlive torch.distributed: as often as the
-        others."""
+        """How often this rank has made this mesh with this store, which may outlive torch.distributed; equal on all
+        ranks."""
         if dist.get_backend(self.group) == "fake":
             return 0
         return store_of(self.group).add(f"ringopt {self._name} {self._rank}", 1)
 
     def _meet(self, made: str) -> Met:
-        """Of ranks that all have `made` this mesh, and no other of the same ranks. Raises RingMismatchError."""
-        # A pretended backend carries nothing, so nobody could be met.
+        """Finds the ranks of this node; collective. Raises RingMismatchError where ranks make different meshes, by
+        `made`."""
+        # The "fake" backend carries nothing.
         if self.size == 1 or self.device.type != "cpu" or dist.get_backend(self.group) == "fake":
             return Met(None, False)
         with unset_fake_temporarily():  # a mesh may be made while a graph is traced
-            if len(set(self._of_all(bytes_of_text(made)))) > 1:
+            if len(set(self._of_all(_text_hash(made)))) > 1:
                 raise RingMismatchError(
                     f"rank {self.rank} of {self.size} makes mesh {self._name!r}, and others make another mesh of the "
                     "same ranks. Threads have meshes of their own made in one order on all ranks: call each model "
@@ -109,7 +110,7 @@ class ProcessMesh(Mesh):
         return met
 
     def _of_all(self, mine: bytes) -> list[bytes]:
-        """What each rank brings, in rank order, through the group."""
+        """All-gather of bytes through the group, in rank order."""
         brought = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")  # whatever the default device is
         parts = [torch.empty_like(brought) for _ in self.ranks]
         self._guarded("meeting", "all_gather", lambda: dist.all_gather(parts, brought, group=self.group))
@@ -158,25 +159,25 @@ class ProcessMesh(Mesh):
         self.end("an earlier message has failed")
         if self._occupancy.crowded:
             return RingThreadError(self._occupancy.crowded)
-        told = super().failed(label, what, begin, error)
-        # Who waited in vain has peers that hear of it now, and tell; who is gone tells nothing.
+        message = super().failed(label, what, begin, error)
+        # After a timeout the peers are alive, and publish their calls now; a peer that is gone publishes nothing.
         patience = PATIENCE if "timed out" in str(error).lower() else 0.0
         return RingCommError(
-            " ".join(filter(None, (f"{told}.", self._differences(patience if first else None), f"{self._written}.")))
+            " ".join(filter(None, (f"{message}.", self._differences(patience if first else None), f"{self._written}.")))
         )
 
     def _differences(self, patience: float | None) -> str:
-        """In what the calls of the ranks differ: asked once, for all leave then."""
+        """How the calls of the ranks differ, a sentence for the error; "" without `patience`."""
         if patience is None or self._store is None:
             return ""
-        said = differences(self._store, self._told_as, self._rank, self.size, self.recent.call, patience)
-        return f"{said}." if said else ""
+        text = differences(self._store, self._store_key, self._rank, self.size, self.recent.call, patience)
+        return f"{text}." if text else ""
 
     def stands(self, call: Call, publish: bool = False) -> None:
         super().stands(call)
         if publish and self._store is not None:
             try:
-                tell_where(self._store, self._told_as, self._rank, call)
+                publish_call(self._store, self._store_key, self._rank, call)
             except RuntimeError as error:
                 raise self.failed("", "telling where this rank stands", time.monotonic(), error) from error
 
@@ -211,7 +212,7 @@ class ProcessMesh(Mesh):
                 self.end(why)
 
     def _all_cut_short(self, kind: str, later: bool) -> bool:
-        """Whether all ranks were, at the same message; what is under way has then arrived."""
+        """Whether all ranks failed at the same message; messages in flight have then arrived."""
         self._cuts += 1
         self._place.error = kind
         name, store = (
@@ -229,8 +230,8 @@ class ProcessMesh(Mesh):
         return True
 
     def end(self, why: str) -> None:
-        """This rank takes no more part, and its neighbours are told."""
-        # The ranks are not at the same message any more: what is sent next would be taken for what was to come.
+        """Aborts the mesh on this rank, and signals the ranks of its node."""
+        # The ranks are out of step: the next message would be received in the place of another.
         if not self._ended:
             self._ended, self._written = why, self.recent.write(self._name, self._rank, why)
         if self._links is not None:
@@ -241,17 +242,17 @@ class ProcessMesh(Mesh):
             self._links.attend()
 
     def _post(self, sends: Messages, receives: Messages, label: str) -> list[Transfer]:
-        # Both ends of a message come to the same answer: buffers of one message are on devices of one kind.
+        # Both ends of a message decide alike: its buffers are on devices of one type.
         near_sends, far_sends = self._split(sends)
         near_receives, far_receives = self._split(receives)
         with self._place.posting([peer for peer, _ in sends], [peer for peer, _ in receives]):
             far = self._post_far(far_sends, far_receives, label) if far_sends or far_receives else []
-            # In the order in which they are waited for: who waits for the group serves no neighbour meanwhile, and none
-            # may still wait for this rank to fetch a message of the same exchange.
+            # In the order in which they are waited for: waiting for the group serves no message of the node, and no
+            # peer may still wait for this rank to read one of the same exchange.
             return [*self._post_near(near_sends, near_receives, label), *far]
 
     def _split(self, messages: Messages) -> tuple[Messages, Messages]:
-        """Those to ranks on this node whose memory can be read, and the others."""
+        """Messages to ranks of this node whose memory can be read, and the others."""
         lines = self._links.lines if self._links is not None else ()
         near: list[tuple[int, Tensor]] = []
         far: list[tuple[int, Tensor]] = []
@@ -263,8 +264,8 @@ class ProcessMesh(Mesh):
         if self._links is None:
             return []
         self._guarded(label, "exchange", lambda: None)
-        posted = [(received(x, peer), self._links.receive(peer, x)) for peer, x in receives]
-        posted += [(sent(x, peer), self._links.send(peer, x)) for peer, x in sends]
+        posted = [(_received(x, peer), self._links.receive(peer, x)) for peer, x in receives]
+        posted += [(_sent(x, peer), self._links.send(peer, x)) for peer, x in sends]
         return [Transfer(what, work) for what, work in posted]
 
     def _post_far(self, sends: Messages, receives: Messages, label: str) -> list[Transfer]:
@@ -272,7 +273,7 @@ class ProcessMesh(Mesh):
         # alone would wait on the stream for sends that stand behind them.
         ops = [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer) for peer, buffer in receives]
         ops += [dist.P2POp(dist.isend, buffer, group=self.group, group_peer=peer) for peer, buffer in sends]
-        whats = [received(buffer, peer) for peer, buffer in receives] + [sent(buffer, peer) for peer, buffer in sends]
+        whats = [_received(buffer, peer) for peer, buffer in receives] + [_sent(buffer, peer) for peer, buffer in sends]
         works = self._guarded(label, ", ".join(whats), lambda: dist.batch_isend_irecv(ops))
         if len(works) != len(ops):
             whats = [", ".join(whats)] * len(works)
@@ -346,14 +347,14 @@ class ProcessMesh(Mesh):
             raise self.failed(label, what, begin, error) from error
 
 
-def bytes_of_text(text: str) -> bytes:
-    """As many, whatever the length."""
+def _text_hash(text: str) -> bytes:
+    """16 bytes, for any length of text."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def received(buffer: Tensor, peer: int) -> str:
+def _received(buffer: Tensor, peer: int) -> str:
     return f"receive of {buffer.nbytes} bytes from rank {peer}"
 
 
-def sent(buffer: Tensor, peer: int) -> str:
+def _sent(buffer: Tensor, peer: int) -> str:
     return f"send of {buffer.nbytes} bytes to rank {peer}"

@@ -1,8 +1,8 @@
-"""Where the ranks stood when a mesh ended: the last events of each, in a file, and in what their calls differ.
+"""A flight recorder: the last events of each rank when a mesh is aborted, in a file, and how the ranks' calls differ.
 
-A rank notes what it does in memory, all the time, for less than a microsecond an event. When an error ends its mesh it
-writes that down, and tells the others through the store of the process group in which call it was; what they tell, it
-says in the error. The store may not answer, so a thread asks it, which is waited for no longer than PATIENCE.
+A rank records events in memory, at less than a microsecond an event. When an error aborts its mesh it writes them to a
+file, and publishes its call in the store of the process group; how the calls of the others differ is part of the error.
+The store may not answer, so a thread queries it, which is joined for no longer than PATIENCE.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ringopt.distributed.failure_agreement import PAUSE, Store
 from ringopt.output.printable import printable
 
 MOST = 64  # events
-PATIENCE = 1.0  # seconds, for the others to end as well
-SHOWN = 6  # inputs, operators
+PATIENCE = 1.0  # seconds, for the other ranks to fail as well
+SHOWN = 6  # inputs or operators that an error lists
 
-# When, on the monotonic clock; what; of which exchange or call; with which ranks; bytes sent; in which thread.
+# Time on the monotonic clock; event; exchange or call; peers; bytes sent; thread.
 Noted: TypeAlias = tuple[float, str, str, object, int, int]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Of what was compiled. `doing` says whether it is compiled or called; `inputs` are sizes and dtypes."""
+    """A call of a compiled program. `doing`: whether it is being compiled or called; `inputs`: sizes and dtypes."""
 
     doing: str = ""
     program: str = ""
@@ -42,8 +42,8 @@ class Call:
 
 
 class Recent:
-    """The last events of a rank, and the call that it is in. `folder`: where they are to be written; "" leaves that to
-    the system."""
+    """The last events of a rank, and its current call. `folder`: where they are written; "" is the system's folder for
+    temporary files."""
 
     def __init__(self) -> None:
         self.events: deque[Noted] = deque(maxlen=MOST)
@@ -53,7 +53,7 @@ class Recent:
         self.events.append((monotonic(), what, label, ranks, sent, get_ident()))
 
     def write(self, name: str, rank: int, why: str) -> str:
-        """The file, or why there is none, as a sentence of an error."""
+        """Writes the events to a file. Returns a sentence for the error: its path, or why it could not be written."""
         threads = {thread.ident: thread.name for thread in threading.enumerate()}
         now, lines = time.monotonic(), [f"rank {rank} of mesh {name}, process {os.getpid()}, {time.ctime()}: {why}"]
         lines.append(f"{self.call.doing or 'outside of compiled calls'} {', '.join(self.call.inputs)}".rstrip())
@@ -72,8 +72,8 @@ class Recent:
 
 
 def differences(store: Store, name: str, rank: int, size: int, mine: Call, patience: float) -> str:
-    """In what the calls of the ranks differ, as far as they have told, or tell within `patience` seconds: as a sentence
-    of an error."""
+    """How the calls of the ranks differ, of those that have published theirs or do so within `patience` seconds: a
+    sentence for the error."""
     found: dict[int, Call] = {rank: mine}
 
     def ask() -> None:
@@ -85,8 +85,8 @@ def differences(store: Store, name: str, rank: int, size: int, mine: Call, patie
                 time.sleep(PAUSE)
             for peer in range(size):
                 if peer != rank and store.check([key := f"ringopt {name} stands {peer}"]):
-                    told = json.loads(store.get(key))
-                    found[peer] = Call(**{**told, "inputs": tuple(told["inputs"])})
+                    read = json.loads(store.get(key))
+                    found[peer] = Call(**{**read, "inputs": tuple(read["inputs"])})
         except RuntimeError:  # the process that keeps the store is gone
             return
 
@@ -97,35 +97,37 @@ def differences(store: Store, name: str, rank: int, size: int, mine: Call, patie
 
 
 def publish(store: Store, name: str, rank: int, call: Call, ended: bool = False) -> None:
-    """For the others to read when the mesh has ended, also if this rank cannot tell them then. Raises RuntimeError."""
+    """Stores the call of this rank for the others to read when the mesh is aborted; `ended`: it has been. Raises
+    RuntimeError where the store is gone."""
     store.set(f"ringopt {name} stands {rank}", json.dumps(asdict(call)))
     if ended:
         store.set(f"ringopt {name} ended {rank}", "")
 
 
 def told_apart(rank: int, calls: Mapping[int, Call]) -> str:
-    mine, said = calls[rank], []
+    """How the calls of the other ranks differ from that of `rank`: a sentence, "" where they do not."""
+    mine, found = calls[rank], []
     for peer, call in sorted(calls.items()):
-        apart = list(apart_in(mine, call)) if peer != rank else []
+        apart = list(_differences_of(mine, call)) if peer != rank else []
         if apart:
-            said.append(f"rank {peer} {call.doing or 'is outside of compiled calls'} with {'; '.join(apart)}")
-    return f"This rank {mine.doing or 'is outside of compiled calls'}; {', '.join(said)}" if said else ""
+            found.append(f"rank {peer} {call.doing or 'is outside of compiled calls'} with {'; '.join(apart)}")
+    return f"This rank {mine.doing or 'is outside of compiled calls'}; {', '.join(found)}" if found else ""
 
 
-def apart_in(mine: Call, other: Call) -> Sequence[str]:
+def _differences_of(mine: Call, other: Call) -> Sequence[str]:
     found = []
     if mine.inputs != other.inputs:
-        found.append(f"inputs {shown(other.inputs)} where this rank has {shown(mine.inputs)}")
+        found.append(f"inputs {_listed(other.inputs)} where this rank has {_listed(mine.inputs)}")
     if mine.gradients != other.gradients:
         modes = ("off", "on")
         found.append(f"gradients {modes[other.gradients]} where this rank has them {modes[mine.gradients]}")
     if mine.program != other.program and mine.program and other.program:
         here, there = Counter(mine.operators), Counter(other.operators)
         more, fewer = there - here, here - there
-        words = [f"{way} {shown(tuple(names))}" for way, names in (("also", more), ("without", fewer)) if names]
+        words = [f"{way} {_listed(tuple(names))}" for way, names in (("also", more), ("without", fewer)) if names]
         found.append(f"another graph ({', '.join(words) or 'of the same operators'})")
     return found
 
 
-def shown(words: Sequence[str]) -> str:
+def _listed(words: Sequence[str]) -> str:
     return (", ".join(words[:SHOWN]) + (", ..." if len(words) > SHOWN else "")) or "none"

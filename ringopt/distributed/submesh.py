@@ -1,4 +1,4 @@
-"""Some of the ranks of a mesh, as a mesh."""
+"""A subset of the ranks of a mesh, as a mesh."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ringopt.distributed.mesh import Mesh, Pending, Transfer
 
 
 class SubMesh(Mesh):
-    """The `ranks` of `whole`, numbered anew in this order, this one among them.
+    """The `ranks` of the mesh `whole`, renumbered in this order; this rank is one of them.
 
-    Messages and collectives go the way of the whole mesh's messages, under its numbers: no process group is made, which
-    all ranks would have to do together, and an error names the rank that everybody knows.
+    Messages and collectives are point-to-point messages of `whole`, under its ranks: this takes no process group, whose
+    creation would be collective, and errors name the ranks of `whole`.
     """
 
     def __init__(self, whole: Mesh, ranks: Sequence[int]):

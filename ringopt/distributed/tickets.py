@@ -1,12 +1,11 @@
-"""What one operator started and another finishes.
+"""Handles of asynchronous communication that one operator starts and another finishes.
 
     ticket = start(...)         posts messages, and returns a number in a tensor (int64 without dims, on the CPU)
-    finish(ticket, ...)         takes over what is under way, by that number
+    finish(ticket, ...)         takes over the messages in flight, by that number
 
-In a graph the ticket is a value like any other: a compiler can neither finish before it has started, nor drop the one
-and keep the other. A run that is cut by an error between the two frees the ticket, and with it goes the only way to
-what was started; the messages are on their way all the same, on every rank. They are waited for before the next are
-started.
+In a graph the ticket is a value like any other: a compiler can neither reorder the two operators nor drop one of them.
+An error between the two frees the ticket, after which nothing can finish the messages, which are in flight on every
+rank all the same. They are waited for before the next are started.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ringopt.errors import RingMismatchError
 
 @dataclass(frozen=True)
 class Started:
-    """`about` says what was started, for whoever finishes it to compare; `state` is what it needs."""
+    """`about` identifies what was started, for the finishing operator to compare; `state` is what that needs."""
 
     mesh: Mesh
     rank: int
@@ -43,7 +42,7 @@ _lock = threading.Lock()  # the backward of an accelerator runs in a thread of t
 
 
 def issue(mesh: Mesh, about: object, state: Any, pending: Sequence[Pending]) -> Tensor:
-    """A ticket for what is under way on this rank of `mesh`."""
+    """A ticket for messages in flight on this rank of `mesh`."""
     ticket = torch.tensor(next(_numbers), device="cpu")
     entry = Started(mesh, mesh.rank, about, state, pending, StorageWeakRef(ticket.untyped_storage()))
     with _lock:
@@ -52,8 +51,8 @@ def issue(mesh: Mesh, about: object, state: Any, pending: Sequence[Pending]) -> 
 
 
 def redeem(ticket: Tensor, about: object) -> Any:
-    """The state of what was started, once. Raises RingMismatchError for a ticket that is none, was used before, or is
-    for something else: a compiler that did this would give wrong numbers."""
+    """The state that was issued with `ticket`, once. Raises RingMismatchError for a ticket that is unknown, used, or of
+    another `about`: a compiler that did this would give wrong numbers."""
     with _lock:
         entry = _started.pop(int(ticket), None)
     if entry is None or entry.about != about:
@@ -63,7 +62,7 @@ def redeem(ticket: Tensor, about: object) -> Any:
 
 
 def settle(mesh: Mesh) -> None:
-    """Waits for what this rank of `mesh` started and nobody can finish any more; to be called before more is started.
+    """Waits for messages of this rank of `mesh` whose tickets have been freed; called before new ones are started.
     Raises RingCommError."""
     rank = mesh.rank
     with _lock:

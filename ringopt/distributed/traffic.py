@@ -1,4 +1,4 @@
-"""What a program sent and in which order: counters and a log of events, kept only while somebody records."""
+"""Counters and a log of communication events, kept only while a recording is on."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ EventKind = Literal["posted", "waited", "computed", "all_gather", "all_reduce"]
 class Event:
     """One thing a rank did.
 
-    kind            "posted", "waited": an exchange was started, has ended; "computed": the blocks beside it are done;
+    kind            "posted", "waited": an exchange was started, has ended; "computed": the blocks that hide it are
+    done;
                     "all_gather", "all_reduce": a collective
-    label           which exchange, such as "forward 0"; "computed" carries the label of the exchange that it hides
+    label           of the exchange, such as "forward 0"; "computed" has the label of the exchange that it hides
     bytes           handed to the link by this rank (a collective counts as its ring algorithm)
     bytes_received  taken from the link by this rank
     messages        how many messages this rank sent
-    seconds         on the monotonic clock, when it had happened
+    seconds         time of its end on the monotonic clock
     rank            in its mesh
-    blocked         for how many seconds this rank could do nothing else: in "waited" and the collectives
+    blocked         seconds in which this rank could do nothing else: in "waited" and the collectives
     """
 
     kind: EventKind
@@ -52,7 +53,7 @@ class Traffic:
 
     @property
     def blocked(self) -> float:
-        """Seconds of exposed communication: in which a rank waited and computed nothing."""
+        """Seconds of exposed communication, in which a rank waited and computed nothing."""
         return sum(event.blocked for event in self.events)
 
     @property
@@ -60,7 +61,7 @@ class Traffic:
         return sum(event.messages for event in self.events)
 
     def of(self, rank: int) -> Traffic:
-        """What one rank did: of use where ranks share a process, as in tests."""
+        """The events of one rank, for ranks that share a process, as in tests."""
         return Traffic([event for event in self.events if event.rank == rank])
 
 
@@ -70,7 +71,7 @@ _recording: list[Traffic] = []
 
 @contextmanager
 def record_traffic() -> Iterator[Traffic]:
-    """Counts what this process sends and receives through ringopt meanwhile.
+    """Records what this process sends and receives through ringopt.
 
     The first call with new shapes also compares them over the ranks, which shows as "all_gather" events.
     """
@@ -89,6 +90,7 @@ def record_from_now_on() -> Traffic:
 
 
 def stop(traffic: Traffic) -> None:
+    """Ends a recording of `record_from_now_on`."""
     # By identity: two recordings that saw the same events are equal.
     _recording[:] = [other for other in _recording if other is not traffic]
 
@@ -103,8 +105,8 @@ def log_event(
     *,
     began: float | None = None,
 ) -> None:
-    """Tells whoever records; bytes `sent` and `received`, number of `messages` sent. `began`: on the monotonic clock,
-    when the rank began to do nothing else."""
+    """Adds an event to all recordings: bytes `sent` and `received`, number of `messages` sent. `began`: time on the
+    monotonic clock since which the rank has been blocked."""
     if not _recording:
         return
     now = time.monotonic()

@@ -13,6 +13,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CpuFlash(Kernel):
+    """PyTorch's flash attention on the CPU (`_scaled_dot_product_flash_attention_for_cpu`): masks, grouped heads in the
+    forward only, values as wide as keys."""
+
     name = "flash_cpu"
 
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:

@@ -17,6 +17,9 @@ KEYS = 16  # so do, in memory, the keys of a mask
 
 
 class CudaEfficient(Kernel):
+    """PyTorch's memory-efficient attention (`_scaled_dot_product_efficient_attention`, from xFormers): masks, values of
+    any width, float32 and 16 bits."""
+
     name = "efficient"
 
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:

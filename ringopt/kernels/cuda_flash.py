@@ -18,6 +18,9 @@ WIDEST = 256
 
 
 class CudaFlash(Kernel):
+    """FlashAttention-2 (Dao 2023) as PyTorch has it (`_scaled_dot_product_flash_attention`): 16 bits, compute
+    capability 8.0, no masks, heads up to WIDEST."""
+
     name = "flash"
     masks = False
 

@@ -1,11 +1,10 @@
-"""Calls between ranks on one node while a mesh is made, among strangers who may call as well.
+"""Authenticated connections between ranks of one node, over Unix sockets.
 
-The name of a listening Unix socket is public, so anybody on the machine can connect to it. The kernel says of which
-user the other end is, and a peer proves itself by what only ranks know: each has drawn a secret, which went to the
-others through the process group. A token is a keyed hash of who calls whom; secrets are of one meeting, so that none
-can be used again. A thread takes calls as they come: whoever is of another user, leaves, or says nothing is not waited
-for.
-"""
+The name of a listening Unix socket is public, so any process of the machine can connect to it. The kernel tells the
+user of the other end, and a peer authenticates itself by what only ranks know: each has drawn a secret, which went to
+the others through the process group. A token is a keyed hash of caller and callee; secrets are drawn for one mesh, so
+that no token can be replayed. A thread accepts connections: those of other users, closed or silent ones hold up
+nothing. """
 
 from __future__ import annotations
 
@@ -24,19 +23,20 @@ from dataclasses import dataclass, field
 from ringopt.distributed.intra_node.messages import PACKET
 
 CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user, group
-HELLO = struct.Struct("<Q32s")  # the rank that calls, its token
+HELLO = struct.Struct("<Q32s")  # the calling rank, its token
 SECRET = 16  # bytes
-# Calls of this user that have said nothing yet; the oldest is closed for one more.
+# Connections of this user without a HELLO yet; the oldest is closed for one more.
 MOST_SILENT = 128
-PAUSE = 0.01  # seconds, where no call can be taken
+PAUSE = 0.01  # seconds, where no connection can be accepted
 
 
 def address(name: bytes) -> bytes:
+    """The abstract Unix socket of that name."""
     return b"\0ringopt-" + name.hex().encode()  # abstract: there is no file, and nothing is left behind
 
 
 def process_of(sock: socket.socket) -> int:
-    """The number of the process at the other end, as seen from here: it may have another in its own namespace."""
+    """The process id of the other end, as seen from here: it may have another in its own namespace."""
     return int(_credentials(sock)[0])
 
 
@@ -51,13 +51,13 @@ def is_mine(sock: socket.socket) -> bool:
 
 
 def token(way: str, secrets: Sequence[bytes], caller: int, called: int) -> bytes:
-    """What a caller says ("call"), and what it hears ("answer")."""
+    """The token of the caller (`way` "call") or of the callee ("answer"): an HMAC of both secrets."""
     return hmac.digest(secrets[caller] + secrets[called], f"{way} {caller} {called}".encode(), "sha256")
 
 
-# ---- the one that calls ----------------------------------------------------------------------------------------------
+# ---- the calling end -------------------------------------------------------------------------------------------------
 def called(name: bytes, secrets: Sequence[bytes], rank: int, peer: int, patience: float) -> socket.socket | None:
-    """A line to `peer`, which has yet to answer."""
+    """A connection to `peer`, which has yet to answer; None where there is none."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError:
@@ -66,17 +66,17 @@ def called(name: bytes, secrets: Sequence[bytes], rank: int, peer: int, patience
         sock.settimeout(patience)
         sock.connect(address(name))
         if is_mine(sock):
-            # As long as the longest packet: where a socket does not hold that, nobody is a neighbour.
+            # As long as the longest packet: where the socket buffer is too small, there are no neighbours.
             sock.send(HELLO.pack(rank, token("call", secrets, rank, peer)).ljust(PACKET, b"\0"))
             return sock
-    except OSError:  # no neighbour then: all ranks hear of it in what is gathered next
+    except OSError:  # no neighbour then: all ranks learn of it in the next all-gather
         pass
     sock.close()
     return None
 
 
 def answered(sock: socket.socket, secrets: Sequence[bytes], rank: int, peer: int, until: float) -> bool:
-    """Whether it was `peer` that took the call."""
+    """Whether `peer` has accepted, by its token, before the time `until`."""
     try:
         sock.settimeout(max(until - time.monotonic(), 0.001))
         return hmac.compare_digest(sock.recv(HELLO.size), token("answer", secrets, rank, peer))
@@ -84,10 +84,10 @@ def answered(sock: socket.socket, secrets: Sequence[bytes], rank: int, peer: int
         return False
 
 
-# ---- the one that is called ------------------------------------------------------------------------------------------
+# ---- the called end --------------------------------------------------------------------------------------------------
 @dataclass
 class Door:
-    """Where others call. `listener` is None where nobody can."""
+    """The listening end. `listener` is None where none could be made; `calls` are connections with their HELLO."""
 
     listener: socket.socket | None
     calls: queue.SimpleQueue[tuple[socket.socket, bytes]] = field(default_factory=queue.SimpleQueue)
@@ -95,14 +95,14 @@ class Door:
     def accepted(
         self, callers: Sequence[int], secrets: Sequence[bytes], rank: int, until: float
     ) -> dict[int, socket.socket]:
-        """Those of `callers` who have called, and proved it, before `until`."""
+        """Connections of those of `callers` that have authenticated before the time `until`."""
         found: dict[int, socket.socket] = {}
         while len(found) < len(callers) and (left := until - time.monotonic()) > 0:
             try:
-                sock, said = self.calls.get(timeout=left)
+                sock, packet = self.calls.get(timeout=left)
             except queue.Empty:
                 break
-            peer, proof = HELLO.unpack(said[: HELLO.size])
+            peer, proof = HELLO.unpack(packet[: HELLO.size])
             fresh = peer in callers and peer not in found
             try:
                 if fresh and hmac.compare_digest(proof, token("call", secrets, peer, rank)):
@@ -117,7 +117,7 @@ class Door:
 
 @contextlib.contextmanager
 def door(name: bytes, available: bool) -> Iterator[Door]:
-    """Calls are taken within. What nobody has asked for is closed at the end."""
+    """A context in which connections are accepted. Those that were not taken are closed at its end."""
     listener = _listening(name) if available else None
     if listener is None:
         yield Door(None)
@@ -140,7 +140,7 @@ def door(name: bytes, available: bool) -> Iterator[Door]:
 def _listening(name: bytes) -> socket.socket | None:
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError:  # the peers must not wait for an answer that an error keeps back
+    except OSError:  # no error here: the peers would wait for an answer
         return None
     try:
         listener.setblocking(False)
@@ -153,7 +153,7 @@ def _listening(name: bytes) -> socket.socket | None:
 
 
 def _take(listener: socket.socket, end: socket.socket, calls: queue.SimpleQueue[tuple[socket.socket, bytes]]) -> None:
-    """Until `end` is closed at its other side: takes calls, and hands on those of this user that say something."""
+    """Accepts connections until the other side of `end` is closed, and queues those of this user that send a HELLO."""
     poll, silent = select.poll(), dict[int, socket.socket]()
     poll.register(listener, select.POLLIN)
     poll.register(end, select.POLLIN)
@@ -164,7 +164,7 @@ def _take(listener: socket.socket, end: socket.socket, calls: queue.SimpleQueue[
                     return
                 if number == listener.fileno():
                     _admit(listener, poll, silent)
-                elif number in silent:  # not closed meanwhile for another
+                elif number in silent:  # not closed since
                     _hear(silent, number, poll, calls)
     finally:
         for sock in silent.values():
@@ -173,7 +173,7 @@ def _take(listener: socket.socket, end: socket.socket, calls: queue.SimpleQueue[
 
 def _admit(listener: socket.socket, poll: select.poll, silent: dict[int, socket.socket]) -> None:
     sock = None
-    with contextlib.suppress(OSError):  # gone again, or no number is left for a file
+    with contextlib.suppress(OSError):  # closed again, or no file descriptor is left
         sock, _ = listener.accept()
     if len(silent) >= MOST_SILENT or (sock is None and silent):
         oldest = next(iter(silent))
@@ -197,14 +197,14 @@ def _hear(
     calls: queue.SimpleQueue[tuple[socket.socket, bytes]],
 ) -> None:
     try:
-        said = silent[number].recv(HELLO.size)
-    except BlockingIOError:  # another was closed meanwhile, whose number this one has now
+        packet = silent[number].recv(HELLO.size)
+    except BlockingIOError:  # the descriptor of a closed connection has been reused by this one
         return
     except OSError:
-        said = b""
+        packet = b""
     poll.unregister(number)
     sock = silent.pop(number)
-    if len(said) == HELLO.size:
-        calls.put((sock, said))
+    if len(packet) == HELLO.size:
+        calls.put((sock, packet))
     else:
         sock.close()

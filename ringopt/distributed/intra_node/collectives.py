@@ -1,4 +1,4 @@
-"""Gathers and sums over ranks that are all on one node: each reads from the others what it needs, with no ring."""
+"""All-gather and all-reduce over ranks of one node: each reads from the others what it needs, with no ring."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ from torch import Tensor
 from ringopt.distributed.intra_node import messages as local_links
 from ringopt.distributed.intra_node.messages import End, LocalLinks, Offer
 
-PARTS, SUMS = 1, 2  # streams: what each rank brings, and what each has summed
-# What is summed is read in pieces that are still in the cache when they are added.
+PARTS, SUMS = 1, 2  # streams: the operands of each rank, and the chunks that each has summed
+# Operands are read in pieces that are still in the cache when they are added.
 PIECE = 1 << 18  # bytes
 
 
 @dataclass
 class Together:
-    """Several ends as one; `then` follows the last."""
+    """Several messages as one work; `then` is called after the last."""
 
     links: LocalLinks
     ends: Sequence[End]
     then: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Raises RuntimeError."""
+        """Waits for all. Raises RuntimeError."""
         self.links.wait(self.ends)
         if self.then is not None:
             self.then()
 
 
 class LocalCollectives:
-    """The n-th on this rank meets the n-th on all others, whatever messages go between."""
+    """Collectives of all ranks of a mesh: the n-th of this rank matches the n-th of the others, whatever messages are
+    between."""
 
     def __init__(self, links: LocalLinks, rank: int):
         self._links, self._rank, self._number = links, rank, 0
 
     def gather(self, parts: Mapping[int, Tensor]) -> Together:
-        """Of `parts` by rank, contiguous and of one size, this rank has filled its own; the others are filled."""
+        """All-gather. `parts`: by rank, contiguous and of one size; this rank has filled its own, the others are
+        filled."""
         links, lines = self._links, self._links.lines.values()
         with links.lock:
             self._number += 1
@@ -49,9 +51,8 @@ class LocalCollectives:
     def sum(self, x: Tensor) -> Together:
         """Sums `x`, 1-D and contiguous, in place: the same bits on all ranks and in every run.
 
-        Short ones are gathered, and added in the order of the ranks. Of a long one each rank adds up a chunk, and sends
-        what comes out to the others (reduce-scatter, then all-gather), so that it reads 2 (p - 1) / p of its size.
-        """
+        A short one is gathered, and added in the order of the ranks. Of a long one each rank sums a chunk, and sends
+        the result to the others (reduce-scatter, then all-gather), so that it reads 2 (p - 1) / p of its size. """
         x, links, lines = x.detach(), self._links, self._links.lines.values()
         size = len(lines) + 1
         if x.nbytes <= local_links.SHORT:
@@ -63,18 +64,18 @@ class LocalCollectives:
             parts_key, sums_key = (PARTS, self._number), (SUMS, self._number)
             chunks = x.tensor_split(size)
             chunk = Chunk(links, chunks[self._rank], len(lines), sums_key)
-            # A chunk is written no earlier than its owner has read what this rank brings for it: its sum has that in.
+            # A chunk is written only after its owner has read this rank's operand of it, which is part of the sum.
             sums = [links.accept(line, chunks[line.peer], sums_key) for line in lines]
             brought = [links.offer(line, chunks[line.peer], parts_key) for line in lines]
             for line in lines:
                 links.expect(line, parts_key, chunk.bring)
-            # Whoever has sent its sum has brought its part before: after `sums` this rank's own is on its way, too.
+            # A rank that has sent its sum has offered its part before: after `sums` this rank's own is being read, too.
             return Together(links, [*brought, *sums], lambda: links.wait(chunk.ends))
 
 
 @dataclass
 class Chunk:
-    """What one rank adds up of a sum: when all `peers` have brought theirs, in the order of the ranks."""
+    """The chunk of a sum that this rank adds up, in the order of the ranks, when all `peers` have offered theirs."""
 
     links: LocalLinks
     mine: Tensor
@@ -88,17 +89,17 @@ class Chunk:
         if len(self.offers) < self.peers:
             return
         for _, brought in sorted(self.offers.items()):
-            with torch.inference_mode():  # whoever serves this message may not be in the mode of whoever posted it
+            with torch.inference_mode():  # the serving thread may be in another mode than the posting one
                 error = self.links.take(brought, self._added(), self.mine.nbytes)
             self.links.taken(brought)
             if error:
                 self.ends.append(End(self.links, brought.line, done=True, error=error))
-        # A sum that lacks a part is nobody's: peers are sent nothing in its place, which is an error of theirs, too.
+        # A sum that lacks a part is invalid: peers are sent an empty message, which is an error there, too.
         found = self.mine[:0] if self.ends else self.mine
         self.ends += [self.links.offer(brought.line, found, self.key) for brought in self.offers.values()]
 
     def _added(self) -> Iterator[tuple[int, Tensor]]:
-        """Places to read into, each of which is added when the next is asked for."""
+        """(offset in bytes, buffer) of each piece to read into; it is added when the next is asked for."""
         items, numbers = self.mine.element_size(), self.mine.numel()
         most = PIECE // items
         room = self.mine.new_empty(min(most, numbers))

@@ -1,4 +1,4 @@
-"""Ranks on one node find each other, and see whether they can read each other's memory."""
+"""Discovery of the ranks of one node that can read each other's memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ringopt.distributed.intra_node.messages import LocalLinks
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
 CARD = struct.Struct(f"<16s16s16s{SECRET}sQ")  # machine, place, name of the socket, secret, address of the secret
-PATIENCE = 10.0  # seconds, for what a peer that is there does at once
+PATIENCE = 10.0  # seconds, for what a live peer does at once
 
-# What every rank brings, in rank order.
+# An all-gather of bytes, in rank order.
 Gather: TypeAlias = Callable[[bytes], list[bytes]]
 
 
 @dataclass(frozen=True)
 class Met:
-    """`links`: this rank's connections to its neighbours, if it has any. `everybody`: all ranks are each other's.
-    `strangers`: ranks on its machine that are none."""
+    """`links`: this rank's connections to its neighbours, if it has any. `everybody`: whether all ranks are neighbours
+    of all others. `strangers`: ranks of its machine that are not."""
 
     links: LocalLinks | None
     everybody: bool
@@ -39,10 +39,10 @@ class Met:
 
 
 def meet(rank: int, gather: Gather, timeout: float) -> Met:
-    """Finds the neighbours of this rank: those that can read its memory, and it theirs.
+    """Finds the neighbours of this rank: those that can read its memory, and whose memory it can read.
 
-    All ranks of a mesh come here together; each two are neighbours or not whatever others are. Ranks in other network
-    namespaces are taken to be elsewhere: a link that somebody has put between them is used.
+    Collective over the ranks of a mesh. Ranks in other network namespaces count as other nodes, so that a link that was
+    set up between them is used.
     """
     name, secret = uuid.uuid4().bytes, secrets.token_bytes(SECRET)
     proof = ctypes.create_string_buffer(secret, len(secret))
@@ -74,7 +74,7 @@ def meet(rank: int, gather: Gather, timeout: float) -> Met:
 
 
 def _machine() -> bytes:
-    """The same on two ranks of one machine, where that can be told."""
+    """Equal on two ranks of one machine, unique where that is not known."""
     try:
         return hashlib.blake2b(BOOT.read_bytes(), digest_size=16).digest()
     except OSError:
@@ -82,12 +82,12 @@ def _machine() -> bytes:
 
 
 def _place() -> bytes:
-    """The same on two ranks that can meet: one machine, network namespace and user. Nowhere, where none can."""
+    """Equal on two ranks that can be neighbours: of one machine, network namespace and user; else unique."""
     try:
-        told = f"{BOOT.read_text()} {os.readlink(NETWORK)} {os.getuid()}"
+        place = f"{BOOT.read_text()} {os.readlink(NETWORK)} {os.getuid()}"
     except OSError:
         return uuid.uuid4().bytes
-    return hashlib.blake2b(told.encode(), digest_size=16).digest() if process_vm.available() else uuid.uuid4().bytes
+    return hashlib.blake2b(place.encode(), digest_size=16).digest() if process_vm.available() else uuid.uuid4().bytes
 
 
 def _reads(process: int, address: int, secret: bytes) -> bool:

@@ -1,12 +1,12 @@
-"""Messages between ranks on one node, without a network and without threads.
+"""Messages between ranks of one node, without a network and without threads.
 
-A sender offers a message over a Unix socket: where it lies and how long it is. The receiver copies it from there
-(process_vm.py), once, and says so; a short message travels in the offer itself. Next to TCP over loopback this saves
-two copies, and the threads that make them, which on a busy node wait for a core that computes.
+A sender offers a message over a Unix socket: its address and length. The receiver copies it from there (process_vm.py),
+once, and acknowledges; a short message is part of the offer itself. Compared with TCP over loopback this saves two
+copies, and the threads that make them, which on a busy node compete for the cores with the computation.
 
-Bytes move when a rank posts, waits, or attends to its messages between two blocks of computation. Whoever waits for one
-message serves all others too, so that no order in which the ranks wait can block them. A message has left when nothing
-is left to do for it here, so that whoever has waited may go and do something else for as long as it likes.
+Bytes move when a rank posts, waits, or serves its messages between two blocks of computation. Waiting for one message
+serves all others too, so that no order of waits can deadlock. A send is complete when nothing is left to do for it on
+this rank, so that after a wait it may compute for any time without serving messages.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from torch import Tensor
 
 from ringopt.distributed.intra_node import process_vm
 
-# A message up to this size travels in its offer: a copy more, and its sender need not wait until it was taken.
+# A message up to this size is part of its offer: one more copy, and its sender need not wait for the receiver.
 SHORT = 1 << 14  # bytes
-# Of two threads that wait at a time one may take what the other waits for: none sleeps longer than this.
+# Of two waiting threads one may serve what the other waits for: none sleeps longer than this.
 SLICE = 0.05  # seconds
-# A process that is stopped (a job suspended, a debugger) has not waited meanwhile: one look counts for this at most.
+# Time in which the process was stopped (a suspended job, a debugger) is no waiting: one poll counts for this at most.
 LOOK = 1.0  # seconds
 
 Key: TypeAlias = tuple[int, int]  # stream, number within it
 
 
 class Kind(IntEnum):
+    """OFFER: a message in the sender's memory; SHORT: one within the packet; TAKEN: an acknowledgement."""
+
     OFFER = 0
     SHORT = 1
     TAKEN = 2
@@ -52,7 +54,7 @@ PACKET = HEAD.size + SHORT  # bytes at most
 
 @dataclass
 class End:
-    """One end of a message. `error` says why it failed."""
+    """One end of a message. `error`: why it failed, or ""."""
 
     links: LocalLinks
     line: Line
@@ -60,13 +62,13 @@ class End:
     error: str = ""
 
     def wait(self) -> None:
-        """Raises RuntimeError."""
+        """Waits until it is done. Raises RuntimeError."""
         self.links.wait([self])
 
 
 @dataclass
 class Offer:
-    """A message that a peer has ready: in its memory, or here if it is short."""
+    """A message that a peer has offered: in its memory, or in `content` if it is short."""
 
     line: Line
     key: Key
@@ -84,37 +86,37 @@ class Offer:
 
 @dataclass(eq=False)
 class Line:
-    """The socket to a peer, and what its two ends have not brought together yet."""
+    """The socket to a peer, with offers and receives that are not matched yet."""
 
     peer: int
-    process: int  # its number as seen from here
+    process: int  # its process id as seen from here
     socket: socket.socket
     gone: bool = False
     sent: int = 0
     received: int = 0
-    # Packets that did not fit into the socket, and the end that has nothing more to do when it is sent.
+    # Packets that did not fit into the socket, each with the end that is done when it is sent.
     unsent: deque[tuple[bytes, End | None]] = field(default_factory=deque)
     offers: dict[Key, Offer] = field(default_factory=dict)
     awaited: dict[Key, Callable[[Offer], None]] = field(default_factory=dict)
-    untaken: dict[Key, tuple[End, Tensor]] = field(default_factory=dict)  # with what is read meanwhile
+    untaken: dict[Key, tuple[End, Tensor]] = field(default_factory=dict)  # with the buffer that the peer reads
 
     def is_cut(self) -> bool:
-        """Whether the peer has left, also if what it has said before is still to be read."""
+        """Whether the peer has closed the connection, even if packets are still to be read."""
         poll = select.poll()
         poll.register(self.socket, 0)
         return bool(poll.poll(0))
 
 
 class LocalLinks:
-    """This rank's connections to others on its node: the socket to each peer, and the number of its process. An error
-    follows `timeout` seconds of waiting for one message."""
+    """This rank's connections to others of its node: the socket to each peer, and its process id. Waiting for one
+    message fails after `timeout` seconds."""
 
-    MESSAGES = 0  # the stream of plain messages; others are for the collectives
+    MESSAGES = 0  # the stream of point-to-point messages; others are for the collectives
 
     def __init__(self, peers: Mapping[int, tuple[socket.socket, int]], timeout: float):
         self.lines = {peer: Line(peer, process, sock) for peer, (sock, process) in sorted(peers.items())}
         self._timeout = timeout
-        # Reentrant: what has come may be the last part of a sum, which is then sent.
+        # Reentrant: a received message may be the last part of a sum, which is then sent.
         self.lock = threading.RLock()
         self._turn = threading.Lock()  # a poll object serves one thread at a time
         self._poll, self._by_number = select.poll(), dict[int, Line]()
@@ -129,16 +131,16 @@ class LocalLinks:
             line.socket.close()
 
     def fail(self) -> None:
-        """After an error this rank is not at the message any more at which its peers are, so none may meet the next one
-        from here. Whoever waits for this rank is told at once."""
+        """Shuts all connections down: after an error this rank is out of step, and no peer may receive another message
+        from it. Peers that wait for this rank fail at once."""
         with self.lock:
             for line in self.lines.values():
                 with suppress(OSError):  # the peer is gone
                     line.socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, peer: int, buffer: Tensor) -> End:
-        """`buffer`, contiguous, stays as it is until it was waited for. The n-th message to a peer is the n-th that it
-        receives from here."""
+        """Starts sending `buffer`, contiguous, which must not be written before it was waited for. The n-th message to
+        a peer is the n-th that it receives from this rank."""
         with self.lock:
             line = self.lines[peer]
             line.sent += 1
@@ -151,13 +153,13 @@ class LocalLinks:
             return self.accept(line, buffer, (self.MESSAGES, line.received))
 
     def attend(self) -> None:
-        """Moves what can be moved, and waits for nothing."""
+        """Serves messages without blocking."""
         if self.busy:
             self._serve(0.0)
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """For a thread that blocks in something else: another one serves meanwhile what is under way."""
+        """A context for a thread that blocks in another transport: a thread serves messages meanwhile."""
         over = threading.Event()
 
         def serve() -> None:
@@ -173,12 +175,12 @@ class LocalLinks:
 
     @property
     def busy(self) -> bool:
-        """Whether something is left to do here for a message."""
+        """Whether a message is in flight that needs this rank."""
         return any(line.awaited or line.untaken or line.unsent for line in self.lines.values())
 
     def wait(self, ends: Sequence[End]) -> None:
-        """Serves all messages until these have ended. Raises RuntimeError as soon as one of them has failed, or cannot
-        end any more: another may be waited for that hangs on it."""
+        """Serves all messages until `ends` are done. Raises RuntimeError as soon as one of them has failed or its peer
+        is gone, since others may depend on it."""
         patience = self._timeout
         while True:
             for end in ends:
@@ -216,14 +218,13 @@ class LocalLinks:
         return end
 
     def expect(self, line: Line, key: Key, take: Callable[[Offer], None]) -> None:
-        """Calls `take` with the message of this key, now or as soon as it is offered."""
+        """Calls `take` with the message `key`, now or as soon as it is offered."""
         line.awaited[key] = take
         if key in line.offers:
             self._bring_together(line.offers.pop(key))
 
     def take(self, offer: Offer, pieces: Iterable[tuple[int, Tensor]], size: int) -> str:
-        """Reads a message of `size` bytes: into each tensor, asked for one after the other, what it has from its start
-        on. Returns why it cannot, if so."""
+        """Reads a message of `size` bytes into `pieces`, (offset in bytes, buffer) each. Returns the error, or ""."""
         if offer.size != size:
             return f"rank {offer.line.peer} has sent {offer.size} bytes where {size} are received"
         try:
@@ -231,11 +232,11 @@ class LocalLinks:
                 offer.read(target, start)
         except OSError as problem:
             return str(problem)
-        # Who leaves in the midst of its messages does so before it gives up their memory: this may be something else.
+        # A peer closes its connection before it frees the memory of its messages: these bytes may be others.
         return _closed(offer.line) if offer.content is None and offer.line.is_cut() else ""
 
     def taken(self, offer: Offer, end: End | None = None) -> None:
-        """Lets the sender of a message go on, whether it could be read or not: the last thing to do for `end`."""
+        """Acknowledges a message to its sender, whether it could be read or not, which completes `end`."""
         if offer.content is None:
             self._push(offer.line, HEAD.pack(Kind.TAKEN, *offer.key, 0, 0), end)
         elif end is not None:
@@ -253,7 +254,7 @@ class LocalLinks:
         if not self._turn.acquire(timeout=seconds):
             return
         try:
-            ready = self._poll.poll(seconds * 1000)  # without the lock: another thread may have to post meanwhile
+            ready = self._poll.poll(seconds * 1000)  # without the lock: another thread may have to post
         finally:
             self._turn.release()
         with self.lock:
@@ -263,7 +264,7 @@ class LocalLinks:
                     self._flush(line)
                     while not line.gone and self._next_packet(line):
                         pass
-            except BaseException:  # such as no memory left: the message at hand is lost, and would be waited for
+            except BaseException:  # such as out of memory: the current message is lost, and peers would wait for it
                 self.fail()
                 raise
 
@@ -272,7 +273,7 @@ class LocalLinks:
             packet = line.socket.recv(PACKET)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # told once, ahead of what the peer has said before it went
+        except ConnectionResetError:  # raised once, before the packets that the peer sent
             return True
         if not packet:
             line.gone = True
@@ -295,10 +296,10 @@ class LocalLinks:
         while line.unsent and not line.gone:
             packet, end = line.unsent[0]
             try:
-                line.socket.send(packet, socket.MSG_NOSIGNAL)  # a peer may be gone, and a program have SIGPIPE end it
-            except BlockingIOError:  # the peer computes, and the socket is full
+                line.socket.send(packet, socket.MSG_NOSIGNAL)  # a peer may be gone, and SIGPIPE would end the program
+            except BlockingIOError:  # the peer computes, and the socket buffer is full
                 break
-            except ConnectionError:  # the peer is gone; what it has said before is still to be read
+            except ConnectionError:  # the peer is gone; packets of it may still be unread
                 line.unsent.clear()
                 break
             line.unsent.popleft()

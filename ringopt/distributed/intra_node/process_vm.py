@@ -1,7 +1,7 @@
 """Cross memory attach: one process reads another's memory, in one copy that the kernel makes.
 
-process_vm_readv(2), as MPI libraries move messages within a node (Open MPI's and UCX's "cma"). Linux has it; who may
-read whom is what ptrace(2) allows: processes of one user, unless the system is stricter.
+process_vm_readv(2), as MPI libraries send messages within a node (Open MPI's and UCX's "cma"). Linux only; the
+permissions are those of ptrace(2): processes of one user, unless the system is stricter.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _libc = _library()
 
 
 def available() -> bool:
+    """Whether the system has process_vm_readv."""
     return hasattr(_libc, "process_vm_readv")
 
 
 def scope() -> int:
-    """Whom Yama, where a kernel has it, lets read a process: 0 whoever has its user, 1 those that it names, 2 the
-    administrator, 3 nobody."""
+    """The ptrace scope of Yama, 0 without it. Who may read a process: 0 its user, 1 those that it names, 2 the
+    administrator, 3 no one."""
     return int(YAMA.read_text()) if YAMA.exists() else 0
 
 
 def permit() -> None:
-    """Names those who may read this process, where they must be named: the processes that its parent has started, for
-    ranks have one launcher. Nothing else is loosened: the user must still be the same. Where there is no Yama the call
-    does nothing."""
+    """Lets the descendants of this process's parent read its memory under Yama's scope 1, for ranks have one launcher.
+    The user must still be the same. A no-op without Yama."""
     _libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
