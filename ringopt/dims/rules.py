@@ -54,10 +54,10 @@ def is_known(node: fx.Node) -> bool:
 POINTWISE = frozenset(
     {"to", "contiguous", "clone", "detach", "alias", "_to_copy", "lift_fresh_copy", "type_as", "float", "bfloat16"}
     | {"half", "double", "full_like", "zeros_like", "ones_like", "empty_like", "where", "masked_fill", "expand_as"}
-    | {"__and__", "__or__", "__xor__", "softplus", "rsub", "nan_to_num", "square", "hardswish", "log_sigmoid", "fix"}
+    | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "softplus", "rsub", "nan_to_num", "square"}
     | {"multiply", "subtract", "divide", "true_divide", "floor_divide", "negative", "absolute", "isclose", "isreal"}
     | {"greater", "less", "greater_equal", "less_equal", "not_equal", "polar", "complex", "real", "imag", "conj"}
-    | {"_conj", "resolve_conj", "_neg_view", "resolve_neg", "arctan2"}
+    | {"_conj", "resolve_conj", "_neg_view", "resolve_neg", "arctan2", "hardswish", "log_sigmoid", "fix"}
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.fx.traceback
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.frontend import flex
@@ -97,6 +98,8 @@ class Flatten(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         self.tag()
+        if target in DROPOUTS and drops_nothing(*args, **kwargs):
+            return args[0] if args else kwargs["input"]
         if is_whole_layer(target, kwargs, args):
             return DECOMPOSED[target](*args, **kwargs)
         if is_inline(target):
@@ -182,6 +185,17 @@ class Flatten(fx.Interpreter):
             if memory.count(storage_key(x)) > 1:
                 said = "a custom autograd.Function writes to an input that shares memory with another one (mark_dirty)"
                 raise GraphRefused(Refusal(said))
+
+
+# The one operator that returns its operand itself, and of which the tracer would have a copy instead.
+DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
+
+
+def drops_nothing(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
+) -> bool:
+    """Whether a dropout returns the very tensor that it is given: who writes to the result writes to that."""
+    return 0 <= p <= 1 and (p == 0 or not (training and train))
 
 
 def written_by(forward: fx.GraphModule, dirty: Sequence[int], operands: Sequence[Any]) -> dict[int, Tensor]:

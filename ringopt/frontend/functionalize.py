@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from ringopt.dims.undone_views import PARTS, undone
 from ringopt.ir.nodes import (
     carries_gradient,
     is_aten,
@@ -188,6 +188,11 @@ class Functional:
             if self.is_input_to_be_written(node.args[1]) and not self.writes_part(node):
                 new = self.emit(aten.clone.default, (new,), {}, node)
             return self.instead(like, new, node)
+        if name == "fill_diagonal_" and len(shape_of(node)) == 2 and not named(node, "wrap"):
+            how = {"dtype": torch.bool, "device": value_of(node).device}
+            diagonal = self.emit(aten.eye.m, shape_of(node), how, node)
+            diagonal.meta["val"] = torch.empty_like(value_of(node), dtype=torch.bool)
+            return self.emit(aten.masked_fill.Scalar, (like, diagonal, value), {}, node)
         if node.target is aten.bernoulli_.float:
             return self.emit(aten.bernoulli.p, (like, named(node, "p")), {}, node)
         overload, given = returning(node), {key: arg for key, arg in kwargs.items() if key != "out"}
@@ -250,16 +255,16 @@ class Functional:
 
     def paste(self, view: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
         """The parent of `view` with `value` where the view looks."""
-        parent, name = self.parents[view], op_name(view)
-        same_bytes = value_of(view).dtype == value_of(parent).dtype
+        parent = self.parents[view]
         written = self.carries.get(self.latest(parent), True) or self.carries.get(value, True)
-        if name in PARTS and value_of(parent).is_complex() and written:
+        if op_name(view) in PARTS and value_of(parent).is_complex() and written:
             raise Unwritable(
                 f"{why.target} writes to a part of complex numbers, through which no gradient is known", why
             )
-        if view.op == "call_function" and name in PASTE and same_bytes:
-            return self.emit(*PASTE[name](self.latest(parent), value, view, shape_of(parent)), {}, parent)
-        raise Unwritable(f"{why.target} writes through {view.target}, which is no view that can be undone", why)
+        pasted = undone(view, parent, self.latest(parent), value)
+        if pasted is None:
+            raise Unwritable(f"{why.target} writes through {view.target}, which is no view that can be undone", why)
+        return self.emit(*pasted, {}, parent)
 
     def copy_back(self) -> None:
         """Inputs that the program changes get their last value."""
@@ -355,39 +360,3 @@ def storage(node: fx.Node) -> int | None:
     """The key of the storage that a node's tensor lies in, None for another value."""
     value = value_of(node)
     return storage_key(value) if isinstance(value, torch.Tensor) else None
-
-
-def _reshaped(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    return aten.reshape.default, (value, list(shape))
-
-
-def _unpermuted(parent: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    order = [dim % len(shape) for dim in view.args[1]]
-    return aten.permute.default, (value, [order.index(dim) for dim in range(len(shape))])
-
-
-Paste = Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], tuple[Any, Any]]
-
-PARTS = ("slice", "select", "diagonal")
-PASTE: dict[str, Paste] = {
-    "slice": lambda parent, value, view, shape: (aten.slice_scatter.default, (parent, value, *view.args[1:])),
-    "select": lambda parent, value, view, shape: (aten.select_scatter.default, (parent, value, *view.args[1:])),
-    "diagonal": lambda parent, value, view, shape: (aten.diagonal_scatter.default, (parent, value, *view.args[1:])),
-    **dict.fromkeys(
-        ("transpose", "swapaxes", "swapdims"),
-        lambda parent, value, view, shape: (aten.transpose.int, (value, *view.args[1:])),
-    ),
-    "mT": lambda parent, value, view, shape: (aten.transpose.int, (value, -2, -1)),
-    "t": lambda parent, value, view, shape: (aten.t.default, (value,)),
-    "permute": _unpermuted,
-    **dict.fromkeys(
-        ("movedim", "moveaxis"),
-        lambda parent, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
-    ),
-    **dict.fromkeys(
-        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), _reshaped
-    ),
-    **dict.fromkeys(
-        ("alias", "detach", "contiguous", "to"), lambda parent, value, view, shape: (aten.alias.default, (value,))
-    ),
-}

@@ -7,7 +7,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.frontend.functionalize import instead
-from ringopt.ir.nodes import argument, emit, named, op_name, origin, requires_grad, shape_of, value_of
+from ringopt.ir.nodes import argument, emit, is_aten, named, op_name, origin, requires_grad, shape_of, value_of
 
 aten = torch.ops.aten
 
@@ -44,19 +44,28 @@ def drop_identities(graph: fx.Graph) -> None:
 
 def name_shapes_and_types(graph: fx.Graph) -> None:
     """Of another value that tells a view its shape, or a cast its type, nothing else is read: it need not be at hand.
-    `x.T` is named as the permutation it is."""
+    `x.T`, `x.mH` and `x.ravel()` are named as the permutation, the transposition and the shape that they are."""
     for node in graph.nodes:
-        if len(node.args) != 2 - (op_name(node) == "numpy_T") or node.kwargs:
+        name = op_name(node)
+        if len(node.args) != 2 - (name in OF_ONE) or node.kwargs or not is_aten(node):
             continue
         first, found = node.args[0], value_of(node)
         if node.target in (aten.type_as.default, aten.to.other) and value_of(first).device == found.device:
             node.target, node.args = aten.to.dtype, (first, found.dtype)
-        elif node.target in (aten.view_as.default, aten.reshape_as.default):
+        elif node.target in (aten.view_as.default, aten.reshape_as.default) or name in RESHAPED:
             node.target, node.args = aten.reshape.default, (first, list(shape_of(node)))
+        elif name == "sum_to_size" and shape_of(first) == shape_of(node):
+            node.target, node.args = aten.alias.default, (first,)
         elif node.target is aten.expand_as.default:
             node.target, node.args = aten.expand.default, (first, list(shape_of(node)))
-        elif node.target is aten.numpy_T.default:
+        elif name == "numpy_T":
             node.target, node.args = aten.permute.default, (first, list(reversed(range(found.dim()))))
+        elif name in ADJOINT and not found.is_complex() and found.dim() > 1:
+            node.target, node.args = aten.transpose.int, (first, -2, -1)
+
+
+RESHAPED, ADJOINT = ("ravel", "atleast_1d", "atleast_2d", "atleast_3d"), ("adjoint", "mH", "matrix_H")
+OF_ONE = ("numpy_T", *RESHAPED, *ADJOINT)  # which take nothing but what they are views of
 
 
 DRAWN = {aten.rand_like.default: aten.rand.default, aten.randn_like.default: aten.randn.default}

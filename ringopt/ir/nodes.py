@@ -149,7 +149,7 @@ def carries_gradient(node: fx.Node, given: bool) -> bool:
     value = value_of(node)
     if node.op in ("placeholder", "get_attr"):
         return isinstance(value, torch.Tensor) and value.requires_grad
-    if node.op != "call_function" or op_name(node) in WITHOUT_GRADIENT:
+    if node.op != "call_function" or op_name(node) in WITHOUT_GRADIENT or node.target is torch.ops.aten.view.dtype:
         return False
     outputs = value if isinstance(value, (tuple, list)) else [value]
     return given and any(

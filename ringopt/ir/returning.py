@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,12 @@ aten = torch.ops.aten
 
 
 def returning(node: fx.Node) -> Any:
-    """The functional variant of a mutating op: `add` of `add_`, `add.Tensor` of `add.out`, `pow.Tensor_Scalar` of
-    `pow_.Scalar`; None where there is none. Some name the mutated argument otherwise (`dropout` of `dropout_`)."""
+    """The functional variant of a mutating op: `add` of `add_`, `__or__` of `__ior__`, `add.Tensor` of `add.out`,
+    `pow.Tensor_Scalar` of `pow_.Scalar`; None where there is none. Some name the mutated argument otherwise (`dropout`
+    of `dropout_`)."""
     target = node.target
-    name = schema_of(target).name.split("::")[1].removesuffix("_")
+    name = schema_of(target).name.split("::")[1]
+    name = re.sub("^__i(?=[a-z]+__$)", "__", name) if name.endswith("__") else name.removesuffix("_")
     packet = getattr(aten, "normal_functional" if target is aten.normal_.default else name, None)
     if packet is None:
         return None

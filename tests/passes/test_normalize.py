@@ -204,14 +204,36 @@ def autocast_attention(m, x):
     return y.float()
 
 
+def masks_in_place(m, x):
+    mask = torch.ones(5, 8, dtype=torch.bool).tril()
+    mask |= x[0] > 0
+    mask &= x[1] > 0
+    mask ^= True
+    mask.fill_diagonal_(True)
+    return m.linear(x).masked_fill(mask, 2)
+
+
+def integers_in_place(m, x):
+    places = torch.arange(8) + 1
+    places <<= 2
+    places >>= torch.ones_like(places)
+    places |= 1
+    places &= torch.tensor(62)
+    places[2:] ^= 3
+    return m.linear(x) * places
+
+
 FUNCTIONS = [
     write_row, write_through_a_view, write_after_use, write_twice, write_chain, write_other_dtype,
     write_whole_then_part, change_a_buffer, no_grad_region, grad_in_no_grad, autocast_region,
     autocast_attention, written_then_read_in_no_grad, written_in_no_grad, buffers_updated_in_no_grad,
     data_is_no_constant, write_into_a_diagonal, views_in_place, written_over,
     as_strided_in_place, given_back_in_no_grad, given_back_by_rarer_operators, compared_in_place, inference_region,
-    copy_of_another_order, powers_in_place,
+    copy_of_another_order, powers_in_place, masks_in_place, integers_in_place,
 ]  # fmt: skip
+
+
+LOGIC = ("__and__", "__or__", "__xor__", "__lshift__", "__rshift__")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
@@ -219,10 +241,52 @@ def test_same_bits_without_writes_or_regions(function):
     captured, _ = after([], Body(function), torch.randn(2, 5, 8))
     gm, _ = after([Normalize()], Body(function), torch.randn(2, 5, 8))
     left = ops(gm)
-    assert not [name for name in left if name.endswith("_") and not name.startswith("__") and name != "copy_"]
+    assert not [name for name in left if name.endswith("_") and name not in ("copy_", *LOGIC)]
     assert left.count("copy_") == (function in (change_a_buffer, buffers_updated_in_no_grad))
     assert not {"_set_grad_enabled", "_enter_autocast", "_exit_autocast"} & set(left)
     assert_same(gm, captured, gm.meta["inputs"])
+
+
+VIEWS = {
+    "type_as": lambda y: y.type_as(y.new_zeros(1)),
+    "expand": lambda y: y.expand(2, 5, 8),
+    "expand_as": lambda y: y.expand_as(y),
+    "broadcast_to": lambda y: y.broadcast_to(2, 5, 8),
+    "positive": lambda y: y.positive(),
+    "resolve_conj": lambda y: y.resolve_conj(),
+    "sum_to_size": lambda y: y.sum_to_size(2, 5, 8),
+    "atleast_3d": lambda y: torch.atleast_3d(y[0]),
+    "real": lambda y: y.real,
+    "ravel": lambda y: y.ravel(),
+    "reshape_as": lambda y: y.reshape_as(y.flatten(1)),
+    "adjoint": lambda y: y.adjoint(),
+    "T": lambda y: y[0].T,
+    "H": lambda y: y[1].H,
+    "as_strided": lambda y: y.as_strided((2, 5, 8), (40, 8, 1)),
+    "dropout": lambda y: F.dropout(y, 0.1, False),
+    "torch.dropout": lambda y: torch.dropout(y, 0.0, True),
+    "alpha_dropout": lambda y: F.alpha_dropout(y, 0.1, False),
+    "a view of dropout": lambda y: F.dropout(y, 0.1, False).view(2, -1)[:, 3:],
+    "linalg.diagonal": lambda y: torch.linalg.diagonal(y, offset=1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_what_was_handed_back_is_written(view):
+    """Operators that return their operand itself where there is nothing to do, and rarer views."""
+
+    def function(m, x):
+        y = m.linear(x) * 1
+        view(y).mul_(3)
+        return y * x, view(y)
+
+    captured, _ = after([], Body(function), torch.randn(2, 5, 8))
+    gm, _ = after([Normalize()], Body(function), torch.randn(2, 5, 8))
+    assert not [name for name in ops(gm) if name.endswith("_")]
+    assert_same(gm, captured, gm.meta["inputs"])
+    module, (x, *_) = Body(function), [x for x in gm.meta["inputs"] if not isinstance(x, nn.Parameter)]
+    for found, expected in zip(gm(*gm.meta["inputs"]), module(x), strict=True):
+        assert torch.equal(found, expected)  # eager's, too: torch.compile has a copy of what dropout returns
 
 
 def type_of_another(m, x):
@@ -334,6 +398,7 @@ def test_what_has_no_entries_is_not_joined(joined, op):
         (lambda m, x: torch.aminmax(x, out=(x.new_empty(()), x.new_empty(()))), "writes to several tensors"),
         (lambda m, x: torch._foreach_add_([m.linear(x) * 1], 1.0), "writes to a list of tensors"),
         (lambda m, x: OF_ANOTHER.relu_(x * 1), "relu_.default is no ATen operator: what it writes is not known"),
+        (lambda m, x: m.linear(x).view(torch.float32).mul_(2), "writes through detach to a value with a gradient"),
         (lambda m, x: x.clone().as_strided((2, 2), (8, 1)).add_(1), "no view that can be undone"),
     ],
 )

@@ -5,41 +5,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.drivers.compile import transform
-from ringopt.options import Options
+from tests.harness.lengths import run_over
 from tests.harness.models import build
-from tests.harness.threads import run_on_threads
-from tests.harness.translation import TOLERANCE, Seat, difference, values_and_gradients
-
-
-class Lengths:
-    """A backend of p pretended ranks that compares every call with the program itself; `reports`: one a compilation."""
-
-    def __init__(self, p: int, **options):
-        self.p, self.options, self.reports = p, Options(**options), []
-
-    def __call__(self, gm, inputs):
-        made = [transform(gm, inputs, self.options, Seat(rank, self.p)) for rank in range(self.p)]
-        self.reports.append(made[0].report)
-
-        def run(*inputs):
-            expected = values_and_gradients(gm, inputs)
-            found = run_on_threads(self.p, lambda mesh: values_and_gradients(made[mesh.rank].graph or gm, inputs))
-            for values in found:
-                assert difference(expected, values, TOLERANCE) == ""
-            return gm(*inputs)
-
-        return run
-
-
-def run_over(module: nn.Module, calls, p: int, dynamic=None, **options) -> Lengths:
-    """Runs `module(*call)` for each call, keywords where it is a dict."""
-    torch._dynamo.reset()
-    backend = Lengths(p, **options)
-    compiled = torch.compile(module, backend=backend, dynamic=dynamic)
-    for call in calls:
-        compiled(**call) if isinstance(call, dict) else compiled(*call)
-    return backend
 
 
 class Decoder(nn.Module):

@@ -1,0 +1,83 @@
+"""What the base of a view becomes where the view gets another value.
+
+    v = x.transpose(0, 1);  v.mul_(2)   ->   x1 = transpose(v1, 0, 1)
+    v = x[:, 1:];           v.mul_(2)   ->   x1 = slice_scatter(x, v1, 1, 1)
+    v = x.type_as(y);       v.mul_(2)   ->   x1 = v1          of one dtype: v is x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from ringopt.ir.nodes import named, op_name, shape_of, value_of
+from ringopt.ir.symbolic_sizes import same
+
+aten = torch.ops.aten
+
+Undone = tuple[Any, tuple[Any, ...]]
+
+
+def undone(view: fx.Node, base: fx.Node, latest: fx.Node, value: fx.Node) -> Undone | None:
+    """An op and its arguments: `latest`, the value of `base`, with `value` where `view` looks. None where that is not
+    known: for a view of other bytes, or of overlapping ones."""
+    if value_of(view).dtype != value_of(base).dtype:
+        return None
+    if lie_alike(value_of(view), value_of(base)):
+        return aten.alias.default, (value,)
+    rule = RULES.get(op_name(view))
+    return rule(latest, value, view, shape_of(base)) if rule is not None else None
+
+
+def lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two views of one memory are the same numbers at the same places: what `type_as`, `contiguous`, `expand`,
+    `positive` and others return where there is nothing to do."""
+    if one.dim() != other.dim() or (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
+        return False
+    dims = zip(one.shape, other.shape, one.stride(), other.stride(), strict=True)
+    there = all(same(a, b) and (same(a, 1) or same(x, y)) for a, b, x, y in dims)
+    return there and same(one.storage_offset(), other.storage_offset())
+
+
+def reshaped(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+    return aten.reshape.default, (value, list(shape))
+
+
+def again(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+    """Of a view that is its own inverse."""
+    return view.target, (value, *view.args[1:])
+
+
+def unpermuted(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+    order = [dim % len(shape) for dim in view.args[1]]
+    return aten.permute.default, (value, [order.index(dim) for dim in range(len(shape))])
+
+
+def diagonal(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+    return aten.diagonal_scatter.default, (latest, value, *(named(view, name) for name in ("offset", "dim1", "dim2")))
+
+
+PARTS = ("slice", "select", "diagonal", "linalg_diagonal")
+
+RULES: dict[str, Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], Undone]] = {
+    "slice": lambda latest, value, view, shape: (aten.slice_scatter.default, (latest, value, *view.args[1:])),
+    "select": lambda latest, value, view, shape: (aten.select_scatter.default, (latest, value, *view.args[1:])),
+    **dict.fromkeys(("diagonal", "linalg_diagonal"), diagonal),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T", "mH", "matrix_H", "adjoint"), again),
+    "permute": unpermuted,
+    **dict.fromkeys(
+        ("movedim", "moveaxis"),
+        lambda latest, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
+    ),
+    **dict.fromkeys(
+        (
+            *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"),
+            *("reshape_as", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"),
+        ),
+        reshaped,
+    ),
+}

@@ -1,0 +1,116 @@
+"""Writes in place leave a program sharded: values, gradients and what was written are those of eager, on 2 and 3 ranks,
+over several lengths in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from tests.harness.lengths import run_over
+
+WIDTH, HEADS = 16, 4
+
+
+class Model(nn.Module):
+    """Attention whose query goes through `on_query`, or a `step(self, x)` of its own."""
+
+    def __init__(self, on_query=None, step=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.side = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.on_query, self.step = on_query, step
+        self.double()
+
+    def attention(self, x, mask=None):
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q = self.on_query(q) if self.on_query else q
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        return self.step(self, x) if self.step else self.attention(x)
+
+
+def rows(n):
+    return torch.randn(2, n, WIDTH, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+
+
+LENGTHS = (12, 17, 14)
+
+
+def assert_sharded(model, p, share=1.0, graphs=2):
+    reports = run_over(model, [(rows(n),) for n in LENGTHS], p).reports
+    assert len(reports) == graphs  # the second length is the last to be compiled
+    assert [report.refusal for report in reports] == [None] * graphs
+    assert [site.refusal for report in reports for site in report.sites] == [None] * graphs
+    assert all(report.sharded_fraction >= share for report in reports)
+
+
+def written(same):
+    """The query through each of `same`, which returns its operand itself or a view of it, and then written to."""
+
+    def on_query(q):
+        q = q * 1
+        for k, each in enumerate(same):
+            each(q).mul_(0.9 + 0.02 * k)
+        return q
+
+    return on_query
+
+
+VIEWS = [
+    lambda q: q.type_as(q.new_zeros(1)),
+    lambda q: q.transpose(1, 2).type_as(q).transpose(1, 2),
+    lambda q: q.to(torch.float64),
+    lambda q: q.expand(q.shape),
+    lambda q: q.expand_as(q),
+    lambda q: q.broadcast_to(q.shape),
+    lambda q: q.positive(),
+    lambda q: q.resolve_conj(),
+    lambda q: q.sum_to_size(q.shape),
+    lambda q: torch.atleast_3d(q[:, :, 1:]),
+    lambda q: q.real,
+    lambda q: q.reshape_as(q.flatten(0, 1)),
+    lambda q: q.mH,
+    lambda q: q[0].adjoint(),
+    lambda q: F.dropout(q, 0.5, False),
+    lambda q: F.dropout(q, 0.0),
+]
+
+
+@pytest.mark.parametrize("p, same", [(2, VIEWS[:1]), (2, VIEWS[1:9]), (3, VIEWS[9:])])
+def test_writes_through_what_was_handed_back(p, same):
+    assert_sharded(Model(written(same)), p)
+
+
+def in_place_logic(m, x):
+    n = x.shape[1]
+    mask = torch.ones(n, n, dtype=torch.bool).tril()
+    mask &= torch.arange(n)[:, None] - torch.arange(n) < 9
+    mask |= torch.eye(n, dtype=torch.bool)
+    mask ^= torch.zeros(n, n, dtype=torch.bool)
+    return m.attention(x, mask)
+
+
+def in_place_shifts(m, x):
+    places = torch.arange(x.shape[1]) * 1
+    places <<= 2
+    places >>= torch.ones_like(places)
+    places |= 1
+    places ^= 2
+    places &= 62
+    return m.attention(x + places[:, None])
+
+
+def filled_diagonal(m, x):
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(-1)
+    return m.attention(x, mask.fill_diagonal_(True))
+
+
+@pytest.mark.parametrize("p", (2, 3))
+@pytest.mark.parametrize("step", (in_place_logic, in_place_shifts, filled_diagonal), ids=lambda f: f.__name__)
+def test_integers_and_masks_written_in_place(step, p):
+    # Of fill_diagonal_, torch itself fixes the size.
+    assert_sharded(Model(step=step), p, graphs=3 if step is filled_diagonal else 2)
