@@ -33,7 +33,7 @@ from ringopt.output.printable import logger
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 from ringopt.torch_compat.operators import TO_COPY
 from ringopt.torch_compat.pytree import tree_map_only
-from ringopt.torch_compat.tensors import NO_TORCH_FUNCTION, make_wrapper, version_of
+from ringopt.torch_compat.tensors import NO_TORCH_FUNCTION, make_wrapper
 from ringopt.torch_compat.tracing import disable_dynamo
 
 log = logger(__name__)
@@ -69,7 +69,7 @@ class Shard:
 
     def __init__(self, rows: Tensor, spread: Spread, number: int | None = None):
         self.spread, self.number = spread, number
-        self._rows, self._whole, self._version = rows, None, 0
+        self._rows, self._whole = rows, None
         if number is None and is_real(rows):
             mesh = mesh_of(spread.group)
             mesh.apart()  # made here, where all ranks are
@@ -80,9 +80,10 @@ class Shard:
 
     @property
     def rows(self) -> Tensor:
-        if self._whole is None or version_of(self._whole) == self._version:
+        if self._whole is None:
             return self._rows
-        with unset_fake_temporarily():  # the whole was written since
+        # The whole may have been written since, through a view too: views made below autograd count no writes.
+        with unset_fake_temporarily():
             return cut(self.spread, self._whole)
 
     def mapped(self, func: Callable[[Tensor], Tensor]) -> Shard:
@@ -106,7 +107,6 @@ class Shard:
         self._meet(apart)
         with torch.no_grad():
             self._whole = gathered(self.spread, self._rows, apart.name)
-        self._version = 0 if self._whole.is_inference() else version_of(self._whole)
         return self._whole
 
     def _meet(self, mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -190,6 +191,22 @@ def test_what_rounding_moves_is_no_error():
         run = Verified(lambda a, b, off=off: program(a * (1 + off), b), Original(graph, "ab"), alone, {}, ())
         with pytest.raises(VerificationError, match="output 0") if wrong else nullcontext():
             run(x, x.flip(0))
+
+
+@pytest.mark.parametrize("side", ("ranks", "original", "both"))
+def test_nan_on_one_side_is_a_difference(side):
+    x = torch.rand(8, generator=torch.Generator().manual_seed(0))
+
+    def program(a):
+        return (a.log(),)
+
+    graph = torch.fx.symbolic_trace(program)
+    next(iter(graph.graph.nodes)).meta["example_value"] = x
+    given = x if side == "ranks" else torch.cat([x[:-1], -x[-1:]])  # the logarithm of a negative number is NaN
+    sharded = {"ranks": lambda a: (a.log() * math.nan,), "original": lambda a: (a.abs().log(),), "both": program}[side]
+    run = Verified(sharded, Original(graph, "a"), mesh_of("pretend:0/1"), {}, ())
+    with nullcontext() if side == "both" else pytest.raises(VerificationError, match="output 0"):
+        run(given)
 
 
 def test_files_are_verified_by_the_command():

@@ -199,6 +199,53 @@ def test_rows_go_from_block_to_block(ranks):
         assert error < 1e-9 and gathered == 2 * (2 * 6 * D * 8) + 2 * 5 * 8
 
 
+def written_between_graphs(layout):
+    """The output of one graph is read, written, and handed to a second; and one that is written unread."""
+    model, (x, _) = Model(), data(17)
+    run, other = compiled(model.first, "lazy"), torch.compile(model.second, backend="ring", options={"layout": layout})
+    errors = []
+    with torch.no_grad():
+        for reads in (True, False):
+            expected, found = model.first(x), run(x)
+            assert isinstance(found, Lazy)
+            if reads:
+                found.sum()
+            expected[:, 3:7] *= 2
+            found[:, 3:7] *= 2
+            errors.append(difference([other(found)], [model.second(expected)]))
+    return errors
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
+def test_what_is_written_before_the_next_graph_is_seen_by_it(ranks, layout):
+    """In another layout too, where the rows that a rank holds are not those that the next graph wants."""
+    for errors in ranks(2, written_between_graphs, layout):
+        assert max(errors) < 1e-9
+
+
+def two_layouts():
+    """A gradient that comes in the rows of another layout is not taken as it is."""
+    model, (x, _) = Model(), data(17)
+    given = x.clone().requires_grad_()
+    model.second(model.first(given)).square().sum().backward()
+    wanted = [given.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    first, second = (
+        torch.compile(
+            block, backend="ring", options={"layout": layout, "outputs": "lazy", "inner_backend": "aot_eager"}
+        )
+        for block, layout in ((model.first, "contiguous"), (model.second, "zigzag"))
+    )
+    given = x.clone().requires_grad_()
+    second(first(given)).square().sum().backward()
+    return difference([given.grad, *(p.grad for p in model.parameters() if p.grad is not None)], wanted)
+
+
+@pytest.mark.parametrize("p", (2, 3))
+def test_graphs_of_two_layouts_hand_on_rows_and_gradients(ranks, p):
+    assert max(ranks(p, two_layouts)) < 1e-9
+
+
 # ---- inputs that come in rows ----------------------------------------------------------------------------------------
 def from_rows(layout, n):
     """Losses, logits and gradients of the program against one process; that of this rank's rows of x too."""
