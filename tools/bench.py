@@ -42,6 +42,7 @@ TABLES = (forms, one_process, overlap, kernels, exchange, speedup, memory, soak,
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ringopt bench`."""
     parser = commands.add_parser(
         "bench",
         help="measure this machine: ringopt beside Inductor, with a column of correctness",
@@ -63,10 +64,10 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     tables = parser.add_subparsers(title="tables", metavar="TABLE", dest="table")
     for table in TABLES:
         table.add(tables, common)
-    parser.set_defaults(run=run, measure=None, json=None, against=None, parser=parser)
+    parser.set_defaults(run=_run, measure=None, json=None, against=None, parser=parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     from ringopt.tools.benchmarks.lab.machine import this_machine
 
     if (arguments.measure is None) is not arguments.calibrate:
@@ -75,18 +76,18 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--network is part of --calibrate")
     check_file("--json", arguments.json)
     before = earlier(arguments.against, arguments.table) if arguments.against else None
-    result = measured(arguments)
+    result = _measured(arguments)
     machine = this_machine()
     show(machine, result)
     if arguments.json:
-        write_json(arguments.json, arguments.table, machine, result)
+        _write_json(arguments.json, arguments.table, machine, result)
     if before is not None:
         table, notes = compared(before, result, machine)
         console().print(table, *notes, sep="\n", markup=False)
     return 0
 
 
-def measured(arguments: argparse.Namespace) -> Result:
+def _measured(arguments: argparse.Namespace) -> Result:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -104,9 +105,10 @@ def measured(arguments: argparse.Namespace) -> Result:
 
 
 def show(machine: Machine, result: Result) -> None:
+    """Prints a table with its machine, sentences and notes."""
     console().print(str(machine), result.rich(), *result.sentences, *result.notes, sep="\n", markup=False)
 
 
-def write_json(target: Path, table: str, machine: Machine, result: Result) -> None:
+def _write_json(target: Path, table: str, machine: Machine, result: Result) -> None:
     found = {"table": table, "machine": dataclasses.asdict(machine), **result.to_dict()}
     write(target, json.dumps(found, indent=2) + "\n")

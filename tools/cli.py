@@ -32,6 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
+    """The parser of `ringopt` and all of its commands."""
     top: argparse.ArgumentParser = Parser(
         prog="ringopt", description="Look at what torch.compile(model, backend='ring') does."
     )
@@ -59,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommandError, RingError) as error:
         if error.__cause__ is not None:
             print(printable("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
-        return failed(str(error))
+        return _failed(str(error))
     except Exception as error:  # Python's own exit code would be 1, which says of a diff that there is a difference
         print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        return failed(f"{type(error).__name__}: {error} (an error of ringopt itself; please report it)")
+        return _failed(f"{type(error).__name__}: {error} (an error of ringopt itself; please report it)")
 
 
-def failed(sentence: str) -> int:
+def _failed(sentence: str) -> int:
     print(f"ringopt: error: {' '.join(printable(sentence).split())}", file=sys.stderr)
     return FAILED
 

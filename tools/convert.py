@@ -37,6 +37,7 @@ examples:
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ringopt convert`."""
     parser = commands.add_parser(
         "convert",
         help="make an exported program run on any number of ranks",
@@ -62,13 +63,13 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the file names"
     )
     add_trusted(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     target = Path(arguments.target)
-    check_target(target, arguments.force)
-    check_ranks(arguments.world_size, arguments.verify)
+    _check_target(target, arguments.force)
+    _check_ranks(arguments.world_size, arguments.verify)
     import_all(arguments.imports)
 
     from rich.console import Console
@@ -89,19 +90,19 @@ def run(arguments: argparse.Namespace) -> int:
         if made is not None:
             raise CommandError(f"{arguments.source} was converted already, by ringopt {made['ringopt']}")
         done("convert")
-        new, report = converting(arguments, lambda: converted(program, arguments.options, arguments.allow_empty))
+        new, report = _converting(arguments, lambda: converted(program, arguments.options, arguments.allow_empty))
         done("save")
-        with writing(target):
-            save(new, file, provenance_text(arguments.options, report))
+        with _writing(target):
+            save(new, file, _provenance_text(arguments.options, report))
         done()
         verdict = verify(program, file, ranks, arguments.imports, done) if arguments.verify else ""
-        with writing(target):
+        with _writing(target):
             os.replace(file, target)
-    tell(arguments, report, verdict)
+    _print_summary(arguments, report, verdict)
     return 0
 
 
-def check_target(target: Path, force: bool) -> None:
+def _check_target(target: Path, force: bool) -> None:
     if target.is_dir() or not target.parent.is_dir():
         found = "is a folder" if target.is_dir() else f"cannot be written: {target.parent} is no folder"
         raise CommandError(f"{target} {found}")
@@ -113,14 +114,14 @@ def check_target(target: Path, force: bool) -> None:
         raise CommandError(f"{target} exists; --force overwrites it")
 
 
-def check_ranks(ranks: int | None, verifies: bool) -> None:
+def _check_ranks(ranks: int | None, verifies: bool) -> None:
     if ranks and not verifies:
         raise CommandError("--world-size tells --verify on how many ranks to run; the file itself serves any number")
     if ranks and ranks > MOST:
         raise CommandError(f"--world-size {ranks}: --verify starts as many processes here; take {MOST} or fewer")
 
 
-def converting(arguments: argparse.Namespace, convert: Any) -> tuple[ExportedProgram, Report]:
+def _converting(arguments: argparse.Namespace, convert: Any) -> tuple[ExportedProgram, Report]:
     from ringopt.frontend.pt2_archive import blamed
 
     try:
@@ -132,7 +133,7 @@ def converting(arguments: argparse.Namespace, convert: Any) -> tuple[ExportedPro
         raise CommandError(f"{arguments.source}: {said}") from None
 
 
-def provenance_text(options: dict[str, Any], report: Report) -> str:
+def _provenance_text(options: dict[str, Any], report: Report) -> str:
     from ringopt.drivers.convert import provenance
 
     return json.dumps(provenance(options, report))
@@ -143,7 +144,7 @@ def beside(target: Path) -> Iterator[Path]:
     """A file in the folder of `target`, to take its place whole or not at all."""
     file = target.with_name(f".{target.stem}-{os.getpid()}.pt2")
     try:
-        with writing(target):
+        with _writing(target):
             file.touch()
         yield file
     finally:
@@ -151,7 +152,7 @@ def beside(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[None]:
+def _writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -188,7 +189,7 @@ def save(program: ExportedProgram, file: Path, provenance: str) -> None:
         out.check()
 
 
-def tell(arguments: argparse.Namespace, report: Report, verdict: str) -> None:
+def _print_summary(arguments: argparse.Namespace, report: Report, verdict: str) -> None:
     if arguments.explain:
         console().print(report)
     sharded = sum(site.refusal is None for site in report.sites)

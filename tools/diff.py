@@ -31,6 +31,7 @@ examples:
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ringopt diff`."""
     parser = commands.add_parser(
         "diff",
         help="show what two exported programs differ in",
@@ -54,10 +55,10 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the files name"
     )
     add_trusted(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     import ringopt
 
     check_file("--html", arguments.html)
@@ -65,24 +66,24 @@ def run(arguments: argparse.Namespace) -> int:
     given, ranks = (arguments.before, arguments.after), arguments.world_size
     diff = ringopt.diff(*given, world_size=ranks, trusted=arguments.trusted)
     if arguments.html:
-        write_html(diff, arguments)
+        _write_html(diff, arguments)
     if arguments.json:
         print(json.dumps(diff.to_dict(), indent=2))
     elif not diff.same:
-        show(diff, arguments)
+        _show(diff, arguments)
     return 0 if diff.same else 1
 
 
-def show(diff: GraphDiff, arguments: argparse.Namespace) -> None:
+def _show(diff: GraphDiff, arguments: argparse.Namespace) -> None:
     from ringopt.tools.diff_text import rendered
 
     out = console()
     out.print(rendered(diff, arguments.all, arguments.stat), soft_wrap=not out.is_terminal)
     if any(None in (side.bytes_sent, side.flops) for side in (diff.before, diff.after)):
-        print(f"unknown: {why_unknown(diff, arguments.world_size)}")
+        print(f"unknown: {_why_unknown(diff, arguments.world_size)}")
 
 
-def why_unknown(diff: GraphDiff, ranks: int | None) -> str:
+def _why_unknown(diff: GraphDiff, ranks: int | None) -> str:
     shapes = [view.shape for change in diff.changes for view in (change.before, change.after) if view]
     if any(OPEN.search(shape) for shape in shapes):
         return "sizes of a program are open (s0), so its bytes and FLOPs are not numbers"
@@ -91,7 +92,7 @@ def why_unknown(diff: GraphDiff, ranks: int | None) -> str:
     return f"what {ranks} ranks send, or compute, depends on what is known only when the program runs"
 
 
-def write_html(diff: GraphDiff, arguments: argparse.Namespace) -> None:
+def _write_html(diff: GraphDiff, arguments: argparse.Namespace) -> None:
     from ringopt.reporting.diff_page import diff_page
 
     write(arguments.html, diff_page(diff, arguments.before, arguments.after))

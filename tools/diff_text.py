@@ -42,12 +42,12 @@ class Block:
     def signature(self, lists: set[str]) -> tuple[object, ...]:
         """What the block says but for names, and but for the place of a value in one of `lists`."""
         return tuple(
-            (change.kind, *(said(view, lists) for view in (change.before, change.after) if view))
+            (change.kind, *(_content(view, lists) for view in (change.before, change.after) if view))
             for change in self.changes
         )
 
 
-def said(view: NodeView, lists: set[str]) -> tuple[str, str, str]:
+def _content(view: NodeView, lists: set[str]) -> tuple[str, str, str]:
     taken = view.op == "getitem" and view.inputs[0] in lists
     return view.op, "" if taken else view.arguments, view.shape
 
@@ -78,12 +78,12 @@ def kept(changes: list[Change]) -> list[Change]:
 
 def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
     """`every`: nothing folded. `stat`: numbers of nodes only. Of a diff without changes: nothing to read but that."""
-    parts: list[Text | Table] = [Text(str(diff)), *totals(diff.before, diff.after)]
+    parts: list[Text | Table] = [Text(str(diff)), *_totals(diff.before, diff.after)]
     folded = () if every else FOLDED if any(change.kind not in FOLDED for change in diff.changes) else ("same",)
     if diff.sites:
-        parts.append(site_table(diff.sites, every))
+        parts.append(_site_table(diff.sites, every))
     if stat:
-        parts.append(stat_table(blocks_of(diff, True)))
+        parts.append(_stat_table(blocks_of(diff, True)))
         return Group(*parts)
     hidden = Counter[str]()
     for block in blocks_of(diff, every):
@@ -91,91 +91,91 @@ def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
             for change in block.changes:
                 hidden[change.kind] += 1 + len(block.like)
             continue
-        parts += block_lines(block, folded)
+        parts += _block_lines(block, folded)
     if hidden:
-        parts.append(Text(f"elsewhere: {counted(hidden)}", style="dim"))
+        parts.append(Text(f"elsewhere: {_counted(hidden)}", style="dim"))
     return Group(*parts)
 
 
-def totals(before: Totals, after: Totals) -> Iterator[Text]:
+def _totals(before: Totals, after: Totals) -> Iterator[Text]:
     for name, one, other in (
         ("sent by this rank in one forward, bytes", before.bytes_sent, after.bytes_sent),
         ("FLOPs of products on this rank", before.flops, after.flops),
     ):
         if one != other:
-            yield Text(f"{name}: {known(one)} -> {known(other)}")
+            yield Text(f"{name}: {_known(one)} -> {_known(other)}")
 
 
-def known(value: int | None) -> str:
+def _known(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
 
 
-def block_lines(block: Block, fold: Sequence[str]) -> Iterator[Text]:
-    like = f"  (and {len(block.like)} like it: {span(block.like)})" if block.like else ""
+def _block_lines(block: Block, fold: Sequence[str]) -> Iterator[Text]:
+    like = f"  (and {len(block.like)} like it: {_span(block.like)})" if block.like else ""
     yield Text(f"\n{block.module}{like}", style="bold")
     folded = Counter[str]()
     for change in block.changes:
         if change.kind in fold:
             folded[change.kind] += 1
         else:
-            yield from change_lines(change)
+            yield from _change_lines(change)
     if folded:
-        yield Text(f"  ... {counted(folded)}", style="dim")
+        yield Text(f"  ... {_counted(folded)}", style="dim")
 
 
-def span(names: Sequence[str]) -> str:
+def _span(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
-def counted(kinds: Counter[str]) -> str:
+def _counted(kinds: Counter[str]) -> str:
     return ", ".join(f"{kinds[kind]} {kind}" for kind in FOLDED if kinds[kind])
 
 
-def change_lines(change: Change) -> Iterator[Text]:
+def _change_lines(change: Change) -> Iterator[Text]:
     if change.kind in ("replaced", "changed") and change.before is not None and change.after is not None:
-        yield line("removed", change.before, sized=False)
-        yield line("added", change.after, sized=False)
+        yield _line("removed", change.before, sized=False)
+        yield _line("added", change.after, sized=False)
     elif change.kind == "rerouted":
-        yield Text(f"  ~ {shortened(change.node.text)}", style="yellow")
+        yield Text(f"  ~ {_shortened(change.node.text)}", style="yellow")
     else:
-        yield line(change.kind, change.node)
+        yield _line(change.kind, change.node)
     said = [aspect for aspect in change.aspects if aspect.name not in ("op", "arguments")]
     for aspect in said:
-        yield Text(f"      {aspect.name}: {shortened(aspect.before)} -> {shortened(aspect.after)}", style="dim")
+        yield Text(f"      {aspect.name}: {_shortened(aspect.before)} -> {_shortened(aspect.after)}", style="dim")
 
 
-def line(kind: str, view: NodeView, sized: bool = True) -> Text:
+def _line(kind: str, view: NodeView, sized: bool = True) -> Text:
     mark, style = MARKS[kind]
-    size = f"  # {shortened(view.shape)} {view.placement}" if sized and view.shape else ""
-    return Text(f"  {mark} {shortened(view.text)}{size}", style=style)
+    size = f"  # {_shortened(view.shape)} {view.placement}" if sized and view.shape else ""
+    return Text(f"  {mark} {_shortened(view.text)}{size}", style=style)
 
 
-def shortened(text: str) -> str:
-    return LISTS.sub(few, QUOTED.sub(lambda found: f"{found[0][:LONGEST]}...'", text))
+def _shortened(text: str) -> str:
+    return LISTS.sub(_few, QUOTED.sub(lambda found: f"{found[0][:LONGEST]}...'", text))
 
 
-def few(found: re.Match[str]) -> str:
+def _few(found: re.Match[str]) -> str:
     entries = re.findall(r"%[\w/]+|\w+\[[^\]]*\]", found[0])
     return f"{found[0][0]}{', '.join(entries[:FIRST])}, ... {len(entries) - FIRST} more{found[0][-1]}"
 
 
-def site_table(sites: Sequence[Change], every: bool) -> Table:
+def _site_table(sites: Sequence[Change], every: bool) -> Table:
     table = Table(title=several(len(sites), "attention site"), title_justify="left")
     for name in ("module", "before", "after", "reason"):
         table.add_column(name, overflow="fold")
-    rows = [site_cells(change) for change in sites]
+    rows = [_site_cells(change) for change in sites]
     for cells in rows if every else folded(rows):
         table.add_row(*map(Text, cells))
     return table
 
 
-def site_cells(change: Change) -> tuple[str, ...]:
+def _site_cells(change: Change) -> tuple[str, ...]:
     views = [view.site if view else None for view in (change.before, change.after)]
     reason = next((view.reason for view in views[::-1] if view is not None and view.reason), "")
-    return (change.node.module or "-", *map(site_text, views), reason)
+    return (change.node.module or "-", *map(_site_text, views), reason)
 
 
-def site_text(site: SiteView | None) -> str:
+def _site_text(site: SiteView | None) -> str:
     if site is None:
         return "-"
     if site.strategy == "none":
@@ -183,7 +183,7 @@ def site_text(site: SiteView | None) -> str:
     return f"{site.pattern}: {site.strategy}, {site.layout}, {site.kernel}"
 
 
-def stat_table(blocks: Sequence[Block]) -> Table:
+def _stat_table(blocks: Sequence[Block]) -> Table:
     kinds = ("added", "removed", "replaced", "rerouted", "changed", "resized", "same")
     table = Table(title="nodes by module", title_justify="left")
     table.add_column("module", overflow="fold")

@@ -52,6 +52,7 @@ OBSOLETE = {
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ringopt doctor`."""
     parser = commands.add_parser(
         "doctor",
         help="devices, kernels, links and settings of this machine; sets nothing",
@@ -60,10 +61,10 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     found = examined(os.environ)
     if arguments.json:
         print(json.dumps(found, indent=2))
@@ -81,16 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
 def examined(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """By part of the report, by name, as sentences."""
     return {
-        "devices": devices(),
+        "devices": _devices(),
         "kernels": kernels(),
-        "links": links(),
-        "rates": rates(),
+        "links": _links(),
+        "rates": _rates(),
         "settings": settings(environment),
         "obsolete": obsolete(environment),
     }
 
 
-def devices() -> dict[str, str]:
+def _devices() -> dict[str, str]:
     import torch
 
     from ringopt.tools.benchmarks.lab.machine import this_machine
@@ -124,7 +125,7 @@ def kernels() -> dict[str, str]:
     return found
 
 
-def links() -> dict[str, str]:
+def _links() -> dict[str, str]:
     import socket
 
     import torch
@@ -155,7 +156,7 @@ def memory() -> str:
     return f"CPU messages on this node are read from the sender's{readers[process_vm.scope()]}"
 
 
-def rates() -> dict[str, str]:
+def _rates() -> dict[str, str]:
     import torch
 
     from ringopt.errors import OptionError
@@ -172,6 +173,7 @@ def rates() -> dict[str, str]:
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Every environment variable that ringopt reads, with its value or its default."""
     return {
         name: f"{environment[name]} (set)" if name in environment else f"unset: {default}"
         for name, default in SETTINGS.items()
@@ -179,6 +181,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def obsolete(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables that are set under a name that is no longer read, with what became of each."""
     return {
         name: f"is set, and no longer read under this name; it became {now}"
         for name, now in OBSOLETE.items()

@@ -35,7 +35,7 @@ def tiny() -> tuple[nn.Module, tuple[Tensor]]:
     return nn.Sequential(Block(64, 4), Block(64, 4)), (torch.randn(1, 128, 64),)
 
 
-def main() -> None:
+def _main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: python -m ringopt.tools.example FILE.pt2")
     model, inputs = tiny()
@@ -43,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -38,6 +38,7 @@ RANKS = 8  # as in ringopt.explain
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ringopt explain`."""
     parser = commands.add_parser(
         "explain",
         help="report what the backend does with a model on N ranks, without running it",
@@ -55,16 +56,16 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the file names"
     )
     add_trusted(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     check_file("--html", arguments.html)
     import_all(arguments.imports)
     of_file = arguments.target.endswith(".pt2")
     if not of_file and ":" not in arguments.target:
         raise CommandError(f"{arguments.target!r} is not of the form module:factory, and no file that ends in .pt2")
-    made, report = report_of_file(arguments) if of_file else ("", report_of_model(arguments))
+    made, report = report_of_file(arguments) if of_file else ("", _report_of_model(arguments))
     if arguments.html:
         from ringopt.reporting.report_page import report_page
 
@@ -78,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def report_of_model(arguments: argparse.Namespace) -> Report:
+def _report_of_model(arguments: argparse.Namespace) -> Report:
     example = load_example(arguments.target)
-    return explained(arguments, example.model, *example.args, **example.kwargs)
+    return _explained(arguments, example.model, *example.args, **example.kwargs)
 
 
 def report_of_file(arguments: argparse.Namespace) -> tuple[str, Report]:
@@ -91,19 +92,19 @@ def report_of_file(arguments: argparse.Namespace) -> tuple[str, Report]:
     if made is not None:
         return kept(arguments, made)
     with blamed(arguments.target, "explained"):
-        return "", asked(arguments, program)
+        return "", _asked(arguments, program)
 
 
-def explained(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Report:
+def _explained(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Report:
     try:
-        return asked(arguments, model, *args, **kwargs)
+        return _asked(arguments, model, *args, **kwargs)
     except RingError:
         raise
     except Exception as error:
         raise CommandError(f"{arguments.target} could not be explained: {type(error).__name__}: {error}") from error
 
 
-def asked(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Report:
+def _asked(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any) -> Report:
     import ringopt
 
     how = {name: getattr(arguments, name) for name in ("options", "hardware")}

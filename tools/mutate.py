@@ -54,6 +54,7 @@ class Outcome:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Plants faults, prints those that no test found, and returns the exit status."""
     arguments = _parser().parse_args(words)
     results = Path(arguments.results)
     with tempfile.TemporaryDirectory(prefix="ringopt-faults-") as folder:

@@ -20,6 +20,7 @@ examples:
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ringopt passes`."""
     parser = commands.add_parser(
         "passes",
         help="the passes in order: what each does, reads and writes, and which may be switched off",
@@ -28,10 +29,10 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print the line as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     found = listed()
     if arguments.json:
         print(json.dumps(found, indent=2))

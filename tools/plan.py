@@ -31,6 +31,7 @@ examples:
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ringopt plan`."""
     parser = commands.add_parser(
         "plan",
         help="predict memory, bytes, FLOPs and time for lengths and numbers of ranks far beyond this machine",
@@ -50,10 +51,10 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--html", metavar="FILE", type=Path, help="also write it as a page, one file that needs no network"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 

@@ -27,6 +27,7 @@ COLOURS = {"compute": "#4c78a8", "exchange": "#f58518"}
 
 
 def check_matplotlib() -> None:
+    """Raises CommandError unless matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -45,7 +46,7 @@ def check_picture(target: Path) -> None:
 def draw(plan: Plan, target: Path) -> None:
     """Raises CommandError where the file cannot be written."""
     try:
-        figure_of(plan).savefig(target)
+        _figure_of(plan).savefig(target)
     except (OSError, ValueError) as problem:
         raise CommandError(f"--plot {target}: {problem}") from None
 
@@ -53,31 +54,31 @@ def draw(plan: Plan, target: Path) -> None:
 def svg_of(plan: Plan) -> str:
     """The picture as an element for a page."""
     text = StringIO()
-    figure_of(plan).savefig(text, format="svg", metadata={"Date": None})
+    _figure_of(plan).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def figure_of(plan: Plan) -> Figure:
+def _figure_of(plan: Plan) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 12), layout="constrained")
     rows = figure.add_gridspec(3, 1)
     memory, time, line = (figure.add_subfigure(rows[number]) for number in range(3))
-    draw_memory(plan, memory.subplots())
+    _draw_memory(plan, memory.subplots())
     draw_time(plan, time)
     draw_timeline(plan, line.subplots())
     return figure
 
 
-def by_ranks(plan: Plan) -> dict[int, list[Point]]:
+def _by_ranks(plan: Plan) -> dict[int, list[Point]]:
     found: dict[int, list[Point]] = {}
     for point in plan.points:
         found.setdefault(point.world_size, []).append(point)
     return found
 
 
-def draw_memory(plan: Plan, axes: Axes) -> None:
-    for ranks, points in by_ranks(plan).items():
+def _draw_memory(plan: Plan, axes: Axes) -> None:
+    for ranks, points in _by_ranks(plan).items():
         axes.plot([p.length for p in points], [p.memory / GIB for p in points], marker="o", label=f"{ranks:,} ranks")
     device = device_of(plan.hardware).memory / GIB
     axes.axhline(device, color="black", linestyle="--", label=f"{plan.hardware}: {device:,.0f} GiB")
@@ -85,17 +86,17 @@ def draw_memory(plan: Plan, axes: Axes) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xscale("log", base=2)
     lengths = sorted({point.length for point in plan.points})
-    axes.set_xticks(lengths, list(map(tokens, lengths)))
+    axes.set_xticks(lengths, list(map(_binary_number, lengths)))
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def draw_time(plan: Plan, figure: SubFigure) -> None:
     """A panel for each number of ranks."""
-    groups = by_ranks(plan)
+    groups = _by_ranks(plan)
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, (ranks, points) in zip(panels, groups.items(), strict=True):
-        names = [tokens(point.length) for point in points]
+        names = [_binary_number(point.length) for point in points]
         exposed = [100 * point.exposed / point.seconds for point in points]
         rest = [100 - share for share in exposed]
         axes.bar(names, rest, color=COLOURS["compute"], label="compute")
@@ -129,7 +130,7 @@ def draw_timeline(plan: Plan, axes: Axes) -> None:
     if trading(strategy) > 1 and ranks > 2:  # two nodes can be seen too, of fewer ranks
         strategy, rates = hybrid(ranks // 2), replace(rates, node=ranks // 2)
     spans = simulate(case.plan(ranks, site.layout, strategy), case.heads, rates, False, drawn=True).spans
-    draw_spans(axes, spans, ranks)
+    _draw_spans(axes, spans, ranks)
     which = f"{ranks} ranks" + (f" as of {point.world_size:,}" if ranks < point.world_size else "")
     said = f"{case.pattern}, {case.q_length:,} tokens, {which}, {strategy}, {site.layout}"
     axes.set_title(f"the forward of one attention: {said}", fontsize=10)
@@ -145,7 +146,7 @@ def log_share(site: SitePoint, rates: Rates) -> float:
     return log(max(site.bytes / rates.link.rate, 1e-12) / max(site.flops / rates.default.rate, 1e-12))
 
 
-def draw_spans(axes: Axes, spans: Sequence[Span], ranks: int) -> None:
+def _draw_spans(axes: Axes, spans: Sequence[Span], ranks: int) -> None:
     end, told = max(span.stop for span in spans), set[str]()
     size, unit = (1e3, "ms") if end > 2e-3 else (1e6, "us")
     for span in spans:
@@ -162,7 +163,7 @@ def draw_spans(axes: Axes, spans: Sequence[Span], ranks: int) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def tokens(length: int) -> str:
+def _binary_number(length: int) -> str:
     for unit, size in (("Mi", 1 << 20), ("Ki", 1 << 10)):
         if length >= size:
             return f"{length / size:g} {unit}" if length % (size // 16) == 0 else f"{length / size:.1f} {unit}"

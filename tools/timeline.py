@@ -28,6 +28,7 @@ MIB = 2**20
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ringopt timeline`."""
     parser = commands.add_parser(
         "timeline",
         help="which exchange was hidden behind which compute, in a recorded run",
@@ -38,15 +39,15 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="with a file of each rank")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it")
     parser.add_argument("--last", metavar="SECONDS", type=float, help="only the end of the run")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     check_file("--svg", arguments.svg)
     spans = last(read_all(arguments.folder), arguments.last)
     if arguments.svg:
         write(arguments.svg, drawn(spans))
-    console().print(table(spans), NOTE, sep="\n", markup=False)
+    console().print(_table(spans), NOTE, sep="\n", markup=False)
     return 0
 
 
@@ -73,6 +74,7 @@ def read_all(folder: Path) -> list[Span]:
 
 
 def last(spans: list[Span], seconds: float | None) -> list[Span]:
+    """The end of a run: spans cut at `seconds` before the last end. Raises CommandError unless `seconds` is above 0."""
     if seconds is None:
         return spans
     if not seconds > 0:
@@ -81,7 +83,7 @@ def last(spans: list[Span], seconds: float | None) -> list[Span]:
     return [replace(span, begin=max(span.begin, end - seconds)) for span in spans if span.end > end - seconds]
 
 
-def table(spans: Sequence[Span]) -> Table:
+def _table(spans: Sequence[Span]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -63,10 +63,10 @@ def verify(
         judge(before, further, expected, f"{p} processes")
         apart = {name: max(error, further[name]) for name, error in apart.items()}
         done()
-    return verdict(apart, ranks, why_not)
+    return _verdict(apart, ranks, why_not)
 
 
-def verdict(apart: dict[str, float], ranks: int, why_not: str) -> str:
+def _verdict(apart: dict[str, float], ranks: int, why_not: str) -> str:
     from ringopt.runtime.verify import GRADIENT
 
     gradients = [error for name, error in apart.items() if name.startswith(GRADIENT)]
@@ -105,18 +105,18 @@ def values(program: ExportedProgram, gradients: bool = True, seed: int = 0, shak
 
     torch.manual_seed(0)
     module, (leaves, spec) = program.module(), tree_flatten(program.example_inputs)
-    leaves = [drawn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    leaves = [_drawn(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     before = {name: x.detach().clone() for name, x in state.items()}
     if shaken:
         leaves = [moved(leaf, shaken, place) for place, leaf in enumerate(leaves)]
-        refill(state, {name: moved(x, shaken, place) for place, (name, x) in enumerate(before.items())})
+        _refill(state, {name: moved(x, shaken, place) for place, (name, x) in enumerate(before.items())})
     torch.manual_seed(seed)
     try:
         found = called(program, module, leaves, lambda: tree_unflatten(leaves, spec), gradients)
-        return found | {f"buffer {name}": x.clone() for name, x in module.named_buffers() if differs(x, before[name])}
+        return found | {f"buffer {name}": x.clone() for name, x in module.named_buffers() if _differs(x, before[name])}
     finally:
-        refill(state, before)
+        _refill(state, before)
 
 
 def called(
@@ -131,17 +131,17 @@ def called(
     tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
     before = {name: x.detach().clone() for name, x in tensors.items()}
     learned = {name: x for name, x in module.named_parameters() if x.requires_grad}
-    learned |= {name: x.requires_grad_() for name, x in tensors.items() if gradients and floats(x)}
+    learned |= {name: x.requires_grad_() for name, x in tensors.items() if gradients and _is_floating(x)}
     args, kwargs = given()
     with torch.set_grad_enabled(gradients):
         returned = tree_leaves(module(*args, **kwargs))
     found = {f"output {place}": x for place, x in enumerate(returned) if isinstance(x, torch.Tensor)}
-    found |= {f"input {name}": x for name, x in tensors.items() if differs(x, before[name])}
+    found |= {f"input {name}": x for name, x in tensors.items() if _differs(x, before[name])}
     found = {name: x.detach().clone() for name, x in found.items()}
-    return found | gradients_of(returned, learned) if gradients else found
+    return found | _gradients_of(returned, learned) if gradients else found
 
 
-def refill(state: dict[str, Any], values: dict[str, Any]) -> None:
+def _refill(state: dict[str, Any], values: dict[str, Any]) -> None:
     import torch
 
     with torch.no_grad():
@@ -149,25 +149,25 @@ def refill(state: dict[str, Any], values: dict[str, Any]) -> None:
             tensor.copy_(values[name])
 
 
-def drawn(value: Any) -> Any:
+def _drawn(value: Any) -> Any:
     import torch
 
     return torch.randn_like(value) if value.is_floating_point() else value.clone()
 
 
-def differs(one: Any, other: Any) -> bool:
+def _differs(one: Any, other: Any) -> bool:
     import torch
 
     return not torch.equal(one, other)
 
 
-def floats(value: Any) -> bool:
+def _is_floating(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def gradients_of(returned: Sequence[Any], learned: dict[str, Any]) -> Values:
+def _gradients_of(returned: Sequence[Any], learned: dict[str, Any]) -> Values:
     import torch
 
     from ringopt.runtime.verify import GRADIENT, cotangent
@@ -189,7 +189,7 @@ def judge(program: ExportedProgram, apart: dict[str, float], expected: Values, w
     from ringopt.runtime.verify import GRADIENT, ROUNDINGS, TOLERANCE, distances
 
     seen = [node.meta.get("val") for node in program.graph.nodes]
-    dtypes = {x.dtype.to_real() for x in seen if floats(x) or (isinstance(x, torch.Tensor) and x.is_complex())}
+    dtypes = {x.dtype.to_real() for x in seen if _is_floating(x) or (isinstance(x, torch.Tensor) and x.is_complex())}
     bound = max((TOLERANCE.get(dtype, 0.5) for dtype in dtypes), default=0.0)
     if all(error <= bound for error in apart.values()):
         return
@@ -234,7 +234,7 @@ def started(folder: Path, rank: int, p: int) -> subprocess.Popen[str]:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True)
 
 
-def one_rank(folder: Path, rank: int, p: int) -> None:
+def _one_rank(folder: Path, rank: int, p: int) -> None:
     import_all(json.loads((folder / IMPORTS).read_text()))
     import torch
     import torch.distributed as dist
@@ -248,13 +248,13 @@ def one_rank(folder: Path, rank: int, p: int) -> None:
     (folder / f"{FOUND}{rank}").write_text(json.dumps(distances(found, expected)))
 
 
-def main() -> None:
+def _main() -> None:
     folder, rank, p = sys.argv[1:]
     try:
-        one_rank(Path(folder), int(rank), int(p))
+        _one_rank(Path(folder), int(rank), int(p))
     except Exception as error:
         sys.exit(f"{ERROR}{first_line(error)}")
 
 
 if __name__ == "__main__":
-    main()
+    _main()

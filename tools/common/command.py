@@ -38,7 +38,7 @@ def load_example(target: str) -> Example:
 
     The current folder is searched first, as with `python -m`.
     """
-    factory = find(target)
+    factory = _factory(target)
     try:
         made = factory()
     except Exception as error:
@@ -53,7 +53,7 @@ def load_example(target: str) -> Example:
     raise CommandError(f"{target}() returned inputs as {type(inputs).__name__}; expected a tuple or a dict of keywords")
 
 
-def find(target: str) -> Callable[[], Any]:
+def _factory(target: str) -> Callable[[], Any]:
     name, colon, attribute = target.partition(":")
     if not (name and colon and attribute):
         file = "; of a .pt2 file there is `ringopt explain`" if target.endswith(".pt2") else ""
@@ -75,24 +75,28 @@ def find(target: str) -> Callable[[], Any]:
 
 
 def positive(text: str) -> int:
+    """An argument that is a number of ranks, 1 or more (argparse's `type`)."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 1 or more")
     return int(text)
 
 
 def whole(text: str) -> int:
+    """An argument that is an integer, 1 or more (argparse's `type`)."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
 
 
 def several(text: str) -> int:
+    """An argument that is an integer, 2 or more (argparse's `type`)."""
     if whole(text) < 2:
         raise argparse.ArgumentTypeError("one rank has nobody to exchange with: 2 or more")
     return int(text)
 
 
 def json_object(text: str) -> dict[str, Any]:
+    """An argument that is a JSON object (argparse's `type`)."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -103,6 +107,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def add_trusted(parser: argparse.ArgumentParser) -> None:
+    """Adds `--trusted` to a command that reads .pt2 files."""
     parser.add_argument("--trusted", action="store_true", help="read a .pt2 file whatever its size, if you know it")
 
 

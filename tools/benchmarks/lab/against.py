@@ -37,8 +37,8 @@ def compared(then: dict[str, Any], now: Result, machine: Machine) -> tuple[Table
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    before = {identity(row, now.keys): row for row in then["rows"]}
-    pairs = [(row, before[identity(row, now.keys)]) for row in now.rows if identity(row, now.keys) in before]
+    before = {_identity(row, now.keys): row for row in then["rows"]}
+    pairs = [(row, before[_identity(row, now.keys)]) for row in now.rows if _identity(row, now.keys) in before]
     table = Table(title="now / then", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("measured", "rows", "geometric mean", "smallest", "largest", "in"):
         table.add_column(heading, justify="left" if heading in ("measured", "in") else "right")
@@ -47,7 +47,7 @@ def compared(then: dict[str, Any], now: Result, machine: Machine) -> tuple[Table
         mean = statistics.geometric_mean([ratio for ratio, _ in ratios])
         smallest = min(ratio for ratio, _ in ratios)
         numbers = (f"{x:.2f}" for x in (mean, smallest, largest[0]))
-        table.add_row(key, str(len(ratios)), *numbers, " ".join(identity(ratios[place][1], now.keys)))
+        table.add_row(key, str(len(ratios)), *numbers, " ".join(_identity(ratios[place][1], now.keys)))
     notes = [f"{len(pairs)} of {len(now.rows)} rows are in both runs, of what they have in common above 0."]
     told = {key: value for key, value in then["machine"].items() if value != getattr(machine, key, None)}
     if told:
@@ -55,7 +55,7 @@ def compared(then: dict[str, Any], now: Result, machine: Machine) -> tuple[Table
     return table, notes
 
 
-def identity(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
+def _identity(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
     return tuple(str(row.get(key)) for key in keys)
 
 

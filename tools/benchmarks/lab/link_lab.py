@@ -72,8 +72,8 @@ class Links:
         """Also while ranks are at work: what each sends is shaped at its own end, what it receives at the bridge's."""
         shape = ("root", "tbf", "rate", f"{megabits}mbit", "burst", BURST, "latency", QUEUE)
         for rank in range(self.ranks):
-            command("tc", "-n", self.namespace(rank), "qdisc", "replace", "dev", INTERFACE, *shape)
-            command("tc", "-n", self.hub, "qdisc", "replace", "dev", f"port{rank}", *shape)
+            _command("tc", "-n", self.namespace(rank), "qdisc", "replace", "dev", INTERFACE, *shape)
+            _command("tc", "-n", self.hub, "qdisc", "replace", "dev", f"port{rank}", *shape)
 
 
 class LinkLab:
@@ -102,17 +102,17 @@ class LinkLab:
         self.close()
 
     def _build(self) -> None:
-        ip("netns", "add", self.hub)
-        ip("link", "add", "hub", "netns", self.hub, "type", "bridge")
-        ip("-n", self.hub, "link", "set", "hub", "up")
+        _ip("netns", "add", self.hub)
+        _ip("link", "add", "hub", "netns", self.hub, "type", "bridge")
+        _ip("-n", self.hub, "link", "set", "hub", "up")
         for rank in range(self.ranks):
             home, port = self.namespace(rank), f"port{rank}"
-            ip("netns", "add", home)
-            ip("link", "add", INTERFACE, "netns", home, "type", "veth", "peer", "name", port, "netns", self.hub)
-            ip("-n", self.hub, "link", "set", port, "master", "hub", "up")
-            ip("-n", home, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE)
+            _ip("netns", "add", home)
+            _ip("link", "add", INTERFACE, "netns", home, "type", "veth", "peer", "name", port, "netns", self.hub)
+            _ip("-n", self.hub, "link", "set", port, "master", "hub", "up")
+            _ip("-n", home, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
-                ip("-n", home, "link", "set", interface, "up")
+                _ip("-n", home, "link", "set", interface, "up")
         self.set_rate(self.megabits)
 
     def close(self) -> None:
@@ -125,10 +125,10 @@ class LinkLab:
 
     def cut(self, rank: int) -> None:
         """As if its cable were pulled: nothing is reset, packets no longer arrive."""
-        ip("-n", self.hub, "link", "set", f"port{rank}", "down")
+        _ip("-n", self.hub, "link", "set", f"port{rank}", "down")
 
     def mend(self, rank: int) -> None:
-        ip("-n", self.hub, "link", "set", f"port{rank}", "up")
+        _ip("-n", self.hub, "link", "set", f"port{rank}", "up")
 
     def kill(self, rank: int) -> None:
         self._processes[rank].kill()
@@ -189,7 +189,7 @@ def outcomes_of(processes: Sequence[Any], answers: Any, timeout: float) -> list[
             continue
         for rank, process in enumerate(processes):
             if rank not in ended and process.exitcode:
-                died = f"died: {exit_name(process.exitcode)}"
+                died = f"died: {_exit_name(process.exitcode)}"
                 ended[rank] = Outcome(rank, error=died, seconds=time.monotonic() - begin)
     for process in processes:
         if len(ended) < len(processes):
@@ -257,9 +257,9 @@ def why_unavailable() -> str | None:
         return f"{' and '.join(missing)} not found; install iproute2"
     probe = f"{PREFIX}{os.getpid()}-probe"
     try:
-        ip("netns", "add", probe)
-        ip("link", "add", "hub", "netns", probe, "type", "bridge")
-        command(
+        _ip("netns", "add", probe)
+        _ip("link", "add", "hub", "netns", probe, "type", "bridge")
+        _command(
             "tc",
             "-n",
             probe,
@@ -289,15 +289,15 @@ def remove_orphans() -> None:
             subprocess.run(["ip", "netns", "del", path.name], capture_output=True, check=False)
 
 
-def exit_name(code: int) -> str:
+def _exit_name(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def ip(*words: str) -> None:
-    command("ip", *words)
+def _ip(*words: str) -> None:
+    _command("ip", *words)
 
 
-def command(*words: str) -> None:
+def _command(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LabError(f"`{' '.join(words)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")

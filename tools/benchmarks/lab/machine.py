@@ -14,6 +14,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Machine:
+    """Where a table was measured: hardware, system and versions. `threads`: those of torch in this process."""
+
     cpu: str
     cores: int
     threads: int
@@ -35,10 +37,10 @@ def this_machine() -> Machine:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     system = f"{platform.system()} {platform.machine()}"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return Machine(cpu_model(), cores, torch.get_num_threads(), gpu, system, torch.__version__, ringopt.__version__)
+    return Machine(_cpu_model(), cores, torch.get_num_threads(), gpu, system, torch.__version__, ringopt.__version__)
 
 
-def cpu_model() -> str:
+def _cpu_model() -> str:
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or "an unnamed CPU"

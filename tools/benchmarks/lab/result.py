@@ -20,6 +20,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
+    """A column of a table: its heading, and the text of a row's cell. `right`: aligned right, as numbers are."""
+
     heading: str
     cell: Callable[[Row], str]
     right: bool = True

@@ -10,6 +10,8 @@ from ringopt.distributed.mesh import Mesh, Transfer
 
 
 class Wrapped(Mesh):
+    """A mesh that hands every call on to another one; subclasses delay or count messages."""
+
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.mesh, self.device = mesh, mesh.device

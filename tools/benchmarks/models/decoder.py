@@ -12,6 +12,8 @@ DEPTH = WIDTH // HEADS
 
 
 class RMSNorm(nn.Module):
+    """Root mean square layer normalization (Zhang and Sennrich, 2019), computed in float32."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
@@ -21,7 +23,7 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat((-right, left), -1) * sin
 
@@ -41,7 +43,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
         h = self.before(x)
         q, k, v = (project(h).unflatten(-1, (-1, DEPTH)).transpose(1, 2) for project in self.project.values())
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         x = x + self.out(attended.transpose(1, 2).flatten(2))

@@ -60,6 +60,8 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
+    """Residual layers of one kind of attention, [B, S, WIDTH] to the same. `kept`: [B, S], 0 at padding."""
+
     def __init__(self, name: str, length: int):
         super().__init__()
         self.layers = nn.ModuleList(Attention(CASES[name], length) for _ in range(LAYERS))
@@ -70,18 +72,18 @@ class Model(nn.Module):
         return x
 
 
-def causal(layer: Attention, scores: Tensor, _kept: Tensor) -> Tensor:
+def _causal(layer: Attention, scores: Tensor, _kept: Tensor) -> Tensor:
     length = scores.shape[-1]
     return scores.masked_fill(layer.triangle[:length, :length] == 0, -math.inf)
 
 
-def padding(_layer: Attention, scores: Tensor, kept: Tensor) -> Tensor:
+def _padding(_layer: Attention, scores: Tensor, kept: Tensor) -> Tensor:
     return scores.masked_fill(kept[:, None, None] == 0, -math.inf)
 
 
-def alibi(layer: Attention, scores: Tensor, kept: Tensor) -> Tensor:
+def _alibi(layer: Attention, scores: Tensor, kept: Tensor) -> Tensor:
     places = torch.arange(scores.shape[-1])
-    return causal(layer, scores + layer.slopes[:, None, None] * (places - places[:, None]), kept)
+    return _causal(layer, scores + layer.slopes[:, None, None] * (places - places[:, None]), kept)
 
 
 CASES = {
@@ -89,11 +91,11 @@ CASES = {
     "sdpa-causal": Case(fused=True, is_causal=True),
     "sdpa-gqa": Case(fused=True, is_causal=True, kv_heads=2),
     "plain": Case(),
-    "causal": Case(causal),
-    "padding": Case(padding),
-    "alibi": Case(alibi),
+    "causal": Case(_causal),
+    "padding": Case(_padding),
+    "alibi": Case(_alibi),
     "dropout": Case(dropout=0.1),
-    "gqa": Case(causal, kv_heads=2),
+    "gqa": Case(_causal, kv_heads=2),
 }
 
 

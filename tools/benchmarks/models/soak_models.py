@@ -30,6 +30,8 @@ BUCKET = 4000  # bytes, so that there are several
 
 @dataclass(frozen=True)
 class Drawn:
+    """What is drawn for one step of the soak; `heads`: of queries and of KV, `blocks`: layers of the model."""
+
     length: int
     heads: tuple[int, int]
     blocks: int
@@ -64,6 +66,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """Blocks of attention in a row, x [B, S, width]."""
+
     def __init__(self, drawn: Drawn, width: int):
         super().__init__()
         self.first = Block(drawn, width)

@@ -47,25 +47,25 @@ def measure(progress: Progress, network: str | None = None) -> Result:
     totals = {"profile": str(path), "digest": rates.digest, **rates.to_dict()}
     said = (
         f"messages one way take {rates.link.one_way:.0%} of the time of as many both ways; of the exchange "
-        f"{rates.overlap:.0%} hides behind compute; a call costs {told(rates.calls)} us beside "
+        f"{rates.overlap:.0%} hides behind compute; a call costs {_microseconds(rates.calls)} us beside "
         f"its tiles, a step {rates.step * 1e6:.0f} us; sums are merged at {rates.touch / 1e9:.1f} GB/s",
         f'strategy="auto" goes by it from now on: {path}',
     )
     return Result("Rates of one rank, a thread each", COLUMNS, rows, totals, said, NOTES, KEYS)
 
 
-def told(calls: Mapping[str, float]) -> str:
+def _microseconds(calls: Mapping[str, float]) -> str:
     return ", ".join(f"{seconds * 1e6:.0f} ({name})" for name, seconds in calls.items())
 
 
-def rate(row: Row) -> str:
+def _rate(row: Row) -> str:
     return f"{row['rate'] / 1e9:,.1f} G{'B' if row['what'].startswith('link') else 'FLOP'}/s"
 
 
 KEYS = ("what",)
 COLUMNS = (
     Column("what", lambda row: row["what"], right=False),
-    Column("rate", rate),
+    Column("rate", _rate),
     Column("once a tile\nor message, us", lambda row: f"{row['overhead'] * 1e6:,.0f}"),
 )
 NOTES = ("a tile takes what it costs once (with what the executor adds), so much a query, and its FLOPs at the rate.",)

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
+from ringopt.tools.common.command import whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -29,6 +30,7 @@ CASES = (
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench dilated`."""
     parser = tables.add_parser(
         "dilated",
         parents=[common],
@@ -40,12 +42,6 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--repeats", metavar="N", type=whole, default=3, help="timed calls of each (3)")
     parser.add_argument("--scale", metavar="N", type=whole, default=1, help="divides all lengths, 64 at most (1)")
     parser.set_defaults(measure=measure)
-
-
-def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
@@ -68,16 +64,16 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
             other = max(alone["seconds"] for alone in as_ranks(1, on_a_rank, *case, timeout=3600.0))
         row |= {"other": other, "ratio": row["seconds"] / other if other else None, "flops": FLOPS[beside]}
         rows.append(row)
-    return Result(TITLE, COLUMNS, rows, totals(rows), sentences(rows), NOTES, KEYS)
+    return Result(TITLE, COLUMNS, rows, _totals(rows), _sentences(rows), NOTES, KEYS)
 
 
-def totals(rows: list[Row]) -> Row:
+def _totals(rows: list[Row]) -> Row:
     from ringopt.tools.benchmarks.lab.numbers import WRONG
 
     return {"rows": len(rows), "wrong": sum(row["error"] > WRONG for row in rows)}
 
 
-def sentences(rows: list[Row]) -> tuple[str, ...]:
+def _sentences(rows: list[Row]) -> tuple[str, ...]:
     _short, long, dense, two = rows
     return (
         f"8 times the rows take {long['ratio']:.2f} times as long; dilated attention of {dense['length']:,} rows takes "

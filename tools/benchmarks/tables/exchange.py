@@ -29,6 +29,7 @@ WHO = (*OURS, "all-gather", *TORCH, "SDPA")
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench exchange`."""
     parser = tables.add_parser(
         "exchange",
         parents=[common],
@@ -48,6 +49,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
+    """Rows of every length, pattern and mode, on two processes. Raises CommandError for a length torch cannot split."""
     from ringopt.hardware.profile import here
     from ringopt.tools.benchmarks.lab.link_lab import as_ranks
     from ringopt.tools.benchmarks.workers.exchange import DIM, on_a_rank
@@ -64,7 +66,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         rows += [row_of(list(ranks)) for ranks in zip(*found, strict=True)]
     sums = totals(rows)
     title = f"Attention over {RANKS} ranks of one thread, {arguments.heads} heads of {DIM}, float32; ms"
-    return Result(title, COLUMNS, rows, sums, sentences(sums), (*NOTES, f"rates: {here().source}"), KEYS)
+    return Result(title, COLUMNS, rows, sums, _sentences(sums), (*NOTES, f"rates: {here().source}"), KEYS)
 
 
 def row_of(ranks: list[Row]) -> Row:
@@ -82,6 +84,7 @@ def row_of(ranks: list[Row]) -> Row:
 
 
 def totals(rows: list[Row]) -> Row:
+    """The largest ratio of auto's time to that of the best strategy and of each peer, and how many rows are wrong."""
     from ringopt.tools.benchmarks.lab.numbers import WRONG
 
     found: Row = {"rows": len(rows), "wrong": sum(row["error"] > WRONG for row in rows)}
@@ -90,7 +93,7 @@ def totals(rows: list[Row]) -> Row:
     return found
 
 
-def sentences(sums: Row) -> tuple[str, ...]:
+def _sentences(sums: Row) -> tuple[str, ...]:
     said = [f"auto takes at most {sums['over_best']:.2f} of the best strategy"]
     names = {"over_gather": "the gather", "over_all-gather": "the plain all-gather", "over_torch": "torch's ring"}
     said += [f"{sums[key]:.2f} of {name}" for key, name in names.items() if sums[key] is not None]
@@ -100,12 +103,12 @@ def sentences(sums: Row) -> tuple[str, ...]:
 SHORT = {"gather": "gath.", "ulysses": "ulys.", "all-gather": "all-g."}
 
 
-def ratio(key: str) -> Column:
+def _ratio(key: str) -> Column:
     heading = f"auto/\n{SHORT.get(key.removeprefix('over_'), key.removeprefix('over_'))}"
     return Column(heading, lambda row: "-" if row[key] is None else f"{row[key]:.2f}")
 
 
-def milliseconds(who: str) -> Column:
+def _milliseconds(who: str) -> Column:
     return Column(SHORT.get(who, who), lambda row: short(row["seconds"].get(who)))
 
 
@@ -121,9 +124,9 @@ COLUMNS = (
     Column("", lambda row: row["pattern"].replace("window(512)", "window"), right=False),
     Column("n", lambda row: str(row["length"])),
     Column("", lambda row: {"inference": "f", "training": "f+b"}[row["mode"]], right=False),
-    *map(milliseconds, ("ring", "ulysses", "blocks", "SDPA", "auto")),
+    *map(_milliseconds, ("ring", "ulysses", "blocks", "SDPA", "auto")),
     Column("that\nis", lambda row: str(SHORT.get(row["chosen"], row["chosen"])), right=False),
-    *(ratio(f"over_{who}") for who in ("best", "all-gather", "torch", "SDPA")),
+    *(_ratio(f"over_{who}") for who in ("best", "all-gather", "torch", "SDPA")),
     Column("error", error("error")),
 )
 NOTES = (

@@ -22,6 +22,7 @@ WHO = ("ringopt", "inductor")
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench forms`."""
     parser = tables.add_parser(
         "forms",
         parents=[common],
@@ -42,7 +43,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     names = chosen(arguments.only, [*unfused, *LOOKALIKES])
     rows = [look(name, name in LOOKALIKES) for name in progress.track(names, description="forms")]
     sums = totals(rows)
-    sentences = tuple(sentence(who, sums) for who in WHO)
+    sentences = tuple(_sentence(who, sums) for who in WHO)
     return Result("Spellings of attention, in float32", COLUMNS, rows, sums, sentences, NOTES, KEYS)
 
 
@@ -73,13 +74,13 @@ def totals(rows: list[Row]) -> Row:
     return found
 
 
-def sentence(who: str, sums: Row) -> str:
+def _sentence(who: str, sums: Row) -> str:
     found = ", ".join(f"{sums[f'{who}_{mode}']} of {sums['forms']} in {mode}" for mode in MODES)
     alone = f"left alone {sums[f'{who}_left_alone']} of {sums['lookalikes']} look-alikes"
     return f"{who}: found {found}; {alone}; wrong numbers in {sums[f'{who}_wrong']}"
 
 
-def verdict(key: str) -> Column:
+def _verdict(key: str) -> Column:
     who, _, mode = key.partition("_")
 
     def cell(row: Row) -> str:
@@ -93,7 +94,7 @@ def verdict(key: str) -> Column:
 KEYS = ("form",)
 COLUMNS = (
     Column("form", lambda row: f"{row['form']} (look-alike)" if row["lookalike"] else row["form"], right=False),
-    *(verdict(f"{who}_{mode}") for mode in MODES for who in WHO),
+    *(_verdict(f"{who}_{mode}") for mode in MODES for who in WHO),
     *(Column(f"{who},\nerror", error(f"{who}_error")) for who in WHO),
 )
 NOTES = (

@@ -26,6 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench kernels`."""
     parser = tables.add_parser(
         "kernels",
         parents=[common],
@@ -64,27 +65,27 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     refusals: dict[str, str] = {}
     for case in progress.track(cases, description="kernels"):
         rows += rows_of(case, names, arguments.repeats, refusals)
-    title = f"Attention on one device: heads of 64, batch 1, {arguments.dtype}, {device_name(arguments.device)}"
-    return Result(title, COLUMNS, rows, totals(rows), (), (*NOTES, *refusals.values()), KEYS)
+    title = f"Attention on one device: heads of 64, batch 1, {arguments.dtype}, {_device_name(arguments.device)}"
+    return Result(title, COLUMNS, rows, _totals(rows), (), (*NOTES, *refusals.values()), KEYS)
 
 
-def device_name(device: str) -> str:
+def _device_name(device: str) -> str:
     import torch
 
     return torch.cuda.get_device_name() if device == "cuda" else "CPU"
 
 
-def totals(rows: list[Row]) -> dict[str, Any]:
+def _totals(rows: list[Row]) -> dict[str, Any]:
     from ringopt.tools.benchmarks.workers.kernels import TOLERANCE
 
     return {"rows": len(rows), "wrong": sum(row["error"] > TOLERANCE[row["dtype"]] for row in rows)}
 
 
-def ms(key: str, heading: str) -> Column:
+def _milliseconds(key: str, heading: str) -> Column:
     return Column(f"{heading},\nms", lambda row: "-" if row[key] is None else f"{row[key] * 1e3:,.1f}")
 
 
-def ratio(key: str) -> Column:
+def _ratio(key: str) -> Column:
     return Column("/ SDPA", lambda row: f"{row[key]:.2f}")
 
 
@@ -94,12 +95,12 @@ COLUMNS = (
     Column("", lambda row: row["pattern"], right=False),
     Column("heads", lambda row: row["heads"]),
     Column("", lambda row: row["kernel"], right=False),
-    ms("forward_seconds", "f"),
-    ratio("forward_ratio"),
-    ms("backward_seconds", "b"),
-    ratio("backward_ratio"),
+    _milliseconds("forward_seconds", "f"),
+    _ratio("forward_ratio"),
+    _milliseconds("backward_seconds", "b"),
+    _ratio("backward_ratio"),
     Column("rate,\nf+b", lambda row: f"{row['rate']:.0%}"),
-    ms("part_seconds", "part"),
+    _milliseconds("part_seconds", "part"),
     Column("hidden", lambda row: "-" if row["hidden"] is None else f"{row['hidden']:.0%}"),
     Column("error", error("error")),
 )

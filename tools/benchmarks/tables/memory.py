@@ -38,6 +38,7 @@ SHORT = {"forward": "f", "training": "f+b", "torch ring, all-to-all": "torch a2a
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench memory`."""
     parser = tables.add_parser(
         "memory",
         parents=[common],
@@ -52,6 +53,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
 
 
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
+    """Rows of every attention at each number of ranks. Raises CommandError for one rank."""
     from ringopt.tools.benchmarks.lab.link_lab import as_ranks
     from ringopt.tools.benchmarks.workers.memory import HEADS, everyone, on_a_rank
 
@@ -70,7 +72,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     rows.sort(key=lambda row: (row["pattern"], row["strategy"] in PEERS, row["strategy"], row["ranks"]))
     sums, notes = totals(rows), list(NOTES)
     if unequal := [p for p in arguments.ranks if not equal_shards(arguments.length, p)]:
-        notes.append(f"peers take lengths that are multiples of twice the ranks: none on {listed(unequal)}.")
+        notes.append(f"peers take lengths that are multiples of twice the ranks: none on {_listed(unequal)}.")
     title = f"Most memory of a rank, {arguments.length} rows, {HEADS.q_heads} heads of {HEADS.key_dim}, float32; MiB"
     return Result(title, COLUMNS, rows, sums, sentences(sums), tuple(notes), KEYS)
 
@@ -140,6 +142,7 @@ def least(rows: list[Row], way: str, pattern: str, ranks: int) -> Row:
 
 
 def sentences(sums: Row) -> tuple[str, ...]:
+    """What the table shows: how memory falls with the number of ranks, and how far predictions are off."""
     falls = f"ring falls as 1/p within {abs(sums['slope'] - 1):.0%}; " if sums["slope"] is not None else ""
     said = f"{falls}predictions within {sums['off']:.0%} of measured"
     return (said, *lowest(sums["least"]))
@@ -148,12 +151,12 @@ def sentences(sums: Row) -> tuple[str, ...]:
 def lowest(found: list[Row]) -> Iterator[str]:
     """Who holds least on how many ranks; and is that the ring from MANY ranks on, and what beside the peers?"""
     least = []
-    for where, group in groupby(found, place):
-        on = [f"{who} ({listed(row['ranks'] for row in its)})" for who, its in groupby(group, itemgetter("strategy"))]
+    for where, group in groupby(found, _way):
+        on = [f"{who} ({_listed(row['ranks'] for row in its)})" for who, its in groupby(group, itemgetter("strategy"))]
         least.append(f"{where} {', '.join(on)}")
     if least:
         yield f"holds least (on so many ranks): {'; '.join(least)}"
-    many = {where: list(rows) for where, rows in groupby([row for row in found if row["ranks"] >= MANY], place)}
+    many = {where: list(rows) for where, rows in groupby([row for row in found if row["ranks"] >= MANY], _way)}
     if many:
         peer, least_of_all = (
             {where: max(row[f"ring over {what}"] for row in rows) for where, rows in many.items()}
@@ -165,21 +168,21 @@ def lowest(found: list[Row]) -> Iterator[str]:
         yield f"from {MANY} ranks on the ring holds at most, of the lowest peer: {beside}; it is the lowest of all{but}"
 
 
-def place(row: Row) -> str:
+def _way(row: Row) -> str:
     return f"{row['pattern']} {SHORT[row['way']]}"
 
 
-def listed(numbers: Iterable[int]) -> str:
+def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def size(key: str) -> Column:
+def _size(key: str) -> Column:
     way, _, what = key.partition(" ")
     heading = f"{SHORT[way]}\n{what or 'measured'}"
     return Column(heading, lambda row: "-" if row[key] is None else f"{row[key] / MIB:.2f}")
 
 
-def off(way: str) -> Column:
+def _off(way: str) -> Column:
     return Column("off", lambda row: "-" if row[f"{way} off"] is None else f"{row[f'{way} off']:+.0%}")
 
 
@@ -188,7 +191,7 @@ COLUMNS = (
     Column("", lambda row: row["pattern"].replace("window(512)", "window"), right=False),
     Column("", lambda row: str(SHORT.get(row["strategy"], row["strategy"])), right=False),
     Column("p", lambda row: str(row["ranks"])),
-    *(column for way in WAYS for column in (size(way), size(f"{way} predicted"), off(way))),
+    *(column for way in WAYS for column in (_size(way), _size(f"{way} predicted"), _off(way))),
     Column("f\nx p", lambda row: f"{row['forward'] * row['ranks'] / MIB:.1f}"),
     Column("error", error("error")),
 )

@@ -26,6 +26,7 @@ MIB = 2**20
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench one-process`."""
     parser = tables.add_parser(
         "one-process",
         parents=[common],
@@ -53,11 +54,11 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     for name, length in progress.track(cases, description="models"):
         rows += rows_of(name, length, arguments.repeats)
     title = f"Attention on one process: {LAYERS} layers, {HEADS} heads, width {WIDTH}, float32"
-    sums = totals(rows)
-    return Result(title, COLUMNS, rows, sums, (sentence(sums),), NOTES, KEYS)
+    sums = _totals(rows)
+    return Result(title, COLUMNS, rows, sums, (_sentence(sums),), NOTES, KEYS)
 
 
-def totals(rows: list[Row]) -> Row:
+def _totals(rows: list[Row]) -> Row:
     from ringopt.tools.benchmarks.lab.numbers import WRONG
     from ringopt.tools.benchmarks.models.small_models import CASES
 
@@ -72,24 +73,24 @@ def means(rows: list[Row]) -> Row:
     return {what: statistics.geometric_mean(found) if found else None for what, found in ratios.items()}
 
 
-def sentence(sums: Row) -> str:
+def _sentence(sums: Row) -> str:
     kinds = [
-        f"{kind}: " + " and ".join(f"{what} {ratio(found[what])}" for what in WHAT)
+        f"{kind}: " + " and ".join(f"{what} {_ratio(found[what])}" for what in WHAT)
         for kind, found in sums["ratios"].items()
     ]
     wrong = ", ".join(f"{backend} {sums[f'{backend}_wrong']}" for backend in BACKENDS)
     return f"ring / inductor, geometric means of {sums['rows']} rows; {'; '.join(kinds)}; wrong numbers: {wrong}"
 
 
-def ratio(value: float | None) -> str:
+def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def milliseconds(backend: str) -> Column:
+def _milliseconds(backend: str) -> Column:
     return Column(f"{backend},\nms", lambda row: f"{row[f'{backend}_seconds'] * 1e3:,.1f}")
 
 
-def mebibytes(backend: str) -> Column:
+def _mebibytes(backend: str) -> Column:
     key = f"{backend}_bytes"
     return Column(f"{backend},\nMiB", lambda row: "-" if row[key] is None else f"{row[key] / MIB:,.0f}")
 
@@ -101,10 +102,10 @@ COLUMNS = (
     Column("model", lambda row: row["model"], right=False),
     Column("n", lambda row: str(row["length"])),
     Column("", lambda row: row["mode"][:5], right=False),
-    *(milliseconds(backend) for backend in BACKENDS),
-    Column("ratio", lambda row: ratio(row["time_ratio"])),
-    *(mebibytes(backend) for backend in BACKENDS),
-    Column("ratio", lambda row: ratio(row["memory_ratio"])),
+    *(_milliseconds(backend) for backend in BACKENDS),
+    Column("ratio", lambda row: _ratio(row["time_ratio"])),
+    *(_mebibytes(backend) for backend in BACKENDS),
+    Column("ratio", lambda row: _ratio(row["memory_ratio"])),
     *(Column(f"{backend},\nerror", error(f"{backend}_error")) for backend in BACKENDS),
 )
 NOTES = (

@@ -32,6 +32,7 @@ KINDS = {False: "computed", True: "slept"}
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench overlap`."""
     parser = tables.add_parser(
         "overlap",
         parents=[common],
@@ -49,14 +50,15 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         help=f"of the sequence (for each of the ranks {ROWS[False]} where computed, {ROWS[True]} where slept)",
     )
     parser.add_argument(
-        "--shares", metavar="X", nargs="+", type=share, default=[0.3, 0.6, 0.9], help="exchange / compute (0.3 0.6 0.9)"
+        "--shares", metavar="X", nargs="+", type=_share, default=[0.3, 0.6, 0.9],
+        help="exchange / compute (0.3 0.6 0.9)"
     )
     parser.add_argument("--repeats", metavar="N", type=whole, default=3, help="timed calls of each, by turns (3)")
     parser.add_argument("--emulated", action="store_true", help="hold messages back instead of making links")
     parser.set_defaults(measure=measure)
 
 
-def share(text: str) -> float:
+def _share(text: str) -> float:
     try:
         found = float(text)
     except ValueError:
@@ -89,16 +91,16 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     link = "emulated links" if emulated else "rate-limited links between network namespaces"
     notes = NOTES if missing is None else (*NOTES, f"links are emulated: {missing}")
     title = f"Ring attention, 4 heads of 64, float32, one thread a rank, on {link}"
-    return Result(title, COLUMNS, rows, totals(rows), (), notes, KEYS)
+    return Result(title, COLUMNS, rows, _totals(rows), (), notes, KEYS)
 
 
-def totals(rows: list[Row]) -> dict[str, Any]:
+def _totals(rows: list[Row]) -> dict[str, Any]:
     kinds = {row["slept"] for row in rows}
     least = {KINDS[kind]: min(row["hidden"] for row in rows if row["slept"] is kind) for kind in sorted(kinds)}
     return {"rows": len(rows), "least_hidden": least}
 
 
-def ms(key: str, heading: str) -> Column:
+def _milliseconds(key: str, heading: str) -> Column:
     return Column(heading, lambda row: "-" if row[key] is None else f"{row[key] * 1e3:.0f}")
 
 
@@ -109,11 +111,11 @@ COLUMNS = (
     Column("blocks", lambda row: "slept" if row["slept"] else "real", right=False),
     Column("", lambda row: f"{'hoisted' if row['hoisted'] else row['pattern']} {row['pass'][0]}", right=False),
     Column("link\nMB/s", lambda row: f"{row['rate'] / 1e6:.0f}"),
-    ms("compute", "compute"),
-    ms("exchange", "exch."),
-    ms("total", "both"),
-    ms("exposed", "exposed"),
-    ms("written", "late"),
+    _milliseconds("compute", "compute"),
+    _milliseconds("exchange", "exch."),
+    _milliseconds("total", "both"),
+    _milliseconds("exposed", "exposed"),
+    _milliseconds("written", "late"),
     Column("hidden", lambda row: f"{row['hidden']:.0%}"),
     Column("both /\nlonger", lambda row: f"{row['over_longer']:.2f}"),
     Column("error", error("error")),

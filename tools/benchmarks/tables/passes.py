@@ -24,6 +24,7 @@ TIMEOUT = 1800.0  # seconds; a deep model compiles for minutes
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench passes`."""
     parser = tables.add_parser(
         "passes",
         parents=[common],

@@ -30,6 +30,7 @@ examples:
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench soak`."""
     parser = tables.add_parser(
         "soak",
         parents=[common],
@@ -57,7 +58,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     found = as_ranks(arguments.ranks, soaked, *how, timeout=arguments.seconds + 2 * TIMEOUT)
     what = {"compiled": arguments.compiled, "ranks": arguments.ranks, "delay": arguments.delay}
     rows = [what | combined([rank[place] for rank in found]) for place in range(len(found[0]))]
-    sums = totals(rows)
+    sums = _totals(rows)
     if sums["wrong"]:
         raise CommandError(f"{sums['wrong']} of {sums['steps']} steps gave wrong numbers; --seed {arguments.seed}")
     drawn = "models" if arguments.compiled else "attentions"
@@ -71,7 +72,7 @@ def combined(ranks: list[Row]) -> Row:
     return ranks[0] | {key: max(rank[key] for rank in ranks) for key in ("wrong", "error", "longest")}
 
 
-def totals(rows: list[Row]) -> dict[str, Any]:
+def _totals(rows: list[Row]) -> dict[str, Any]:
     return {key: sum(row[key] for row in rows) for key in ("steps", "wrong")}
 
 

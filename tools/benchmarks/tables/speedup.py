@@ -21,6 +21,7 @@ examples:
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench speedup`."""
     parser = tables.add_parser(
         "speedup",
         parents=[common],
@@ -59,10 +60,10 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
             rows.append(row | {"alone": alone, "faster": alone / row["spread"]})
     cores = this_machine().cores
     shared = (f"{arguments.ranks} ranks share {cores} cores: more than cores cannot be faster.",)
-    return Result(TITLE, COLUMNS, rows, totals(rows), (), NOTES + shared * (arguments.ranks > cores), KEYS)
+    return Result(TITLE, COLUMNS, rows, _totals(rows), (), NOTES + shared * (arguments.ranks > cores), KEYS)
 
 
-def totals(rows: list[Row]) -> Row:
+def _totals(rows: list[Row]) -> Row:
     from ringopt.tools.benchmarks.lab.numbers import WRONG
 
     return {"rows": len(rows), "wrong": sum(row["error"] > WRONG for row in rows)}

@@ -23,6 +23,7 @@ MIB = 2**20
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench training`."""
     parser = tables.add_parser(
         "training",
         parents=[common],
@@ -58,16 +59,16 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         row |= {key: max(rank[key] for rank in found) for key in ("bytes", "seconds")}
         row["error"] = max(abs(rank["loss"] / one["loss"] - 1) for rank in found)
         rows.append(row | {"share": row["bytes"] / one["bytes"] * ranks})
-    return Result(title(*model), COLUMNS, rows, totals(rows), sentences(rows), NOTES, KEYS)
+    return Result(_title(*model), COLUMNS, rows, _totals(rows), _sentences(rows), NOTES, KEYS)
 
 
-def title(length: int, layers: int, width: int) -> str:
+def _title(length: int, layers: int, width: int) -> str:
     return (
         f"A training step, Llama-shaped: {layers} layers, width {width}, {length:,} tokens, float32, one thread a rank"
     )
 
 
-def totals(rows: list[Row]) -> Row:
+def _totals(rows: list[Row]) -> Row:
     from ringopt.tools.benchmarks.lab.numbers import WRONG
 
     return {
@@ -77,7 +78,7 @@ def totals(rows: list[Row]) -> Row:
     }
 
 
-def sentences(rows: list[Row]) -> tuple[str, ...]:
+def _sentences(rows: list[Row]) -> tuple[str, ...]:
     kept, again = ([row for row in rows if row["checkpointed"] is kind] for kind in (False, True))
     most = max(abs(row["share"] - 1) for row in kept)
     said = f"without checkpoints, the peak of a rank is that of one process divided by their number, within {most:.0%}"

@@ -54,6 +54,7 @@ def kernels_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def tile_samples(kernel: Kernel, dtype: torch.dtype, shape: str) -> dict[str, Samples]:
+    """FLOPs and seconds of tiles of several sizes, forward and backward, from which rates are fitted."""
     found: dict[str, Samples] = {"forward": [], "backward": []}
     for size in SIZES:
         q, k, v, dout = (torch.randn(1, HEADS, size, DIM, dtype=dtype) for _ in range(4))

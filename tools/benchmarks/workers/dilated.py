@@ -62,6 +62,7 @@ def on_a_rank(
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
+    """The median time (seconds) of `repeats` calls that all ranks begin together."""
     found = []
     for _ in range(repeats):
         dist.barrier()

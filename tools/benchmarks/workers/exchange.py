@@ -38,6 +38,7 @@ SAMPLED = 64  # queries whose outputs and gradients are compared
 
 
 def on_a_rank(rank: int, ranks: int, patterns: list[str], length: int, heads: int, repeats: int) -> list[Row]:
+    """The rows of one rank at one length, for every pattern, inference and training."""
     begin()
     problem = Problem(length, heads, process_mesh())
     return [problem.row(pattern, mode, training, repeats) for pattern in patterns for mode, training in MODES.items()]
@@ -176,10 +177,12 @@ class Problem:
 
 
 def sdpa(causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """SDPA on one process, the reference."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def call(run: Run, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> list[Tensor]:
+    """The output, and with `dout` the gradients of q, k and v."""
     if dout is None:
         with torch.no_grad():
             return [run(q, k, v)]

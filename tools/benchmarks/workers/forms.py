@@ -49,11 +49,13 @@ def by_inductor(name: str, training: bool) -> Finding:
 
 
 def program(name: str, training: bool) -> tuple[Spelled, list[Tensor]]:
+    """A spelling with its inputs in float32, after everything that was compiled is forgotten."""
     torch.compiler.reset()
     return Spelled(name).train(training), inputs(name, torch.float32, requires_grad=training)
 
 
 def error(model: Spelled, compiled: Callable[..., Any], given: Sequence[Tensor]) -> float | None:
+    """The largest difference from eager of outputs and gradients; None where dropout draws other numbers."""
     differentiated = given if model.training else ()
     found = numbers(compiled, given, differentiated)
     draws = model.training and model.form.dropout
@@ -61,6 +63,7 @@ def error(model: Spelled, compiled: Callable[..., Any], given: Sequence[Tensor])
 
 
 def passes_of_inductor(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Inductor as a backend that stops before it generates code."""
     return compile_fx(graph, example_inputs, inner_compile=as_it_is)
 
 

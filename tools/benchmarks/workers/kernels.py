@@ -32,6 +32,8 @@ Run = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True)
 class Case:
+    """One attention that kernels are timed on; `heads`: of queries and of KV, `length` in tokens."""
+
     pattern: str
     length: int
     heads: tuple[int, int]
@@ -124,6 +126,7 @@ def beside(alone: float, copied: int, seconds: Sequence[dict[str, float]]) -> Ro
 
 
 def of_kernel(case: Case, kernel: Kernel, given: Sequence[Tensor]) -> tuple[Run, Run]:
+    """Calls of a kernel's forward and backward on one tile that is the whole attention."""
     q, k, v, dout = given
     tile = TileInputs(q, k, v, SCALE, causal=case.causal)
     out, lse = kernel.forward(tile)
@@ -143,12 +146,14 @@ def of_ring(case: Case, given: Sequence[Tensor], rings: list[VirtualRing]) -> tu
 
 
 def sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """SDPA on the same operands, q, k, v [B, H, S, D]."""
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=case.causal, scale=SCALE, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
 def backward_of_sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Run:
+    """A call of SDPA's backward alone."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = sdpa(case, *leaves)
     return lambda: list(torch.autograd.grad(out, leaves, dout, retain_graph=True))
@@ -162,6 +167,7 @@ def reference(case: Case, *given: Tensor) -> list[Tensor]:
 
 
 def synchronized(case: Case, run: Callable[[], object]) -> Callable[[], object]:
+    """`run`, which on a GPU waits for its kernels."""
     if case.device != "cuda":
         return run
 
@@ -227,6 +233,7 @@ class VirtualRing:
 
 
 def rows(x: Tensor, taken: range) -> Tensor:
+    """A view of some tokens of x [B, H, S, D]."""
     return x[:, :, taken.start : taken.stop]
 
 

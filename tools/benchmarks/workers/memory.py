@@ -106,6 +106,7 @@ def on_a_rank(rank: int, ranks: int, length: int, done: Queue[str]) -> list[Row]
 
 
 def everyone(ranks: int, length: int) -> Iterator[Planned | Peer]:
+    """Every attention of the table: ringopt's strategies, then those of other libraries."""
     yield from planned(ranks, length, HEADS, list(PATTERNS.items()))
     yield from peers(ranks, length, HEADS, list(PATTERNS))
 

@@ -40,6 +40,7 @@ def row_of(found: Sequence[dict[str, Any]]) -> Row:
 def on_a_rank(
     rank: int, ranks: int, cases: Sequence[Case], shares: Sequence[float], repeats: int, links: Links | None
 ) -> list[dict[str, Any]]:
+    """The rows of one rank: each case, forward and backward, on links on which sending takes `shares` of computing."""
     mesh, found = begin(), []
     for case in cases:
         part = (Hoisted if case.hoisted else Rank)(case, mesh)

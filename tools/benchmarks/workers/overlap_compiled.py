@@ -38,6 +38,8 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class Model(nn.Module):
+    """An attention between products that its exchange can hide behind; `side` is independent of it."""
+
     def __init__(self, causal: bool):
         super().__init__()
         self.causal = causal

@@ -144,6 +144,7 @@ class Rank:
 
 
 def begin() -> Mesh:
+    """The mesh of all processes, over gloo, one thread a rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     return process_mesh()

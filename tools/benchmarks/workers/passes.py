@@ -25,11 +25,13 @@ LENGTH = 128
 
 
 def made(layers: int) -> tuple[Decoder, Tensor]:
+    """A decoder with random weights, and token ids [1, LENGTH]."""
     torch.manual_seed(0)
     return Decoder(layers), torch.randint(0, WORDS, (1, LENGTH))
 
 
 def step(run: Any, model: Decoder, ids: Tensor) -> list[Tensor]:
+    """The loss and the gradients of the parameters."""
     return numbers(run, [ids], model.parameters())
 
 
@@ -41,6 +43,7 @@ def sharded(rank: int, ranks: int, depths: Sequence[int], repeats: int) -> list[
 
 
 def of_decoder(layers: int, repeats: int) -> Row:
+    """CPU seconds that sharding a decoder takes, the median of `repeats`, and the size of its graph."""
     (model, ids), seconds, sizes = made(layers), [], []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -66,6 +69,7 @@ def inductor(rank: int, ranks: int, depths: Sequence[int]) -> list[float]:
 
 
 def compiling(layers: int) -> float:
+    """CPU seconds until Inductor has compiled a decoder, its first step less a second one."""
     (model, ids), begun = made(layers), []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:

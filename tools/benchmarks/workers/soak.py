@@ -139,6 +139,7 @@ class Case:
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements of the tensors, in one dim."""
     return torch.cat([x.reshape(-1) for x in tensors])
 
 

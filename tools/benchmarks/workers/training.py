@@ -43,6 +43,7 @@ class Layer(nn.Module):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (RoFormer, Su et al. 2021), halves of the head dim as pairs."""
     one, other = x.chunk(2, -1)
     return x * cos + torch.cat([-other, one], -1) * sin
 
