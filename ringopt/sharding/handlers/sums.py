@@ -23,7 +23,9 @@ aten = torch.ops.aten
 
 
 def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
-    """A sum over the sharded dim is the sum of local sums; a mean divides it; a product contracts it."""
+    """A sum over the sharded dim is the sum of local sums; a mean divides it; a product contracts it.
+
+    Sums of 16 bits travel in float32. A product gives its part in its own dtype, rounded once on each rank."""
     rule, operands = rule_of(node), list(tensor_args(node))
     if rule is None or not rule.summed:
         return False
