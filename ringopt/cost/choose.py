@@ -176,6 +176,7 @@ def allowed(case: Case, ranks: int, rates: Rates, ring: Estimate) -> int:
 
 
 def order(strategy: str) -> tuple[int, str]:
+    """The sort key of strategies that tie: the leanest first."""
     return (LEAN.index(strategy) if strategy in LEAN else len(LEAN), strategy)
 
 

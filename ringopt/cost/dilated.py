@@ -101,6 +101,7 @@ def dilated_memory(plan: DilatedPlan, heads: Heads, rank: int, backward: bool) -
 
 
 def kept_rows(part: TermPlan, some: Stretch) -> int:
+    """The tokens that a dilated term keeps of the segments `some`."""
     return some.segments * len(range(part.term.kept.offset, some.length, part.term.kept.rate))
 
 

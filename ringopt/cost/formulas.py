@@ -114,6 +114,7 @@ class Formulas:
 
 @lru_cache(maxsize=256)
 def compiled(formulas: Formulas) -> Callable[..., list[float]]:
+    """The formulas as one Python function of the values of SYMBOLS."""
     given = [getattr(formulas, field.name) for field in fields(formulas)]
     function: Callable[..., list[float]] = sympy.lambdify(SYMBOLS, given, modules="math")
     return function
@@ -345,4 +346,5 @@ def tiles(work: Work) -> tuple[Expr, Expr, Expr, Expr]:
 
 
 def link(size: Expr, messages: Expr = ONE) -> Expr:
+    """Seconds of an exchange of `size` bytes in `messages` messages."""
     return size / W + messages * L

@@ -110,11 +110,14 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int, den
 
 
 def turns_of(plan: Exchange, heads: Heads) -> tuple[int, int]:
+    """(exchanges, KV heads of each) into which an exchange of keys is cut; (1, 1) without tokens."""
     return exchanges_of(heads.kv_heads, plan.leaving, plan.leaving * heads.row()) if plan.length else (1, 1)
 
 
 # ---- queries travel --------------------------------------------------------------------------------------------------
 def of_queries(plan: Exchange, heads: Heads, rank: int, buffered: bool) -> Memory:
+    """Bytes at the peak of the forward and of the backward, and those saved between them, where queries are
+    exchanged."""
     sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
     strip, results = strip_of(sums.queries), sums.wide_out + sums.lse
     there, back = Ledger(), Ledger()

@@ -188,6 +188,7 @@ def trade_seconds(plan: HeadExchange, heads: Heads, rates: Rates, rank: int, mes
 
 
 def spans_of(rank: int, index: int, start: float, compute: float, exchange: float, step: Step) -> Iterator[Span]:
+    """The computation and the exchange of one step as bars of a timeline, which begin at `start` seconds."""
     if compute:
         owners = ",".join(str(block.keys.start) for block in step.blocks[:1])
         yield Span(rank, index, "compute", start, start + compute, f"keys {owners}+")
@@ -220,6 +221,7 @@ def block_seconds(exchange: Exchange, block: Block, heads: Heads, rates: Rates, 
 
 @lru_cache(maxsize=4096)
 def seconds_of(pattern: Pattern, block: Block, heads: Heads, rates: Rates, backward: bool) -> float:
+    """Seconds of the tiles of one block."""
     found = pieces(pattern, block, heads.kernel)
     return sum(tile_seconds(pattern, piece, heads, rates, backward) for piece in found)
 

@@ -156,6 +156,8 @@ def causal_ring() -> Volume:
 
 
 def causal_gather() -> Volume:
+    """All-gather under a causal mask, contiguous shards: rank r sends its shard to the p - 1 - r ranks after it, and
+    gradients to the r before it."""
     shard = n / p
     return Volume((p - 1 - r) * shard, (p - 1 - r) * shard, r * shard)
 
@@ -178,10 +180,12 @@ def zigzag_gather() -> Volume:
 
 
 def unless_first(rows: Expr) -> Expr:
+    """`rows`, and 0 on the first rank."""
     return Piecewise((rows, r > 0), (0, True))
 
 
 def unless_last(rows: Expr) -> Expr:
+    """`rows`, and 0 on the last rank."""
     return Piecewise((rows, r < p - 1), (0, True))
 
 

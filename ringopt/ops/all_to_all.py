@@ -37,6 +37,7 @@ def bytes_turned(size: int, new: Sequence[int], layout: str, ranks: int, rank: i
 
 
 def with_dims(x: Tensor, sizes: dict[int, int]) -> list[int]:
+    """The shape of `x` with other sizes for some dims."""
     return [sizes.get(dim, size) for dim, size in enumerate(x.shape)]
 
 

@@ -58,4 +58,5 @@ def _(ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, 
 
 
 def about(x: Tensor, *place: object) -> tuple[object, ...]:
+    """The identity of a gather, which its two halves compare (distributed/tickets.py)."""
     return "gather", tuple(x.shape), x.dtype, *place

@@ -153,4 +153,5 @@ def factored(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
 
 
 def with_dim(x: Tensor, dim: int, size: int) -> list[int]:
+    """The shape of `x` with `size` for `dim`."""
     return [*x.shape[:dim], size, *x.shape[dim + 1 :]]

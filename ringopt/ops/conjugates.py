@@ -1,5 +1,5 @@
-"""The call that the backward of an operator makes, for the table of traits (traits.py). That these are the calls which
-autograd makes is tested by what they send.
+"""Conjugates: the call that the backward of an operator makes, for the table of traits (traits.py). Each function takes
+the call of the forward. Tests compare the bytes that these calls send with those of autograd.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def count_of_equals(call: SizedCall) -> SizedCall:
 
 
 def running_sum(call: SizedCall) -> SizedCall:
+    """A running sum from the other end."""
     return call.conjugate("running_sum", call.arguments["x"], x=call.value)
 
 
@@ -50,19 +51,23 @@ def add_to_rows(call: SizedCall) -> SizedCall:
 
 
 def convolve_rows_backward(call: SizedCall) -> SizedCall:
+    """The gradients of input, weight and bias."""
     return call.conjugate("convolve_rows_backward", call.arguments["x"], grad=call.value)
 
 
 def respread(call: SizedCall) -> SizedCall:
+    """The reshard between the same placements, from new to old."""
     return back(call, "respread")
 
 
 def turn(call: SizedCall) -> SizedCall:
+    """The all-to-all between the same dims, from new to old."""
     there = call.arguments
     return back(call, "turn", dim=there["new_dim"], new_dim=there["dim"])
 
 
 def back(call: SizedCall, name: str, **dims: object) -> SizedCall:
+    """The call with placements and layouts exchanged."""
     there = call.arguments
     where = {"old": there["new"], "new": there["old"]}
     layouts = {"old_layout": there["new_layout"], "new_layout": there["old_layout"]}

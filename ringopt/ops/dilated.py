@@ -169,6 +169,7 @@ def begun(k: Tensor, v: Tensor, backward: bool, config: Config) -> Posted | None
 
 
 def about(k: Tensor, v: Tensor, backward: bool, config: Config) -> tuple[Any, ...]:
+    """The identity of an exchange of keys, which its two halves compare (distributed/tickets.py)."""
     plain = config._replace(early="", ticket=None)
     return ("dilated", backward, tuple(k.shape), tuple(v.shape), k.dtype, *map(str, plain))
 
@@ -179,6 +180,7 @@ def about(k: Tensor, v: Tensor, backward: bool, config: Config) -> tuple[Any, ..
 def operands_of(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sinks: Tensor | None, seed: Tensor | None
 ) -> Operands:
+    """The operands of the executor, the mask [1 or B, 1, 1, T] as [B, T]."""
     return Operands(q, k, v, seen if seen is None else seen.flatten(1).expand(q.shape[0], -1), sinks, seed)
 
 
@@ -203,6 +205,7 @@ def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tu
 
 
 def proved_plan(config: Config, heads: int, kv_heads: int, mesh: Mesh) -> DilatedPlan:
+    """The plan of a call, proved. Raises what the proof raises for a plan that is wrong."""
     sizes = (config.length, heads, kv_heads, mesh.size)
     plan = dilated_plan_of(config.pattern, *sizes, config.layout, config.strategy)
     prove_dilated(plan, mesh.rank)
@@ -210,12 +213,14 @@ def proved_plan(config: Config, heads: int, kv_heads: int, mesh: Mesh) -> Dilate
 
 
 def misfit_of_mixing(given: Operands, config: Config) -> str:
+    """Why torchscale's mixing cannot be applied, or ""."""
     if given.sinks is None or not dilation_of(config.pattern).torchscale_mixing:
         return ""
     return "torchscale's mixing has no sinks"
 
 
 def misfit_of_seen(seen: Tensor | None, batch: int, length: int) -> str:
+    """Why a mask is not one of keys, [1 or B, 1, 1, T] of bool, or ""."""
     if seen is None or (seen.dtype == torch.bool and list(seen.shape) in ([1, 1, 1, length], [batch, 1, 1, length])):
         return ""
     return (

@@ -91,10 +91,12 @@ class Wanted:
 
 
 def moved(*pieces: Piece) -> Wanted:
+    """Wanted: another sequence, made of `pieces` of this one and sharded by the same layout."""
     return Wanted("move", pieces)
 
 
 def taken(*pieces: Piece) -> Wanted:
+    """Wanted: the tokens of `pieces`, replicated."""
     return Wanted("take", pieces)
 
 
@@ -114,6 +116,7 @@ def held(layout: Layout, rank: int) -> Tensor:
 
 
 def row_numbers(rows: range) -> Tensor:
+    """A range as an int64 tensor."""
     return torch.arange(rows.start, rows.stop)
 
 
@@ -131,10 +134,13 @@ class Fetch:
 
 @lru_cache(maxsize=256)
 def fetch_of(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
+    """`plan_fetch`, cached."""
     return plan_fetch(wanted, layout, length, ranks, rank, device)
 
 
 def plan_fetch(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
+    """What `rank` sends, receives and keeps so that every rank gets the tokens it wants; from the layouts alone,
+    without communication."""
     old, new = layouts_of(layout)
     plan = layout_of(old, length, ranks)
     return route([held(plan, other) for other in range(ranks)], wanted.rows(new, ranks), length, rank, device)
@@ -201,6 +207,7 @@ def fetch_rows(
 
 
 def run_fetch(plan: Fetch, x: Tensor, dim: int, mesh: Mesh, label: str = "fetch_rows") -> Tensor:
+    """Runs a plan along `dim` of the shard `x`; tokens that no rank sends are zeros."""
     came = swap(mesh, dim, x, plan.sends, plan.receives, label)
     out = x.new_zeros(with_dim(x, dim, plan.rows))
     out.index_copy_(dim, plan.kept, x.index_select(dim, plan.own))
@@ -294,6 +301,7 @@ def look_up_rows(x: Tensor, rows: Tensor, dim: int, length: int, layout: str, gr
 
 
 def asked_for(rows: Tensor, length: int) -> Wanted:
+    """Wanted: the tokens of these indices, replicated; negative ones count from the end. Raises IndexError."""
     numbers: list[int] = rows.tolist()
     for number in numbers:
         if not -length <= number < length:

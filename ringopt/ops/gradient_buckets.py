@@ -92,11 +92,13 @@ def parts_of(total: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def shapes_of(sizes: Sequence[int], dims: Sequence[int]) -> list[list[int]]:
+    """Shapes from the flat list of all sizes and the number of dims of each."""
     ends = list(accumulate(dims))
     return [list(sizes[end - count : end]) for end, count in zip(ends, dims, strict=True)]
 
 
 def about(numbers: int, dtype: torch.dtype) -> tuple[str, int, torch.dtype]:
+    """The identity of a bucket, which the two halves of its all-reduce compare (distributed/tickets.py)."""
     return "gradients", numbers, dtype
 
 

@@ -30,6 +30,7 @@ def running_sum(x: Tensor, dim: int, length: int, backwards: bool, layout: str, 
 
 
 def along(x: Tensor, dim: int, backwards: bool) -> Tensor:
+    """The cumulative sum along `dim`, from its end if `backwards`, in the dtype of `x`."""
     return x.flip(dim).cumsum(dim, dtype=x.dtype).flip(dim) if backwards else x.cumsum(dim, dtype=x.dtype)
 
 

@@ -43,6 +43,8 @@ def plan_respread(
     rank: int,
     device: torch.device,
 ) -> Fetch:
+    """What `rank` sends, receives and keeps between two factorisations of a dim, (outer, length, inner) with a layout
+    each."""
     ways = ((old, old_layout), (new, new_layout))
     homes, wanted = ([places(factors, layout, ranks, other) for other in range(ranks)] for factors, layout in ways)
     return route(homes, wanted, old[0] * old[1] * old[2], rank, device)

@@ -234,6 +234,7 @@ def begun(given: Operands, backward: bool, config: Config) -> Sequence[Posted]:
 
 
 def about(k: Tensor, v: Tensor, backward: bool, config: Config) -> tuple[Any, ...]:
+    """The identity of an exchange of keys, which its two halves compare (distributed/tickets.py)."""
     plain = config._replace(early="", ticket=None)
     return ("backward" if backward else "forward", tuple(k.shape), tuple(v.shape), k.dtype, *map(str, plain))
 
@@ -241,6 +242,8 @@ def about(k: Tensor, v: Tensor, backward: bool, config: Config) -> tuple[Any, ..
 # ---- what both do before their first message -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Site:
+    """What a call resolves to: its mesh, and its attention with a proved plan."""
+
     mesh: Mesh
     attention: Attention
 
@@ -262,6 +265,7 @@ def prepare(op: str, given: Operands, config: Config) -> Site:
 
 
 def plan_for(config: Config, heads: tuple[int, int], mesh: Mesh, mask: Mask) -> Plan:
+    """The plan of a call with (query heads, KV heads)."""
     where = (config.pattern, config.q_length, config.kv_length, mesh.size, config.q_layout, config.kv_layout)
     return plan_of(*where, config.strategy, heads, mask)
 

@@ -18,6 +18,7 @@ LIBRARY.define("tabulate(Tensor[] sources, str term, str rows, int[] sizes) -> T
 
 @lru_cache(maxsize=1024)
 def parsed(text: str) -> Term:
+    """The term of a text, cached."""
     return loads_terms(json.loads(text))[0]
 
 

@@ -63,6 +63,7 @@ class Sending:
 
 # ---- sums and gathers ------------------------------------------------------------------------------------------------
 def summed(call: SizedCall) -> Sending:
+    """An all-reduce of the operand."""
     size = call["x"].bytes
     return Sending("reduced", size, grows=size > 8 * call.rows)
 
@@ -79,11 +80,13 @@ def gathered(call: SizedCall) -> Sending:
 
 
 def extremes(call: SizedCall) -> Sending:
+    """An all-gather of each rank's extremes: the size of the result."""
     size = call.result.bytes
     return Sending("told", size, grows=size > 8 * call.rows)
 
 
 def sums_of_chunks(call: SizedCall) -> Sending:
+    """An all-gather of one sum a chunk of the layout."""
     chunks = layout_of(call["layout"], call["length"], call.ranks).chunks_per_rank
     return Sending("told", call["x"].place(call["dim"]) * chunks)
 
@@ -95,12 +98,14 @@ def looked_up(call: SizedCall) -> Sending:
 
 # ---- rows that change ranks ------------------------------------------------------------------------------------------
 def fetch_plan(call: SizedCall, form: str) -> Fetch:
+    """The plan by which tokens of form `form` are fetched; the length is specialised."""
     length = call["length"]
     call.unrolled(length)
     return fetch_of(Wanted.of(form, call["numbers"]), call["layout"], length, call.ranks, call.rank, CPU)
 
 
 def rows_in(messages: Any) -> int:
+    """Tokens in messages of (peer, tokens)."""
     return sum(len(rows) for _peer, rows in messages)
 
 
@@ -110,11 +115,14 @@ def moved(call: SizedCall, sent: int) -> Sending:
 
 
 def fetched(call: SizedCall) -> Sending:
+    """Tokens fetched from their ranks."""
     row = call["x"].place(call["dim"]) * call["outer"] * call["inner"]
     return moved(call, rows_in(fetch_plan(call, call["form"]).sends) * row)
 
 
 def returned(call: SizedCall) -> Sending | None:
+    """Gradients of fetched tokens, sent back; nothing for tokens that every rank fetches, whose gradients are
+    summed."""
     if Wanted.of(call["form"], call["numbers"]).everywhere:
         return None
     row = call["grad"].place(call["dim"]) * call["outer"] * call["inner"]
@@ -122,6 +130,7 @@ def returned(call: SizedCall) -> Sending | None:
 
 
 def windows_fetched(call: SizedCall) -> Sending:
+    """The halo of a convolution."""
     return moved(call, rows_in(fetch_plan(call, "halo").sends) * call["x"].place(call["dim"]))
 
 
@@ -132,6 +141,7 @@ def windows_fetched_again(call: SizedCall) -> Sending:
 
 
 def respread(call: SizedCall) -> Sending:
+    """Tokens whose rank differs between two placements."""
     old, new = tuple(call["old"]), tuple(call["new"])
     call.unrolled(prod(old))
     plan = plan_respread(old, new, call["old_layout"], call["new_layout"], call.ranks, call.rank, CPU)
@@ -139,12 +149,14 @@ def respread(call: SizedCall) -> Sending:
 
 
 def turned(call: SizedCall) -> Sending | None:
+    """An all-to-all between the sequence and another dim; nothing on one rank."""
     sent = bytes_turned(call["x"].bytes, call["new"], call["new_layout"], call.ranks, call.rank)
     return Sending("turned", sent, grows=4 * sent > call.result.bytes, ranks=call.ranks) if sent else None
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 def heads_of(call: SizedCall) -> Heads:
+    """The sizes of an attention: batch, heads, head dims, bytes an element, kernel."""
     q, k, v = (call[name] for name in "qkv")
     numbers = (k.dtype.itemsize, accumulator(k.dtype).itemsize)
     sizes = (q.size(0), q.size(1), k.size(1), k.size(3), v.size(3))
@@ -173,19 +185,23 @@ def seed_compared(call: SizedCall) -> int:
 
 
 def ring(call: SizedCall) -> Sending:
+    """Messages of the forward plan, and the comparison of a dropout seed."""
     return Sending("moved", bytes_sent(ring_plan(call), heads_of(call), call.rank) + seed_compared(call), grows=True)
 
 
 def ring_back(call: SizedCall) -> Sending:
+    """Messages of the backward plan."""
     return Sending("moved", bytes_sent(ring_plan(call), heads_of(call), call.rank, True), grows=True)
 
 
 def dilated(call: SizedCall) -> Sending:
+    """Messages of all terms, and the comparison of a dropout seed."""
     sent = dilated_bytes(dilated_plan(call), heads_of(call), call.rank, False)
     return Sending("moved", sent + seed_compared(call), grows=True)
 
 
 def dilated_back(call: SizedCall) -> Sending:
+    """Messages of the backward of all terms."""
     return Sending("moved", dilated_bytes(dilated_plan(call), heads_of(call), call.rank, True), grows=True)
 
 
@@ -214,12 +230,14 @@ def last_sums(call: SizedCall) -> int:
 
 
 def first_dilated_keys(call: SizedCall) -> int:
+    """Bytes of the first exchange of keys of every term, on the rank with the most."""
     parts = dilated_plan(call).terms
     rows = sum(len(part.term.kv_heads) * first_rows(part.exchange) for part in parts if part.exchange is not None)
     return int(rows * row_bytes(call, call["k"].dtype.itemsize) // call["k"].size(1))
 
 
 def exchange_of(call: SizedCall) -> Exchange:
+    """The plan of a call whose keys are exchanged. Raises AssertionError for head exchanges."""
     plan = ring_plan(call)
     assert isinstance(plan, Exchange), "only exchanges of keys start early"
     return plan
@@ -233,15 +251,19 @@ def row_bytes(call: SizedCall, number: int) -> int:
 
 @lru_cache(maxsize=256)
 def first_rows(plan: Exchange) -> int:
+    """Tokens that arrive in the first step of the forward, on the rank with the most of those LOOKED_AT."""
     steps = (plan.forward(rank)[:1] for rank in range(min(plan.ranks, LOOKED_AT)))
     return max((rows_of(step.receives, Cargo.OUT) for first in steps for step in first), default=0)
 
 
 @lru_cache(maxsize=256)
 def last_rows(plan: Exchange) -> int:
+    """Tokens whose gradients are exchanged in the last step of the backward, on the rank with the most of those
+    LOOKED_AT."""
     steps = (plan.backward(rank)[-1:] for rank in range(min(plan.ranks, LOOKED_AT)))
     return max((rows_of((*step.receives, *step.sends), Cargo.BACK) for last in steps for step in last), default=0)
 
 
 def rows_of(messages: Iterable[Message], cargo: Cargo) -> int:
+    """Tokens in messages with one kind of cargo."""
     return sum(count(message.rows) for message in messages if message.cargo is cargo)

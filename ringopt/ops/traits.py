@@ -175,11 +175,13 @@ def is_start(node: fx.Node) -> bool:
 
 
 def starts_keys(node: fx.Node) -> bool:
+    """Whether a node starts an exchange of keys."""
     return traits_of(node) is not None and op_name(node) in KEYS_FIRST
 
 
 # ---- how much --------------------------------------------------------------------------------------------------------
 def sending_of(call: SizedCall) -> Sending | None:
+    """What a call sends, from the row of its operator; None where it sends nothing."""
     sends = TABLE[call.name].sends
     return sends(call) if sends is not None else None
 

@@ -28,6 +28,7 @@ def sdpa(call: SizedCall) -> int:
 
 
 def pairs_by_sdpa(call: SizedCall, names: str | tuple[str, ...], pattern: str) -> int:
+    """FLOPs of the two products of SDPA over the visible pairs of `pattern`; `names` are those of q, k and v."""
     query, key, value = (call[name].sizes for name in names)
     if len(query) < 2 or not query[-2] or not key[-2]:
         return 0
@@ -37,14 +38,17 @@ def pairs_by_sdpa(call: SizedCall, names: str | tuple[str, ...], pattern: str) -
 
 
 def ring(call: SizedCall) -> int:
+    """FLOPs of this rank's forward."""
     return of_plan(call, False)
 
 
 def ring_back(call: SizedCall) -> int:
+    """FLOPs of this rank's backward."""
     return of_plan(call, True)
 
 
 def of_plan(call: SizedCall, backward: bool) -> int:
+    """FLOPs of a plan on this rank; where heads are exchanged, of its share of them."""
     plan, heads = ring_plan(call), heads_of(call)
     if isinstance(plan, HeadExchange):
         share = replace(heads, q_heads=len(plan.share(call.rank)))
@@ -58,10 +62,12 @@ def dilated(call: SizedCall) -> int:
 
 
 def dilated_back(call: SizedCall) -> int:
+    """FLOPs of this rank's backward; a pair of a dilated plan already counts its heads."""
     return replace(heads_of(call), q_heads=1).flops(dilated_plan(call).pairs(call.rank), True)
 
 
 def windows(call: SizedCall) -> int:
+    """FLOPs of a convolution."""
     return 2 * call.result.count * int(call["weight"].count_from(1))
 
 

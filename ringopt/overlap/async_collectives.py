@@ -1,18 +1,18 @@
-"""Gathers and sums over the ranks, started as soon as their operand is there and waited for where they are first read.
+"""All-gathers and all-reduces, started as soon as their operand is computed and waited for before their first reader.
 
     y = mm(h, w)                           y = mm(h, w)
     loss = ...                  ->         ticket = gather_start(y, ...)
     whole = gather(y, ...)                 loss = ...
     return loss, whole                     whole = gather_finish(ticket, y, ...)
 
-In two steps, over the graphs that AOTAutograd makes. First each gather and sum goes up as far as it may, past messages
-that it is not made of (`advance`). Where, is decided by operators that send, by what is made of what and by whole
-sizes, and by nothing else: a partitioner may recompute other things on one rank than on another, and all ranks must
-post their messages in one order. Then each is parted where something takes long enough to hide it, and a bucket of
-gradients to hold less (`part`): that is each rank's own business, for the whole and its halves post the same message.
+In two steps, over the graphs that AOTAutograd makes. First each collective moves up as far as it may, past messages
+that it does not depend on (`advance`). Where to is decided by operators that send, by dependencies and by global sizes,
+and by nothing else: a partitioner may recompute other nodes on one rank than on another, and all ranks must post their
+messages in one order. Then each is split into a start and a finish where there is enough computation to hide it, and a
+bucket of gradients to hold less memory (`part`): each rank decides that alone, for both forms post the same message.
 
-What is started early is held longer. A gather or a sum goes no further up than where all that is under way fits into
-`Budget.in_flight`. Sums of parameters' gradients take the place of the gradients, so they are not counted.
+Buffers of collectives that start early live longer. A collective moves up no further than where all buffers in flight
+fit into `Budget.in_flight`. All-reduces of parameters' gradients are in place of the gradients, so they do not count.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ringopt.overlap.reorder import (
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be started early, the same on all ranks; of a graph without attention, what needs no rates.
+    """The limits of early starts, the same on all ranks; the defaults are those of a graph without attention.
 
     ranks       that share a sequence
-    in_flight   bytes that what was started early may hold
-    rate        FLOP/s of what hides it
-    step        seconds that it costs to start apart
+    in_flight   bytes of all buffers in flight at most
+    rate        FLOP/s of the computation that hides them
+    step        seconds of overhead of a start and a finish
     """
 
     ranks: int = 0
@@ -55,14 +55,14 @@ class Budget:
     step: float = 0.0
 
     def pays(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether messages are worth being waited for after `nodes`."""
+        """Whether `nodes` take long enough to hide messages behind."""
         found = list(nodes)
         seconds = [flops_of(node) / self.rate for node in found if is_product(node)]
         return any(map(attends, found)) or (bool(seconds) and sum(seconds) >= self.step)
 
 
 def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, float]) -> None:
-    """In place. `held`: bytes that are under way already when a message is posted."""
+    """Starts collectives early, in place. `held`: bytes that are in flight already where a message is posted."""
     collectives = collectives_of(graph)
     advance_all(collectives, held, budget.in_flight)
     for number, node in enumerate(collectives):
@@ -70,14 +70,15 @@ def collect_early(graph: fx.Graph, budget: Budget, held: dict[fx.Node, float]) -
 
 
 def collectives_of(graph: fx.Graph) -> list[fx.Node]:
+    """The collectives that `split` parts into a start and a finish."""
     return [node for node in graph.nodes if is_halved(node)]
 
 
 # ---- where it starts -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class HeldBack:
-    """A gather or a sum that starts later than it could, for more than may be would be under way: `under_way` bytes,
-    of which `size` are its own."""
+    """A collective that starts later than its operands allow, since `under_way` bytes would exceed the limit, `size` of
+    them its own."""
 
     node: fx.Node
     size: float
@@ -85,7 +86,7 @@ class HeldBack:
 
 
 def advance_all(collectives: Sequence[fx.Node], held: dict[fx.Node, float], bound: int) -> list[HeldBack]:
-    """In place, each as far as it may; those that the bound holds back."""
+    """Moves each collective up as far as it may, in place; returns those that the bound holds back."""
     placed: set[fx.Node] = set()
     found = []
     for node in collectives:
@@ -95,8 +96,8 @@ def advance_all(collectives: Sequence[fx.Node], held: dict[fx.Node, float], boun
 
 
 def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bound: int) -> HeldBack | None:
-    """Behind the last message that it is made of, and those `placed` there before it. What else it is made of is
-    computed before the next one."""
+    """Moves a collective to after the last message that it depends on, and after those `placed` there before. Its other
+    dependencies are computed before the message that follows."""
     nodes = list(node.graph.nodes)
     place = {other: i for i, other in enumerate(nodes)}
     made_of = sources_among(nodes[: place[node]], node.all_input_nodes)
@@ -130,7 +131,7 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bou
 
 
 def bytes_of(node: fx.Node) -> float:
-    """That are held longer where it starts early: of the whole value, the same on all ranks."""
+    """Bytes that an early start holds longer: of the global value, the same on all ranks."""
     if op_name(node) == "reduce_bucket":
         return 0
     value = value_of(node)
@@ -139,9 +140,9 @@ def bytes_of(node: fx.Node) -> float:
 
 # ---- what it is hidden behind ----------------------------------------------------------------------------------------
 def part(node: fx.Node, number: int, budget: Budget) -> None:
-    """In two, of which the second stands before the first reader, if there is or can be something between them: what
-    needs neither is computed before its readers are, up to the next node that has its place. A bucket of gradients
-    always: between its halves the gradients are given back, so that it never holds more than two copies."""
+    """Splits a collective into a start and a finish before its first reader, if the computation between them pays:
+    nodes that depend on neither are moved between, up to the next fixed node. A bucket of gradients is always split:
+    the gradients are freed between the halves, so that there are never more than two copies."""
     nodes = list(node.graph.nodes)
     place = {other: i for i, other in enumerate(nodes)}
     several = list(node.users) if op_name(node) == "reduce_bucket" else []
@@ -160,26 +161,26 @@ def part(node: fx.Node, number: int, budget: Budget) -> None:
         elif not several:
             return
     if op_name(node) == "gather":
-        halve_gather(node, reader, number)
+        _halve_gather(node, reader, number)
     else:
         halve_sum(node, several, reader, number)
 
 
 def has_known_sizes(node: fx.Node) -> bool:
-    """Whether no size of what is summed is open: they are written into the second half."""
-    return all(isinstance(size, int) for value in values_of(node) for size in value.shape)
+    """Whether all sizes of the result are ints: they are arguments of the second half."""
+    return all(isinstance(size, int) for value in _values_of(node) for size in value.shape)
 
 
-def values_of(node: fx.Node) -> Sequence[torch.Tensor]:
+def _values_of(node: fx.Node) -> Sequence[torch.Tensor]:
     value = value_of(node)
     return value if isinstance(value, (tuple, list)) else [value]
 
 
-def halve_gather(node: fx.Node, reader: fx.Node, number: int) -> None:
+def _halve_gather(node: fx.Node, reader: fx.Node, number: int) -> None:
     graph, (x, *place, group) = node.graph, node.args
     with graph.inserting_before(node):
         start = graph.call_function(operators.gather_start.default, (x, *place, number, group))
-    start.meta = {**origin(node), "val": ticket_value(value_of(node))}
+    start.meta = {**origin(node), "val": _ticket_value(value_of(node))}
     with graph.inserting_before(reader):
         finish = graph.call_function(operators.gather_finish.default, (start, x, *place, group))
     finish.meta = {**origin(node), "val": value_of(node)}
@@ -188,13 +189,13 @@ def halve_gather(node: fx.Node, reader: fx.Node, number: int) -> None:
 
 
 def halve_sum(node: fx.Node, several: Sequence[fx.Node], reader: fx.Node, number: int) -> None:
-    """Of one value, or of a bucket whose results are `several`."""
+    """Splits the all-reduce of one value, or of a bucket whose results are `several`."""
     graph, (given, group) = node.graph, node.args
-    values = values_of(node)
+    values = _values_of(node)
     with graph.inserting_before(node):
         summed = given if isinstance(given, (tuple, list)) else [given]
         start = graph.call_function(operators.reduce_start.default, (summed, number, group))
-    start.meta = {**origin(node), "val": ticket_value(values[0])}
+    start.meta = {**origin(node), "val": _ticket_value(values[0])}
     sizes, dims = [size for value in values for size in value.shape], [value.dim() for value in values]
     arguments: Any = (start, sizes, dims, values[0].dtype, values[0].device, group)
     with graph.inserting_before(reader):
@@ -210,5 +211,5 @@ def halve_sum(node: fx.Node, several: Sequence[fx.Node], reader: fx.Node, number
     graph.erase_node(node)
 
 
-def ticket_value(like: torch.Tensor) -> torch.Tensor:
+def _ticket_value(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((), dtype=torch.int64, device="cpu")

@@ -1,9 +1,8 @@
-"""All ranks must talk in one order, whatever a compiler makes of the graph.
+"""One order of communication on all ranks, whatever a compiler makes of the graph.
 
-The sharded graphs of two ranks differ in sizes where the rows do not divide evenly, and Inductor orders and fuses by
-size: of two messages that do not depend on each other one rank would send the first first, another the second, and both
-would wait for ever. Here each operator that talks is made to depend on the one before it, in the forward graph and in
-the backward one.
+The sharded graphs of two ranks differ in sizes where the tokens do not divide evenly, and Inductor orders and fuses by
+size: of two independent messages one rank would send the first first, another the second, and both would deadlock. Here
+each operator that communicates is made to depend on the one before it, in the forward graph and in the backward one.
 """
 
 from __future__ import annotations

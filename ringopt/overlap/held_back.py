@@ -1,4 +1,4 @@
-"""The gathers and sums that the bound on what is under way holds back, for the report."""
+"""The collectives that the bound on bytes in flight holds back, for the report."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from ringopt.overlap.in_flight import first_bytes
 from ringopt.overlap.meanwhile import TOLD
 from ringopt.report import readable
 
-CONJUGATES = {"gather": "gather", "reduce_from_group": "sum"}  # what the gradient of a conversion waits for
+CONJUGATES = {"gather": "gather", "reduce_from_group": "sum"}  # collectives in the backward of a conversion
 
 
 def held_back(graph: fx.Graph, budget: Budget, early: Sequence[fx.Node], ranks: int) -> Iterator[str]:
-    """What of the forward's gathers and sums the bound on what is under way will hold back when they are ordered: tried
-    on a copy, for compiled code that is cached is not ordered anew. `early` are the attentions whose exchange starts
-    before them."""
+    """Remarks on collectives of the forward that the bound on bytes in flight will hold back: found on a copy, since
+    cached compiled code is not ordered again. `early`: attentions whose exchange starts before them."""
     copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.graph_copy(graph, twins)
     held = {twins[node]: float(first_bytes(node, ranks)) for node in early}
@@ -41,8 +40,8 @@ def held_back(graph: fx.Graph, budget: Budget, early: Sequence[fx.Node], ranks: 
 
 
 def too_large(graph: fx.Graph, bound: int) -> list[str]:
-    """Gathers and sums of gradients that go past no other message, whatever the graph of the backward, which does not
-    exist yet. Those of parameters take the place of what they sum."""
+    """Collectives of gradients that are larger than the bound alone, whatever the graph of the backward, which does not
+    exist yet. Those of parameters are in place and do not count."""
     found, carries = [], requires_grad(graph)
     for node in graph.nodes:
         what = CONJUGATES.get(gradient_name(node), "") if not sends(node) else ""

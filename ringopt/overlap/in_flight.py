@@ -1,4 +1,4 @@
-"""Bytes that an exchange holds while it is under way and its attention is not: the same on all ranks."""
+"""Bytes of the buffers of an exchange in flight before its attention runs: the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import dilated_plan, ring_plan
 from ringopt.ops.traits import traits_of
 
-PART = 64  # of the device's memory: what messages that were started early may hold
+PART = 64  # one part of so many of the device's memory is for messages that were started early
 UNKNOWN = 1 << 30  # bytes, where the memory of the device is not known
 
 
 def allowed(rates: Rates) -> int:
-    """Bytes that all that is started early may hold at once."""
+    """Bytes in flight at most, of all messages that were started early."""
     return rates.memory // PART or UNKNOWN
 
 
 def call_at_hand(body: fx.Node, ranks: int) -> SizedCall:
-    """Of lengths that may be open, those at hand."""
+    """The call of a node with the hints of symbolic lengths."""
     return SizedCall.of(body, ranks, 0, number=at_hand)
 
 
@@ -37,12 +37,13 @@ def dilated_plan_at(body: fx.Node, ranks: int) -> DilatedPlan:
 
 
 def first_bytes(body: fx.Node, ranks: int) -> int:
-    """Of K and V that come first, on the rank that is sent most."""
+    """Bytes of the first K and V that arrive, on the rank that receives most."""
     traits = traits_of(body)
     return traits.first(call_at_hand(body, ranks)) if traits is not None and traits.first is not None else 0
 
 
 def home_bytes(body: fx.Node, ranks: int) -> int:
-    """Of the sums of dK and dV that come and go last. Those of a dilated attention are waited for in its backward."""
+    """Bytes of the last sums of dK and dV, received and sent; 0 for dilated attention, whose backward waits for
+    them."""
     traits = traits_of(body)
     return traits.last(call_at_hand(body, ranks)) if traits is not None and traits.last is not None else 0

@@ -1,4 +1,4 @@
-"""What is computed while messages travel, and what of it the report says."""
+"""Computation that overlaps with communication, and its description in the report."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TOLD = 3  # names in a sentence
 
 @dataclass(frozen=True)
 class Meanwhile:
-    """What is computed while messages travel: its products, the seconds that they take, and those that it costs to
-    start apart; the bytes that are under way meanwhile, and how many may be."""
+    """Computation that overlaps with an exchange: matrix `products` and the `seconds` that they take, the `cost` in
+    seconds of a start and a finish, the bytes `held` in flight, and the `bound` of these."""
 
     products: Sequence[fx.Node]
     seconds: float
@@ -44,7 +44,7 @@ class Meanwhile:
 
     @property
     def brief(self) -> str:
-        """Why nothing is moved behind it, where there is something."""
+        """Why the exchange is not started before these products, a clause of the sentence."""
         if self.pays:
             return f"{readable(self.held)} would be under way behind {self}, and at most {readable(self.bound)} may be"
         return f"{self} is less than the {duration(self.cost)} that it costs to start apart"
@@ -56,6 +56,8 @@ class Meanwhile:
 
 
 def told(ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:
+    """A sentence for the report: what the exchange of one attention overlaps with, ahead of it, in the backward
+    (`behind`), and at its end (`aside`); or `why` it starts with the attention."""
     if why:
         return f"its exchange starts with it: {why}"
     first, then, home = f"behind {ahead}", f"behind the gradients of {behind}", ""

@@ -1,4 +1,4 @@
-"""What of a graph may change places, and what takes long enough to hide messages behind."""
+"""Which nodes of a graph may be reordered, and how long they take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringopt.torch_compat.schema import HigherOrderOperator, OpOverload, schema_
 
 
 def sources_among(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """Of `nodes`, in order, those that `wanted` are made of."""
+    """Those of `nodes`, in topological order, that `wanted` depend on."""
     found = set(wanted)
     for node in reversed(nodes):
         if node in found:
@@ -27,7 +27,7 @@ def sources_among(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx
 
 
 def dependents_among(nodes: Sequence[fx.Node], first: Sequence[fx.Node]) -> list[fx.Node]:
-    """Of `nodes`, in order, `first` and those that are made of them."""
+    """`first` and those of `nodes`, in topological order, that depend on them."""
     found: dict[fx.Node, None] = {}
     for node in nodes:
         if node in first or any(source in found for source in node.all_input_nodes):
@@ -36,24 +36,24 @@ def dependents_among(nodes: Sequence[fx.Node], first: Sequence[fx.Node]) -> list
 
 
 def is_fixed(node: fx.Node) -> bool:
-    """Whether the node may not change places with others of its kind."""
+    """Whether a node keeps its place among nodes of its kind: communication, random numbers, writes, higher-order
+    ops."""
     if isinstance(node.target, OpOverload):
         return sends(node) or is_random(node) or schema_of(node.target).is_mutable
     return isinstance(node.target, HigherOrderOperator) or node.op == "call_module"
 
 
 def flops_of(node: fx.Node, ranks: int = 1) -> float:
-    """2 a multiplication of a product. Of its whole values, where the passes noted how these are spread: on each of
-    `ranks` with as many rows, the same number on all of them, whatever rows each has. Of a fused attention, and of the
-    backward of a convolution, at least so many; of rows whose number is known only when the program runs, infinitely
-    many."""
+    """FLOPs of a product, 2 a multiplication. From global sizes where the passes noted a placement, divided by `ranks`:
+    the same number on all ranks, whatever their shards. Of a fused attention, and of the backward of a convolution, a
+    lower bound; infinite where a size is known only at run time."""
     operand, first = summed(node)
     spread = any(x.meta.get(PLACEMENT) is not None for x in (node, node.args[0], operand))
     return 2 * numbers((*sizes_of(node), *sizes_of(operand)[first:])) / (ranks if spread else 1)
 
 
 def sizes_of(node: fx.Node) -> list[Any]:
-    """Of the whole value, whatever rows this rank has of it."""
+    """Sizes of the global value of a node, whatever shard this rank has."""
     whole, placement = node.meta.get(WHOLE), node.meta.get(PLACEMENT)
     value = value_of(node) if whole is None else whole
     if isinstance(value, (tuple, list)):  # the backward of a convolution has None where no gradient is asked for
@@ -65,6 +65,6 @@ def sizes_of(node: fx.Node) -> list[Any]:
 
 
 def numbers(sizes: Sequence[Any]) -> float:
-    """Their product at the length at hand; infinite where one is known only when the program runs."""
+    """The product of sizes, by their hints; infinite where one is known only at run time."""
     unknown = any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
     return inf if unknown else prod(map(at_hand, sizes))

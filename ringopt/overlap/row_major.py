@@ -1,12 +1,12 @@
-"""Row-major memory, said where Inductor would ask for numbers.
+"""Row-major strides, forced where Inductor would compare symbolic strides.
 
     dy = add(dq, dk)               dy  = add(dq, dk)                                   # [B, 1, n, D]
     dw = mm(view(dy).t(), x)  ->   row = inductor_force_stride_order(dy, [4, 3, 2, 1])
                                    dw  = mm(view(row).t(), x)
 
 A value of one channel is row-major and channels last at once. Where a product reads a view of it, Inductor takes it for
-the latter and compares its strides as numbers (torch 2.11 to 2.13), which a number of rows that is known only when the
-program runs has not: the gradient of one head behind a linear layer, say.
+the latter and compares its strides as numbers (torch 2.11 to 2.13), which fails for an unbacked number of tokens: the
+gradient of one head behind a linear layer, say.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def say_row_major(graph: fx.Graph) -> None:
-    """In place, for what Inductor may lay out as it likes."""
+    """Forces row-major strides, in place, on values whose layout Inductor may choose."""
     for node in list(graph.nodes):
-        views = [user for user in node.users if is_view(user) and leads_to_kernel(user)]
-        if not views or is_view(node) or is_product(node) or not is_aten(node) or not is_ambiguous(value_of(node)):
+        views = [user for user in node.users if _is_view(user) and leads_to_kernel(user)]
+        if not views or _is_view(node) or is_product(node) or not is_aten(node) or not _is_ambiguous(value_of(node)):
             continue
         with graph.inserting_after(node):
             strides = list(range(value_of(node).dim(), 0, -1))  # their order counts
@@ -38,20 +38,20 @@ def say_row_major(graph: fx.Graph) -> None:
             view.replace_input_with(node, row)
 
 
-def is_ambiguous(value: object) -> bool:
+def _is_ambiguous(value: object) -> bool:
     if not isinstance(value, torch.Tensor) or value.dim() not in CHANNELS_LAST or not free_unbacked_symbols(value):
         return False
     return is_contiguous_for_memory_format_or_false(value, memory_format=CHANNELS_LAST[value.dim()])
 
 
-def is_view(node: fx.Node) -> bool:
+def _is_view(node: fx.Node) -> bool:
     return is_aten(node) and any(result.alias_info is not None for result in schema_of(node.target).returns)
 
 
 def leads_to_kernel(view: fx.Node) -> bool:
-    """Whether an operator reads it that is no code of Inductor's: a product, or one of ours."""
+    """Whether an extern kernel reads `view`: a matrix product, or an operator of ringopt."""
     ours = (user for user in view.users if isinstance(user.target, OpOverload))
     return any(
-        is_product(user) or user.target.namespace == "ringopt" or (is_view(user) and leads_to_kernel(user))
+        is_product(user) or user.target.namespace == "ringopt" or (_is_view(user) and leads_to_kernel(user))
         for user in ours
     )

@@ -1,23 +1,23 @@
-"""Exchanges started early, in the graphs that AOTAutograd makes: forward and backward, each by itself.
+"""Exchanges started early, in the graphs that AOTAutograd makes: forward and backward, each separately.
 
     q = mm(x, wq)                             k, v = ...
     k, v = ...                                ticket = ring_start(k, v, ...)
     y = ring_attention(q, k, v, ...)    ->    q = mm(x, wq)
                                               y = ring_attention(q, k, v, ..., ticket)
 
-The first messages of an attention carry keys and values (in the backward, saved ones), and travel while whatever needs
-neither is computed: the projection of the queries, a branch beside it, in the backward the gradients of the layers
-behind. This is list scheduling with one link: what leads to K and V goes first, then the start, then the rest. The next
-exchange starts when the one before it is done, so no more than one is under way, and none holds more than it would have
-held without.
+The first messages of an attention carry keys and values (in the backward, saved ones), and overlap with all computation
+that needs neither: the projection of the queries, a parallel branch, in the backward the gradients of the layers
+behind. This is list scheduling with one link: the dependencies of K and V go first, then the start, then the rest. The
+next exchange starts when the one before it is done, so at most one is in flight, and none holds more memory than it
+would have held without.
 
-Whether an attention is started early is said in its arguments (passes/schedule.py decides, by facts that all ranks
-share). In the backward it may also end late: the last sums of dK and dV come home while what needs neither is computed
-(`finish_late`), the gradient of that projection first of all. Gathers and sums over the ranks start early too
+Whether an attention is started early is one of its arguments (passes/schedule.py decides, by facts that all ranks
+share). In the backward it may also finish late: the last sums of dK and dV return to their rank during computation that
+needs neither (`finish_late`), the gradient of that projection first of all. All-gathers and all-reduces start early too
 (ringopt/overlap/async_collectives.py).
 
 Where an exchange starts is decided here, by operators that send and by nothing else, for a partitioner may recompute
-other things on one rank than on another: all ranks post their messages in one order.
+other nodes on one rank than on another: all ranks post their messages in one order.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ from ringopt.torch_compat.inductor_passes import OrderedSet
 
 @dataclass(frozen=True)
 class Gap:
-    """What stands before an attention and can be ordered anew: what its K and V are made of, and what they need not
-    wait for."""
+    """The nodes before an attention that can be reordered: those that its K and V depend on, and the others."""
 
     needed: Sequence[fx.Node]
     free: Sequence[fx.Node]
@@ -59,13 +58,13 @@ class Gap:
         return [node for node in self.free if is_product(node)]
 
 
-def is_dilated(body: fx.Node) -> bool:
+def _is_dilated(body: fx.Node) -> bool:
     return op_name(body).startswith("dilated")
 
 
 def gap_before(body: fx.Node) -> Gap:
-    """From the exchange before `body` on, or from what K and V need that may not change places: messages, random
-    numbers, writes."""
+    """The gap from the exchange before `body` on, or from the last fixed node that K and V depend on: communication,
+    random numbers, writes."""
     between: list[fx.Node] = []
     for node in body.graph.nodes:
         if node is body:
@@ -74,7 +73,7 @@ def gap_before(body: fx.Node) -> Gap:
             between.clear()
         elif node.op not in ("placeholder", "output"):
             between.append(node)
-    lengths = ("length",) if is_dilated(body) else ("q_length", "kv_length")
+    lengths = ("length",) if _is_dilated(body) else ("q_length", "kv_length")
     taken = [named(body, name) for name in ("k", "v", *lengths)]  # by `ring_start`, `dilated_start`
     needed = sources_among(between, [x for x in taken if isinstance(x, fx.Node)])
     last = max((place for place, node in enumerate(between) if node in needed and is_fixed(node)), default=-1)
@@ -84,7 +83,7 @@ def gap_before(body: fx.Node) -> Gap:
 
 # ---- the graphs ------------------------------------------------------------------------------------------------------
 def order(graph: fx.Graph, budget: Budget) -> None:
-    """In place: messages begin as early and are waited for as late as they can be."""
+    """Reorders, in place: messages start as early and are waited for as late as they can be."""
     finish_late(graph)
     start_early(graph)
     bodies = [finish_of(node) for node in graph.nodes if starts_keys(node)]
@@ -92,8 +91,8 @@ def order(graph: fx.Graph, budget: Budget) -> None:
 
 
 def start_early(graph: fx.Graph) -> None:
-    """In place, for each attention of which that is asked. What stands behind one in the forward and does not need it
-    is computed before it as well."""
+    """Inserts the start of each attention whose arguments ask for it, in place. In the forward, nodes after an
+    attention that do not depend on it are computed before it as well."""
     bodies = [node for node in graph.nodes if attends(node)]
     for number, body in enumerate(bodies):
         if (way := attends(body)) in named(body, "early").split():
@@ -101,26 +100,26 @@ def start_early(graph: fx.Graph) -> None:
             if any(map(is_product, beside)):
                 for node in beside:
                     body.prepend(node)
-            start(body, gap_before(body), number)
+            _start(body, gap_before(body), number)
 
 
 def beside_of(body: fx.Node) -> list[fx.Node]:
-    """What stands behind an attention and does not need it, up to the next node that has its place."""
+    """The nodes after an attention that do not depend on it, up to the next fixed node."""
     nodes = list(body.graph.nodes)
-    after = list(takewhile(movable, nodes[nodes.index(body) + 1 :]))
+    after = list(takewhile(_movable, nodes[nodes.index(body) + 1 :]))
     needing = set(dependents_among([body, *after], [body]))
     return [node for node in after if node not in needing]
 
 
-def movable(node: fx.Node) -> bool:
+def _movable(node: fx.Node) -> bool:
     return not is_fixed(node) and node.op != "output"
 
 
-def start(body: fx.Node, gap: Gap, number: int) -> None:
+def _start(body: fx.Node, gap: Gap, number: int) -> None:
     first = gap.free[0] if gap.free else body
     for node in gap.needed:
         first.prepend(node)
-    fields = (DilatedConfig if is_dilated(body) else Config)._fields
+    fields = (DilatedConfig if _is_dilated(body) else Config)._fields
     config = [named(body, name) for name in fields[: fields.index("early")]]
     backward, traits = attends(body) == "backward", TABLE[op_name(body)]
     k, v = named(body, "k"), named(body, "v")
@@ -136,16 +135,16 @@ def start(body: fx.Node, gap: Gap, number: int) -> None:
 
 
 def finish_late(graph: fx.Graph) -> None:
-    """In place, for each backward of which that is asked: what needs no dK and dV, up to the next node that has its
-    place, goes before what does, and they are waited for between the two. Also where that is little on this rank, for
-    what a partitioner made of it: another rank waits there, and no message may go past the one and not the other."""
+    """Splits each backward whose arguments ask for it, in place: nodes that do not depend on dK and dV, up to the next
+    fixed node, go before those that do, and the finish between the two. Also where there are few of them on this rank,
+    since a partitioner chose so: other ranks finish there, and the order of messages must be one."""
     for body in graph.find_nodes(op="call_function", target=operators.ring_attention_backward.default):
         parts = {user.args[1]: user for user in body.users}
         grads = [parts[i] for i in (1, 2) if i in parts]
         if "home" not in named(body, "early").split() or not grads:
             continue
         nodes = list(graph.nodes)
-        after = list(takewhile(movable, nodes[nodes.index(body) + 1 :]))
+        after = list(takewhile(_movable, nodes[nodes.index(body) + 1 :]))
         late = dependents_among(after, grads)
         free = [node for node in after if node not in late]
         for node in free:
@@ -154,7 +153,7 @@ def finish_late(graph: fx.Graph) -> None:
 
 
 def part_home(body: fx.Node, parts: dict[Any, fx.Node], place: fx.Node) -> None:
-    """`body` in two, of which the second stands before `place`. `parts`: its results, by number."""
+    """Splits `body` into a start and a finish before `place`. `parts`: its results, by index."""
     graph, (dq, dk, dv, dsources) = body.graph, value_of(body)
     ticket_value = dk.new_empty((), dtype=torch.int64, device="cpu")
     with graph.inserting_before(body):
@@ -182,8 +181,8 @@ def part_home(body: fx.Node, parts: dict[Any, fx.Node], place: fx.Node) -> None:
 
 # ---- the compilers ---------------------------------------------------------------------------------------------------
 class InOrder(Lockstep):
-    """Starts early, and holds Inductor to it: what is computed meanwhile waits for the start, and the attention waits
-    for what is computed meanwhile."""
+    """Starts early, and makes Inductor keep the order: the overlapped computation depends on the start, and the
+    attention on the overlapped computation."""
 
     def __init__(self, budget: Budget):
         self.budget = budget
@@ -198,7 +197,7 @@ class InOrder(Lockstep):
         for ticket in filter(is_start, graph.nodes):
             finish = finish_of(ticket)
             meanwhile = products_between(ticket, finish)
-            # Gathers and sums go on for long: what follows follows the first.
+            # Collectives are in flight for long: tying the first node (and the last) is enough.
             long = op_name(ticket) in ("reduce_start", "gather_start")
             for node in meanwhile[:1] if long else meanwhile:
                 found.setdefault(node, OrderedSet()).add(ticket)
@@ -212,7 +211,7 @@ class InOrder(Lockstep):
 
 
 def finish_of(start: fx.Node) -> fx.Node:
-    """The operator that is given its ticket."""
+    """The operator that takes the ticket of `start`."""
     ticket = start
     if op_name(start) == "ring_backward_begin":
         ticket = next(part for part in start.users if part.args[1] == 1)
@@ -221,21 +220,22 @@ def finish_of(start: fx.Node) -> fx.Node:
 
 
 def products_between(ticket: fx.Node, finish: fx.Node) -> list[fx.Node]:
+    """Matrix products and attention between the start of an exchange and its finish."""
     nodes = list(ticket.graph.nodes)
     return [node for node in nodes[nodes.index(ticket) : nodes.index(finish)] if is_product(node)]
 
 
 def inductor_settings(gm: fx.GraphModule, budget: Budget) -> dict[str, Any]:
-    """For compile_fx, which hands them to the backward too, however late that is compiled; none for a graph of one
-    process. What Inductor reorders to save memory it reorders by sizes, and these differ by rank."""
+    """Settings for compile_fx, which also hold for the backward, however late that is compiled; none for a graph
+    without communication. Inductor's reordering for peak memory is off: it depends on sizes, which differ by rank."""
     if not any(map(talks, gm.graph.nodes)):
         return {}
     return {"post_grad_custom_post_pass": InOrder(budget), "reorder_for_peak_memory": False}
 
 
 def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], budget: Budget) -> Callable[..., Any]:
-    """torch's backend of that name, with graphs in which exchanges start early. A view may be a copy: fake kernels tell
-    other strides than the real ones have (torch 2.13: elu_backward of operands that lie differently)."""
+    """torch's backend of that name, with graphs in which exchanges start early. Views become reshapes: fake kernels may
+    have other strides than the real ones (torch 2.13: elu_backward of operands with different strides)."""
 
     def ordered(graph: fx.GraphModule) -> None:
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):

@@ -71,7 +71,7 @@ def rest_of(term: Term, found: Peeled, lowest: float) -> Term | None:
     if not isinstance(term, Apply) or term.kwargs:
         return term
     if (chosen := term if term.op == "where" else scaled_choice(term)) is not None:
-        return rest_of_where(chosen, found, lowest)
+        return _rest_of_where(chosen, found, lowest)
     if term.op in ("add", "sub") and len(term.args) == 2:
         left, right = (literal(arg, term.dtype) for arg in term.args)
         left_rest = rest_of(left, found, lowest)
@@ -95,7 +95,7 @@ def scaled_choice(term: Apply) -> Apply | None:
     return made if isinstance(made, Apply) and made.op == "where" else None
 
 
-def rest_of_where(term: Apply, found: Peeled, lowest: float) -> Term | None:
+def _rest_of_where(term: Apply, found: Peeled, lowest: float) -> Term | None:
     condition, yes, no = (arg for arg in term.args if isinstance(arg, Term))
     for holds, kept, filled in ((condition, yes, no), (negate(condition), no, yes)):
         value = constant(filled)
@@ -117,12 +117,15 @@ def rest_of_where(term: Apply, found: Peeled, lowest: float) -> Term | None:
 
 
 def hide(found: Peeled, condition: Term, fill: float) -> None:
+    """Adds to `found` that the query sees the key only where `condition` holds, and what it is filled with
+    elsewhere."""
     found.conditions += conjuncts(condition)
     if fill != -math.inf:
         found.fills.add(fill)
 
 
 def every(conditions: list[Term]) -> Term:
+    """The conjunction of `conditions`; True without any."""
     total = number(True, torch.bool)
     for condition in conditions:
         total = logic("logical_and", total, condition)
@@ -175,6 +178,8 @@ class Hidden:
 
 
 def hidden(pattern: str, mask: Mask) -> Hidden | str:
+    """The mask of a dilated attention: whether it is causal, and its conditions on keys and on queries; or why it has
+    none that composes with dilation, a clause of the report."""
     if mask.score is not None:
         return "its scores go through a function"
     found = Peeled(conjuncts(mask.visible) if mask.visible is not None else [])

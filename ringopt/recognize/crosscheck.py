@@ -46,8 +46,8 @@ def of_mask(
         for rows, keys in [(range(sizes["q"]), range(sizes["k"]))] if whole else blocks(sizes):
             total = reading.mask.block(sizes["b"], sizes["h"], rows, keys, sources, kind)
             found = total.masked_fill(~seen(pattern, rows, keys), -math.inf)
-            if not agree(original(rows, keys), found):
-                return told(reading, rows, keys)
+            if not _agree(original(rows, keys), found):
+                return _mismatch(reading, rows, keys)
     return ""
 
 
@@ -75,12 +75,12 @@ def of_scores(
             total = reading.mask.modified(scaled.expand(*every, -1, -1), rows, keys, sources)
             total = total + reading.mask.block(sizes["b"], sizes["h"], rows, keys, sources, torch.float64)
             found = total.masked_fill(~seen(pattern, rows, keys), -math.inf)
-            if not agree(original.double().expand_as(found), found, max(8 * rounding, 1e-4)):
-                return told(reading, rows, keys)
+            if not _agree(original.double().expand_as(found), found, max(8 * rounding, 1e-4)):
+                return _mismatch(reading, rows, keys)
     return ""
 
 
-def told(reading: Reading, rows: range, keys: range) -> str:
+def _mismatch(reading: Reading, rows: range, keys: range) -> str:
     return (
         f"the mask read as {reading.name} differs from the program's own in queries {rows.start} to {rows.stop - 1}, "
         f"keys {keys.start} to {keys.stop - 1}: a fault of ringopt, please report it"
@@ -96,14 +96,14 @@ def blocks(sizes: Mapping[str, int]) -> list[tuple[range, range]]:
     starts = [(0, 0), (q - BLOCK, k - BLOCK), (0, k - BLOCK), (q - BLOCK, 0)]
     starts += [(place, place) for place in (draw.randrange(min(q, k)) for _ in range(BLOCKS))]
     starts += [(draw.randrange(q), draw.randrange(k)) for _ in range(BLOCKS)]
-    return [(stretch(i, q), stretch(j, k)) for i, j in starts]
+    return [(_range_at(i, q), _range_at(j, k)) for i, j in starts]
 
 
-def stretch(start: int, length: int) -> range:
+def _range_at(start: int, length: int) -> range:
     return range(max(start, 0), min(max(start, 0) + BLOCK, length))
 
 
-def agree(original: Tensor, found: Tensor, tolerance: float = 0.0) -> bool:
+def _agree(original: Tensor, found: Tensor, tolerance: float = 0.0) -> bool:
     hidden = found == -math.inf
     if original.dtype == torch.bool:
         return bool((original == ~hidden).all())

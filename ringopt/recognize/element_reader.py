@@ -12,6 +12,8 @@ from ringopt.expr.value_ranges import Interval
 
 
 class ElementReader(Protocol):
+    """What the rules of lift_pointwise.py and lift_views.py use of a Cone (lift.py)."""
+
     def at(self, node: fx.Node, index: Sequence[Term]) -> Term:
         """The element of `node` at `index`."""
         ...

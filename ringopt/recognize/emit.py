@@ -76,19 +76,23 @@ def mask_of(graph: fx.Graph, mask: fx.Node, lead: tuple[int, ...]) -> fx.Node:
 
 
 def expanded(graph: fx.Graph, operand: fx.Node, sizes: Sequence[int]) -> fx.Node:
+    """`operand` expanded to `sizes`."""
     same = list(shape_of(operand)) == list(sizes)
     return operand if same else emit(graph, aten.expand.default, (operand, list(sizes)), operand)
 
 
 def four_dims(graph: fx.Graph, operand: fx.Node) -> fx.Node:
+    """`operand` as [B, H, S, D]: leading dims become the batch, missing ones have size 1."""
     return viewed(graph, operand, four_sizes(shape_of(operand)))
 
 
 def viewed(graph: fx.Graph, operand: fx.Node, sizes: list[int]) -> fx.Node:
+    """`operand` in the shape `sizes`; itself where it already has it."""
     return operand if list(shape_of(operand)) == sizes else view(graph, operand, sizes)
 
 
 def view(graph: fx.Graph, operand: fx.Node, sizes: list[int]) -> fx.Node:
+    """A reshape of `operand` to `sizes`."""
     return emit(graph, aten.reshape.default, (operand, sizes), operand)
 
 
@@ -112,7 +116,7 @@ def operands_by_axes(graph: fx.Graph, roles: Roles) -> tuple[fx.Node, fx.Node, f
     own = value_axes(candidate)
     v = arranged(
         graph, candidate.value, [own[x] if x else () for x in values.letters[1 - candidate.side]],
-        [canonical["b"], roles.kv_heads, canonical["k"], features_of_values(candidate)], roles,
+        [canonical["b"], roles.kv_heads, canonical["k"], _features_of_values(candidate)], roles,
     )  # fmt: skip
     kind = value_of(q).dtype
     for operand in (k, v):
@@ -133,7 +137,7 @@ def value_axes(candidate: Candidate) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def features_of_values(candidate: Candidate) -> tuple[str, ...]:
+def _features_of_values(candidate: Candidate) -> tuple[str, ...]:
     return tuple(f"{letter}.v" for letter in candidate.values.own(1 - candidate.side))
 
 
@@ -146,15 +150,15 @@ def arranged(
     have = [name for dim in dims for name in axes.whole(dim)]
     want = [axes.whole(role) for role in roles]
     flat = [name for role in want for name in role]
-    node = shaped(graph, operand, [axes.sizes[name] for name in have])
+    node = viewed(graph, operand, [axes.sizes[name] for name in have])
     order = [have.index(name) for name in flat if name in have]
     if order != sorted(order):
         node = emit(graph, aten.permute.default, (node, order), operand)
     missing = [name for name in flat if name not in have]
     if missing:
-        node = shaped(graph, node, [axes.sizes[name] if name in have else 1 for name in flat])
+        node = viewed(graph, node, [axes.sizes[name] if name in have else 1 for name in flat])
         node = emit(graph, aten.expand.default, (node, [axes.sizes[name] for name in flat]), operand)
-    return shaped(graph, node, [axes.size(role) for role in want])
+    return viewed(graph, node, [axes.size(role) for role in want])
 
 
 def untransposed(operand: fx.Node, dims: Sequence[Sequence[str]]) -> tuple[fx.Node, Sequence[Sequence[str]]]:
@@ -168,22 +172,18 @@ def untransposed(operand: fx.Node, dims: Sequence[Sequence[str]]) -> tuple[fx.No
     return operand, dims
 
 
-def shaped(graph: fx.Graph, node: fx.Node, sizes: list[int]) -> fx.Node:
-    return node if list(shape_of(node)) == sizes else emit(graph, aten.reshape.default, (node, sizes), node)
-
-
 def as_product(graph: fx.Graph, node: fx.Node, roles: Roles, like: fx.Node) -> fx.Node:
     """The output [B, Hq, Sq, Dv] as the second product had it."""
     candidate = roles.candidate
     axes, own = candidate.axes, value_axes(candidate)
     canonical = roles.canonical
-    flat = [*canonical["b"], *canonical["h"], *canonical["q"], *axes.whole(features_of_values(candidate))]
+    flat = [*canonical["b"], *canonical["h"], *canonical["q"], *axes.whole(_features_of_values(candidate))]
     want = [name for letter in candidate.values.out if letter for name in axes.whole(own[letter])]
-    node = shaped(graph, node, [axes.sizes[name] for name in flat])
+    node = viewed(graph, node, [axes.sizes[name] for name in flat])
     order = [flat.index(name) for name in want]
     if order != sorted(order):
         node = emit(graph, aten.permute.default, (node, order), like)
-    node = shaped(graph, node, list(shape_of(like)))
+    node = viewed(graph, node, list(shape_of(like)))
     kind = value_of(like).dtype
     return node if value_of(node).dtype == kind else emit(graph, aten.to.dtype, (node, kind), like)
 

@@ -37,6 +37,7 @@ def filled(position: int | None, value: int = 0) -> Rule:
 
 
 def arange(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    """start + step * i; integer starts and steps only."""
     numbers = [*node.args] if len(node.args) > 1 else [0, *node.args]
     start, step = numbers[0], numbers[2] if len(numbers) > 2 else 1
     if type(start) is not int or type(step) is not int:
@@ -45,6 +46,7 @@ def arange(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
 
 
 def converted(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    """The same element in another dtype."""
     return cast(reader.at(node.args[0], index), value_of(node).dtype)
 
 
@@ -77,6 +79,7 @@ def between(reader: ElementReader, place: Term, start: int, stop: int) -> tuple[
 
 
 def slice_scatter(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    """The written tensor within the slice, the base outside; step 1 only."""
     base, source, dim = node.args[0], node.args[1], argument(node, 2, "dim", 0) % len(index)
     start, step, count = bounds_of_slice(node, 3, shape_of(base)[dim])
     if step != 1 or not count:
@@ -86,6 +89,7 @@ def slice_scatter(reader: ElementReader, node: fx.Node, index: Index) -> Term | 
 
 
 def select_scatter(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    """The written tensor at the selected entry, the base at the others."""
     base, source, dim, which = node.args
     dim %= len(index)
     inside = reader.fold(compare("eq", index[dim], int(place_of(which, shape_of(base)[dim]))))
@@ -94,6 +98,7 @@ def select_scatter(reader: ElementReader, node: fx.Node, index: Index) -> Term |
 
 
 def cat(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    """A choice between the parts by the coordinate along `dim`."""
     parts, dim = list(node.args[0]), argument(node, 1, "dim", 0) % len(index)
     if any(len(shape_of(part)) != len(index) or not shape_of(part)[dim] for part in parts):
         return None
@@ -108,6 +113,7 @@ def cat(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
 
 
 def pad(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    """The operand inside, the constant in the padding; mode "constant" only."""
     if op_name(node) == "pad" and argument(node, 2, "mode", "constant") != "constant":
         return None
     value = argument(node, 3 if op_name(node) == "pad" else 2, "value", 0) or 0
@@ -160,6 +166,8 @@ POINTWISE = frozenset(("where", "masked_fill", "rsub", "min", "max", "floor_divi
 
 
 def pointwise(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    """The op of the elements, each operand read at its broadcast index; aliases are reduced to one spelling of an
+    op."""
     name, dtype = op_name(node), value_of(node).dtype if is_tensor(node) else None
     given = arguments(node)
     if given is None or dtype is None or torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -203,14 +211,14 @@ def arguments(node: fx.Node) -> tuple[list[Any], list[tuple[str, Plain]]] | None
         places.pop()
     values = [given.get(each.name, each.default_value) for each in places]
     named = [(each.name, given[each.name]) for each in schema if each.kwarg_only and each.name in given]
-    kwargs = [(name, value) for name, value in named if value != default_of(schema, name)]
+    kwargs = [(name, value) for name, value in named if value != _default_of(schema, name)]
     plain = all(value is None or isinstance(value, (fx.Node, bool, int, float, str)) for value in values)
     simple = all(isinstance(value, (bool, int, float, str)) for _name, value in kwargs)
     tensors = all(is_tensor(value) for value in values if isinstance(value, fx.Node))
     return (values, kwargs) if plain and simple and tensors else None
 
 
-def default_of(schema: Sequence[Any], name: str) -> Any:
+def _default_of(schema: Sequence[Any], name: str) -> Any:
     return next(each.default_value for each in schema if each.name == name)
 
 

@@ -27,10 +27,12 @@ ZERO = affine({}, 0)
 
 
 def plus(left: Term, right: Term | int) -> Term:
+    """The int64 sum of two coordinates."""
     return apply("add", [left, right], torch.int64)
 
 
 def times(term: Term, factor: int) -> Term:
+    """A coordinate times a constant, distributed over sums."""
     if term is ZERO:
         return ZERO  # whatever the factor, which may be an open size
     if isinstance(term, Apply) and term.op == "add":
@@ -56,11 +58,13 @@ def bounds_of_slice(node: fx.Node, first: int, size: int) -> tuple[int, int, int
 
 
 def same(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """The same element; casts to another dtype are no view."""
     source = node.args[0]
     return (source, index) if value_of(source).dtype == value_of(node).dtype else None
 
 
 def reordered(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """A permutation of dims: the index is permuted back."""
     rule = rule_of(node)
     if rule is None:
         return None
@@ -69,15 +73,18 @@ def reordered(reader: ElementReader, node: fx.Node, index: Index) -> Place | Non
 
 
 def unsqueeze(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """The index without the new dim."""
     dim = node.args[1] % len(index)
     return node.args[0], index[:dim] + index[dim + 1 :]
 
 
 def expand(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """Index 0 in expanded dims."""
     return node.args[0], broadcast(index, node.args[0])
 
 
 def select(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """The constant index inserted at the selected dim."""
     source, dim, which = node.args
     if not isinstance(which, int):
         return None
@@ -86,6 +93,7 @@ def select(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
 
 
 def slice_(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """start + step * i along the sliced dim."""
     source, dim = node.args[0], argument(node, 1, "dim", 0) % len(index)
     start, step, _count = bounds_of_slice(node, 2, shape_of(source)[dim])
     return source, at_dim(index, dim, plus(times(index[dim], step), start))
@@ -111,11 +119,11 @@ def reshape(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
                 inner *= old[last]
             else:
                 return None  # a tensor without elements
-        result += apart(reader, flat, old[first : last + 1])
+        result += _unravel(reader, flat, old[first : last + 1])
     return node.args[0], tuple(result)
 
 
-def apart(reader: ElementReader, flat: Term, sizes: Sequence[int]) -> list[Term]:
+def _unravel(reader: ElementReader, flat: Term, sizes: Sequence[int]) -> list[Term]:
     digits: list[Term] = []
     for size in reversed(sizes[1:]):
         flat, digit = divide(reader, flat, size)
@@ -150,7 +158,7 @@ def parts(term: Term, length: int, nearest: bool) -> tuple[Term, Term]:
     low: Term = ZERO
     for part in addends(term):
         if isinstance(part, Affine):
-            split = {axis: quotient(step, length, nearest) for axis, step in part.steps}
+            split = {axis: _quotient(step, length, nearest) for axis, step in part.steps}
             high = plus(high, affine(split, part.start // length))
             rest = {axis: step - split[axis] * length for axis, step in part.steps}
             low = plus(low, affine(rest, part.start % length))
@@ -159,13 +167,14 @@ def parts(term: Term, length: int, nearest: bool) -> tuple[Term, Term]:
     return high, low
 
 
-def quotient(step: int, length: int, nearest: bool) -> int:
+def _quotient(step: int, length: int, nearest: bool) -> int:
     if nearest:
         return (2 * step + length) // (2 * length)
     return step // length if step % length == 0 else 0
 
 
 def addends(term: Term) -> Iterable[Term]:
+    """The summands of nested sums."""
     if isinstance(term, Apply) and term.op == "add" and not term.kwargs:
         for arg in term.args:
             yield from addends(arg if isinstance(arg, Term) else affine({}, arg))  # type: ignore[arg-type]
@@ -198,10 +207,11 @@ def as_strided(reader: ElementReader, node: fx.Node, index: Index) -> Place | No
         flat = plus(flat, times(place, stride))
     least, most = reader.bounds(flat)
     inside = least >= 0 and most < value.numel()  # beyond it is memory of which nothing is known
-    return (source, tuple(apart(reader, flat, shape_of(source)))) if inside else None
+    return (source, tuple(_unravel(reader, flat, shape_of(source)))) if inside else None
 
 
 def repeat(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """i % size along each dim."""
     source = node.args[0]
     sizes = shape_of(source)
     last = index[len(index) - len(sizes) :]
@@ -209,6 +219,7 @@ def repeat(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
 
 
 def repeat_interleave(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """i // repeats along `dim`; `repeats` an int."""
     source, repeats, dim = node.args[0], node.args[1], argument(node, 2, "dim")
     if not isinstance(repeats, int) or dim is None:
         return None
@@ -217,6 +228,7 @@ def repeat_interleave(reader: ElementReader, node: fx.Node, index: Index) -> Pla
 
 
 def flip(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """size - 1 - i along flipped dims."""
     dims = [dim % len(index) for dim in node.args[1]]
     sizes = shape_of(node)
     return node.args[0], tuple(plus(times(i, -1), sizes[dim] - 1) if dim in dims else i for dim, i in enumerate(index))
@@ -247,17 +259,21 @@ def looked_up(reader: ElementReader, node: fx.Node, index: Index) -> tuple[fx.No
 
 
 def index_select(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """Along `dim` the element of the index vector."""
     source, dim, which = node.args
     dim %= len(index)
     return source, at_dim(index, dim, reader.at(which, (index[dim],) if shape_of(which) else ()))
 
 
 def gather(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """Along `dim` the element of the index tensor at the same place."""
     source, dim, which = node.args[:3]
     return source, at_dim(index, dim % len(index), reader.at(which, index))
 
 
 def embedding(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """Row `ids[...]` of the weight; none with padding_idx or scale_grad_by_freq, whose gradients are not those of the
+    rows that are read."""
     weight, ids = node.args[:2]
     if argument(node, 2, "padding_idx", -1) >= 0 or argument(node, 3, "scale_grad_by_freq", False):
         return None  # its gradient is not that of the rows that are read

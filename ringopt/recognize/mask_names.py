@@ -30,10 +30,12 @@ def name_of_mask(
     learned: Callable[[fx.Node], bool],
     score: Term | None = None,
 ) -> str:
+    """The name of a mask for the report: parts joined by " & ", "full" without any. `learned`: whether a source is a
+    parameter."""
     names = [] if pattern == "full" else [name_of_pattern(pattern)]
-    names += dict.fromkeys(name_of_condition(condition) for condition in conditions)
+    names += dict.fromkeys(_name_of_condition(condition) for condition in conditions)
     if bias is not None:
-        names.append(name_of_bias(bias, learned))
+        names.append(_name_of_bias(bias, learned))
     if score is not None:
         names.append(name_of_modifier(score))
     return " & ".join(names) or "full"
@@ -47,14 +49,14 @@ def name_of_pattern(pattern: str) -> str:
     return "documents" if pattern.startswith("documents") else pattern
 
 
-def name_of_condition(condition: Term) -> str:
+def _name_of_condition(condition: Term) -> str:
     band = band_of(condition)
     if band is not None:
         pattern, exact = pattern_around(*band)
         return pattern if exact else show(condition)
-    sources = sources_of(condition)
+    sources = _sources_of(condition)
     if "r" in condition.axes:
-        return other(condition, sources)
+        return _other(condition, sources)
     if not condition.axes & {"q", "k"}:
         return f"switch({sources})" if sources else show(condition)
     if not condition.axes & {"q"}:
@@ -63,15 +65,15 @@ def name_of_condition(condition: Term) -> str:
         return "stored"
     if isinstance(condition, Apply):
         if condition.op == "logical_or":
-            return f"({' | '.join(name_of_condition(arg) for arg in condition.args if isinstance(arg, Term))})"
+            return f"({' | '.join(_name_of_condition(arg) for arg in condition.args if isinstance(arg, Term))})"
         if condition.op == "logical_and":
-            return f"({' & '.join(map(name_of_condition, conjuncts(condition)))})"
+            return f"({' & '.join(map(_name_of_condition, conjuncts(condition)))})"
         if condition.op in COMPARISONS and isinstance(condition.args[1], Term):
             return name_of_comparison(condition, sources)
-    return other(condition, sources)
+    return _other(condition, sources)
 
 
-def other(condition: Term, sources: str) -> str:
+def _other(condition: Term, sources: str) -> str:
     text = show(condition)
     return f"mask({sources})" if sources else text if len(text) <= LONGEST else "mask"
 
@@ -83,15 +85,15 @@ def name_of_comparison(condition: Apply, sources: str) -> str:
         left, right = right, left
     same = left.axes & {"q", "k"} == {"q"} and substitute(left, {"q": axis("k")}) is right
     if not same:
-        return other(condition, sources)
+        return _other(condition, sources)
     if condition.op != "eq":
         return f"order({sources or show(left)})"
     return f"documents({sources})" if sources else f"chunks({show(left)})"
 
 
-def name_of_bias(bias: Term, learned: Callable[[fx.Node], bool]) -> str:
+def _name_of_bias(bias: Term, learned: Callable[[fx.Node], bool]) -> str:
     sources = {load.source for load in loads(bias)}
-    numbers, data = (labels(source for source in sources if learned(source) is kind) for kind in (True, False))
+    numbers, data = (_labels(source for source in sources if learned(source) is kind) for kind in (True, False))
     if is_stored(bias) and not numbers:
         return "stored"
     parts = [f"learned: {numbers}"] if numbers else []
@@ -103,7 +105,7 @@ def name_of_modifier(score: Term) -> str:
     """softcap(30) is 30 * tanh(score / 30), filled(c) puts a number where c does not hold; any other function is
     written out, or only named."""
     if isinstance(score, Apply) and score.op == "where" and isinstance(score.args[1], Score):
-        return f"filled({' & '.join(map(name_of_condition, conjuncts(score.args[0])))})"  # type: ignore[arg-type]
+        return f"filled({' & '.join(map(_name_of_condition, conjuncts(score.args[0])))})"  # type: ignore[arg-type]
     operand = score
     while isinstance(operand, Apply) and operand.op in ("mul", "div"):
         tensors = [arg for arg in operand.args if isinstance(arg, Term) and constant(arg) is None]
@@ -123,11 +125,11 @@ def is_stored(term: Term) -> bool:
     return any(pairs(load.index) for load in loads(term))
 
 
-def sources_of(term: Term) -> str:
-    return labels(load.source for load in loads(term))
+def _sources_of(term: Term) -> str:
+    return _labels(load.source for load in loads(term))
 
 
-def labels(sources: Iterable[fx.Node]) -> str:
+def _labels(sources: Iterable[fx.Node]) -> str:
     return ", ".join(sorted({label(source) for source in sources} - {""}))
 
 

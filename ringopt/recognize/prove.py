@@ -63,14 +63,14 @@ class Prover:
         return self.read(candidate)  # a size that was open has been fixed on the way: all is read with its number
 
     def read(self, candidate: Candidate) -> Found:
-        check_axes(candidate)
+        _check_axes(candidate)
         roles = Roles.of(candidate)
         check_meaning(candidate, roles)
         return Reading(self, candidate, roles).found()
 
 
 # ---- axes ------------------------------------------------------------------------------------------------------------
-def check_axes(candidate: Candidate) -> None:
+def _check_axes(candidate: Candidate) -> None:
     softmax, keys = candidate.softmax, candidate.keys
     said = f"over dim {argument(softmax, 1, 'dim')}"
     if not keys:

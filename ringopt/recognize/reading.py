@@ -80,11 +80,11 @@ def where_seen(
     # Not in the places of loads: these are read for unseen pairs as well, and have to be inside.
     kept: dict[Term, Term] = {each: each for each in loads(term)}
     found = substitute(term, leaves=kept | decided(term, spans))
-    lost = tables_of(term, learned) - tables_of(found, learned)
+    lost = _tables_of(term, learned) - _tables_of(found, learned)
     return term if lost else found  # a tensor that is not read would have no gradient, where the program has zeros
 
 
-def tables_of(term: Term, learned: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def _tables_of(term: Term, learned: Callable[[fx.Node], bool]) -> set[fx.Node]:
     return {table_of(each.source) for each in loads(term) if learned(each.source)}
 
 
@@ -107,11 +107,11 @@ def decided(term: Term, spans: Mapping[str, range]) -> dict[Term, Term]:
 
 def over_difference(term: Term) -> Term:
     """`term`, of which coordinates that are multiples of k - q have one axis of their own."""
-    places: dict[Term, Term] = {each: differences(each) for each in walk(term) if isinstance(each, Affine)}
+    places: dict[Term, Term] = {each: _differences(each) for each in walk(term) if isinstance(each, Affine)}
     return substitute(term, leaves=places)
 
 
-def differences(place: Affine) -> Affine:
+def _differences(place: Affine) -> Affine:
     steps = dict(place.steps)
     if not steps or steps != {name: steps.get("k", 0) * sign for name, sign in DIFFERENCE}:
         return place

@@ -1,11 +1,10 @@
-"""Weights of pairs of rows that are no site: attention that could not be proved, and what mixes rows in its manner.
+"""Unrecognised [Sq, Sk] computation: attention that could not be proved, and other mixing of tokens by pairs.
 
     scores = q @ k.mT;  w = relu(scores) or softmax(talk(scores));  y = w @ v
 
-Whatever becomes of the weights, they are computed row by row: a rank that has its own queries, and keys and values
-whole, computes its own rows of y. Found by two axes that a product brings, one from each operand, and another product
-that sums one of them away. Nothing is proved here: the rules of sharding do as much as is right.
-"""
+Whatever the weights are, they are computed query by query: a rank with its shard of the queries, and replicated keys
+and values, computes its shard of y. Found by two axes of a product, one from each operand, and another product that
+sums one of them away. Nothing is proved here: sharding does only what its rules allow. """
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from ringopt.ir.nodes import is_aten, is_tensor, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
 
-# They mix along a dim, or over channels, and leave every dim what it was.
+# They mix along a dim, or over channels, and keep all dims.
 MIXING = frozenset(("softmax", "_softmax", "log_softmax", "dropout", "cumsum", "sort", "getitem", *CONVOLUTIONS))
 
 NO_SITE = "are no site: each rank computes the rows of its own queries, with keys and values whole"  # for the report
@@ -31,8 +30,8 @@ Axes = tuple[Sharded, Sharded]  # one axis of each operand
 
 @dataclass(frozen=True)
 class Pairs:
-    """`rows`: which dim of the `queries` counts rows. `weights`: what is made of pairs of rows, from the product of
-    queries and keys on, by the dims that count the rows of either."""
+    """`rows`: which dim of the `queries` is the sequence. `weights`: values with both sequences, from the product of
+    queries and keys on, with their dims of queries and of keys."""
 
     queries: fx.Node
     rows: Sharded
@@ -40,7 +39,7 @@ class Pairs:
 
 
 def pairs_in(graph: fx.Graph) -> dict[fx.Node, Pairs]:
-    """By the product that makes them."""
+    """All pairs of a graph, by the product of queries and keys."""
     found: dict[fx.Node, Pairs] = {}
     for node in graph.nodes:
         product = product_of(node)
@@ -51,7 +50,7 @@ def pairs_in(graph: fx.Graph) -> dict[fx.Node, Pairs]:
         if any(map(is_weight, product.operands)) or any(map(is_learned, product.operands)):
             continue
         for axes in all_pairs(rows_of(product, 0), rows_of(product, 1)):
-            sides, weights = weighing(node, (at(product, axes[0]), at(product, axes[1])))
+            sides, weights = weighing(node, (_at(product, axes[0]), _at(product, axes[1])))
             for side in sides:
                 operand = product.operands[side]
                 dim = product.letters[side].index(axes[side])
@@ -60,19 +59,19 @@ def pairs_in(graph: fx.Graph) -> dict[fx.Node, Pairs]:
 
 
 def rows_of(product: Product, side: int) -> list[str]:
-    """The axes of one operand alone that count rows of a sequence."""
+    """The axes that one operand alone has and that are sequences."""
     operand, letters = product.operands[side], product.letters[side]
     return [letter for letter in product.own(side) if any(map(is_row, origins(operand, letters.index(letter))))]
 
 
-def at(product: Product, letter: str) -> Sharded:
+def _at(product: Product, letter: str) -> Sharded:
     dim = product.out.index(letter)
     return Sharded(dim, 1, shape_of(product.node)[dim], 1)
 
 
 def weighing(start: fx.Node, axes: Axes) -> tuple[set[int], dict[fx.Node, tuple[int, int]]]:
-    """The sides whose axis is still there where another product sums the other's away; and what has both until then, by
-    their dims."""
+    """The sides whose axis remains where another product sums the other's away; and the values with both axes until
+    then, with the dims of these."""
     sides: set[int] = set()
     pending, seen = [(start, axes)], set[tuple[fx.Node, Axes]]()
     while pending:
@@ -89,7 +88,7 @@ def weighing(start: fx.Node, axes: Axes) -> tuple[set[int], dict[fx.Node, tuple[
 
 
 def after(user: fx.Node, index: int, axes: Axes) -> tuple[list[tuple[fx.Node, Axes]], set[int]]:
-    """Where both axes are in what `user` makes of its `index`-th operand; or which of them it leaves."""
+    """The dims of both axes in the output of `user`, whose `index`-th operand has them; or which of them remains."""
     if user.op != "call_function":
         return [], set()
     operand = list(tensor_args(user))[index]

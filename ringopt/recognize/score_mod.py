@@ -68,10 +68,10 @@ def widened(term: Term, kind: torch.dtype) -> Term:
             operand = new[each.operand]
             new[each] = literal(operand, kind) if floating else converted(operand, each.dtype)
         elif isinstance(each, Apply):
-            args = [of_kind(new[arg], kind) if isinstance(arg, Term) else arg for arg in each.args]
+            args = [_of_kind(new[arg], kind) if isinstance(arg, Term) else arg for arg in each.args]
             new[each] = applied(each.op, args, kind if floating else each.dtype, each.kwargs)
-    return of_kind(new[term], kind)
+    return _of_kind(new[term], kind)
 
 
-def of_kind(term: Term, kind: torch.dtype) -> Term:
+def _of_kind(term: Term, kind: torch.dtype) -> Term:
     return literal(term, kind) if term.dtype.is_floating_point else term

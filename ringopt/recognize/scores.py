@@ -105,7 +105,7 @@ def peel_scores(
             raise NotAttention("the weights are put to 0 under another mask than that of the scores")
         if walker.found.fills and not is_small(walker.found, cone, lambda node: learned(node) or is_of_model(node)):
             raise NotAttention("hidden scores are finite, and what is added to others may be as low")
-    elif walker.found.fills and not proven(walker.found, cone, learned):
+    elif walker.found.fills and not _proven(walker.found, cone, learned):
         walker = Walker(product, made_of, small, -math.inf)
         walker.walk(term)
         if walker.sums and not walker.stays_above(cone):
@@ -113,7 +113,7 @@ def peel_scores(
     return walker.scores(cone, learned)
 
 
-def proven(found: Peeled, cone: Cone, learned: Callable[[fx.Node], bool]) -> bool:
+def _proven(found: Peeled, cone: Cone, learned: Callable[[fx.Node], bool]) -> bool:
     found.conditions = folded(found.conditions, cone)
     return is_small(found, cone, learned) and every_row_sees_a_key(found.conditions, cone)
 
@@ -257,7 +257,7 @@ class Walker:
             self.outside = len(self.terms)
         else:
             outside = logic("logical_and", self.gate, negate(holds))
-            self.to_bias(where(outside, value, 0, wide(term.dtype)))
+            self.to_bias(where(outside, value, 0, _wide(term.dtype)))
             self.gate = logic("logical_and", self.gate, holds)
         return inner
 
@@ -287,7 +287,7 @@ class Walker:
         if learned(self.product.source) and not learns(result.score):
             raise NotAttention("no gradient reaches its scores")
         if self.gate is not TRUE:
-            kind = wide(self.product.dtype)
+            kind = _wide(self.product.dtype)
             result.score = where(self.gate, result.score or score(kind), 0, kind)
         for part in (result.bias, result.score, *conditions, *self.factors):
             self.refuse_own(part)
@@ -300,7 +300,7 @@ class Walker:
 
     def modifier(self, result: Scores) -> None:
         """The function of the score that is left; a constant next to the product is the scale."""
-        kind = wide(self.product.dtype)
+        kind = _wide(self.product.dtype)
         inner, scale = scaled_product(self.rest, self.product)
         term = widened(substitute(self.rest, leaves={inner: score(self.rest.dtype)}), kind)
         for factor in self.scaled():
@@ -331,7 +331,7 @@ def source_of(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0] if op_name(node) == "getitem" else node
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -339,14 +339,14 @@ def scaled_product(term: Term, product: Load) -> tuple[Term, float]:
     """The product with the constant that stands next to it everywhere in `term`, and that constant."""
     inner: Term = product
     while True:
-        users = {each for each in walk(term) if inner in operands(each)}
+        users = {each for each in walk(term) if inner in _operands(each)}
         if len(users) != 1 or users == {term}:
             break
         (user,) = users
         if not isinstance(user, Cast):
             break
         inner = user
-    users = {each for each in walk(term) if inner in operands(each)}
+    users = {each for each in walk(term) if inner in _operands(each)}
     if len(users) == 1:
         (user,) = users
         if isinstance(user, Apply) and user.op in ("mul", "div") and not user.kwargs:
@@ -357,7 +357,7 @@ def scaled_product(term: Term, product: Load) -> tuple[Term, float]:
     return inner, 1.0
 
 
-def operands(term: Term) -> tuple[Term, ...]:
+def _operands(term: Term) -> tuple[Term, ...]:
     if isinstance(term, Cast):
         return (term.operand,)
     return tuple(arg for arg in term.args if isinstance(arg, Term)) if isinstance(term, Apply) else ()

@@ -22,15 +22,16 @@ CONVERSIONS = ("view", "reshape", "unflatten", "to", "_to_copy")  # between a so
 
 
 def split_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
+    """Replaces baddbmm by bmm, scale and addition, in place."""
     bias, left, right = node.args[:3]
     with graph.inserting_before(node):
-        total = scaled(graph, emit(graph, aten.bmm.default, (left, right), node), node.kwargs.get("alpha", 1), node)
+        total = _scaled(graph, emit(graph, aten.bmm.default, (left, right), node), node.kwargs.get("alpha", 1), node)
         if (beta := node.kwargs.get("beta", 1)) != 0:  # at 0 the bias is not read, whatever it holds
-            total = emit(graph, aten.add.Tensor, (scaled(graph, bias, beta, node), total), node)
+            total = emit(graph, aten.add.Tensor, (_scaled(graph, bias, beta, node), total), node)
     node.replace_all_uses_with(total)
 
 
-def scaled(graph: fx.Graph, node: fx.Node, factor: Any, like: fx.Node) -> fx.Node:
+def _scaled(graph: fx.Graph, node: fx.Node, factor: Any, like: fx.Node) -> fx.Node:
     return node if factor == 1 else emit(graph, aten.mul.Scalar, (node, factor), like)
 
 
@@ -80,10 +81,12 @@ def same_dtype(one: fx.Node, other: fx.Node) -> bool:
 
 
 def alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes have one shape and one dtype."""
     return shape_of(one) == shape_of(other) and same_dtype(one, other)
 
 
 def is_bool(node: fx.Node) -> bool:
+    """Whether a node is a tensor of dtype bool."""
     return is_tensor(node) and value_of(node).dtype == torch.bool
 
 
@@ -102,6 +105,7 @@ def unshifted(node: fx.Node, dim: int) -> fx.Node:
 
 # ---- sums of softmaxes -----------------------------------------------------------------------------------------------
 def unturned(weights: fx.Node) -> fx.Node:
+    """The value that `weights` is a transposition of, through nodes with one user."""
     while op_name(weights) in TURNS and len(weights.users) == 1:
         weights = weights.args[0]
     return weights

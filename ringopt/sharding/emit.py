@@ -121,6 +121,7 @@ def wide_dtype(value: torch.Tensor) -> torch.dtype:
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
+    """Whether the schema of an op has an argument of that name."""
     return any(arg.name == name for arg in schema_of(node.target).arguments)
 
 

@@ -43,6 +43,7 @@ class LocalValues(fx.Interpreter):
 
 
 def check_sizes(graph: fx.Graph) -> None:
+    """Raises AssertionError where the local size or dtype of a node does not fit its placement and its global value."""
     for node in graph.nodes:
         whole, placement = node.meta.get(WHOLE), node.meta.get(PLACEMENT)
         if not isinstance(whole, torch.Tensor) or not is_tensor(node):

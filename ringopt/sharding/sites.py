@@ -47,7 +47,7 @@ def attend(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:
         info.strategy, info.bytes_sent = "none", 0
         return False  # sharded over batch or heads (windows folded into the batch): no rows are missing
     if is_dilated(call.pattern):
-        return attend_dilated(sharder, node, info, asked)
+        return _attend_dilated(sharder, node, info, asked)
     q_length, kv_length = call.rows
     rows = {"queries": q_length, "keys": kv_length}
     q_layout, kv_layout = ("replicated" if info.whole == side else sharder.layout(rows[side]) for side in rows)
@@ -90,7 +90,7 @@ def attend(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:
     return True
 
 
-def attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:
+def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:
     call = AttentionCall.of(node)
     length = call.rows[0]
     out = Sharded(2, 1, length, 1)

@@ -212,6 +212,7 @@ class Lazy(Tensor):
 
 
 def is_alias(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an op returns its operand unchanged: detach, alias, or a view of the same sizes."""
     same_size = func is aten.view.default and list(args[1]) == list(args[0].shape)
     return same_size or func in (aten.detach.default, aten.alias.default)
 

@@ -52,6 +52,7 @@ class Dropout:
 
 
 def counted(places: Places, device: torch.device) -> Tensor:
+    """int64 indices on `device`: of a tensor itself, of a range, or of the first `places` numbers."""
     if isinstance(places, Tensor):
         return places
     places = range(places) if isinstance(places, int) else places

@@ -63,6 +63,7 @@ class Operands:
 
 
 def kv_sizes(k: Tensor, v: Tensor, mask: Mask) -> KVSizes:
+    """KV heads, and bytes a token of one of them over all batches; a mask is not cut into heads."""
     return KVSizes(k.shape[1], k.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size(), cut=not mask.text)
 
 
@@ -127,6 +128,7 @@ class Totals:
 def rounded_parts(
     parts: Sequence[Tensor], dsinks: Tensor | None, given: Operands, learned: Sequence[int]
 ) -> list[Tensor]:
+    """Gradients of the `learned` sources and of the sinks, in the dtypes of these."""
     found = [part.to(given.sources[i].dtype) for part, i in zip(parts, learned, strict=True)]
     if dsinks is not None and given.sinks is not None:
         found.append(dsinks.to(given.sinks.dtype))

@@ -170,6 +170,8 @@ class Dilation:
 
 
 def is_dilated(pattern: str) -> bool:
+    """Whether a pattern is that of dilated attention (LongNet, Ding et al. 2023), rather than one attention with a
+    mask."""
     return pattern.startswith("dilated(")
 
 

@@ -76,5 +76,6 @@ def computed(pattern: Pattern, queries: range, keys: range, step: int) -> int:
 
 
 def strips(pattern: Pattern, queries: range, keys: range, step: int) -> list[tuple[range, range]]:
+    """The queries in strips of `step`, each with the keys that it sees some of."""
     pieces = (queries[first : first + step] for first in range(0, len(queries), step))
     return [(some, pattern.narrowed(some, keys)) for some in pieces]

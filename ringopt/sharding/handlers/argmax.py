@@ -1,4 +1,4 @@
-"""The largest, the first largest, and whether any: each rank's own, then the ranks'.
+"""Extremes (amax, max, argmax) and any/all over the sequence: of each shard, then over the ranks.
 
 y = amax(x, [1])   ->   y = extreme(x_rows, [1], True)
 y = any(x, 1)      ->   y = any(gather(unsqueeze(any(x_rows, 1), 0)), 0)
@@ -19,7 +19,7 @@ from ringopt.sharding.sharder import Sharder
 aten = torch.ops.aten
 
 
-def reduced_over(sharder: Sharder, node: fx.Node, dims: list[int]) -> bool:
+def _reduced_over(sharder: Sharder, node: fx.Node, dims: list[int]) -> bool:
     place = sharder.placements[node.args[0]]
     return place is not None and place.dim in dims
 
@@ -27,7 +27,7 @@ def reduced_over(sharder: Sharder, node: fx.Node, dims: list[int]) -> bool:
 def amax(sharder: Sharder, node: fx.Node) -> bool:
     """amax, amin, and max, min of all elements, whose gradient is shared by ties in the same way."""
     dims = dims_of(node)
-    if not reduced_over(sharder, node, dims):
+    if not _reduced_over(sharder, node, dims):
         return False
     step, largest = Steps(sharder, node), op_name(node) in ("amax", "max")
     found = step(operators.extreme.default, sharder.values[node.args[0]], dims, largest, sharder.group)
@@ -35,6 +35,7 @@ def amax(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def max_(sharder: Sharder, node: fx.Node) -> bool:
+    """max, min: of all elements, or along the sequence with the place of the first extreme."""
     if node.target in (aten.max.default, aten.min.default):
         return amax(sharder, node)
     users = getitems(node)
@@ -48,6 +49,7 @@ def max_(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def argmax(sharder: Sharder, node: fx.Node) -> bool:
+    """argmax, argmin along the sequence: each rank's extreme is gathered with its place; the first of equals wins."""
     found = first(sharder, node, op_name(node) == "argmax") if named(node, "dim") is not None else None
     return found is not None and Steps(sharder, node).done(found[1])
 
@@ -78,8 +80,9 @@ def first(sharder: Sharder, node: fx.Node, largest: bool) -> tuple[fx.Node, fx.N
 
 
 def any_(sharder: Sharder, node: fx.Node) -> bool:
+    """any, all: reduced on each rank, then over the gathered results."""
     dims = dims_of(node)
-    if sharder.asks or not reduced_over(sharder, node, dims):
+    if sharder.asks or not _reduced_over(sharder, node, dims):
         return False
     step = Steps(sharder, node)
     overall = aten.any if op_name(node) == "any" else aten.all

@@ -76,11 +76,11 @@ def ways(sharder: Sharder, rule: Rule, operands: Sequence[fx.Node], held: Sequen
         wanted = rule.pull(out) if out is not None else None
         if out is None or wanted is None or not sharder.consistent(rule, wanted, out):
             continue
-        if all(turns(sharder.placements[operands[i]], wanted[i]) for i in held):
+        if all(_changes_dim(sharder.placements[operands[i]], wanted[i]) for i in held):
             yield out, wanted
 
 
-def turns(held: Sharded | None, wanted: Sharded | None) -> bool:
+def _changes_dim(held: Sharded | None, wanted: Sharded | None) -> bool:
     return held is not None and wanted is not None and held.dim != wanted.dim
 
 

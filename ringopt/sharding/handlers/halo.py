@@ -69,6 +69,7 @@ def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Want
 
 
 def sizes(given: Any, count: int) -> list[int]:
+    """An argument of an op with `count` spatial dims: a single number holds for all of them."""
     return list(given) * count if len(given) == 1 else list(given)
 
 
@@ -94,7 +95,7 @@ def pooling(sharder: Sharder, node: fx.Node) -> bool:
     kernel, padding = (sizes(named(node, name), moving) for name in ("kernel_size", "padding"))
     stride = sizes(named(node, "stride") or kernel, moving)
     counted = not padding[at] or named(node, "count_include_pad") if not maximum else True
-    if not counted or (named(node, "ceil_mode") and not maximum) or (maximum and not is_floating(node)):
+    if not counted or (named(node, "ceil_mode") and not maximum) or (maximum and not _is_floating(node)):
         return False
     dilation = sizes(named(node, "dilation"), moving) if maximum else [1] * moving
     wanted = seen_by(node, place.dim, stride[at], -padding[at], dilation[at] * (kernel[at] - 1) + 1)
@@ -107,7 +108,7 @@ def pooling(sharder: Sharder, node: fx.Node) -> bool:
     return by_chunks(sharder, node, place, wanted, local, outside=-inf if maximum else None)
 
 
-def is_floating(node: fx.Node) -> bool:
+def _is_floating(node: fx.Node) -> bool:
     return bool(value_of(node).is_floating_point())
 
 
@@ -150,6 +151,7 @@ def im2col(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def unfold(sharder: Sharder, node: fx.Node) -> bool:
+    """Windows along the sequence: each rank fetches the halo of its windows."""
     dim, size, stride = node.args[1:4]
     place = sequence_at(sharder, node.args[0], [dim])
     if place is None:
@@ -205,6 +207,7 @@ def beyond(step: Steps, piece: fx.Node, place: Sharded, rows: range, outside: fl
 
 
 def cumsum(sharder: Sharder, node: fx.Node) -> bool:
+    """A local cumulative sum plus the sums of the chunks before, in the dtype of the accumulator."""
     place = sequence_at(sharder, node.args[0], [named(node, "dim")])
     if place is None:
         return False

@@ -1,10 +1,10 @@
-"""Values put together along the sequence: cat, and writes into some of its rows.
+"""Concatenation along the sequence, and writes to some of its tokens (select_scatter, slice_scatter).
 
     y = cat([a, x], 1)   ->   moved  = fetch_rows(x_rows, "move -2:1:13")
                               y_rows = where(rows >= 2, moved, index_select(copy_to_group(a), 1, clamp(rows, 0, 1)))
     y[:, 0] = 0          ->   y_rows = where(rows == 0, 0, y_rows)
 
-`rows` are the numbers of this rank's rows: by `where`, not by a sum of values padded with zeros, because 0 + x is not
+`rows` are the positions of this rank's tokens. A `where`, not a sum of values padded with zeros, since 0 + x is not
 always x.
 """
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 class Joined(Steps):
-    """The steps of `node`, a sequence along `dim` that is put together from parts; it is sharded as `out`."""
+    """The steps of `node`, a sequence along `dim` that is made of parts; it is sharded as `out`."""
 
     def __init__(self, sharder: Sharder, node: fx.Node, dim: int):
         super().__init__(sharder, node)
@@ -38,7 +38,8 @@ class Joined(Steps):
         self.column = self(aten.reshape.default, self.rows, sizes)
 
     def part(self, x: fx.Node, start: int, stride: int = 1) -> fx.Node:
-        """What this rank's rows are where `x` begins at row `start`, its rows `stride` apart; anything outside `x`."""
+        """This rank's shard of the result if `x` begins at token `start`, its tokens `stride` apart; unspecified
+        outside."""
         place, count = self.sharder.placements[x], shape_of(x)[self.out.dim]
         if place == Sharded(self.out.dim, 1, count, 1):
             length = self.out.length
@@ -62,6 +63,7 @@ class Joined(Steps):
 
 
 def cat(sharder: Sharder, node: fx.Node) -> bool:
+    """Concatenation along the sequence: each part is moved to the layout of the result, and chosen by its place."""
     rank, length = len(shape_of(node)), shape_of(node)[named(node, "dim")]
     dim = named(node, "dim") % rank
     parts = [x for x in node.args[0] if len(shape_of(x)) == rank and shape_of(x)[dim] != 0]
@@ -82,6 +84,7 @@ def cat(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def select_scatter(sharder: Sharder, node: fx.Node) -> bool:
+    """Writes one token, which is replicated: the rank that holds it takes it."""
     base, written, dim, index = node.args
     place = sequence_at(sharder, base, [dim])
     if place is None:

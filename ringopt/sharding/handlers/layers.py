@@ -33,7 +33,7 @@ def batch_norm(sharder: Sharder, node: fx.Node) -> bool:
     mean, centered, squares = step.moments()
     if is_tensor(running[0]):
         follow(step, running, (mean, squares))
-    y = normalized(step, centered, squares)
+    y = _normalized(step, centered, squares)
     return step.done(affine(step, y, [-1 if dim == 1 else 1 for dim in range(rank)]), step.place)
 
 
@@ -47,7 +47,7 @@ def follow(step: Statistics, running: list[fx.Node], found: tuple[fx.Node, fx.No
         step(aten.copy_.default, step.sharder.values[old], step(aten.add.Tensor, before, value, alpha=momentum))
 
 
-def normalized(step: Statistics, centered: fx.Node, squares: fx.Node) -> fx.Node:
+def _normalized(step: Statistics, centered: fx.Node, squares: fx.Node) -> fx.Node:
     variance = step(aten.div.Scalar, squares, step.count)
     scale = step(aten.rsqrt.default, step(aten.add.Scalar, variance, named(step.node, "eps")))
     return step.local(aten.mul.Tensor, centered, step.beside(scale))
@@ -63,10 +63,12 @@ def affine(step: Statistics, y: fx.Node, sizes: list[int]) -> fx.Node:
 
 
 def group_norm(sharder: Sharder, node: fx.Node) -> bool:
+    """Statistics of the groups are summed over the ranks."""
     return by_groups(sharder, node, named(node, "num_groups"))
 
 
 def instance_norm(sharder: Sharder, node: fx.Node) -> bool:
+    """As group_norm with a group a channel; not with running statistics."""
     if not named(node, "use_input_stats") or is_tensor(named(node, "running_mean")):
         return False
     return by_groups(sharder, node, shape_of(node)[1])
@@ -82,7 +84,7 @@ def by_groups(sharder: Sharder, node: fx.Node, groups: int) -> bool:
     step.x = step.local(aten.reshape.default, step.x, [shape[0], groups, shape[1] // groups, *rest])
     step.dims, step.count = list(range(2, len(shape) + 1)), step.count // groups
     _mean, centered, squares = step.moments()
-    y = step.local(aten.reshape.default, normalized(step, centered, squares), [*shape[:2], *rest])
+    y = step.local(aten.reshape.default, _normalized(step, centered, squares), [*shape[:2], *rest])
     return step.done(affine(step, y, [-1 if dim == 1 else 1 for dim in range(len(shape))]), place)
 
 
@@ -93,7 +95,7 @@ def layer_norm(sharder: Sharder, node: fx.Node) -> bool:
     if step is None:
         return False
     _mean, centered, squares = step.moments()
-    y, place = normalized(step, centered, squares), step.place.at(step.place.dim - (rank - count))
+    y, place = _normalized(step, centered, squares), step.place.at(step.place.dim - (rank - count))
     for name, op in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
         if is_tensor(named(node, name)):
             y = step.local(op, y, sharder.sharded(named(node, name), place))

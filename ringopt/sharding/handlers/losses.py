@@ -32,11 +32,11 @@ NONE, MEAN, SUM = 0, 1, 2  # reductions of ATen's losses
 def classification(sharder: Sharder, node: fx.Node) -> bool:
     """cross_entropy_loss and nll_loss_nd, sharded over tokens; the target holds class indices or probabilities."""
     logits, target = node.args[:2]
-    placement = placement_of_logits(sharder, node)
-    if placement is None or placement.dim == class_dim(node):
+    placement = _placement_of_logits(sharder, node)
+    if placement is None or placement.dim == _class_dim(node):
         return False
     step = Steps(sharder, node)
-    rows = placement if of_probabilities(node) else placement.at(placement.dim - (placement.dim > class_dim(node)))
+    rows = placement if _of_probabilities(node) else placement.at(placement.dim - (placement.dim > _class_dim(node)))
     here, wanted = sharder.sharded(logits, placement), sharder.sharded(target, rows)
     weight = sharder.beside(named(node, "weight")) if is_tensor(named(node, "weight")) else None
     options = [named(node, "ignore_index")]
@@ -44,7 +44,7 @@ def classification(sharder: Sharder, node: fx.Node) -> bool:
         options.append(named(node, "label_smoothing"))
     reduction = named(node, "reduction")
     if reduction == NONE:
-        out = placement.at(placement.dim - (placement.dim > class_dim(node)))
+        out = placement.at(placement.dim - (placement.dim > _class_dim(node)))
         sharder.set(node, step(node.target, here, wanted, weight, NONE, *options, placement=out), out)
         return True
     loss = step(node.target, here, wanted, weight, SUM, *options)
@@ -54,29 +54,29 @@ def classification(sharder: Sharder, node: fx.Node) -> bool:
     return step.done(loss)
 
 
-def class_dim(node: fx.Node) -> int:
+def _class_dim(node: fx.Node) -> int:
     return 1 if len(shape_of(node.args[0])) > 1 else 0
 
 
-def of_probabilities(node: fx.Node) -> bool:
+def _of_probabilities(node: fx.Node) -> bool:
     return bool(value_of(node.args[1]).is_floating_point())
 
 
-def placement_of_logits(sharder: Sharder, node: fx.Node) -> Sharded | None:
+def _placement_of_logits(sharder: Sharder, node: fx.Node) -> Sharded | None:
     logits, target = node.args[:2]
     placement, place = sharder.placements[logits], sharder.placements[target]
-    if placement is not None or place is None or of_probabilities(node):
+    if placement is not None or place is None or _of_probabilities(node):
         return placement or place
-    return place.at(place.dim + (place.dim >= class_dim(node)))
+    return place.at(place.dim + (place.dim >= _class_dim(node)))
 
 
 def divided_by_weights(step: Steps, loss: fx.Node, wanted: fx.Node, weight: fx.Node | None) -> fx.Node:
     """The mean over tokens: by their number where the target is probabilities, else by the weights of those that are
     not ignored."""
     node = step.node
-    if of_probabilities(node):
+    if _of_probabilities(node):
         shape = shape_of(node.args[0])
-        return step(aten.div.Scalar, loss, prod(shape) // shape[class_dim(node)])
+        return step(aten.div.Scalar, loss, prod(shape) // shape[_class_dim(node)])
     counted = step(aten.ne.Scalar, wanted, named(node, "ignore_index"))
     if weight is not None:
         safe = step(aten.where.ScalarOther, counted, wanted, 0)

@@ -82,6 +82,7 @@ def statistics(sharder: Sharder, node: fx.Node, dims: list[int]) -> Statistics |
 
 # ---- exponentials --------------------------------------------------------------------------------------------------
 def softmax(sharder: Sharder, node: fx.Node) -> bool:
+    """softmax, log_softmax over the sequence: the maximum and the sum of exponentials are reduced over the ranks."""
     step = statistics(sharder, node, dims_of(node))
     if step is None:
         return False
@@ -94,6 +95,7 @@ def softmax(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def logsumexp(sharder: Sharder, node: fx.Node) -> bool:
+    """As softmax; where the maximum is infinite it is not subtracted."""
     step = statistics(sharder, node, dims_of(node))
     if step is None:
         return False

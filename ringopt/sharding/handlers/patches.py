@@ -39,13 +39,13 @@ def patches(sharder: Sharder, node: fx.Node, at: Sharded) -> fx.Node:
 def are_patches(node: fx.Node, at: Sharded) -> bool:
     """Whether the rows `at` of `node` are the patches that a convolution makes, one after the other."""
     conv = node.args[0] if op_name(node) in ("flatten", "view", "reshape", "_unsafe_view") else None
-    if not isinstance(conv, fx.Node) or not is_of_patches(conv):
+    if not isinstance(conv, fx.Node) or not _is_of_patches(conv):
         return False
     sizes, count = shape_of(conv), prod(shape_of(conv)[2:])
     return list(shape_of(node)) == [*sizes[:2], count] and at == Sharded(2, 1, count, 1)
 
 
-def is_of_patches(conv: fx.Node) -> bool:
+def _is_of_patches(conv: fx.Node) -> bool:
     if op_name(conv) not in CONVOLUTIONS:
         return False
     kernel = shape_of(named(conv, "weight"))[2:]

@@ -1,8 +1,8 @@
-"""Ops that mix the rows of a sequence, computed on shards: one file a family.
+"""Ops that mix the tokens of a sequence, computed on shards: one file a family.
 
-A handler `(sharder, node) -> bool` is asked for a node that has a sharded operand and no rule that carries the sharding
-on (ringopt/dims/rules.py). It writes the local form of the node and what the ranks tell each other, and places the
-result; or it answers False before writing anything, and the op runs on other dims (by_columns.py) or gathered operands.
+A handler `(sharder, node) -> bool` is called for a node with a sharded operand and no rule that propagates the sharding
+(ringopt/dims/rules.py). It emits the local form of the node with its communication, and places the result; or it
+returns False before emitting anything, and the op runs on other dims (by_columns.py) or on gathered operands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HANDLERS: dict[str, Handler] = {
 
 
 def across(sharder: Sharder, node: fx.Node) -> bool:
-    """Places `node`, whose rows come from several ranks; False where nothing here knows how."""
+    """Places `node`, whose tokens come from several ranks; False where no handler covers it."""
     handler = HANDLERS.get(op_name(node)) if is_aten(node) else None
     if any(way(sharder, node) for way in (partial_sums, reshaped, attended, routed)):
         return True

@@ -52,12 +52,14 @@ def parted(index: int, size: int) -> tuple[int, int]:
 
 
 def slice_(sharder: Sharder, node: fx.Node) -> bool:
+    """A slice of the sequence: its tokens move to the ranks of the result's layout."""
     x, dim = node.args[0], named(node, "dim")
     piece = slice_of(shape_of(x)[dim], *(named(node, name) for name in ("start", "end", "step")))
     return cut(sharder, node, dim, piece, node)
 
 
 def narrow(sharder: Sharder, node: fx.Node) -> bool:
+    """As a slice of step 1; not with a start that is a tensor."""
     x, dim, start, length = node.args[:4]
     if isinstance(start, fx.Node):
         return False
@@ -121,6 +123,7 @@ def roll(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def flip(sharder: Sharder, node: fx.Node) -> bool:
+    """Other dims are flipped locally; along the sequence tokens move to the ranks of the reversed order."""
     found = sequence_among(sharder, node.args[0], named(node, "dims"))
     if found is None:
         return False
@@ -162,7 +165,7 @@ def pad(sharder: Sharder, node: fx.Node) -> bool:
     at = 2 * (len(shape_of(node)) - 1 - place.dim) if place is not None else len(amounts)
     if place is None or place.outer * place.inner > 1 or not any(amounts[at : at + 2]):
         return False
-    pieces = padded(node, amounts[at], amounts[at + 1], place.length)
+    pieces = _padded(node, amounts[at], amounts[at + 1], place.length)
     if pieces is None:
         return False
     step, local = Steps(sharder, node), sharder.values[x]
@@ -173,7 +176,7 @@ def pad(sharder: Sharder, node: fx.Node) -> bool:
     return rearranged(step, place, *pieces, local=local)
 
 
-def padded(node: fx.Node, before: int, after: int, n: int) -> tuple[Piece, ...] | None:
+def _padded(node: fx.Node, before: int, after: int, n: int) -> tuple[Piece, ...] | None:
     mode = "constant" if op_name(node) == "constant_pad_nd" else named(node, "mode")
     if mode == "constant" and not named(node, "value"):
         return ((-before, 1, n + before + after),)
@@ -229,6 +232,7 @@ def index_select(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def take_along_dim(sharder: Sharder, node: fx.Node) -> bool:
+    """A gather with indices that broadcast: tokens are looked up by their indices."""
     x, rows, dim = node.args[0], node.args[1], named(node, "dim")
     if dim is None or sequence_at(sharder, x, [dim]) is None:
         return False

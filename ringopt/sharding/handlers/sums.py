@@ -36,7 +36,7 @@ def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
             continue
         step = Steps(sharder, node)
         args, kwargs = sharder.operands(node, wanted)
-        total = step.total(local_sum(step, args, kwargs))
+        total = step.total(_local_sum(step, args, kwargs))
         if op_name(node) == "mean":
             count = prod(shape_of(arg)[dim] for dim in dims_of(node))
             total = step(aten.div.Scalar, total, count)
@@ -44,7 +44,7 @@ def partial_sums(sharder: Sharder, node: fx.Node) -> bool:
     return False
 
 
-def local_sum(step: Steps, args: Any, kwargs: Any) -> fx.Node:
+def _local_sum(step: Steps, args: Any, kwargs: Any) -> fx.Node:
     node = step.node
     if op_name(node) not in ("sum", "mean"):
         return step(node.target, *args, **kwargs)

@@ -35,7 +35,7 @@ def by_number(sharder: Sharder, node: fx.Node) -> bool:
     step = Steps(sharder, node)
     at = here(step, whole_numbers(step, index), place)
     value = sharder.beside(written) if isinstance(written, fx.Node) else written
-    return finished(step, place, (room_before(step, sharder.sharded(x, place), place), dim, at, value, *how))
+    return _finished(step, place, (room_before(step, sharder.sharded(x, place), place), dim, at, value, *how))
 
 
 def index_put(sharder: Sharder, node: fx.Node) -> bool:
@@ -49,7 +49,7 @@ def index_put(sharder: Sharder, node: fx.Node) -> bool:
     whole = [None if i is None else whole_numbers(step, i) for i in indices]
     whole[place.dim] = here(step, whole[place.dim], place)
     rows = room_before(step, sharder.sharded(x, place), place)
-    return finished(step, place, (rows, whole, sharder.beside(written), *how))
+    return _finished(step, place, (rows, whole, sharder.beside(written), *how))
 
 
 def rows_of(sharder: Sharder, node: fx.Node, dims: Sequence[int]) -> Sharded | None:
@@ -89,7 +89,7 @@ def room_before(step: Steps, rows: fx.Node, place: Sharded) -> fx.Node:
     return step(aten.constant_pad_nd.default, rows, [*behind, 1, 0])
 
 
-def finished(step: Steps, place: Sharded, args: tuple[Any, ...]) -> bool:
+def _finished(step: Steps, place: Sharded, args: tuple[Any, ...]) -> bool:
     value = step(step.node.target, *args, **step.node.kwargs)
     return step.done(step(aten.slice.Tensor, value, place.dim, 1, placement=place), place)
 

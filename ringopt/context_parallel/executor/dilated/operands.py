@@ -56,6 +56,7 @@ class Saved:
 
 
 def dropout_of(attention: DilatedAttention, given: Operands) -> Dropout:
+    """The dropout of an attention. Raises ValueError where `given` has no seed."""
     if given.seed is None:
         raise ValueError(f"dropout_p is {attention.dropout_p}, and there is no seed to draw from")
     return Dropout(attention.dropout_p, given.seed.to(given.q.device))

@@ -32,6 +32,7 @@ from ringopt.kernels.math import Math
 
 
 def wholes(attention: DilatedAttention, rank: int, given: Operands) -> Iterator[Whole]:
+    """The segments that `rank` holds entirely, of every term: a batch for each length."""
     for part in attention.plan.terms:
         for stretch in part.whole(rank):
             yield Whole(attention, part, stretch, given)
