@@ -53,7 +53,8 @@ def sources(
         if climbed is not None:
             pending += climbed
             for x, at in picked(sharder, node):
-                if x in worked:
+                # (What is demanded may be rows of it, of which heads are picked by number: x[:, :, [-1]].)
+                if x in worked and all(operand is not x for operand, _ in climbed):
                     found[x] = at
                     pending.append((x, at))
             continue

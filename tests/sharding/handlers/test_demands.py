@@ -143,6 +143,28 @@ def test_tokens_kept_by_number(name):
     assert [gather.op for gather in whole(verdict.report)] == [name]
 
 
+class OneKey(nn.Module):
+    """Six heads of queries and one of keys and values in one product, picked by number."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 8 * 4), nn.Linear(6 * 4, D)
+
+    def forward(self, x, ids):
+        heads = self.qkv(x).unflatten(-1, (8, 4))
+        q, k, v = (t.transpose(1, 2) for t in (heads[:, :, :-2], heads[:, :, [-2]], heads[:, :, [-1]]))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_heads_picked_by_number_are_no_sequence(p):
+    torch.manual_seed(0)
+    x = torch.randn(2, N, D, dtype=torch.float64, requires_grad=True)
+    verdict = check(OneKey(), x, None, p=p)
+    assert [site.strategy for site in verdict.report.sites] == ["ring"]
+
+
 def test_an_input_is_not_cut_to_be_sliced():
     """Every rank has it: nothing is sent."""
 
