@@ -14,6 +14,7 @@ from itertools import product as all_pairs
 import torch.fx as fx
 
 from ringopt.dims.contraction import Product, product_of
+from ringopt.dims.follow import ALONG, along
 from ringopt.dims.origin import CONVOLUTIONS, is_learned, is_row, is_weight, origins
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_aten, is_tensor, op_name, shape_of, tensor_args
@@ -94,6 +95,8 @@ def after(user: fx.Node, index: int, axes: Axes) -> tuple[list[tuple[fx.Node, Ax
     operand = list(tensor_args(user))[index]
     if op_name(user) in MIXING and is_tensor(user) and shape_of(user)[-2:] == shape_of(operand)[-2:]:
         return [(user, axes)], set()
+    if (beside := lengthened(user, operand, axes)) is not None:
+        return [(user, beside)], set()
     rule = rule_of(user) if is_aten(user) else None
     if rule is None or len(rule.operands) != len(list(tensor_args(user))):
         return [], set()
@@ -102,3 +105,17 @@ def after(user: fx.Node, index: int, axes: Axes) -> tuple[list[tuple[fx.Node, Ax
         return [(user, (first, second))], set()
     left = {0} if first is not None and rule.sums(index, axes[1]) else set[int]()
     return [], left | ({1} if second is not None and rule.sums(index, axes[0]) else set[int]())
+
+
+def lengthened(user: fx.Node, operand: fx.Node, axes: Axes) -> Axes | None:
+    """The axes where `user` puts something beside one of them (an extra score of each row), or cuts it off again; None
+    of what does anything else."""
+    if op_name(user) not in ALONG or not is_tensor(user) or len(shape_of(user)) != len(shape_of(operand)):
+        return None
+    touched = along(user)
+    kept = [place.dim for place in axes if place.dim not in touched]
+    sizes = zip(shape_of(operand), shape_of(user), strict=True)
+    if len(kept) != 1 or any(old != new for dim, (old, new) in enumerate(sizes) if dim not in touched):
+        return None
+    first, second = (Sharded(place.dim, 1, shape_of(user)[place.dim], 1) for place in axes)
+    return first, second

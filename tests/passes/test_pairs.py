@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.export import export
 
 import ringopt
@@ -70,6 +71,8 @@ PAIRS = {
     "sparsemax": sparse,
     "no softmax": lambda s, q, k, v: torch.relu(q @ k.mT).square() @ v,
     "weights used elsewhere": lambda s, q, k, v: (w := (q @ k.mT).softmax(-1)) @ v + (w * w.log()).sum(-1).mean(),
+    "a score beside those of keys": lambda s, q, k, v: torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
+    "padded": lambda s, q, k, v: F.pad(q @ k.mT, (1, 0)).sigmoid()[..., 1:] @ v,
     "the other way round": lambda s, q, k, v: (v.mT @ torch.sigmoid(k @ q.mT)).mT,
     "grouped": lambda s, q, k, v: torch.einsum(
         "bgqk,bkd->bgqd", torch.sigmoid(torch.einsum("bgqd,bkd->bgqk", q, k[:, 0])), v[:, 0]
