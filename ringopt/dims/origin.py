@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
-from ringopt.ir.notes import PARAMETER
+from ringopt.ir.notes import OF_PROGRAM, PARAMETER
 from ringopt.ir.placement import Sharded
 
 CONVOLUTIONS = frozenset(("convolution", "conv1d", "conv2d", "conv3d", "_convolution"))
@@ -97,29 +97,29 @@ def is_weight(node: fx.Node) -> bool:
 
 def is_of_model(node: fx.Node) -> bool:
     """Whether a parameter reaches `node`, be it frozen."""
-    seen, stack = {node}, [node]
-    while stack:
-        each = stack.pop()
-        if each.meta.get(PARAMETER):
-            return True
-        for above in each.all_input_nodes:
-            if above not in seen:
-                seen.add(above)
-                stack.append(above)
-    return False
+    return any(each.meta.get(PARAMETER) for each in inputs_above(node))
 
 
 def is_learned(node: fx.Node) -> bool:
     """Whether only parameters and constants reach `node`, parameters among them."""
-    learned, seen, stack = False, {node}, [node]
+    given = inputs_above(node)
+    return bool(given) and all(each.meta.get(PARAMETER) for each in given)
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether nothing that the caller passes reaches `node`: but parameters and buffers of the model, and constants."""
+    return all(each.meta.get(PARAMETER) or each.meta.get(OF_PROGRAM) for each in inputs_above(node))
+
+
+def inputs_above(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the inputs that reach `node`."""
+    found, seen, stack = list[fx.Node](), {node}, [node]
     while stack:
         each = stack.pop()
         if each.op == "placeholder" and is_tensor(each):
-            if not each.meta.get(PARAMETER):
-                return False
-            learned = True
+            found.append(each)
         for above in each.all_input_nodes:
             if above not in seen:
                 seen.add(above)
                 stack.append(above)
-    return learned
+    return found

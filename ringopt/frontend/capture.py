@@ -83,7 +83,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     for node, original, given, value in placeholders:
         node.meta[INPUT], node.meta[SOURCE] = original.name, source_of(original)
         node.meta[PARAMETER] = isinstance(given, torch.nn.Parameter) or "_parameters_" in original.name
-        if not node.meta[PARAMETER] and _holds_numbers(given) and belongs_to_program(original):
+        node.meta[OF_PROGRAM] = belongs_to_program(original)
+        if not node.meta[PARAMETER] and _holds_numbers(given) and node.meta[OF_PROGRAM]:
             node.meta[CONTENT] = given
         rename_node(node, readable(original.name))
         node.target = node.name

@@ -4,7 +4,7 @@
     SOURCE         of an input: where Dynamo read it from
     PARAMETER      of an input: whether it is a parameter
     CONTENT        of an input: its tensor, where that is part of the program
-    OF_PROGRAM     of Dynamo's input: whether it is part of the program
+    OF_PROGRAM     of an input, Dynamo's or that of the flat graph: whether it is part of the program
     STRIDES        of the output node: how each output lies in memory
     MEMORY         of the output node: in which memory each output lies
     VIEW_OF        the place of the operand in whose memory the value lies

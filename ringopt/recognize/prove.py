@@ -14,7 +14,7 @@ from math import prod
 import torch.fx as fx
 from torch import Tensor
 
-from ringopt.dims.origin import is_learned, is_row, origins
+from ringopt.dims.origin import is_constant, is_learned, is_row, origins
 from ringopt.expr.simplify import apply, literal, negate, substitute, where
 from ringopt.expr.terms import Affine, Apply, Cast, Load, Term, affine, axis, conjuncts, constant, load, loads, score
 from ringopt.ir.constants import Constants
@@ -93,6 +93,8 @@ def check_meaning(candidate: Candidate, roles: Roles) -> None:
     key, query = scores.operands[key_side], scores.operands[1 - key_side]
     if is_learned(key) or is_learned(candidate.value):
         raise NotAttention("its keys or values are parameters: a router or a memory, not a sequence", True)
+    if is_constant(key) and (not roles.batch or not roles.queried or is_constant(candidate.value)):
+        raise NotAttention("its keys are constants of the program: a router or a memory, not a sequence", True)
     dim = next(
         dim
         for dim, letter in enumerate(scores.letters[key_side])

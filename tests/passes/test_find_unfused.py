@@ -291,6 +291,10 @@ def test_returned_weights_are_computed_beside():
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
+def places():
+    return torch.arange(ROWS, dtype=torch.float64)[:, None] * torch.linspace(0, 1, DEPTH, dtype=torch.float64)
+
+
 SHAPES = {
     "fewer queries": lambda s, q, k, v, m: (q[:, :, :7] @ k.mT).softmax(-1) @ v,
     "keys and queries exchanged": lambda s, q, k, v, m: (k @ q.mT).softmax(-2).mT @ v,
@@ -306,6 +310,8 @@ SHAPES = {
     ).view(BATCH, HEADS, ROWS, DEPTH),
     "the keys of each head alone": lambda s, q, k, v, m: (q[:, :1] @ k.mT).softmax(-1) @ v,
     "tokens that a layer has mixed": lambda s, q, k, v, m: (q @ (k + s.mixer(k.mT).mT).mT).softmax(-1) @ v,
+    "keys that are places": lambda s, q, k, v, m: (q @ places().mT).softmax(-1) @ v,
+    "values that are places": lambda s, q, k, v, m: (q @ k.mT).softmax(-1) @ places(),
     "products squeezed together": lambda s, q, k, v, m: torch.einsum(
         "...qk,...kd->...qd", torch.einsum("...qd,...kd->...qk", q, k).softmax(-1), v
     ),
@@ -340,6 +346,10 @@ LEFT_ALONE = {
         lambda s, q, k, v, m: (q @ s.places.t()).softmax(-1) @ s.places,
         "its keys or values are parameters: a router or a memory, not a sequence",
     ),
+    "a constant": (
+        lambda s, q, k, v, m: (q @ places()[:8].mT).softmax(-1) @ places()[:8],
+        "its keys are constants of the program: a router or a memory, not a sequence",
+    ),
     "weights used elsewhere": (
         lambda s, q, k, v, m: (w := (q @ k.mT).softmax(-1)) @ v + w.mean(),
         "its weights are used elsewhere too, by mean",
@@ -361,6 +371,30 @@ def test_left_alone(name):
     assert not context.sites
     (left,) = context.left_alone
     assert left.sentence.endswith(sentence)
+
+
+class Experts(nn.Module):
+    """Tokens go to eight experts by how near they are to their centres, which are a buffer; then they attend."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centres", torch.randn(8, DEPTH, dtype=torch.float64))
+        self.experts = nn.Parameter(torch.randn(8, DEPTH, DEPTH, dtype=torch.float64))
+
+    def forward(self, x):
+        weights = (x @ F.normalize(self.centres, dim=-1).T).softmax(-1)
+        x = torch.einsum("bne,bnef->bnf", weights, torch.einsum("bnd,edf->bnef", x, self.experts))
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_experts_by_the_centres_in_a_buffer(p):
+    torch.manual_seed(0)
+    verdict = validate(p, Experts(), torch.randn(BATCH, ROWS, DEPTH, dtype=torch.float64, requires_grad=True))
+    (left,), report = verdict.report.left_alone, verdict.report
+    assert verdict.wrong == "" and "its keys are constants of the program" in left
+    assert len(report.sites) == 1 and report.sharded_fraction == 1.0
+    assert [gather.op for gather in report.gathers] == ["output"]
 
 
 REFUSED = {
