@@ -5,7 +5,7 @@
     e = exp2(x);  e / sum(e, -1, True)                              ->  softmax(x * ln 2, -1)
     exp(log_softmax(x, -1)),  exp(x - logsumexp(x, -1, True))       ->  softmax(x, -1)
     w = softmax(x, -1) * kept;  w / sum(w, -1, True)                ->  softmax(where(kept, x, -inf), -1)   kept: 0 or 1
-    baddbmm(bias, q, k, alpha=a, beta=b)                            ->  bias * b + bmm(q, k) * a
+    baddbmm(bias, q, k, alpha=a, beta=b)                            ->  bias * b + bmm(q, k) * a; so with addmm
 
 What is taken off a whole row before exp changes nothing, and neither does its gradient. After: same numbers but for
 rounding; a normalisation that is no softmax (an epsilon in its sum) stays as it was.
@@ -25,12 +25,13 @@ from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.softmax import (
     CASTS,
+    SUMMED,
     alike,
     divides_rows,
     is_bool,
     is_view,
     log_weights,
-    split_baddbmm,
+    split_sum,
     summed_dim,
     unshifted,
 )
@@ -51,8 +52,8 @@ class FindSoftmax(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         finder = Finder(gm.graph, context)
         for node in list(gm.graph.nodes):
-            if op_name(node) == "baddbmm":
-                split_baddbmm(gm.graph, node)
+            if op_name(node) in SUMMED:
+                split_sum(gm.graph, node)
             elif op_name(node) == "exp":
                 finder.of_logarithm(node)
             elif op_name(node) == "div" and all(is_tensor(arg) for arg in node.args[:2]) and not node.kwargs:

@@ -1,4 +1,5 @@
-"""Contractions of two tensors, however they are spelled: matmul, bmm, mm, linear, einsum, multiply and sum.
+"""Contractions of two tensors, however they are spelled: matmul, bmm, mm, linear, einsum, tensordot, inner, multiply
+and sum.
 
     matmul(q [B, H, S, D], k [B, 1, D, T])      left b h s d, right b . d t, out b h s t
 
@@ -93,6 +94,30 @@ def by_letters(node: fx.Node, operands: tuple[fx.Node, fx.Node], ends: tuple[str
     return Product(node, operands, (letters[0], letters[1]), (*batch, *out))
 
 
+def tensordot(node: fx.Node) -> Product | None:
+    """Dims of the first operand with dims of the second; what is left of both stands one after the other."""
+    left, right, firsts, seconds = node.args[:4]
+    pairs = {j % len(shape_of(right)): i % len(shape_of(left)) for i, j in zip(firsts, seconds, strict=True)}
+    if any(shape_of(left)[i] != shape_of(right)[j] for j, i in pairs.items()):
+        return None  # one number, summed with many
+    names = iter(string.ascii_letters)
+    of_left = [next(names) for _ in shape_of(left)]
+    of_right = [of_left[pairs[j]] if j in pairs else next(names) for j in range(len(shape_of(right)))]
+    out = [letter for letter in (*of_left, *of_right) if (letter in of_left) != (letter in of_right)]
+    return Product(node, (left, right), (tuple(of_left), tuple(of_right)), tuple(out))
+
+
+def inner(node: fx.Node) -> Product | None:
+    """Rows with rows."""
+    left, right = node.args[:2]
+    ranks = len(shape_of(left)), len(shape_of(right))
+    if 0 in ranks or ranks == (1, 1):
+        return None
+    of_left = string.ascii_uppercase[: ranks[0] - 1]
+    of_right = string.ascii_lowercase[: ranks[1] - 1]
+    return Product(node, (left, right), ((*of_left, "z"), (*of_right, "z")), (*of_left, *of_right))
+
+
 def _broadcast(letters: Sequence[str], sizes: Sequence[int], whole: Sequence[int]) -> Letters:
     return tuple(letter if size == full else None for letter, size, full in zip(letters, sizes, whole, strict=True))
 
@@ -100,9 +125,10 @@ def _broadcast(letters: Sequence[str], sizes: Sequence[int], whole: Sequence[int
 def einsum(node: fx.Node) -> Product | None:
     """An explicit equation of two operands, ellipses included; none for diagonals ("ii") and implicit outputs."""
     equation, operands = node.args[0].replace(" ", ""), list(node.args[1])
-    if len(operands) != 2 or "->" not in equation:
+    if len(operands) != 2:
         return None
-    inputs, _, out = equation.partition("->")
+    inputs, arrow, out = equation.partition("->")
+    out = out if arrow else unsaid(inputs)
     spelled = inputs.split(",")
     ranks = [len(shape_of(operand)) for operand in operands]
     extra = max(rank - len(text.replace("...", "")) for rank, text in zip(ranks, spelled, strict=True))
@@ -125,6 +151,12 @@ def einsum(node: fx.Node) -> Product | None:
     return Product(node, (operands[0], operands[1]), (maps[0], maps[1]), tuple(out))
 
 
+def unsaid(inputs: str) -> str:
+    """The output of an equation without "->": letters that come once, in their order."""
+    once = [letter for letter in inputs if letter.isalpha() and inputs.count(letter) == 1]
+    return "..." * ("..." in inputs) + "".join(sorted(once))
+
+
 def multiply_and_sum(node: fx.Node) -> Product | None:
     """sum(a * b, dims): the product is of the operands of the multiplication."""
     times, dims = node.args[0], argument(node, 1, "dim")
@@ -145,8 +177,10 @@ def multiply_and_sum(node: fx.Node) -> Product | None:
 
 
 MAKERS: dict[str, Callable[[fx.Node], Product | None]] = {
-    **dict.fromkeys(("matmul", "bmm", "mm"), matmul),
+    **dict.fromkeys(("matmul", "bmm", "mm", "linalg_matmul"), matmul),
     "linear": linear,
     "einsum": einsum,
+    "tensordot": tensordot,
+    "inner": inner,
     "sum": multiply_and_sum,
 }

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import Letters
+from ringopt.dims.origin import is_weight
 from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value_of
 from ringopt.recognize.candidates import SOFTMAX
 
@@ -21,11 +22,18 @@ TURNS = ("transpose", "permute", "mT", "t")  # between the weights and their pro
 CONVERSIONS = ("view", "reshape", "unflatten", "to", "_to_copy")  # between a softmax and the part of it that is read
 
 
-def split_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
-    """Replaces baddbmm by bmm, scale and addition, in place."""
+SUMMED = {"baddbmm": aten.bmm.default, "addmm": aten.mm.default}  # with the product that something is added to
+
+
+def split_sum(graph: fx.Graph, node: fx.Node) -> None:
+    """Replaces a product that something is added to by the product, scale and addition; a layer with its bias stays one
+    operator."""
     bias, left, right = node.args[:3]
+    if op_name(node) == "addmm" and (is_weight(left) or is_weight(right)):
+        return
     with graph.inserting_before(node):
-        total = _scaled(graph, emit(graph, aten.bmm.default, (left, right), node), node.kwargs.get("alpha", 1), node)
+        product = emit(graph, SUMMED[op_name(node)], (left, right), node)
+        total = _scaled(graph, product, node.kwargs.get("alpha", 1), node)
         if (beta := node.kwargs.get("beta", 1)) != 0:  # at 0 the bias is not read, whatever it holds
             total = emit(graph, aten.add.Tensor, (_scaled(graph, bias, beta, node), total), node)
     node.replace_all_uses_with(total)
