@@ -22,7 +22,7 @@ from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.canonical_order import canonical_order, program_of
 from ringopt.ir.checkpoint_regions import Region, Regions
 from ringopt.ir.io_order import Order
-from ringopt.ir.nodes import readable
+from ringopt.ir.nodes import readable_name
 from ringopt.ir.notes import INPUT
 from ringopt.pipeline import Context, Pass
 from ringopt.torch_compat.fx import fresh_names, has_buffer
@@ -71,7 +71,7 @@ def rename(graph: fx.Graph) -> None:
     names = fresh_names(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
-            base = readable(node.meta.get(INPUT, node.name))
+            base = readable_name(node.meta.get(INPUT, node.name))
         else:
             base = node.target if node.op == "get_attr" else re.sub(r"_\d+$", "", node.name)
         node.name = names.create_name(base, node)

@@ -18,7 +18,7 @@ from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, text_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import on_nodes
-from ringopt.cost.choose import choose
+from ringopt.cost.choose import choose_strategy
 from ringopt.cost.dilated_site import choose_dilated
 from ringopt.cost.layouts import layouts_for
 from ringopt.cost.message_bytes import bytes_sent
@@ -29,7 +29,7 @@ from ringopt.ir.nodes import op_name, requires_grad, shape_of, source_line
 from ringopt.ir.placement import Sharded
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand, is_open
-from ringopt.kernels.choose import choose as choose_kernel
+from ringopt.kernels.choose import choose_kernel as choose_kernel
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 
@@ -114,7 +114,7 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
         info.notes.append(f"{few} rows of {info.whole} for {context.mesh.size} ranks: all on every rank")
     elif info.strategy == "auto":
         fixed = context.mesh.name != ANY and not any(map(is_open, lengths(node, context.mesh)))
-        choice = choose(case, looked_at(context.mesh), info.layout, rates_for(context.mesh, node), fixed)
+        choice = choose_strategy(case, looked_at(context.mesh), info.layout, rates_for(context.mesh, node), fixed)
         info.strategy = choice.strategy
         info.reason = choice.reason
         info.notes.append(info.reason)

@@ -26,7 +26,7 @@ from ringopt.ir.nodes import is_random, value_of
 from ringopt.ir.notes import POLICY
 from ringopt.ops.traits import sends
 from ringopt.pipeline import Context, Pass
-from ringopt.report import readable
+from ringopt.report import bytes_text
 from ringopt.reporting.figures import Figures
 
 
@@ -60,7 +60,7 @@ def told(regions: int, exchanges: Sequence[fx.Node], inner_backend: str, figures
     checkpointed = f"{regions} checkpointed region{'s' if regions > 1 else ''}"
     if inner_backend == "eager":
         return f"{checkpointed}: nothing is computed again, for inner_backend='eager' has no backward graph to do it in"
-    kept = readable(sum(size_of(node, figures) for node in exchanges))
+    kept = bytes_text(sum(size_of(node, figures) for node in exchanges))
     but = f"but for {len(exchanges)} exchanges, whose results are kept: {kept}"
     return f"{checkpointed}: computed again in the backward, {but}"
 

@@ -41,7 +41,7 @@ from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
 from ringopt.sharding.outputs import gathers_of, leave
 from ringopt.sharding.sharder import Sharder
-from ringopt.sharding.sites import attend, demands, operands, stands_beside
+from ringopt.sharding.sites import demands, operands, place_attention, stands_beside
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def sharded_sites(context: Context) -> Iterator[fx.Node]:
 def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
     """Computes a node on shards; False where its operands have to be gathered for it."""
     site = context.sites.get(node)
-    if site is not None and site.refusal is None and attend(sharder, node, site, context.options.strategy):
+    if site is not None and site.refusal is None and place_attention(sharder, node, site, context.options.strategy):
         return True
     if context.options.shard == "attention":
         return False  # whoever reads what attention gives has it gathered

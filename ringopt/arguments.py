@@ -97,7 +97,7 @@ def check_names(layout: Any, strategy: Any, kernel: Any) -> None:
             raise OptionError(f"attention({what}={name!r}): expected one of {', '.join(map(repr, known))}")
 
 
-def pattern_of(is_causal: bool, window: Any, sinks: Any, rate: int) -> str:
+def pattern_text_of(is_causal: bool, window: Any, sinks: Any, rate: int) -> str:
     """The pattern as text (context_parallel/geometry/pattern.py)."""
     if window is not None and not (type(window) is int and window >= 1):
         raise OptionError(
@@ -114,7 +114,7 @@ def pattern_of(is_causal: bool, window: Any, sinks: Any, rate: int) -> str:
     return f"window({','.join([str(window), *(said for given, said in more if given)])})"
 
 
-def rates_of(asked: Any, heads: int) -> tuple[int, ...]:
+def window_rates(asked: Any, heads: int) -> tuple[int, ...]:
     """Of a window: one of each query head."""
     if asked is None:
         return (1,) * heads

@@ -19,7 +19,7 @@ from ringopt.drivers.compile import Run, in_order, mesh_for, tell, tell_of_limit
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
-from ringopt.ir.nodes import readable
+from ringopt.ir.nodes import readable_name
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from ringopt.output.printable import logger
@@ -28,7 +28,7 @@ from ringopt.report import Report
 from ringopt.runtime.graph_boundary import Boundary, examples
 from ringopt.runtime.input_check import CheckedInputs, call_of
 from ringopt.runtime.mask_guards import Made, Watched
-from ringopt.runtime.trace import trace_to, traced
+from ringopt.runtime.trace import trace_to, with_trace
 from ringopt.runtime.verify import Original, Verified
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat import inductor
@@ -55,7 +55,7 @@ def ring(
     """
     chosen = Options.of(options)
     mesh = mesh_for(chosen)
-    names = [readable(node.name) for node in gm.graph.find_nodes(op="placeholder")]
+    names = [readable_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]
 
     called = [node.target for node in gm.graph.nodes if node.op.startswith("call")]
     operators = dict(Counter(getattr(target, "__name__", str(target)) for target in called))
@@ -85,7 +85,7 @@ def ring(
             check = (chosen.check_inputs, bool(made.draws_random), operators)
             run = CheckedInputs(run, mesh, made.program, made.order.inputs, names, *check)
         if flat is not None and chosen.trace is not None:
-            run = traced(run, trace_to(chosen.trace, mesh.rank))
+            run = with_trace(run, trace_to(chosen.trace, mesh.rank))
         if original is not None:
             run = Verified(run, original, mesh, made.local, made.averaged)
         return run, made.relied_on, made.claims
@@ -100,9 +100,9 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
     if options.inner_backend != "eager":
         police(gm)
     if options.inner_backend == "aot_eager":
-        from ringopt.overlap.start_early import aot_eager
+        from ringopt.overlap.start_early import early_aot_eager
 
-        run = aot_eager(gm, example_inputs, budget)
+        run = early_aot_eager(gm, example_inputs, budget)
     elif options.inner_backend == "inductor":
         from ringopt.overlap.start_early import inductor_settings
 

@@ -26,14 +26,14 @@ from ringopt.arguments import (
     dim_of,
     logits_of,
     padding_of,
-    pattern_of,
-    rates_of,
+    pattern_text_of,
+    window_rates,
 )
 from ringopt.context_parallel.geometry.dilation import Dilation, shared_heads
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.context_parallel.plan.plan_of import on_nodes
-from ringopt.cost.choose import Case, choose
+from ringopt.cost.choose import Case, choose_strategy
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.agreed_rates import agreed_rates
 from ringopt.distributed.lookup import mesh_of, process_mesh
@@ -42,7 +42,7 @@ from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
 from ringopt.expr.mask import Mask
 from ringopt.expr.terms import affine, axis, load
-from ringopt.kernels.choose import choose as choose_kernel
+from ringopt.kernels.choose import choose_kernel as choose_kernel
 from ringopt.ops import operators
 from ringopt.ops.dropout import SEEDS
 from ringopt.ops.ring import VERSION
@@ -122,13 +122,13 @@ def attention(
         logits = logits_of(sinks, query) if isinstance(sinks, Tensor) else None
         asked = _Asked(query, key, value, attn_mask, logits, dropout_p, scale)
         return _dilated(asked, dilation, ranks, _Way(layout, strategy, kernel))
-    rates = rates_of(dilation_rates, query.shape[1])
+    rates = window_rates(dilation_rates, query.shape[1])
     if len(set(rates)) > 1:
         how: dict[str, Any] = {"window": window, "scale": scale, "is_causal": is_causal}
         how |= {"dropout_p": dropout_p, "mesh": mesh, "layout": layout, "strategy": strategy, "kernel": kernel}
         return _by_rate(query, key, value, attn_mask, sinks, rates, how)
     first, logits = (None, logits_of(sinks, query)) if isinstance(sinks, Tensor) else (sinks, None)
-    pattern = pattern_of(is_causal, window, first, rates[0])
+    pattern = pattern_text_of(is_causal, window, first, rates[0])
     asked = _Asked(query, key, value, attn_mask, logits, dropout_p, scale)
     if (ranks is None or ranks.size == 1) and window is None:
         return _alone(asked, pattern)
@@ -188,7 +188,7 @@ def _spread(asked: _Asked, pattern: str, ranks: Mesh, way: _Way) -> Tensor:
     if strategy == "auto":
         by = "math" if asked.dropout_p > 0 else choose_kernel(way.kernel, *_sizes(query, key, value))[0].name
         case = Case(pattern, q_length, kv_length, Heads.of(query, key, value, by), any(held["training"]), mask.text)
-        strategy = choose(case, ranks.size, layout, agreed_rates(ranks, query.device.type)).strategy
+        strategy = choose_strategy(case, ranks.size, layout, agreed_rates(ranks, query.device.type)).strategy
     learned = [0] if mask.differentiable and sources[0].requires_grad else []
     out: Tensor
     out, _lse = operators.ring_attention(

@@ -141,7 +141,7 @@ class Report:
             parts.append(_gather_table(self))
         for output in self.outputs:
             how = f"{output.form}, {output.placement} {output.layout}"
-            parts.append(Text(f"not gathered: {output.name}, {readable(output.bytes)} in all ({how})"))
+            parts.append(Text(f"not gathered: {output.name}, {bytes_text(output.bytes)} in all ({how})"))
         parts += [Text(f"left alone: {reason}") for reason in self.left_alone]
         parts += [Text(f"note: {note}") for note in self.notes]
         if self.refusal:
@@ -149,7 +149,7 @@ class Report:
         if any(self.memory.values()):
             parts.append(Stack("memory of this rank", self.memory))
         parts.append(
-            Text(f"sharded {self.sharded_fraction:.1%} of matrix FLOPs; sends {readable(self.bytes_sent)} a forward")
+            Text(f"sharded {self.sharded_fraction:.1%} of matrix FLOPs; sends {bytes_text(self.bytes_sent)} a forward")
         )
         return Group(*parts)
 
@@ -178,17 +178,17 @@ def _site_table(report: Report) -> Table:
     for name in ("module", "form", "pattern", "strategy", "layout", "kernel"):
         table.add_column(name, overflow="fold")
     table.add_column("sent", justify="right")
-    for cells in folded([_site_cells(site) for site in report.sites]):
+    for cells in fold_alike([_site_cells(site) for site in report.sites]):
         table.add_row(*map(escape, cells))
     return table
 
 
 def _site_cells(site: Site) -> tuple[str, ...]:
-    end = (site.strategy, site.layout, site.kernel, readable(site.bytes_sent))
+    end = (site.strategy, site.layout, site.kernel, bytes_text(site.bytes_sent))
     return (site.module or "-", site.form, site.pattern, *end)
 
 
-def folded(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+def fold_alike(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     """Rows that are alike but for their first cell as one, where there are more than ALIKE of them."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in rows:
@@ -215,7 +215,7 @@ def _gather_table(report: Report) -> Table:
     table.add_column("bytes", justify="right")
     for gather in report.gathers:
         where = f" ({gather.source})" if gather.source else ""
-        table.add_row(gather.op, escape(gather.why + where), readable(gather.bytes))
+        table.add_row(gather.op, escape(gather.why + where), bytes_text(gather.bytes))
     return table
 
 
@@ -229,15 +229,15 @@ class Stack:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         total, start, names = sum(self.parts.values()), 0, max(map(len, self.parts))
         room, mark = options.max_width - names - 21, "#" if options.ascii_only else "\u2588"
-        yield Text(f"{self.title}: {readable(total)}")
+        yield Text(f"{self.title}: {bytes_text(total)}")
         for name, size in self.parts.items():
             first, last = (round(max(room, 0) * place / total) for place in (start, start + size))
             bar = " " * first + mark * (last - first)
-            yield Text(f"  {name:<{names}}  {readable(size):>9}  {size / total:>4.0%}  {bar}", no_wrap=True)
+            yield Text(f"  {name:<{names}}  {bytes_text(size):>9}  {size / total:>4.0%}  {bar}", no_wrap=True)
             start += size
 
 
-def readable(size: float) -> str:
+def bytes_text(size: float) -> str:
     """A number of bytes in the binary unit that fits: "512 B", "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

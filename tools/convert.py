@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ringopt.drivers.convert import converted
+    from ringopt.drivers.convert import convert_program
     from ringopt.frontend.pt2_archive import load_with_provenance
 
     told, ranks = Console(stderr=True), arguments.world_size or 1
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if made is not None:
             raise CommandError(f"{arguments.source} was converted already, by ringopt {made['ringopt']}")
         done("convert")
-        new, report = _converting(arguments, lambda: converted(program, arguments.options, arguments.allow_empty))
+        new, report = _converting(arguments, lambda: convert_program(program, arguments.options, arguments.allow_empty))
         done("save")
         with _writing(target):
             save(new, file, _provenance_text(arguments.options, report))

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ringopt.compare.align import LISTED
-from ringopt.compare.graph_diff import Change, GraphDiff, NodeView, SiteView, Totals
-from ringopt.report import folded, several
+from ringopt.compare.graph_diff import Change, GraphDiff, GraphTotals, NodeView, SiteView
+from ringopt.report import fold_alike, several
 
 MARKS = {"added": ("+", "green"), "removed": ("-", "red"), "resized": ("=", "dim"), "same": (" ", "dim")}
 # Told by number, unless there is nothing else to tell.
@@ -97,7 +97,7 @@ def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
     return Group(*parts)
 
 
-def _totals(before: Totals, after: Totals) -> Iterator[Text]:
+def _totals(before: GraphTotals, after: GraphTotals) -> Iterator[Text]:
     for name, one, other in (
         ("sent by this rank in one forward, bytes", before.bytes_sent, after.bytes_sent),
         ("FLOPs of products on this rank", before.flops, after.flops),
@@ -164,7 +164,7 @@ def _site_table(sites: Sequence[Change], every: bool) -> Table:
     for name in ("module", "before", "after", "reason"):
         table.add_column(name, overflow="fold")
     rows = [_site_cells(change) for change in sites]
-    for cells in rows if every else folded(rows):
+    for cells in rows if every else fold_alike(rows):
         table.add_row(*map(Text, cells))
     return table
 

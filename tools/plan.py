@@ -15,8 +15,8 @@ from ringopt.tools.common.command import (
     console,
     json_object,
     load_example,
+    natural,
     positive,
-    whole,
     write,
 )
 
@@ -41,7 +41,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help="module:factory; factory() returns (model, inputs)")
     parser.add_argument("--world-size", metavar="P", nargs="+", type=positive, default=[512], help="ranks (512)")
-    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, help="tokens (4096 to 16777216)")
+    parser.add_argument("--lengths", metavar="N", nargs="+", type=natural, help="tokens (4096 to 16777216)")
     parser.add_argument("--hardware", metavar="NAME", default="h100", help="cpu, p100, v100, a100, h100, h200, b200")
     parser.add_argument("--link", metavar="NAME", help="such as infiniband-ndr (the one that the device comes with)")
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ringopt.planner.plan import Asked, predicted
+    from ringopt.planner.plan import PlanRequest, predicted
 
     check_file("--plot", arguments.plot)
     check_file("--html", arguments.html)
@@ -68,7 +68,8 @@ def _run(arguments: argparse.Namespace) -> int:
         check_matplotlib()
         if arguments.plot:
             check_picture(arguments.plot)
-    asked = Asked.of(arguments.world_size, arguments.hardware, arguments.link, arguments.lengths, arguments.options)
+    sizes = arguments.world_size, arguments.hardware, arguments.link, arguments.lengths
+    asked = PlanRequest.of(*sizes, arguments.options)
     example = load_example(arguments.target)
     told = Console(stderr=True)
     try:

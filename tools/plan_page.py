@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from ringopt.cost.choose import duration
 from ringopt.planner.plan import Plan
-from ringopt.report import counted, readable
+from ringopt.report import bytes_text, counted
 from ringopt.reporting.page import filled
 
 
@@ -14,6 +14,6 @@ def plan_page(plan: Plan, title: str, picture: str) -> str:
     """`title` says of what; `picture` is an svg element."""
     what = "a training step" if plan.training else "a forward"
     return filled(
-        "plan", title=f"ringopt plan: {title}", plan=plan, picture=Markup(picture), readable=readable,
+        "plan", title=f"ringopt plan: {title}", plan=plan, picture=Markup(picture), readable=bytes_text,
         duration=duration, counted=counted, summary=f"{what} per rank, {plan.hardware} over {plan.links}, predicted",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringopt.context_parallel.plan.plan_of import hybrid, trading
 from ringopt.cost.choose import Case
-from ringopt.cost.simulate import Span, simulate
+from ringopt.cost.simulate import SimSpan, simulate
 from ringopt.hardware.devices import GIB, device_of
 from ringopt.hardware.rates import Rates, rates_of
 from ringopt.planner.plan import Plan, Point
@@ -146,7 +146,7 @@ def log_share(site: SitePoint, rates: Rates) -> float:
     return log(max(site.bytes / rates.link.rate, 1e-12) / max(site.flops / rates.default.rate, 1e-12))
 
 
-def _draw_spans(axes: Axes, spans: Sequence[Span], ranks: int) -> None:
+def _draw_spans(axes: Axes, spans: Sequence[SimSpan], ranks: int) -> None:
     end, told = max(span.stop for span in spans), set[str]()
     size, unit = (1e3, "ms") if end > 2e-3 else (1e6, "us")
     for span in spans:

@@ -59,13 +59,13 @@ NOTE = (
 
 def read_all(folder: Path) -> list[Span]:
     """Raises CommandError where there is no trace."""
-    from ringopt.runtime.trace import read
+    from ringopt.runtime.trace import read_spans
 
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise CommandError(f'{folder} holds no rank-*.json; run the program with options={{"trace": {str(folder)!r}}}')
     try:
-        spans = [span for path in paths for span in read(path)]
+        spans = [span for path in paths for span in read_spans(path)]
     except (ValueError, OSError) as problem:
         raise CommandError(str(problem)) from None
     if not spans:

@@ -100,7 +100,7 @@ def values(program: ExportedProgram, gradients: bool = True, seed: int = 0, shak
     of each."""
     import torch
 
-    from ringopt.runtime.verify import moved
+    from ringopt.runtime.verify import perturbed
     from ringopt.torch_compat.pytree import tree_flatten, tree_unflatten
 
     torch.manual_seed(0)
@@ -109,8 +109,8 @@ def values(program: ExportedProgram, gradients: bool = True, seed: int = 0, shak
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     before = {name: x.detach().clone() for name, x in state.items()}
     if shaken:
-        leaves = [moved(leaf, shaken, place) for place, leaf in enumerate(leaves)]
-        _refill(state, {name: moved(x, shaken, place) for place, (name, x) in enumerate(before.items())})
+        leaves = [perturbed(leaf, shaken, place) for place, leaf in enumerate(leaves)]
+        _refill(state, {name: perturbed(x, shaken, place) for place, (name, x) in enumerate(before.items())})
     torch.manual_seed(seed)
     try:
         found = called(program, module, leaves, lambda: tree_unflatten(leaves, spec), gradients)

@@ -100,7 +100,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Totals:
+class GraphTotals:
     """Of one side: None where the part of some node cannot be told."""
 
     nodes: int
@@ -109,7 +109,7 @@ class Totals:
     flops: int | None
 
     @classmethod
-    def of(cls, views: Sequence[NodeView]) -> Totals:
+    def of(cls, views: Sequence[NodeView]) -> GraphTotals:
         sent, flops = [view.bytes_sent for view in views], [view.flops for view in views]
         return cls(len(views), sum(view.site is not None for view in views), total(sent), total(flops))
 
@@ -125,8 +125,8 @@ class GraphDiff:
     """`changes` has every node of both sides, in the order of `after`, removed ones where they stood."""
 
     changes: tuple[Change, ...]
-    before: Totals
-    after: Totals
+    before: GraphTotals
+    after: GraphTotals
 
     @property
     def same(self) -> bool:
@@ -178,7 +178,7 @@ def diff_views(before: Sequence[NodeView], after: Sequence[NodeView]) -> GraphDi
         else:
             reached = place[other]
     ordered = tuple(change for _key, change in sorted(changes, key=lambda entry: entry[0]))
-    return GraphDiff(ordered, Totals.of(before), Totals.of(after))
+    return GraphDiff(ordered, GraphTotals.of(before), GraphTotals.of(after))
 
 
 def with_values(diff: GraphDiff, differ: Callable[[str, str], bool]) -> GraphDiff:

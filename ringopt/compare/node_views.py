@@ -16,7 +16,7 @@ from ringopt.compare.graph_diff import NodeView
 from ringopt.compare.node_facts import Meaning, Reader, qualified
 from ringopt.compare.program_files import TENSORS, FileProgram
 from ringopt.ir.nodes import module_path, op_name, value_of
-from ringopt.ir.printer import text
+from ringopt.ir.printer import arg_text
 from ringopt.torch_compat.schema import OpOverload, overload_name, schema_of, schema_or_none
 
 Program: TypeAlias = ExportedProgram | FileProgram | fx.GraphModule
@@ -118,7 +118,7 @@ class Viewer:
             return f"{{{', '.join(f'{key}: {self.argument(part, prefix, inputs)}' for key, part in value.items())}}}"
         if isinstance(value, torch.SymInt):
             return self.size(value)
-        return text(value)
+        return arg_text(value)
 
     def shape(self, value: Any) -> str:
         if isinstance(value, TENSORS):

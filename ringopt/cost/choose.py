@@ -21,7 +21,7 @@ from ringopt.cost.simulate import Heads, pairs_of, simulate
 from ringopt.errors import OptionError
 from ringopt.expr.mask import Mask
 from ringopt.hardware.rates import Rates
-from ringopt.report import readable
+from ringopt.report import bytes_text
 
 # Times within this part of each other are equal, as far as a prediction can tell.
 CLOSE = 0.03
@@ -116,12 +116,12 @@ class Choice:
         """One sentence with the numbers."""
         best, *others = self.estimates
         told = "; ".join(
-            f"{one}, {readable(one.bytes)} sent"
-            + (f", but holds {readable(one.held)}" if one.held > self.bound else "")
+            f"{one}, {bytes_text(one.bytes)} sent"
+            + (f", but holds {bytes_text(one.held)}" if one.held > self.bound else "")
             for one in others
         )
         beside = f" (others: {told})" if told else ""
-        return f"strategy {best}, {readable(best.bytes)} sent, predicted{beside}; {self.source}"
+        return f"strategy {best}, {bytes_text(best.bytes)} sent, predicted{beside}; {self.source}"
 
     @property
     def seconds(self) -> float:
@@ -144,7 +144,7 @@ def unrolled_estimate(case: Case, ranks: int, layout: str, strategy: str, rates:
 
 
 @lru_cache(maxsize=4096)
-def choose(case: Case, ranks: int, layout: str, rates: Rates, fixed: bool = True) -> Choice:
+def choose_strategy(case: Case, ranks: int, layout: str, rates: Rates, fixed: bool = True) -> Choice:
     """The strategy of one attention in `layout`. The ring can do all, so there always is one. Where lengths or ranks
     are not `fixed`, none that holds for those at hand alone: chunks that are cut nowhere here may be cut elsewhere."""
     found = []
@@ -251,7 +251,7 @@ def busiest(case: Case, ranks: int, layout: str) -> int:
 def estimated(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> Estimate:
     """Of `strategy`, or of the one that "auto" takes."""
     if strategy == "auto":
-        return choose(case, ranks, layout, rates).estimates[0]
+        return choose_strategy(case, ranks, layout, rates).estimates[0]
     return estimate(case, ranks, layout, strategy, rates)
 
 

@@ -22,9 +22,9 @@ from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from ringopt.options import Options
-from ringopt.report import readable
+from ringopt.report import bytes_text
 
 
 def dilated_layout(sites: Mapping[fx.Node, SiteInfo], options: Options, ranks: int, rates: Rates) -> tuple[str, str]:
@@ -45,7 +45,7 @@ def seconds(node: fx.Node, info: SiteInfo, options: Options, layout: str, ranks:
     call = AttentionCall.of(node)
     q, k, v = call.values
     plan, shape = plan_of(node, info, options.strategy, layout, ranks), "causal" if "causal" in call.pattern else "full"
-    kernel, _reason = choose(options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    kernel, _reason = choose_kernel(options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     speed = rates.tile(kernel.name, str(q.dtype).removeprefix("torch."), False, shape)
     return max(
         rates.step_seconds(
@@ -61,7 +61,7 @@ def choose_dilated(node: fx.Node, info: SiteInfo, options: Options, mesh: Mesh, 
     call = AttentionCall.of(node)
     q, k, v = call.values
     plan = plan_of(node, info, options.strategy, layout, mesh.size)
-    kernel, reason = choose(options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    kernel, reason = choose_kernel(options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.layout, info.strategy, info.kernel = layout, plan.strategies, kernel.name
     info.bytes_sent = plan.sent_rows(mesh.rank, Cargo.OUT) * row_bytes(node)
     info.notes += [reason, spared(node, plan, layout, mesh.size)]
@@ -92,6 +92,6 @@ def spared(node: fx.Node, plan: DilatedPlan, layout: str, ranks: int) -> str:
     ring = exchange_of(pattern, length, length, ranks, layout, layout, "ring")
     sent = sum(plan.sent_rows(rank, Cargo.OUT) for rank in range(ranks)) * row
     return (
-        f"all ranks together send {readable(sent)} a forward, where a ring of {pattern} attention would send "
-        f"{readable(ring.volume * call.heads[1] * row)}"
+        f"all ranks together send {bytes_text(sent)} a forward, where a ring of {pattern} attention would send "
+        f"{bytes_text(ring.volume * call.heads[1] * row)}"
     )

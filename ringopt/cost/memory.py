@@ -21,7 +21,7 @@ from ringopt.context_parallel.plan.plan_of import Plan
 from ringopt.context_parallel.plan.tiling import pieces, placeless, strip_of
 from ringopt.cost.message_bytes import back_bytes, there_bytes
 from ringopt.cost.simulate import Heads, rows_of
-from ringopt.cost.tile_memory import Held, Sums, backward_tile, first_tile, forward_tile
+from ringopt.cost.tile_memory import Sums, TileBytes, backward_tile, first_tile, forward_tile
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int, den
     whole = first is not None and len(first.queries) == sums.queries and not sums.narrow
     strip, begun = strip_of(sums.queries), set[range]()
 
-    def tile(piece: Block) -> Held:
+    def tile(piece: Block) -> TileBytes:
         if whole and piece == first:
             return first_tile(plan.pattern, piece, heads)
         at_home, fresh = any(within(piece.keys, rows) for rows in own), piece.queries not in begun
@@ -149,7 +149,7 @@ def over_steps(
     heads: Heads,
     backward: bool,
     home: int,
-    tile: Callable[[Block], Held],
+    tile: Callable[[Block], TileBytes],
 ) -> None:
     """The loop of executor/loop.py: rows on their way, those held, and sums that are owed to other ranks
     or, `home` bytes, stay here."""

@@ -59,7 +59,7 @@ class Heads(Sizes):
 
 
 @dataclass(frozen=True)
-class Span:
+class SimSpan:
     """From `start` to `stop` seconds, `rank` computed its blocks of a step, or had its messages under way."""
 
     rank: int
@@ -80,7 +80,7 @@ class Way:
     flops: tuple[int, ...]
     bytes: tuple[int, ...]
     messages: tuple[int, ...]
-    spans: tuple[Span, ...] = field(repr=False, default=())
+    spans: tuple[SimSpan, ...] = field(repr=False, default=())
 
 
 @lru_cache(maxsize=1024)
@@ -106,7 +106,7 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool, drawn: bool
     plans = [plan.steps(rank, backward) for rank in range(plan.ranks)]
     call = rates.call("queries" if plan.queries_move else "keys", backward)
     clocks, work = [call] * len(plans), [call] * len(plans)
-    spans: list[Span] = []
+    spans: list[SimSpan] = []
     for index in range(max(map(len, plans))):
         starts = list(clocks)
         for rank, steps in enumerate(plans):
@@ -148,17 +148,17 @@ def trade(plan: HeadExchange, heads: Heads, rates: Rates, backward: bool, drawn:
     took = [sum(way.seconds - call for way in own) for own in ways]
     slowest = max(range(plan.node), key=took.__getitem__)
     own_ways = [[(way, rank // plan.node) for way in ways[rank % plan.node]] for rank in everyone]
-    half, spans = exchange / 2, list[Span]()
+    half, spans = exchange / 2, list[SimSpan]()
     for rank, own in enumerate(own_ways if drawn else ()):
         start = half
-        spans.append(Span(rank, 0, "exchange", 0.0, half, "rows for heads"))
+        spans.append(SimSpan(rank, 0, "exchange", 0.0, half, "rows for heads"))
         for way, node in own:
             mine = (span for span in way.spans if span.rank == node)
             spans += [replace(x, rank=rank, step=x.step + 1, start=start + x.start, stop=start + x.stop) for x in mine]
             start += way.seconds - call
         last = max(span.step for span in spans if span.rank == rank)
         spans.append(
-            Span(rank, last + 1, "exchange", half + took[slowest], exchange + took[slowest], "results for rows")
+            SimSpan(rank, last + 1, "exchange", half + took[slowest], exchange + took[slowest], "results for rows")
         )
     return Way(
         rates.call("heads", backward) + exchange + took[slowest] + 2 * rates.step,
@@ -187,14 +187,14 @@ def trade_seconds(plan: HeadExchange, heads: Heads, rates: Rates, rank: int, mes
     return seconds + 2 * copied / rates.touch  # read and written
 
 
-def spans_of(rank: int, index: int, start: float, compute: float, exchange: float, step: Step) -> Iterator[Span]:
+def spans_of(rank: int, index: int, start: float, compute: float, exchange: float, step: Step) -> Iterator[SimSpan]:
     """The computation and the exchange of one step as bars of a timeline, which begin at `start` seconds."""
     if compute:
         owners = ",".join(str(block.keys.start) for block in step.blocks[:1])
-        yield Span(rank, index, "compute", start, start + compute, f"keys {owners}+")
+        yield SimSpan(rank, index, "compute", start, start + compute, f"keys {owners}+")
     if exchange:
         sources = ",".join(sorted({str(m.source) for m in step.receives}))
-        yield Span(rank, index, "exchange", start, start + exchange, f"from {sources}" if sources else "send")
+        yield SimSpan(rank, index, "exchange", start, start + exchange, f"from {sources}" if sources else "send")
 
 
 def traffic(exchange: Exchange, step: Step, heads: Heads, rates: Rates, backward: bool) -> tuple[float, int]:

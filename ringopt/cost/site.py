@@ -17,9 +17,9 @@ from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
 from ringopt.hardware.rates import Rates, cautious, rates_of
 from ringopt.ir.nodes import named, value_of
 from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from ringopt.options import KernelName
-from ringopt.report import readable
+from ringopt.report import bytes_text
 
 LEAST = 2  # ranks
 
@@ -35,7 +35,7 @@ def case_of(node: fx.Node, mesh: Mesh, kernel: KernelName, carries: Mapping[fx.N
     weights, are computed in products."""
     call = AttentionCall.of(node)
     q, k, v = call.values
-    chosen, _reason = choose(kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    chosen, _reason = choose_kernel(kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     by = "math" if call.dropout_p > 0 or call.mask_term.score is not None else chosen.name
     training = torch.is_grad_enabled() and carries[node]
     q_length, kv_length = map(at_hand, lengths(node, mesh))
@@ -60,7 +60,7 @@ def rates_for(mesh: Mesh, *sites: fx.Node) -> Rates:
 def over_nodes(plan: HeadExchange, heads: Heads, rank: int) -> str:
     """What goes within a node and what leaves it, in the forward."""
     sent, away = bytes_sent(plan, heads, rank), bytes_between(plan, heads, rank, plan.node)
-    told = f"nodes of {plan.node} ranks: of {readable(sent)} sent, {readable(away)} leave the node"
+    told = f"nodes of {plan.node} ranks: of {bytes_text(sent)} sent, {bytes_text(away)} leave the node"
     if plan.kv_heads >= plan.node:
         return told
     return f"{told}; {plan.kv_heads} KV heads for the {plan.node} ranks of a node: each goes to all that read it"

@@ -68,7 +68,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Held:
+class TileBytes:
     """Of one tile: the most while the mask of its pattern is made, and then until its kernel is done; what is there
     while it is added to the sums; and of that the mask, which is kept until another is made."""
 
@@ -78,7 +78,7 @@ class Held:
     kept: int
 
 
-def forward_tile(pattern: Pattern, block: Block, heads: Heads, rows: int, fresh: bool = False) -> Held:
+def forward_tile(pattern: Pattern, block: Block, heads: Heads, rows: int, fresh: bool = False) -> TileBytes:
     """Of a piece of a block (plan/tiling.py), of which `rows` queries or so are computed at a time. `fresh`: of which
     there are no sums yet, so that its results are copied and not merged."""
     largest = max(end - first for first, end in pairwise(strip_ends(len(block.queries), rows)))
@@ -86,33 +86,33 @@ def forward_tile(pattern: Pattern, block: Block, heads: Heads, rows: int, fresh:
     making, mask = masks(pattern, block, heads)
     given = mask + part.out + part.lse
     merging = 0 if fresh else 2 * part.lse + part.lse // heads.wide + part.wide_out * part.narrow
-    return Held(making, given + scratch(part), given + merging, mask)
+    return TileBytes(making, given + scratch(part), given + merging, mask)
 
 
-def first_tile(pattern: Pattern, block: Block, heads: Heads) -> Held:
+def first_tile(pattern: Pattern, block: Block, heads: Heads) -> TileBytes:
     """Of one that is computed at once, and whose results become the sums; of the log-sum-exp a copy, for a kernel has
     its dims in another order."""
     part = Sums(heads, len(block.queries), len(block.keys))
     making, mask = masks(pattern, block, heads)
     working = mask + part.out + part.lse + scratch(part)
-    return Held(making, working, mask + part.lse, mask)
+    return TileBytes(making, working, mask + part.lse, mask)
 
 
-def backward_tile(pattern: Pattern, block: Block, heads: Heads) -> Held:
+def backward_tile(pattern: Pattern, block: Block, heads: Heads) -> TileBytes:
     """Of a whole piece; grouped heads are repeated for a kernel that knows none, and their gradients summed."""
     part, groups = Sums(heads, len(block.queries), len(block.keys)), heads.q_heads // heads.kv_heads
     making, mask = masks(pattern, block, heads)
     if heads.kernel == "math":
         given = part.wide_dq + part.wide_dkv
-        return Held(making, mask + part.lse + given + scratch(part, True), mask + given, mask)
+        return TileBytes(making, mask + part.lse + given + scratch(part, True), mask + given, mask)
     cast = max(part.wide_dq, part.wide_dkv // 2) * part.narrow  # of what is added to a sum of more bits
     if groups == 1:
         given = mask + part.dq + part.dkv
-        return Held(making, given + part.lse + scratch(part, True), given + cast, mask)
+        return TileBytes(making, given + part.lse + scratch(part, True), given + cast, mask)
     repeated = 2 * groups * part.dkv  # keys and values, and their gradients
     working = max(scratch(part, True), part.wide_dkv)
     given = mask + part.dq
-    return Held(making, given + part.lse + repeated + working, given + part.wide_dkv + cast, mask)
+    return TileBytes(making, given + part.lse + repeated + working, given + part.wide_dkv + cast, mask)
 
 
 def masks(pattern: Pattern, block: Block, heads: Heads) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from ringopt.dims.rule import Dims, Rule, RuleOf, aligned, same
+from ringopt.dims.rule import Dims, Rule, RuleOf, aligned, same_dims
 from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args, value_of
 
 
@@ -18,7 +18,7 @@ def linear(node: fx.Node) -> Rule:
     weight = {rank - 1: 0} if len(shape_of(operands[1])) == 2 else {}
     bias = ({rank - 1: 0} if weight else {},) if with_bias else ()
     summed = () if with_bias else ((len(shape_of(operands[0])) - 1,), (len(shape_of(operands[1])) - 1,))
-    return Rule((same(rank, (rank - 1,) if weight else ()), weight, *bias), summed)
+    return Rule((same_dims(rank, (rank - 1,) if weight else ()), weight, *bias), summed)
 
 
 def matmul(node: fx.Node) -> Rule:
@@ -107,7 +107,7 @@ def inner(node: fx.Node) -> Rule | None:
 
 def bilinear(node: fx.Node) -> Rule:
     """All dims but the features run along in both inputs; weight and bias are replicated."""
-    rows = same(len(shape_of(node)) - 1)
+    rows = same_dims(len(shape_of(node)) - 1)
     return Rule((rows, rows, *({} for _ in list(tensor_args(node))[2:])))
 
 
@@ -116,7 +116,7 @@ def cdist(node: fx.Node) -> Rule | None:
     rank = len(shape_of(node))
     if any(shape_of(arg)[:-2] != shape_of(node)[:-2] for arg in node.args[:2]):
         return None
-    batch = same(rank - 2)
+    batch = same_dims(rank - 2)
     return Rule(({**batch, rank - 2: rank - 2}, {**batch, rank - 1: rank - 2}))
 
 
@@ -130,7 +130,7 @@ def embedding(node: fx.Node) -> Rule | None:
     """Dims of the indices run along; the table is replicated."""
     if argument(node, 3, "scale_grad_by_freq", False):
         return None  # the gradient is divided by how often an index occurs in the whole batch
-    return Rule(({}, same(len(shape_of(node.args[1])))))
+    return Rule(({}, same_dims(len(shape_of(node.args[1])))))
 
 
 def index(node: fx.Node) -> Rule | None:
@@ -154,12 +154,12 @@ def index_select(node: fx.Node) -> Rule:
     """The indexed dim is that of the indices; the source is replicated along it."""
     rank = len(shape_of(node))
     dim = node.args[1] % rank
-    return Rule((same(rank, (dim,)), {dim: 0}))
+    return Rule((same_dims(rank, (dim,)), {dim: 0}))
 
 
 def one_hot(node: fx.Node) -> Rule:
     """Dims of the indices run along; the last dim, the classes, is new."""
-    return Rule((same(len(shape_of(node.args[0]))),))
+    return Rule((same_dims(len(shape_of(node.args[0]))),))
 
 
 def gather(node: fx.Node) -> Rule | None:
@@ -188,13 +188,13 @@ def index_add(node: fx.Node) -> Rule | None:
     rank, source = len(shape_of(node)), node.args[3]
     if len(shape_of(source)) != rank:
         return None
-    dims = same(rank, (node.args[1] % rank,))
+    dims = same_dims(rank, (node.args[1] % rank,))
     return Rule((dims, {}, dims))
 
 
 def index_fill(node: fx.Node) -> Rule:
     """All dims but the indexed one; indices and value are replicated."""
-    dims = same(len(shape_of(node)), (node.args[1] % len(shape_of(node)),))
+    dims = same_dims(len(shape_of(node)), (node.args[1] % len(shape_of(node)),))
     return Rule((dims, *({} for _ in list(tensor_args(node))[1:])))
 
 
@@ -211,12 +211,12 @@ def index_put(node: fx.Node) -> Rule | None:
     places = [*left[:first], *of_rows, *left[first:]]
     found = aligned((*of_left[:first], *rows, *of_left[first:]), shape_of(node.args[2]))
     written = {dim: at for out, at in found.items() if (dim := places[out]) is not None}
-    return Rule((same(rank, used), *({} for _ in used), written))
+    return Rule((same_dims(rank, used), *({} for _ in used), written))
 
 
 def among(node: fx.Node) -> Rule | None:
     """bucketize, isin, searchsorted: elementwise, among boundaries that are replicated."""
-    operands, along = list(tensor_args(node)), same(len(shape_of(node)))
+    operands, along = list(tensor_args(node)), same_dims(len(shape_of(node)))
     if op_name(node) != "searchsorted":
         return Rule((along, {})) if len(operands) == 2 else None
     return Rule(({}, along)) if len(operands) == 2 and len(shape_of(operands[0])) == 1 else None

@@ -7,7 +7,7 @@ from math import prod
 import torch
 import torch.fx as fx
 
-from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same
+from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args
 from ringopt.torch_compat.schema import overload_name
 
@@ -21,7 +21,7 @@ def but_dim(position: int, default: int | None = None) -> RuleOf:
         if dims is None or rank == 0 or len(list(tensor_args(node))) != 1:
             return None
         dims = [dims] if isinstance(dims, int) else list(dims)
-        return Rule((same(rank, [dim % rank for dim in dims]),)) if dims else None
+        return Rule((same_dims(rank, [dim % rank for dim in dims]),)) if dims else None
 
     return rule
 
@@ -32,7 +32,7 @@ def last_dims(position: int) -> RuleOf:
     def rule(node: fx.Node) -> Rule:
         rank, normalised = len(shape_of(node)), len(node.args[position])
         operands = list(tensor_args(node))
-        return Rule((same(rank, range(rank - normalised, rank)), *({} for _ in operands[1:])))
+        return Rule((same_dims(rank, range(rank - normalised, rank)), *({} for _ in operands[1:])))
 
     return rule
 
@@ -41,7 +41,7 @@ def batch_norm(node: fx.Node) -> Rule | None:
     """In evaluation elementwise, with the statistics of the channel; no rule in training, which mixes the batch."""
     if node.args[5]:
         return None
-    return Rule((same(len(shape_of(node))), *({1: 0} for _ in list(tensor_args(node))[1:])))
+    return Rule((same_dims(len(shape_of(node))), *({1: 0} for _ in list(tensor_args(node))[1:])))
 
 
 def by_sample(node: fx.Node) -> Rule | None:
@@ -57,20 +57,20 @@ def by_sample(node: fx.Node) -> Rule | None:
 def triangle(node: fx.Node) -> Rule:
     """triu, tril: all dims but the two of the matrix, whose places decide what is kept."""
     rank = len(shape_of(node))
-    return Rule((same(rank, (rank - 2, rank - 1)),))
+    return Rule((same_dims(rank, (rank - 2, rank - 1)),))
 
 
 def glu(node: fx.Node) -> Rule:
     """All dims but the one that is halved."""
     rank = len(shape_of(node))
-    return Rule((same(rank, (argument(node, 1, "dim", -1) % rank,)),))
+    return Rule((same_dims(rank, (argument(node, 1, "dim", -1) % rank,)),))
 
 
 def pad(node: fx.Node) -> Rule:
     """All dims that get no padding."""
     rank = len(shape_of(node))
     touched = [rank - 1 - i // 2 for i, amount in enumerate(node.args[1]) if amount]
-    return Rule((same(rank, touched),))
+    return Rule((same_dims(rank, touched),))
 
 
 def reduction(position: int = 1, sums: bool = False) -> RuleOf:
@@ -102,7 +102,7 @@ def max_(node: fx.Node) -> Rule | None:
 def prelu(node: fx.Node) -> Rule:
     """One slope for all, or one a channel."""
     rank, one = len(shape_of(node)), prod(shape_of(node.args[1])) == 1
-    return Rule((same(rank), {} if one or rank < 2 else {1: 0}))
+    return Rule((same_dims(rank), {} if one or rank < 2 else {1: 0}))
 
 
 def pooling(dims: int) -> RuleOf:
@@ -110,7 +110,7 @@ def pooling(dims: int) -> RuleOf:
 
     def rule(node: fx.Node) -> Rule:
         rank = len(shape_of(node))
-        return Rule((same(rank, range(rank - dims, rank)),))
+        return Rule((same_dims(rank, range(rank - dims, rank)),))
 
     return rule
 
@@ -140,7 +140,7 @@ def solve(node: fx.Node) -> Rule | None:
 
 def of_matrices(node: fx.Node) -> Rule:
     """Inverses and factors of matrices, and numbers made of each: leading dims run along."""
-    return Rule((same(len(shape_of(node.args[0])) - 2),))
+    return Rule((same_dims(len(shape_of(node.args[0])) - 2),))
 
 
 MIXING: dict[str, RuleOf] = {

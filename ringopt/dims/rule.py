@@ -60,7 +60,7 @@ class ViewRule(Rule):
 RuleOf = Callable[[fx.Node], Rule | None]
 
 
-def same(rank: int, but: Sequence[int] = ()) -> Dims:
+def same_dims(rank: int, but: Sequence[int] = ()) -> Dims:
     """The map of an operand of rank `rank` whose dims are those of the output, all `but` some."""
     return {dim: dim for dim in range(rank) if dim not in but}
 

@@ -16,7 +16,7 @@ import torch.fx as fx
 from ringopt.calls import AttentionCall
 from ringopt.dims.contraction_rules import LOOK_UPS, PRODUCTS
 from ringopt.dims.reduction_rules import LAYERS, MIXING, REDUCTIONS
-from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same
+from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.dims.view_rules import VIEWS
 from ringopt.ir.nodes import is_tensor, op_name, shape_of
 from ringopt.torch_compat.schema import OpOverload, schema_of
@@ -27,7 +27,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
-        return Rule((same(len(shape_of(node))),)) if is_tensor(node) else None
+        return Rule((same_dims(len(shape_of(node))),)) if is_tensor(node) else None
     target, name = node.target, op_name(node)
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from ringopt.dims.rule import Rule, RuleOf, ViewRule, aligned, same
+from ringopt.dims.rule import Rule, RuleOf, ViewRule, aligned, same_dims
 from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
 
 
@@ -19,7 +19,7 @@ def view(node: fx.Node) -> Rule:
     change, the last dim is the one that does not run along."""
     if isinstance(node.args[1] if len(node.args) > 1 else None, torch.dtype):  # the same bits, read as another type
         rank = len(shape_of(node))
-        return Rule((same(rank, () if shape_of(node) == shape_of(node.args[0]) else (rank - 1,)),))
+        return Rule((same_dims(rank, () if shape_of(node) == shape_of(node.args[0]) else (rank - 1,)),))
     return ViewRule(old=shape_of(node.args[0]), new=shape_of(node))
 
 
@@ -27,7 +27,7 @@ def transpose(node: fx.Node) -> Rule:
     """Two dims change places, the last two in `t` and `mT`."""
     rank = len(shape_of(node))
     first, second = (dim % rank for dim in node.args[1:3]) if len(node.args) == 3 else (rank - 2, rank - 1)
-    dims = same(rank)
+    dims = same_dims(rank)
     dims[first], dims[second] = second, first
     return Rule((dims,))
 
@@ -79,13 +79,13 @@ def slice_(node: fx.Node) -> Rule:
     whole = shape_of(node) == shape_of(node.args[0]) and (
         op_name(node) == "narrow" or argument(node, 4, "step", 1) == 1
     )
-    return Rule((same(rank, () if whole else (dim,)),))
+    return Rule((same_dims(rank, () if whole else (dim,)),))
 
 
 def split(node: fx.Node) -> Rule:
     """All dims but the one that is cut into parts."""
     rank = len(shape_of(node))
-    return Rule((same(rank, (argument(node, 2, "dim", 0) % rank,)),))
+    return Rule((same_dims(rank, (argument(node, 2, "dim", 0) % rank,)),))
 
 
 def unbind(node: fx.Node) -> Rule:
@@ -100,7 +100,7 @@ def cat(node: fx.Node) -> Rule:
     rank = len(shape_of(node))
     dim = argument(node, 1, "dim", 0) % rank
     return Rule(
-        tuple(same(len(shape_of(arg)), (dim,)) if len(shape_of(arg)) == rank else {} for arg in tensor_args(node))
+        tuple(same_dims(len(shape_of(arg)), (dim,)) if len(shape_of(arg)) == rank else {} for arg in tensor_args(node))
     )
 
 
@@ -108,13 +108,13 @@ def select_scatter(node: fx.Node) -> Rule:
     """All dims but the written one, which the written values lack."""
     rank = len(shape_of(node))
     gone = node.args[2] % rank
-    return Rule((same(rank, (gone,)), {out: out - (out > gone) for out in range(rank) if out != gone}))
+    return Rule((same_dims(rank, (gone,)), {out: out - (out > gone) for out in range(rank) if out != gone}))
 
 
 def slice_scatter(node: fx.Node) -> Rule:
     """All dims but the written one, of both operands."""
     rank = len(shape_of(node))
-    dims = same(rank, (argument(node, 2, "dim", 0) % rank,))
+    dims = same_dims(rank, (argument(node, 2, "dim", 0) % rank,))
     return Rule((dims, dims))
 
 
@@ -137,17 +137,17 @@ def tile(node: fx.Node) -> Rule:
 def unfold(node: fx.Node) -> Rule:
     """All dims but the one that windows are cut from; the windows are the last dim."""
     rank = len(shape_of(node.args[0]))
-    return Rule((same(rank, (node.args[1] % rank,)),))
+    return Rule((same_dims(rank, (node.args[1] % rank,)),))
 
 
 def without_last(node: fx.Node) -> Rule:
     """view_as_complex: pairs become numbers."""
-    return Rule((same(len(shape_of(node))),))
+    return Rule((same_dims(len(shape_of(node))),))
 
 
 def with_last(node: fx.Node) -> Rule:
     """view_as_real: numbers become pairs."""
-    return Rule((same(len(shape_of(node)) - 1),))
+    return Rule((same_dims(len(shape_of(node)) - 1),))
 
 
 VIEWS: dict[str, RuleOf] = {

@@ -16,7 +16,7 @@ from ringopt.ir.canonical_order import Program
 WORDS = 4  # int64 words of a digest
 
 
-def compare(
+def compare_ranks(
     mesh: Mesh, program: list[int], names: Sequence[str], inputs: Sequence[Any], lines: Program | None = None
 ) -> None:
     """Compares the digest `program` and the `inputs` over the ranks. Raises the same RingMismatchError on every rank

@@ -20,7 +20,7 @@ from ringopt.distributed import failure_agreement
 from ringopt.distributed.failure_agreement import Place, all_alike
 from ringopt.distributed.groups import met_group
 from ringopt.distributed.intra_node.collectives import LocalCollectives
-from ringopt.distributed.intra_node.discovery import Met, meet
+from ringopt.distributed.intra_node.discovery import Met, find_neighbours
 from ringopt.distributed.intra_node.messages import LocalLinks
 from ringopt.distributed.mesh import Mesh, Transfer, Work, register
 from ringopt.distributed.occupancy import CROWD, Occupancy
@@ -104,7 +104,7 @@ class ProcessMesh(Mesh):
                     "same ranks. Threads have meshes of their own made in one order on all ranks: call each model "
                     "once, one after the other, before the threads start"
                 )
-            met = meet(self._rank, self._of_all, self.timeout)
+            met = find_neighbours(self._rank, self._of_all, self.timeout)
         if met.links is not None:
             weakref.finalize(self, met.links.close)
         return met

@@ -78,15 +78,15 @@ def convert(
     sharded is returned as it is. Warns of what the export may have lost (checkpointing, custom backward). Raises
     ProgramError (converted already, open sizes, nothing to shard), RefusedError (on_refusal="error"), OptionError.
     """
-    return converted(program, options, allow_empty)[0]
+    return convert_program(program, options, allow_empty)[0]
 
 
-def converted(
+def convert_program(
     program: ExportedProgram, options: Mapping[str, Any] | Options | None = None, allow_empty: bool = False
 ) -> tuple[ExportedProgram, Report]:
     """The program, and the report of it on LOOKED_AT ranks."""
     chosen = options_of(options)
-    check(program)
+    check_convertible(program)
     captured = captured_once(program)
     silent = dataclasses.replace(chosen, dump=None)
     made = [
@@ -148,7 +148,7 @@ def options_of(options: Mapping[str, Any] | Options | None) -> Options:
     return chosen
 
 
-def check(program: ExportedProgram) -> None:
+def check_convertible(program: ExportedProgram) -> None:
     """Raises ProgramError for what is no ExportedProgram, is converted already, or has a dynamic size of no input."""
     if not isinstance(program, ExportedProgram):
         raise ProgramError(f"convert takes what torch.export.export returns; found {type(program).__name__}")

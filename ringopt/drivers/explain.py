@@ -11,12 +11,12 @@ from torch.export import ExportedProgram
 
 from ringopt.arguments import check_model, count_of
 from ringopt.distributed.mesh import Mesh, PretendedMesh
-from ringopt.drivers.convert import captured_once, check, lost_in_export, lowered
+from ringopt.drivers.convert import captured_once, check_convertible, lost_in_export, lowered
 from ringopt.drivers.dry_run import DryRun, errors_of_passes
 from ringopt.errors import ProgramError, first_line
 from ringopt.hardware.devices import Device, device_of, link_of
 from ringopt.options import Options
-from ringopt.report import Report, readable
+from ringopt.report import Report, bytes_text
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
 
@@ -57,13 +57,13 @@ def explain(
 def held_by(device: Device, report: Report) -> str:
     """The memory of a forward and what is sent, against what a device has."""
     held, seconds = sum(report.memory.values()), report.bytes_sent / link_of(device.link).rate
-    share = f"{readable(held)} are {held / device.memory:.1%} of the {readable(device.memory)} of {device.name}"
+    share = f"{bytes_text(held)} are {held / device.memory:.1%} of the {bytes_text(device.memory)} of {device.name}"
     return f"{share}; what a rank sends takes {seconds * 1e3:.3g} ms of its {device.link}, hidden or not"
 
 
 def of_program(program: ExportedProgram, options: Options, mesh: Mesh) -> Report:
     """The report of an ExportedProgram, which is not run."""
-    check(program)
+    check_convertible(program)
     report = lowered(program, captured_once(program), options, mesh).report
     return dataclasses.replace(report, notes=(*report.notes, *lost_in_export(program)))
 

@@ -22,7 +22,7 @@ from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
 from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.memory import note_memory
-from ringopt.ir.nodes import outputs_of, readable, value_of
+from ringopt.ir.nodes import outputs_of, readable_name, value_of
 from ringopt.ir.notes import CONTENT, INPUT, OF_PROGRAM, PARAMETER, SOURCE, STRIDES
 from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -86,7 +86,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         node.meta[OF_PROGRAM] = belongs_to_program(original)
         if not node.meta[PARAMETER] and _holds_numbers(given) and node.meta[OF_PROGRAM]:
             node.meta[CONTENT] = given
-        rename_node(node, readable(original.name))
+        rename_node(node, readable_name(original.name))
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return Captured(flat, regions, claimed)
@@ -107,8 +107,8 @@ def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     for node, value in (*given, *made):
         if is_traceable_wrapper_subclass(value) and not isinstance(value, Lazy):
             why = (
-                f"{readable(node.name)} is a {type(value).__name__}: a tensor that is spread over ranks already is "
-                "left to its own mesh, and the graph runs as it was"
+                f"{readable_name(node.name)} is a {type(value).__name__}: a tensor that is spread over ranks already "
+                "is left to its own mesh, and the graph runs as it was"
             )
             raise GraphRefused(Refusal(why, node))
 
@@ -116,7 +116,7 @@ def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 def claims_of_flex(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Claim]:
     """What is taken for granted of the block tables of flex_attention. Raises GraphRefused."""
     for node in flex.flex_nodes(gm.graph):
-        refusal = flex.check(node)
+        refusal = flex.refusal_of_flex(node)
         if refusal is not None:
             raise GraphRefused(refusal)
     found = claims(gm)

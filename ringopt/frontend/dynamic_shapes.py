@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.ir.nodes import readable
+from ringopt.ir.nodes import readable_name
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 
@@ -27,7 +27,7 @@ def open_sizes(gm: fx.GraphModule) -> dict[str, torch.SymInt]:
         for dim, size in enumerate(sizes_of(node.meta.get("example_value"))):
             if is_open(size):
                 numbered = isinstance(node.meta["example_value"], torch.SymInt)
-                name = readable(node.name) if numbered else f"size {dim} of {readable(node.name)}"
+                name = readable_name(node.name) if numbered else f"size {dim} of {readable_name(node.name)}"
                 if size.node.expr not in found or not numbered:
                     found[size.node.expr] = (name, size)
     return dict(found.values())

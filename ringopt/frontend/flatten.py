@@ -223,7 +223,7 @@ def refuse_higher_order(gm: fx.GraphModule) -> None:
                 raise GraphRefused(Refusal(why, node))
             if is_inline(node.target) and node.target.name() == CUSTOM:
                 _refuse_custom(node)
-            if flex.is_functorch(node):
+            if flex.calls_functorch(node):
                 raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))
 
 

@@ -66,7 +66,7 @@ def flex_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function" and is_flex(node.target)]
 
 
-def is_functorch(node: fx.Node) -> bool:
+def calls_functorch(node: fx.Node) -> bool:
     """Whether a node enters or leaves a transform of torch.func, such as vmap."""
     return schema.is_functorch(node.target)
 
@@ -76,7 +76,7 @@ def example(node: Any) -> Any:
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else node
 
 
-def check(node: fx.Node) -> Refusal | None:
+def refusal_of_flex(node: fx.Node) -> Refusal | None:
     """Only the output is understood, not what is said of the softmax beside it."""
     wanted = [user for user in node.users if user.target is not operator.getitem or (user.args[1] != 0 and user.users)]
     options = FlexCall(*node.args).options

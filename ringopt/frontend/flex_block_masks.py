@@ -18,7 +18,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringopt.frontend.flex import FlexCall, example, flex_nodes, is_functorch, over_pairs
+from ringopt.frontend.flex import FlexCall, calls_functorch, example, flex_nodes, over_pairs
 from ringopt.ir.refusal import Refusal
 from ringopt.torch_compat.fake_tensors import FakeTensor, unset_fake_temporarily
 
@@ -136,7 +136,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def part(gm: fx.GraphModule, outputs: list[list[Any]]) -> fx.GraphModule:
     """`gm` with other outputs, and nothing in it that they do not need."""
     kept = ancestors(node for each in outputs for node in each if isinstance(node, fx.Node))
-    if any(is_functorch(node) for node in kept):
+    if any(calls_functorch(node) for node in kept):
         kept |= ancestors(filter(is_nesting, gm.graph.nodes))
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in gm.graph.nodes:
@@ -155,19 +155,19 @@ def erase_tables(graph: fx.Graph) -> None:
         node.args = (*node.args[:4], mask[-1:], *node.args[5:])
     batched = set[fx.Node]()  # what vmap makes may also go nowhere
     for node in graph.nodes:
-        if is_functorch(node) or not batched.isdisjoint(node.all_input_nodes):
+        if calls_functorch(node) or not batched.isdisjoint(node.all_input_nodes):
             batched.add(node)
     for node in reversed(graph.nodes):
         if node in making | batched and not is_nesting(node) and is_unused(node):
             graph.erase_node(node)
-    if not any(is_functorch(node) and not is_nesting(node) for node in graph.nodes):
+    if not any(calls_functorch(node) and not is_nesting(node) for node in graph.nodes):
         for node in list(filter(is_nesting, graph.nodes)):
             graph.erase_node(node)
 
 
 def is_nesting(node: fx.Node) -> bool:
     """Whether the call begins or ends a vmap; it has no result."""
-    return is_functorch(node) and getattr(node.target, "__name__", "") in NESTING
+    return calls_functorch(node) and getattr(node.target, "__name__", "") in NESTING
 
 
 def is_unused(node: fx.Node) -> bool:

@@ -32,7 +32,7 @@ def is_aten(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
 
 
-def readable(name: str) -> str:
+def readable_name(name: str) -> str:
     """Dynamo's `l_self_modules_linear_parameters_weight_` as `linear_weight`."""
     return re.sub(r"(^|_)(l_self|l|modules|parameters|buffers)(?=_)", "", name).strip("_") or name
 

@@ -25,9 +25,9 @@ def _line(node: fx.Node, sizes: bool = False) -> str:
     schema = schema_or_none(node.target)
     names = [arg.name for arg in schema.arguments] if schema is not None else []
     shown = [arg for i, arg in enumerate(node.args) if i >= len(names) or names[i] not in HIDDEN]
-    given = [text(arg) for arg in shown] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
+    given = [arg_text(arg) for arg in shown] + [f"{key}={arg_text(value)}" for key, value in node.kwargs.items()]
     if node.op == "output":
-        return f"return {text(node.args[0])}"
+        return f"return {arg_text(node.args[0])}"
     if node.op == "placeholder":
         call = f"%{node.name} = input"
     elif node.op == "get_attr":
@@ -37,12 +37,12 @@ def _line(node: fx.Node, sizes: bool = False) -> str:
     return call + (f"  # {list(value_of(node).shape)}" if sizes and is_tensor(node) else "")
 
 
-def text(value: Any) -> str:
+def arg_text(value: Any) -> str:
     """An argument: `%name` of a node, numbers and dtypes in short."""
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, (list, tuple)):
-        inside = ", ".join(map(text, value))
+        inside = ", ".join(map(arg_text, value))
         return f"[{inside}]"
     if isinstance(value, float):
         return f"{value:g}"

@@ -41,7 +41,9 @@ class MaskedByAnother(Kernel):
         return self.kernel if tile.mask is None else self.other
 
 
-def choose(name: str, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> tuple[Kernel, str]:
+def choose_kernel(
+    name: str, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int
+) -> tuple[Kernel, str]:
     """The kernel for heads of `key_dim` and `value_dim`, and the reason as a sentence.
 
     Raises OptionError when the kernel called for by `name` cannot do it, or, for "auto", when none can.

@@ -32,7 +32,7 @@ def refusal(
     return None
 
 
-def widened(x: Tensor) -> Tensor:
+def pad_head_dim(x: Tensor) -> Tensor:
     """Zeros after the last dim, up to a multiple of WIDTH: they change no score and no value. Dense along that dim."""
     missing = -x.shape[-1] % WIDTH
     if missing:
@@ -50,7 +50,7 @@ def repeated(x: Tensor, groups: int) -> Tensor:
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
-def summed(grad: Tensor, groups: int) -> Tensor:
+def sum_groups(grad: Tensor, groups: int) -> Tensor:
     """The gradient of what was `repeated`."""
     if groups == 1:
         return grad

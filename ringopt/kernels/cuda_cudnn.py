@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.cuda import HALF, narrowed, refusal, repeated, summed, widened
+from ringopt.kernels.cuda import HALF, narrowed, pad_head_dim, refusal, repeated, sum_groups
 from ringopt.torch_compat import sdpa
 
 WIDEST = 128  # both ways on all that it runs on; newer versions and GPUs know wider heads
@@ -31,13 +31,13 @@ class CudaCudnn(Kernel):
         return reason
 
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        q, k, v = (widened(x) for x in (tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)))
+        q, k, v = (pad_head_dim(x) for x in (tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)))
         out, lse, *_ = sdpa.cudnn(q, k, v, None, True, 0.0, tile.causal, False, scale=tile.scale)
         return narrowed(out, tile.v), lse.view(q.shape[:3])
 
     def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)
-        dout, wide_q, wide_k, wide_v, out = map(widened, (rows.dout, q, k, v, rows.out))
+        dout, wide_q, wide_k, wide_v, out = map(pad_head_dim, (rows.dout, q, k, v, rows.out))
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not done
         grads = sdpa.cudnn_backward(
             *(dout, wide_q, wide_k, wide_v, out, rows.lse.unsqueeze(-1), state, state),
@@ -45,4 +45,4 @@ class CudaCudnn(Kernel):
             scale=tile.scale,
         )
         dq, dk, dv = (narrowed(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
-        return dq, summed(dk, tile.groups), summed(dv, tile.groups)
+        return dq, sum_groups(dk, tile.groups), sum_groups(dv, tile.groups)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.cuda import HALF, narrowed, refusal, widened
+from ringopt.kernels.cuda import HALF, narrowed, pad_head_dim, refusal
 from ringopt.torch_compat import sdpa
 
 WIDEST = 256
@@ -32,13 +32,13 @@ class CudaFlash(Kernel):
         return refusal(self.name, dtype, device, HALF, (8, 0))
 
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        q, k, v = map(widened, (tile.q, tile.k, tile.v))
+        q, k, v = map(pad_head_dim, (tile.q, tile.k, tile.v))
         out, lse, *_ = sdpa.flash(q, k, v, 0.0, tile.causal, False, scale=tile.scale)
         return narrowed(out, tile.v), lse
 
     def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = tile.q, tile.k, tile.v
-        dout, wide_q, wide_k, wide_v, out = map(widened, (rows.dout, q, k, v, rows.out))
+        dout, wide_q, wide_k, wide_v, out = map(pad_head_dim, (rows.dout, q, k, v, rows.out))
         # No dropout, so the state of its generator is not read; no packed sequences, so there are no offsets.
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty((), dtype=torch.uint64, device=q.device)

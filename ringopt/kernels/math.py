@@ -86,7 +86,7 @@ class Math(Kernel):
             weights = scores.sub_(visible_lse(lse[:, :, rows]).unsqueeze(-1)).exp_()
             if self.factor is not None:
                 weights *= self.factor(rows)
-            out[:, :, rows] = spread(fold(weights, groups) @ v, groups)
+            out[:, :, rows] = unfold(fold(weights, groups) @ v, groups)
         return out, lse
 
     def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +111,7 @@ class Math(Kernel):
             dot = (grad * whole.out[:, :, rows]).sum(-1, keepdim=True)
             grad = fold(grad, groups)
             dv += fold(weights if factor is None else weights * factor, groups).mT @ grad
-            dscores = spread(grad @ v.mT, groups)
+            dscores = unfold(grad @ v.mT, groups)
             if factor is not None:
                 dscores *= factor
             dscores.sub_(dot).mul_(weights)
@@ -120,7 +120,7 @@ class Math(Kernel):
             if self.modifier is not None:
                 dscores = self.modifier.pull_back(leaf, changed, dscores)
             dscores = fold(dscores * tile.scale, groups)
-            dq[:, :, rows] = spread(dscores @ k, groups)
+            dq[:, :, rows] = unfold(dscores @ k, groups)
             dk += dscores.mT @ fold(q[:, :, rows].to(wide), groups)
         return dq, dk, dv
 
@@ -150,7 +150,7 @@ class Math(Kernel):
 def products(q: Tensor, k: Tensor, scale: float, rows: slice) -> Tensor:
     """Scaled scores [B, Hq, rows, Sk] of some query rows, in the dtype of `k`."""
     groups = q.shape[1] // k.shape[1]
-    return spread(fold(q[:, :, rows].to(k.dtype), groups) @ k.mT, groups).mul_(scale)
+    return unfold(fold(q[:, :, rows].to(k.dtype), groups) @ k.mT, groups).mul_(scale)
 
 
 def fold(x: Tensor, groups: int) -> Tensor:
@@ -159,7 +159,7 @@ def fold(x: Tensor, groups: int) -> Tensor:
     return x.reshape(batch, heads // groups, groups * rows, dim)
 
 
-def spread(x: Tensor, groups: int) -> Tensor:
+def unfold(x: Tensor, groups: int) -> Tensor:
     """The inverse of `fold`."""
     batch, kv_heads, rows, dim = x.shape
     return x.reshape(batch, kv_heads * groups, rows // groups, dim)

@@ -24,7 +24,7 @@ from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import HIDDEN, accumulator
-from ringopt.kernels.math import fold, spread
+from ringopt.kernels.math import fold, unfold
 from ringopt.ops.dilated import dilated_attention
 from ringopt.ops.ring import VERSION
 
@@ -97,7 +97,7 @@ def written_out(
     """Matmul, softmax in accumulator(q.dtype), matmul."""
     groups, wide, (batch, heads, rows, _) = q.shape[1] // k.shape[1], accumulator(q.dtype), q.shape
     queries, keys = range(rows), range(k.shape[2])
-    scores = spread(fold(q, groups) @ k.mT, groups).to(wide) * scale
+    scores = unfold(fold(q, groups) @ k.mT, groups).to(wide) * scale
     scores = mask.modified(scores, queries, keys, sources)
     whole = whole_mask(q, k, given, sources, pattern, mask, wide)
     if mask.score is not None and whole is not None:  # infinite where it is hidden, it would be no number
@@ -116,7 +116,7 @@ def written_out(
         in_batch, among_heads = seed[1:].split([batch, heads]) if seed.dim() else (batch, heads)
         drop = Dropout(dropout_p, seed.view(-1)[0])
         weights = weights * drop.factor(in_batch, among_heads, queries, keys, wide)
-    return spread(fold(weights.to(v.dtype), groups) @ v, groups)
+    return unfold(fold(weights.to(v.dtype), groups) @ v, groups)
 
 
 def hidden_rows(mask: Tensor) -> Tensor:

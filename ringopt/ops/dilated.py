@@ -28,7 +28,7 @@ from ringopt.distributed.mesh import Mesh, program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from ringopt.ops.ring import EARLY, agree_on_seed, misfit_of, misfit_of_extras, misfit_of_rows
 from ringopt.ops.tags import ON_HOST
 
@@ -200,7 +200,7 @@ def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tu
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
     plan = proved_plan(config, q.shape[1], k.shape[1], mesh)
-    kernel, _reason = choose(config.kernel, q.dtype, q.device, k.shape[3], v.shape[3])
+    kernel, _reason = choose_kernel(config.kernel, q.dtype, q.device, k.shape[3], v.shape[3])
     return DilatedAttention(plan, kernel, config.scale, config.dropout_p), mesh
 
 

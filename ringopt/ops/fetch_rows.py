@@ -105,7 +105,7 @@ def apart(length: int, stride: int, start: int) -> Wanted:
     return Wanted("apart", ((length, stride, start),))
 
 
-def windows(length: int, stride: int, start: int, width: int) -> Wanted:
+def window_rows(length: int, stride: int, start: int, width: int) -> Wanted:
     """What `length` windows see: window i the `width` rows from i * stride + start on."""
     return Wanted("halo", ((length, stride, start, width),))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ringopt.kernels.math import fold, spread
+from ringopt.kernels.math import fold, unfold
 from ringopt.ops.attention import LIBRARY
 from ringopt.torch_compat.operators import SAFE_SOFTMAX
 
@@ -22,7 +22,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, product: Tensor, scores: Tensor) -> Te
     """[B, Hq, Sq, Dv], laid out in memory as q is; rows that see nothing are 0."""
     weights = SAFE_SOFTMAX(scores, -1).to(q.dtype)
     groups = q.shape[1] // k.shape[1]
-    out: Tensor = spread(fold(weights, groups) @ v, groups)
+    out: Tensor = unfold(fold(weights, groups) @ v, groups)
     order = sorted(range(3), key=q.stride().__getitem__, reverse=True)
     back = [order.index(dim) for dim in range(3)]
     return out.permute(*order, 3).contiguous().permute(*back, 3)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
 from ringopt.context_parallel.geometry.rows import count
-from ringopt.distributed.consistency import compare, digest
+from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import PlanError
@@ -41,7 +41,7 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
         return length
     compared = _compared.setdefault(mesh, set())
     if names and (when == "always" or (when == "first" and (mesh.rank, program) not in compared)):
-        compare(mesh, digest(program.encode()), names.split(","), inputs)
+        compare_ranks(mesh, digest(program.encode()), names.split(","), inputs)
         compared.add((mesh.rank, program))
     check_enough(length, layout, mesh.size)
     return count(layout_of(layout, length, mesh.size).ranges(mesh.rank))

@@ -37,7 +37,7 @@ from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import accumulator
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from ringopt.ops.tags import ON_HOST
 from ringopt.version import engine_version
 
@@ -272,7 +272,7 @@ def plan_for(config: Config, heads: tuple[int, int], mesh: Mesh, mask: Mask) -> 
 
 def attention_of(plan: Plan, config: Config, mask: Mask, k: Tensor, v: Tensor, rank: int) -> Attention:
     """What is computed, its plan proved for `rank`."""
-    kernel, _reason = choose(config.kernel, k.dtype, k.device, k.shape[3], v.shape[3])
+    kernel, _reason = choose_kernel(config.kernel, k.dtype, k.device, k.shape[3], v.shape[3])
     exchange, heads = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
     prove_plan(plan, kv_sizes(k, v, mask), rank)
     return Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p, heads=heads)

@@ -32,9 +32,9 @@ from ringopt.ops import operators
 from ringopt.ops.traits import attends, is_halved, is_start, sends, starts_keys
 from ringopt.overlap.reorder import (
     dependents_among,
-    flops_of,
+    element_count,
     is_fixed,
-    numbers,
+    product_flops,
     sources_among,
 )
 
@@ -57,7 +57,7 @@ class Budget:
     def pays(self, nodes: Iterable[fx.Node]) -> bool:
         """Whether `nodes` take long enough to hide messages behind."""
         found = list(nodes)
-        seconds = [flops_of(node) / self.rate for node in found if is_product(node)]
+        seconds = [product_flops(node) / self.rate for node in found if is_product(node)]
         return any(map(attends, found)) or (bool(seconds) and sum(seconds) >= self.step)
 
 
@@ -103,7 +103,7 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bou
     made_of = sources_among(nodes[: place[node]], node.all_input_nodes)
     posts = [other for other in nodes[: place[node]] if sends(other) and not starts_keys(other)]
     crossed: list[fx.Node] = []
-    size = bytes_of(node)
+    size = gathered_bytes(node)
     while posts and posts[-1] not in made_of and held.get(posts[-1], 0) + size <= bound:
         crossed.insert(0, posts.pop())
     beyond = list(takewhile(lambda other: other not in made_of, reversed(posts)))
@@ -130,12 +130,12 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bou
     return stopped
 
 
-def bytes_of(node: fx.Node) -> float:
+def gathered_bytes(node: fx.Node) -> float:
     """Bytes that an early start holds longer: of the global value, the same on all ranks."""
     if op_name(node) == "reduce_bucket":
         return 0
     value = value_of(node)
-    return numbers(value.shape) * int(value.element_size())
+    return element_count(value.shape) * int(value.element_size())
 
 
 # ---- what it is hidden behind ----------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import torch.fx as fx
 
 from ringopt.ir.nodes import is_parameter, op_name, requires_grad
 from ringopt.ops.traits import gradient_name, sends
-from ringopt.overlap.async_collectives import Budget, advance_all, bytes_of, collectives_of
+from ringopt.overlap.async_collectives import Budget, advance_all, collectives_of, gathered_bytes
 from ringopt.overlap.in_flight import first_bytes
 from ringopt.overlap.meanwhile import TOLD
-from ringopt.report import readable
+from ringopt.report import bytes_text
 
 CONJUGATES = {"gather": "gather", "reduce_from_group": "sum"}  # collectives in the backward of a conversion
 
@@ -25,17 +25,17 @@ def held_back(graph: fx.Graph, budget: Budget, early: Sequence[fx.Node], ranks: 
     held = {twins[node]: float(first_bytes(node, ranks)) for node in early}
     found = advance_all(collectives_of(copy), held, budget.in_flight)
     if found:
-        names = [f"{op_name(one.node)} of {one.node.all_input_nodes[0].name} ({readable(one.size)})" for one in found]
+        names = [f"{op_name(one.node)} of {one.node.all_input_nodes[0].name} ({bytes_text(one.size)})" for one in found]
         more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
         yield (
-            f"held back: {', '.join(names[:TOLD])}{more}, for up to {readable(max(one.under_way for one in found))} "
-            f"would be under way, and at most {readable(budget.in_flight)} may be"
+            f"held back: {', '.join(names[:TOLD])}{more}, for up to {bytes_text(max(one.under_way for one in found))} "
+            f"would be under way, and at most {bytes_text(budget.in_flight)} may be"
         )
     if large := too_large(graph, budget.in_flight):
         more = f" and {len(large) - TOLD} more" if len(large) > TOLD else ""
         yield (
-            f"held back in the backward: {', '.join(large[:TOLD])}{more}, for at most {readable(budget.in_flight)} may "
-            "be under way; others may be too"
+            f"held back in the backward: {', '.join(large[:TOLD])}{more}, for at most {bytes_text(budget.in_flight)} "
+            "may be under way; others may be too"
         )
 
 
@@ -47,6 +47,6 @@ def too_large(graph: fx.Graph, bound: int) -> list[str]:
         what = CONJUGATES.get(gradient_name(node), "") if not sends(node) else ""
         if not what or not carries[x := node.all_input_nodes[0]] or is_parameter(x):
             continue
-        if bound < (size := bytes_of(x)) < inf:
-            found.append(f"{what} of the gradient of {x.name} ({readable(size)})")
+        if bound < (size := gathered_bytes(x)) < inf:
+            found.append(f"{what} of the gradient of {x.name} ({bytes_text(size)})")
     return found

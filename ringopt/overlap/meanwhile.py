@@ -11,8 +11,8 @@ from ringopt.cost.choose import duration
 from ringopt.hardware.rates import Rates
 from ringopt.ir.nodes import module_path, op_name
 from ringopt.overlap.in_flight import allowed
-from ringopt.overlap.reorder import flops_of
-from ringopt.report import readable
+from ringopt.overlap.reorder import product_flops
+from ringopt.report import bytes_text
 
 TOLD = 3  # names in a sentence
 
@@ -31,7 +31,7 @@ class Meanwhile:
     @classmethod
     def of(cls, products: Iterable[fx.Node], times: int, ranks: int, rates: Rates, held: int) -> Meanwhile:
         found = list(products)
-        flops = times * sum(flops_of(node, ranks) for node in found)
+        flops = times * sum(product_flops(node, ranks) for node in found)
         return cls(found, flops / rates.default.rate, rates.step, held, allowed(rates))
 
     @property
@@ -46,7 +46,8 @@ class Meanwhile:
     def brief(self) -> str:
         """Why the exchange is not started before these products, a clause of the sentence."""
         if self.pays:
-            return f"{readable(self.held)} would be under way behind {self}, and at most {readable(self.bound)} may be"
+            held, bound = bytes_text(self.held), bytes_text(self.bound)
+            return f"{held} would be under way behind {self}, and at most {bound} may be"
         return f"{self} is less than the {duration(self.cost)} that it costs to start apart"
 
     def __str__(self) -> str:

@@ -43,13 +43,13 @@ def is_fixed(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator) or node.op == "call_module"
 
 
-def flops_of(node: fx.Node, ranks: int = 1) -> float:
+def product_flops(node: fx.Node, ranks: int = 1) -> float:
     """FLOPs of a product, 2 a multiplication. From global sizes where the passes noted a placement, divided by `ranks`:
     the same number on all ranks, whatever their shards. Of a fused attention, and of the backward of a convolution, a
     lower bound; infinite where a size is known only at run time."""
     operand, first = summed(node)
     spread = any(x.meta.get(PLACEMENT) is not None for x in (node, node.args[0], operand))
-    return 2 * numbers((*sizes_of(node), *sizes_of(operand)[first:])) / (ranks if spread else 1)
+    return 2 * element_count((*sizes_of(node), *sizes_of(operand)[first:])) / (ranks if spread else 1)
 
 
 def sizes_of(node: fx.Node) -> list[Any]:
@@ -64,7 +64,7 @@ def sizes_of(node: fx.Node) -> list[Any]:
     return sizes
 
 
-def numbers(sizes: Sequence[Any]) -> float:
+def element_count(sizes: Sequence[Any]) -> float:
     """The product of sizes, by their hints; infinite where one is known only at run time."""
     unknown = any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
     return inf if unknown else prod(map(at_hand, sizes))

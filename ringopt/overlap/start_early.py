@@ -233,7 +233,7 @@ def inductor_settings(gm: fx.GraphModule, budget: Budget) -> dict[str, Any]:
     return {"post_grad_custom_post_pass": InOrder(budget), "reorder_for_peak_memory": False}
 
 
-def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], budget: Budget) -> Callable[..., Any]:
+def early_aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], budget: Budget) -> Callable[..., Any]:
     """torch's backend of that name, with graphs in which exchanges start early. Views become reshapes: fake kernels may
     have other strides than the real ones (torch 2.13: elu_backward of operands with different strides)."""
 

@@ -78,8 +78,8 @@ def live_of(
     kept = own(forward.graph)
     names = {node.name: node for node in forward.graph.nodes}
     saved = [node for node in backward.graph.find_nodes(op="placeholder") if kept.get(node.name)]
-    held = {storage: size for node in saved for storage, size in sizes(node).items()}
-    still = {storage for node in saved if fixed & set(sizes(names[node.name])) for storage in sizes(node)}
+    held = {storage: size for node in saved for storage, size in by_storage(node).items()}
+    still = {storage for node in saved if fixed & set(by_storage(names[node.name])) for storage in by_storage(node)}
     still |= of_parameters(backward.graph) | small(backward.graph, rows)
     last, last_at = moments(backward.graph, held, still, square(backward.graph, pairs), ranks)
     return Live(learned, highest([*first, *last]), highest(first_at), highest(last_at))
@@ -107,7 +107,7 @@ def _in_order(shape: Sequence[int], first: int, second: int) -> bool:
 
 def small(graph: fx.Graph, rows: int) -> set[int]:
     """Storages of at most `rows` numbers of 8 bytes."""
-    return {storage for node in graph.nodes for storage, size in sizes(node).items() if size <= 8 * rows}
+    return {storage for node in graph.nodes for storage, size in by_storage(node).items() if size <= 8 * rows}
 
 
 def of_weights(forward: fx.Graph, given: Sequence[Any]) -> set[int]:
@@ -117,7 +117,7 @@ def of_weights(forward: fx.Graph, given: Sequence[Any]) -> set[int]:
     for node in forward.nodes:
         if node.op == "call_function" and node.all_input_nodes and known.issuperset(node.all_input_nodes):
             known.add(node)
-    return {storage for node in known for storage in sizes(node)}
+    return {storage for node in known for storage in by_storage(node)}
 
 
 def of_parameters(backward: fx.Graph) -> set[int]:
@@ -125,13 +125,14 @@ def of_parameters(backward: fx.Graph) -> set[int]:
     found = {storage for outputs in own(backward).values() for storage in outputs}
     for node in backward.nodes:
         if op_name(node) == "reduce_bucket" or (op_name(node) == "reduce_from_group" and leaves(node)):
-            found.update(storage for x in (node, *node.all_input_nodes) for storage in sizes(x))
+            found.update(storage for x in (node, *node.all_input_nodes) for storage in by_storage(x))
     return found
 
 
 def leaves(node: fx.Node) -> bool:
     """The graph, as it is, as a view or in another dtype: what is summed for another product does not."""
-    views = (user for user in node.users if _is_pointwise(user) or not sizes(user).keys().isdisjoint(sizes(node)))
+    own = by_storage(node).keys()
+    views = (user for user in node.users if _is_pointwise(user) or not own.isdisjoint(by_storage(user)))
     return any(user.op == "output" for user in node.users) or any(map(leaves, views))
 
 
@@ -167,8 +168,8 @@ def moments(
     nodes = list(graph.nodes)
     last: dict[int, int] = {}
     for place, node in enumerate(nodes):
-        last.update((storage, place) for x in (node, *node.all_input_nodes) for storage in sizes(x))
-    outer = {storage for node in graph.find_nodes(op="placeholder") for storage in sizes(node)}
+        last.update((storage, place) for x in (node, *node.all_input_nodes) for storage in by_storage(x))
+    outer = {storage for node in graph.find_nodes(op="placeholder") for storage in by_storage(node)}
     alive = dict(saved)
     found, attentions = list[Held](), list[Held]()
 
@@ -180,16 +181,16 @@ def moments(
 
     for place, node in enumerate(nodes):
         if _is_pointwise(node) and not fused(node):  # written over a result of its size that nobody reads any more
-            own, size = next(iter(sizes(node).items()))
-            over = (s for x in node.all_input_nodes for s in sizes(x) if last[s] == place and alive.get(s) == size)
+            own, size = next(iter(by_storage(node).items()))
+            over = (s for x in node.all_input_nodes for s in by_storage(x) if last[s] == place and alive.get(s) == size)
             alive.pop(next(over, own), None)
         if node.op == "call_function" and not fused(node):
-            alive.update((storage, size) for storage, size in sizes(node).items() if storage not in outer)
+            alive.update((storage, size) for storage, size in by_storage(node).items() if storage not in outer)
         found.append(now((), held_bytes(node, ranks)))
         if attends(node):
-            attentions.append(now(sizes(node)))
+            attentions.append(now(by_storage(node)))
         for value in (node, *node.all_input_nodes):
-            for storage in sizes(value):
+            for storage in by_storage(value):
                 if last[storage] == place:
                     alive.pop(storage, None)
     return found, attentions
@@ -210,12 +211,12 @@ def _is_reduction(node: fx.Node) -> bool:
 
 def own(graph: fx.Graph) -> dict[str, dict[int, int]]:
     """Bytes by storage of each output that the graph made itself, by name."""
-    outer = {storage for node in graph.find_nodes(op="placeholder") for storage in sizes(node)}
+    outer = {storage for node in graph.find_nodes(op="placeholder") for storage in by_storage(node)}
     nodes = (node for node in graph.output_node().all_input_nodes if node.op != "placeholder")
-    return {node.name: {s: size for s, size in sizes(node).items() if s not in outer} for node in nodes}
+    return {node.name: {s: size for s, size in by_storage(node).items() if s not in outer} for node in nodes}
 
 
-def sizes(node: fx.Node) -> dict[int, int]:
+def by_storage(node: fx.Node) -> dict[int, int]:
     """Bytes by storage."""
     return {storage_key(x): _storage_bytes(x) for x in _tensors_of(node)}
 

@@ -25,9 +25,17 @@ from ringopt.hardware.devices import Device, device_of
 from ringopt.hardware.rates import Rates, rates_of
 from ringopt.options import Options
 from ringopt.planner.liveness import most
-from ringopt.planner.site_cost import SitePoint, at_length, layout_at, layouts_at, named, named_strategy, site_point
+from ringopt.planner.site_cost import (
+    SitePoint,
+    at_length,
+    layout_at,
+    layouts_at,
+    named_strategy,
+    site_point,
+    volume_name,
+)
 from ringopt.planner.trace_model import TRACED, PlannedSite, Traced, traced
-from ringopt.report import Plainly, counted, readable, several
+from ringopt.report import Plainly, bytes_text, counted, several
 
 LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi
 
@@ -72,7 +80,7 @@ class Plan:
 
     def sent(self, point: Point) -> str:
         away = f"\n{point.between / max(point.bytes, 1):.0%} off node" if self.network else ""
-        return f"{readable(point.bytes)}{away}"
+        return f"{bytes_text(point.bytes)}{away}"
 
     @property
     def links(self) -> str:
@@ -95,7 +103,7 @@ class Plan:
         found = {}
         for point in self.points:
             for site, planned in zip(point.sites, self.traced.sites, strict=True):
-                pattern, _width = named(planned.case.pattern)
+                pattern, _width = volume_name(planned.case.pattern)
                 try:
                     found[f"{pattern} {site.layout} {site.strategy}"] = formulas_of(
                         pattern, site.layout, named_strategy(site.strategy)
@@ -116,8 +124,8 @@ class Plan:
         table.add_column("exchange", overflow="fold")
         for point in self.points:
             table.add_row(
-                *(f"{point.length:,}", f"{point.world_size:,}", readable(point.memory), "yes" if point.fits else "no"),
-                *(self.sent(point), counted(point.flops), duration(point.seconds)),
+                *(f"{point.length:,}", f"{point.world_size:,}", bytes_text(point.memory)),
+                *("yes" if point.fits else "no", self.sent(point), counted(point.flops), duration(point.seconds)),
                 *(f"{point.exposed / point.seconds:.0%}", f"{point.strategies}, {point.layout}"),
             )
         yield table
@@ -151,7 +159,7 @@ def plan(
     nothing is executed and none of the sizes that are asked for is made. Other sequences of the model (of an encoder
     beside a decoder) grow in proportion. Raises OptionError, and what the model raises.
     """
-    asked = Asked.of(world_size, hardware, link, lengths, options)
+    asked = PlanRequest.of(world_size, hardware, link, lengths, options)
     if isinstance(model, ExportedProgram):
         raise OptionError("an exported program is planned as the module that it makes: pass program.module()")
     check_model(model)
@@ -159,7 +167,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What `plan` is asked for, checked."""
 
     world_sizes: Sequence[int]
@@ -176,7 +184,7 @@ class Asked:
         link: str | None,
         lengths: Sequence[int] | None,
         options: Mapping[str, Any] | Options | None,
-    ) -> Asked:
+    ) -> PlanRequest:
         """Raises OptionError."""
         sizes = counts_of("world_size", world_size)
         wanted = counts_of("lengths", LENGTHS if lengths is None else lengths)
@@ -190,7 +198,7 @@ class Asked:
 
 
 def predicted(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: Asked, tell: Callable[[int, int], None]
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: PlanRequest, tell: Callable[[int, int], None]
 ) -> Plan:
     """`plan`, and `tell(done, of)` after each part of the work."""
     sizes = [(n, p) for n in asked.lengths for p in asked.world_sizes if n >= 2 * p]

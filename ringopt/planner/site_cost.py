@@ -13,7 +13,7 @@ from ringopt.context_parallel.plan.concurrency import exchanges_of
 from ringopt.context_parallel.plan.plan_of import trading
 from ringopt.context_parallel.plan.tiling import least_of, strip_of
 from ringopt.cost import volume
-from ringopt.cost.choose import MOST_RANKS, Case, choose, choose_layout, choose_layouts
+from ringopt.cost.choose import MOST_RANKS, Case, choose_layout, choose_layouts, choose_strategy
 from ringopt.cost.dilated import DilatedCase, dilated_layout_of, dilated_way
 from ringopt.cost.formulas import F, F_b, L, Q, T, U, V, W, Z, formulas_of, o, o_b, s
 from ringopt.cost.memory import merged, most_memory
@@ -99,7 +99,7 @@ def site_point(
     if case.whole:
         strategy = "merge" if case.whole == "queries" else "local"
     elif strategy == "auto":
-        strategy = choose(case, ranks, layout, rates).strategy
+        strategy = choose_strategy(case, ranks, layout, rates).strategy
     if ranks <= MOST_RANKS:
         return unrolled(site, case, strategy, ranks, layout, rates)
     try:
@@ -161,7 +161,7 @@ def unrolled(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: s
 
 def by_formula(site: PlannedSite, case: Case, strategy: str, ranks: int, layout: str, rates: Rates) -> SitePoint:
     """Raises OptionError where there is none."""
-    pattern, width = named(case.pattern)
+    pattern, width = volume_name(case.pattern)
     if case.q_length != case.kv_length and pattern != "full":
         raise OptionError("closed formulas are for self attention")
     found = formulas_of(pattern, layout, named_strategy(strategy)).at(
@@ -180,7 +180,7 @@ def by_formula(site: PlannedSite, case: Case, strategy: str, ranks: int, layout:
     )  # fmt: skip
 
 
-def named(pattern: str) -> tuple[str, int]:
+def volume_name(pattern: str) -> tuple[str, int]:
     """The name in ringopt/cost/volume.py, and the width."""
     window = WINDOW.fullmatch(pattern)
     return (f"window{window[2] or ''}", int(window[1])) if window else (pattern, 1)

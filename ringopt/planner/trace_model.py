@@ -25,7 +25,7 @@ from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import Sending
 from ringopt.ops.traits import attends, sending_of, sends
 from ringopt.options import Options
-from ringopt.planner.liveness import Live, Shape, live_of, of_parameters, partitioned, sizes
+from ringopt.planner.liveness import Live, Shape, by_storage, live_of, of_parameters, partitioned
 from ringopt.recognize.row_pairs import NO_SITE
 from ringopt.reporting.figures import Figures, matrix_flops
 from ringopt.torch_compat import dynamo
@@ -198,5 +198,5 @@ def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, rows: in
                 continue
             sent = sending_of(SizedCall.of(node, ranks, rank, rows=rows))
             if sent is not None and sent.bytes:
-                found.append(replace(sent, grows=False) if leaving & set(sizes(node)) else sent)
+                found.append(replace(sent, grows=False) if leaving & set(by_storage(node)) else sent)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringopt.report import Report, readable, several
+from ringopt.report import Report, bytes_text, several
 from ringopt.reporting.page import filled
 
 ACROSS, COLOURS = 1000, 5  # the picture of the memory: units across, colours before they come again
@@ -26,14 +26,14 @@ def report_page(report: Report, title: str) -> str:
     """`title` says of what."""
     return filled(
         "report", title=f"ringopt explain: {title}", report=report, summary=_summary(report),
-        memory=memory_bars(report), readable=readable,
+        memory=memory_bars(report), readable=bytes_text,
     )  # fmt: skip
 
 
 def _summary(report: Report) -> str:
     sharded = f"{report.sharded_fraction:.1%} of matrix FLOPs are sharded"
     ranks = several(report.world_size, "rank")
-    return f"{ranks}; {sharded}; this rank sends {readable(report.bytes_sent)} in one forward."
+    return f"{ranks}; {sharded}; this rank sends {bytes_text(report.bytes_sent)} in one forward."
 
 
 def memory_bars(report: Report) -> list[Bar]:

@@ -21,7 +21,7 @@ from ringopt.ir.notes import CONTENT, PARAMETER
 from ringopt.ir.placement import Spread, same_rows
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.pipeline import Context
-from ringopt.report import Gather, readable
+from ringopt.report import Gather, bytes_text
 from ringopt.tensor.lazy import Lazy, cut, rows_of, spread, whole
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.tracing import TracingContext
@@ -122,7 +122,7 @@ def break_after(gm: fx.GraphModule, gathers: Sequence[Gather], lazy: int) -> tup
     frame = reason.user_stack[-1] if reason.user_stack else None
     where = f" ({os.path.basename(frame.filename)}:{frame.lineno}: {frame.line})" if frame is not None else ""
     over = [gather for gather in gathers if gather.op == "output"]
-    size = readable(sum(gather.bytes for gather in over))
+    size = bytes_text(sum(gather.bytes for gather in over))
     crossing = [f"{len(over)} values cross it whole, gathered: {size}"] if over else []
     crossing += [f"{lazy} cross it in rows, gathered if they are read there"] if lazy else []
     return (f"ends at a graph break: {why}{where}; {', '.join(crossing) or 'nothing is gathered for it'}",)

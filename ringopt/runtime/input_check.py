@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ringopt.distributed.consistency import compare, digest
+from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.mesh import Mesh, registered
 from ringopt.distributed.standing import Call
 from ringopt.ir.canonical_order import Program
@@ -63,7 +63,7 @@ class CheckedInputs:
                 states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
             names = (*self.names, *(name for name, _ in states))
             values = [told(value) for value in (*(inputs[place] for place in self.places), *dict(states).values())]
-            compare(mesh, self.digest, names, values, self.program)
+            compare_ranks(mesh, self.digest, names, values, self.program)
             self.asked = True
         with mesh.unbroken():
             outputs = self.run(*inputs)

@@ -121,7 +121,7 @@ def on_tracks(spans: Iterable[Span]) -> list[tuple[Span, int]]:
     return placed
 
 
-def read(path: Path) -> list[Span]:
+def read_spans(path: Path) -> list[Span]:
     """The spans of a file that ringopt wrote. Raises ValueError for another."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -218,7 +218,7 @@ class Trace:
             self.write()
 
 
-def traced(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
+def with_trace(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
     """`run`, which first writes the trace at a call where that is due."""
     def call(*inputs: Any) -> Any:
         trace.called()

@@ -114,7 +114,7 @@ class Verified:
         """What the compiled program or the original returns and writes, and the gradients, by name."""
         leaves = copies(inputs, compiled)
         if shaken:
-            leaves = [moved(x, shaken, seed) for seed, x in enumerate(leaves)]
+            leaves = [perturbed(x, shaken, seed) for seed, x in enumerate(leaves)]
         given = [_sharded_again(leaf, x) if compiled else leaf for leaf, x in zip(leaves, inputs, strict=True)]
         # What is written must not be a leaf; what is a leaf to the caller is not written.
         given = [x.clone() if _has_history(old) else x for x, old in zip(given, inputs, strict=True)]
@@ -179,7 +179,7 @@ def copies(inputs: Sequence[Any], rows: bool) -> list[Any]:
     return [copied(x) for x in inputs]
 
 
-def moved(leaf: Any, eps: float, seed: int) -> Any:
+def perturbed(leaf: Any, eps: float, seed: int) -> Any:
     """A leaf whose numbers are others by about a rounding error, alike on all ranks."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return leaf

@@ -38,7 +38,7 @@ def operands(node: fx.Node, info: SiteInfo) -> Iterator[tuple[fx.Node, Sharded]]
     yield from ((x, Sharded(2, 1, shape_of(x)[2], 1)) for x, side in sides if info.whole != side)
 
 
-def attend(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:
+def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:
     """False where no rows are missing: then it is sharded over batch or heads like any other operator. `asked` is the
     strategy of the options."""
     call = AttentionCall.of(node)
@@ -117,5 +117,6 @@ def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
 
 
 def stands_beside(info: SiteInfo, done: bool) -> None:
-    """A site that `attend` left, and that was computed on shards all the same, or was not: no strategy was needed."""
+    """A site that `place_attention` left, and that was computed on shards all the same, or was not: it needed no
+    strategy."""
     info.notes = [(BESIDE if done else GATHERED) if note == info.reason else note for note in info.notes]

@@ -15,7 +15,7 @@ from ringopt.context_parallel.geometry.pattern import Full, Pattern, Window
 from ringopt.context_parallel.geometry.segmented import Chunked, Documents, Prefix, Sinks
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.plan.exchange import Exchange
-from ringopt.context_parallel.plan.strategies import MERGE, QUERIES_MOVE, STRATEGIES, Gather, Local
+from ringopt.context_parallel.plan.strategies import MERGE, QUERIES_MOVE, STRATEGIES, Gather, NoExchange
 from ringopt.expr.block_sparse import text_of
 
 many = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)  # nothing is timed
@@ -89,8 +89,8 @@ def exchange_from(draw: Random, most_rows: int) -> Exchange:
     layouts = of_queries(pattern.q_length, ranks), of_keys(pattern.kv_length, ranks)
     name = draw.choice(sorted(STRATEGIES))
     if name == MERGE:
-        return Exchange(pattern, Replicated(pattern.q_length, ranks), layouts[1], Local(), True)
+        return Exchange(pattern, Replicated(pattern.q_length, ranks), layouts[1], NoExchange(), True)
     if name == "local" and draw.random() < 0.5:
-        return Exchange(pattern, layouts[0], Replicated(pattern.kv_length, ranks), Local())
+        return Exchange(pattern, layouts[0], Replicated(pattern.kv_length, ranks), NoExchange())
     exchange = Exchange(pattern, *layouts, STRATEGIES[name], name in QUERIES_MOVE)
     return replace(exchange, strategy=Gather()) if exchange.strategy.refusal(exchange) else exchange

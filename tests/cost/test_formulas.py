@@ -15,7 +15,7 @@ from ringopt.cost.simulate import Heads, pairs_of, simulate
 from ringopt.errors import OptionError
 from ringopt.hardware.devices import Link
 from ringopt.hardware.rates import Rates, Speed
-from ringopt.planner.site_cost import named, named_strategy, numbers
+from ringopt.planner.site_cost import named_strategy, numbers, volume_name
 
 HEADS = Heads(2, 8, 4, 64, 64, 2, 4, "bfloat16", "flash")
 RATES = Rates("a machine", Link("wire", 5e10, 2e-5), Speed(5e12, 1e-5), touch=1e30)
@@ -51,7 +51,7 @@ def test_formulas_agree_over_nodes(pattern: str, layout: str, strategy: str, ran
 
 def agree(pattern: str, layout: str, strategy: str, ranks: int, rates: Rates) -> tuple[dict[str, float], Plan]:
     case = Case(pattern, 16384, 16384, HEADS, True)
-    (name, width), node = named(pattern), trading(strategy)
+    (name, width), node = volume_name(pattern), trading(strategy)
     found = formulas_of(name, layout, named_strategy(strategy)).at(numbers(case, width, ranks, rates, node))
     plan = case.plan(ranks, layout, strategy)
     forward, backward = (simulate(plan, HEADS, rates, way) for way in (False, True))

@@ -10,7 +10,7 @@ import torch
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.head_exchange import head_exchange_of
 from ringopt.context_parallel.plan.plan_of import exchange_of
-from ringopt.cost.choose import Case, choose, choose_layout, duration, estimate
+from ringopt.cost.choose import Case, choose_layout, choose_strategy, duration, estimate
 from ringopt.cost.memory import memory_of
 from ringopt.cost.message_bytes import bytes_sent
 from ringopt.cost.simulate import Heads, balance, pairs_of, simulate
@@ -137,9 +137,9 @@ def test_dear_steps_favour_a_gather_and_memory_forbids_it() -> None:
     """On 4 ranks a gather has 2 steps where a ring has 4. It holds more, which takes memory that is known."""
     heads = dataclasses.replace(ONE, key_dim=64, value_dim=64)
     case, dear = Case("full", 64, 64, heads, False), dataclasses.replace(ROUND, step=1e6)
-    found = choose(case, 4, "contiguous", dear)
+    found = choose_strategy(case, 4, "contiguous", dear)
     assert found.strategy == "ring" and "gather 2," in found.reason and "but holds" in found.reason
-    assert choose(case, 4, "contiguous", dataclasses.replace(dear, memory=64 * 2**20)).strategy == "gather"
+    assert choose_strategy(case, 4, "contiguous", dataclasses.replace(dear, memory=64 * 2**20)).strategy == "gather"
 
 
 def test_nodes_with_a_slow_link_between_them_favour_the_hybrid() -> None:
@@ -150,15 +150,16 @@ def test_nodes_with_a_slow_link_between_them_favour_the_hybrid() -> None:
         dataclasses.replace(ROUND, link=Link("wire", 1e4, 0.0), default=Speed(1e6)),
     )
     far = dataclasses.replace(near, node=2, between=Link("far", 1.0, 0.0), memory=64 * 2**20)
-    found = choose(case, 4, "contiguous", far)
+    found = choose_strategy(case, 4, "contiguous", far)
     assert found.strategy == "hybrid(2)" and found.reason.startswith("strategy hybrid(2) ")
     few = dataclasses.replace(case, heads=dataclasses.replace(heads, q_heads=1, kv_heads=1))
     for other, ranks, rates in ((case, 4, near), (case, 2, far), (case, 3, far), (few, 4, far)):
-        assert all(not one.strategy.startswith("hybrid") for one in choose(other, ranks, "contiguous", rates).estimates)
+        estimates = choose_strategy(other, ranks, "contiguous", rates).estimates
+        assert all(not one.strategy.startswith("hybrid") for one in estimates)
 
 
 def test_of_close_ones_that_which_sends_less() -> None:
-    found = choose(Case("window(9,both)", 64, 64, ONE, True), 4, "contiguous", cautious())
+    found = choose_strategy(Case("window(9,both)", 64, 64, ONE, True), 4, "contiguous", cautious())
     ring = next(one for one in found.estimates if one.strategy == "ring")
     assert found.estimates[0].bytes < ring.bytes and found.strategy == found.estimates[0].strategy != "ring"
 
@@ -167,7 +168,7 @@ def test_queries_travel_where_few_of_them_see_all_keys() -> None:
     """The last 8 of 64 rows see all, all others their own 8: 8 queries to each rank, or all keys to the last."""
     rows = [*(f"{i}:{i + 1}" for i in range(7)), "0:8"]
     case = Case(f"blocks(8x8;{';'.join(rows)},both)", 64, 64, ONE, False)
-    found = choose(case, 4, "contiguous", dataclasses.replace(ROUND, link=Link("wire", 0.1, 0.0)))
+    found = choose_strategy(case, 4, "contiguous", dataclasses.replace(ROUND, link=Link("wire", 0.1, 0.0)))
     assert found.strategy in ("gather_q", "ring_q") and "ring " in found.reason
 
 

@@ -15,7 +15,7 @@ def allowed() -> bool:
     if not process_vm.available() or process_vm.scope() > 1:
         return False
     try:
-        process_vm.read(os.getpid(), ctypes.addressof(source), ctypes.addressof(target), 1)
+        process_vm.read_memory(os.getpid(), ctypes.addressof(source), ctypes.addressof(target), 1)
     except OSError:
         return False
     return True

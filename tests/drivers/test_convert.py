@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.utils.checkpoint import checkpoint
 
 import ringopt
-from ringopt.drivers.convert import converted
+from ringopt.drivers.convert import convert_program
 from ringopt.errors import PlanError, RingMismatchError
 from tests import zoo
 from tests.harness.converting import Mixer, exported, rows
@@ -266,7 +266,7 @@ def test_a_diff_lists_the_sites_that_explain_lists() -> None:
 
 def test_the_report_is_that_of_the_file() -> None:
     """Not of a run on as many ranks, which would know its machine, and start exchanges early."""
-    program, report = converted(exported())
+    program, report = convert_program(exported())
     [site] = report.sites
     [found] = [change.after.site for change in ringopt.diff(program, program).sites if change.after]
     assert found is not None and (found.pattern, found.strategy, found.layout) == ("causal", site.strategy, site.layout)
@@ -296,8 +296,8 @@ def test_what_export_may_have_lost_is_told(kind: str, caplog: pytest.LogCaptureF
                 return Doubled.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
             return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    report = converted(exported(Lossy()))[1]
+    report = convert_program(exported(Lossy()))[1]
     wanted = {"checkpoint": "activation checkpointing", "function": "the backward of a custom autograd.Function"}[kind]
     assert any(note.startswith(f"export may have lost {wanted}") for note in report.notes)
     assert [record.message for record in caplog.records if "export" in record.message] == list(report.notes)
-    assert converted(exported())[1].notes == ()
+    assert convert_program(exported())[1].notes == ()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 import ringopt
-from ringopt.drivers.convert import converted
+from ringopt.drivers.convert import convert_program
 from ringopt.errors import OptionError, ProgramError, RefusedError
 from tests.harness.converting import Mixer, exported, rows
 
@@ -61,7 +61,7 @@ def test_a_refused_site_is_an_error_where_that_is_asked_for() -> None:
             first = x[:, :1].unsqueeze(1)
             return super().forward(x) + F.scaled_dot_product_attention(first, first, first).squeeze(1)
 
-    assert sum(site.refusal is None for site in converted(exported(Short()))[1].sites) == 1
+    assert sum(site.refusal is None for site in convert_program(exported(Short()))[1].sites) == 1
     with pytest.raises(RefusedError, match=r"not sharded: .*1 rows for 2 ranks"):
         ringopt.convert(exported(Short()), {"on_refusal": "error"})
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ringopt.frontend.capture import capture
-from ringopt.ir.nodes import op_name, readable
+from ringopt.ir.nodes import op_name, readable_name
 from ringopt.ir.refusal import GraphRefused
 from tests.harness.capturing import assert_same
 from tests.harness.models import MODELS, build
@@ -78,4 +78,4 @@ def test_sizes_become_numbers():
     ],
 )
 def test_inputs_have_readable_names(dynamo, said):
-    assert readable(dynamo) == said
+    assert readable_name(dynamo) == said

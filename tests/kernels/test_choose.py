@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringopt.errors import OptionError
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_choice(name: str, dtype: torch.dtype, device: str, dims: tuple[int, int], chosen: str, reason: str) -> None:
-    kernel, said = choose(name, dtype, torch.device(device), *dims)
+    kernel, said = choose_kernel(name, dtype, torch.device(device), *dims)
     assert kernel.name == chosen
     assert reason in said
 
@@ -42,4 +42,4 @@ def test_choice(name: str, dtype: torch.dtype, device: str, dims: tuple[int, int
 )
 def test_refusals(name: str, dtype: torch.dtype, dims: tuple[int, int], sentence: str) -> None:
     with pytest.raises(OptionError, match=sentence):
-        choose(name, dtype, CPU, *dims)
+        choose_kernel(name, dtype, CPU, *dims)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringopt.errors import OptionError
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
@@ -200,7 +200,7 @@ def test_choice_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend_gpu(monkeypatch, capability)
-    kernel, said = choose(name, dtype, CUDA, *dims)
+    kernel, said = choose_kernel(name, dtype, CUDA, *dims)
     assert kernel.name == chosen
     assert reason in said
 
@@ -214,12 +214,12 @@ def test_choice_on_a_gpu(
 )
 def test_a_kernel_of_another_device_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(OptionError, match=sentence):
-        choose(name, torch.bfloat16, torch.device("cpu"), 64, 64)
+        choose_kernel(name, torch.bfloat16, torch.device("cpu"), 64, 64)
 
 
 def test_masked_tiles_go_to_the_other(monkeypatch: pytest.MonkeyPatch, stand_ins: None) -> None:
     pretend_gpu(monkeypatch, (9, 0))
-    kernel, _ = choose("flash", torch.bfloat16, CUDA, 20, 20)
+    kernel, _ = choose_kernel("flash", torch.bfloat16, CUDA, 20, 20)
     check(kernel, *operands(9, 9, dim=20), None, True)
     check(kernel, *operands(9, 9, dim=20), draw(1, 4, 9, 9, seed=9), False)
 

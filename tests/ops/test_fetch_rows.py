@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.ops.fetch_rows import apart, held, moved, taken, windows
+from ringopt.ops.fetch_rows import apart, held, moved, taken, window_rows
 from tests.harness.threads import run_on_threads
 
 ops = torch.ops.ringopt
@@ -23,9 +23,9 @@ WANTED = {
     "repeated ends": moved((0, 0, 3), (0, 1, N), (N - 1, 0, 2)),
     "between zeros": apart(2 * N + 3, 2, 3),
     "apart, from before the first": apart(N, 3, -4),
-    "windows of three": windows(N, 1, -1, 3),
-    "causal windows": windows(N, 1, -3, 4),
-    "strided windows": windows(6, 2, -1, 3),
+    "windows of three": window_rows(N, 1, -1, 3),
+    "causal windows": window_rows(N, 1, -3, 4),
+    "strided windows": window_rows(6, 2, -1, 3),
 }
 
 
@@ -82,7 +82,7 @@ def test_any_dtype_travels_bit_by_bit(dtype):
 
 def test_every_row_has_a_place_in_a_window():
     """Windows of a convolution with padding: chunk by chunk, all rows that they see and no other."""
-    spec = windows(12, 2, -1, 3)
+    spec = window_rows(12, 2, -1, 3)
     assert [spec.ranges("zigzag", 2, rank) for rank in (0, 1)] == [
         [range(-1, 6), range(17, 24)],
         [range(5, 12), range(11, 18)],

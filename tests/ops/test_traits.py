@@ -20,7 +20,7 @@ from ringopt.cost.dilated import dilated_bytes
 from ringopt.cost.message_bytes import bytes_sent
 from ringopt.distributed.traffic import record_traffic
 from ringopt.ops import operators as ops
-from ringopt.ops.fetch_rows import apart, moved, taken, windows
+from ringopt.ops.fetch_rows import apart, moved, taken, window_rows
 from ringopt.ops.ring import VERSION
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
@@ -68,7 +68,7 @@ def sum_in_halves(at: At) -> Tensor:
 
 
 def convolved(at: At) -> Tensor:
-    wanted = windows(at.n, 1, -1, 3)
+    wanted = window_rows(at.n, 1, -1, 3)
     how = (wanted.numbers, [1], [0], [1], 1, at.rows(), at.layout, at.group)
     return ops.convolve_rows(given(2, 4, at.rows()), given(4, 4, 3), given(4), 2, at.n, *how)
 

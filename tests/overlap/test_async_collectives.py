@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ringopt
 from ringopt.dims.products import is_product
 from ringopt.overlap import in_flight
-from ringopt.overlap.reorder import flops_of
+from ringopt.overlap.reorder import product_flops
 from tests.harness.alone import step_of
 from tests.harness.models import difference as error_of
 from tests.harness.models import run
@@ -238,7 +238,7 @@ def test_products_of_a_convolution_whose_input_wants_no_gradient() -> None:
     backward = graph.call_function(torch.ops.aten.convolution_backward.default, tuple(nodes))
     for node, value in zip((*nodes, backward), (*operands, (None, operands[2], None)), strict=True):
         node.meta["val"] = value
-    assert flops_of(backward) == 2 * 18 * 6
+    assert product_flops(backward) == 2 * 18 * 6
 
 
 @pytest.mark.parametrize(
@@ -252,5 +252,5 @@ def test_products_of_a_convolution_whose_input_wants_no_gradient() -> None:
 def test_convolutions_are_counted_and_what_begins_like_them_is_none(call: Callable[..., Tensor]) -> None:
     """Inductor has a conversion of dtypes in each graph with bfloat16."""
     gm = make_fx(call, tracing_mode="fake")(torch.ones(1, 3, 8), torch.ones(2, 3, 3))
-    counted = [flops_of(node) for node in gm.graph.nodes if is_product(node)]
+    counted = [product_flops(node) for node in gm.graph.nodes if is_product(node)]
     assert counted == ([] if "convert" in str(gm.graph) else [2 * 2 * 6 * 3 * 3])

@@ -16,7 +16,7 @@ from ringopt.drivers.compile import transform
 from ringopt.ir.nodes import op_name
 from ringopt.ops.traits import is_start, sends
 from ringopt.options import Options
-from ringopt.overlap.reorder import flops_of
+from ringopt.overlap.reorder import product_flops
 from ringopt.overlap.start_early import finish_of, order
 from ringopt.planner.liveness import partitioned
 from tests.harness.translation import Seat, captured, difference, values_and_gradients
@@ -114,5 +114,5 @@ def test_what_hides_an_exchange_is_counted_alike(p: int, layout: str) -> None:
     for rank in range(p):
         flat = transform(gm, inputs, Options(strategy="ring", layout=layout), Seat(rank, p)).graph
         assert flat is not None
-        found.append({node.name: flops_of(node, p) for node in flat.graph.nodes if is_product(node)})
+        found.append({node.name: product_flops(node, p) for node in flat.graph.nodes if is_product(node)})
     assert all(counted == found[0] for counted in found), found

@@ -26,7 +26,7 @@ from ringopt.errors import RingMismatchError
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
 from ringopt.overlap.async_collectives import Budget
-from ringopt.overlap.start_early import aot_eager, gap_before, inductor_settings
+from ringopt.overlap.start_early import early_aot_eager, gap_before, inductor_settings
 from ringopt.passes import sync_gradients
 from ringopt.runtime.graph_boundary import examples
 from tests.harness.models import difference as error_of
@@ -342,6 +342,6 @@ def test_views_where_fake_strides_are_not_the_real_ones() -> None:
     """The gradient of elu lies in memory as the gradient behind it does; its fake kernel follows the operand."""
     x = torch.randn(2, 24, requires_grad=True)
     elu = lambda x: F.elu(x.view(2, 3, 8).transpose(1, 2)).contiguous()  # noqa: E731
-    y = torch.compile(elu, backend=partial(aot_eager, budget=Budget()))(x)
+    y = torch.compile(elu, backend=partial(early_aot_eager, budget=Budget()))(x)
     (found,), (expected,) = (torch.autograd.grad(out, x, torch.ones(2, 8, 3)) for out in (y, elu(x)))
     torch.testing.assert_close(found, expected)

@@ -17,7 +17,19 @@ import torch.nn.functional as F
 from ringopt.distributed.mesh import PROGRAM
 from ringopt.distributed.traffic import Event, log_event
 from ringopt.errors import OptionError
-from ringopt.runtime.trace import LANES, TRACKS, Span, Trace, chrome, covered, on_tracks, read, spans_of, sums, trace_to
+from ringopt.runtime.trace import (
+    LANES,
+    TRACKS,
+    Span,
+    Trace,
+    chrome,
+    covered,
+    on_tracks,
+    read_spans,
+    spans_of,
+    sums,
+    trace_to,
+)
 from ringopt.tools import timeline
 from ringopt.tools.cli import main
 
@@ -81,7 +93,7 @@ def test_the_file_is_a_chrome_trace(tmp_path: Path) -> None:
     events = json.loads(path.read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names == ["rank 0", "compute", "exposed", "link"]
-    for found, expected in zip(read(path), sorted(spans, key=lambda span: span.begin), strict=True):
+    for found, expected in zip(read_spans(path), sorted(spans, key=lambda span: span.begin), strict=True):
         assert (found.rank, found.lane, found.label, found.bytes) == (0, expected.lane, expected.label, expected.bytes)
         assert (found.begin, found.seconds) == pytest.approx((expected.begin, expected.seconds), abs=1e-5)
 
@@ -137,7 +149,7 @@ def recorded(folder: str) -> int:
 def test_a_recorded_run(ranks: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sent = ranks(2, recorded, str(tmp_path))
     for rank, size in enumerate(sent):
-        spans = read(tmp_path / f"rank-{rank}.json")
+        spans = read_spans(tmp_path / f"rank-{rank}.json")
         assert sum(span.bytes for span in spans) == size
         assert {"forward 0", "backward 0"} <= {span.label for span in spans if span.lane == "link"}
         assert {"forward 0", "forward 1"} <= {span.label for span in spans if span.lane == "compute"}

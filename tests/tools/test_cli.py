@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import ringopt
-from ringopt.report import Site, readable
+from ringopt.report import Site, bytes_text
 from ringopt.tools.cli import main
 
 HERE = f"{__name__}:"
@@ -151,7 +151,7 @@ def test_explain_for_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
         note.endswith("; data sheet of h100, nvlink4 in nodes of 8 and infiniband-ndr between")
         for note in report["sites"][0]["notes"]
     )
-    held = readable(sum(report["memory"].values()))
+    held = bytes_text(sum(report["memory"].values()))
     assert report["notes"][-1].startswith(f"{held} are 0.0% of the 80.0 GiB of h100; what a rank sends takes ")
     assert explain(HERE + "positional", "--hardware", "x100") == 2
     assert "hardware 'x100' is unknown; the table has cpu, p100, " in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_the_text_of_a_report_tells_reasons_lines_and_memory() -> None:
     assert "by topk (test_cli.py:" in told
     assert "fft_fftn needs all rows of " in told and "torch.fft.fftn(super().forward(x)).real)" in told
     sizes = report.memory
-    assert f"memory of this rank: {readable(sum(sizes.values()))}\n" in printed
+    assert f"memory of this rank: {bytes_text(sum(sizes.values()))}\n" in printed
     bars = {cause: line for line in printed.splitlines() for cause in sizes if line.startswith(f"  {cause} ")}
     assert list(bars) == list(sizes)
     drawn = sum(line.count("\u2588") for line in bars.values())

@@ -81,16 +81,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def whole(text: str) -> int:
+def natural(text: str) -> int:
     """An argument that is an integer, 1 or more (argparse's `type`)."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
 
 
-def several(text: str) -> int:
+def two_or_more(text: str) -> int:
     """An argument that is an integer, 2 or more (argparse's `type`)."""
-    if whole(text) < 2:
+    if natural(text) < 2:
         raise argparse.ArgumentTypeError("one rank has nobody to exchange with: 2 or more")
     return int(text)
 

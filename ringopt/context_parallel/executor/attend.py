@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.heads_move import attend_heads, backward_heads
-from ringopt.context_parallel.executor.interleave import by_turns, heads_of, part_of, queries_of, to_the_end
+from ringopt.context_parallel.executor.interleave import by_turns, kv_heads_of, part_of, queries_of, to_the_end
 from ringopt.context_parallel.executor.keys_move import (
     KeysBackward,
     KeysForward,
@@ -146,4 +146,6 @@ def backward_keys(
 
 def post_all_first(cut: Sequence[SubExchange], mesh: Mesh, k: Tensor, v: Tensor, backward: bool) -> list[Posted]:
     """The first messages of each exchange, in the order in which they take turns."""
-    return [post_first(sub.exchange, mesh, (heads_of(k, sub), heads_of(v, sub)), backward, sub.name) for sub in cut]
+    return [
+        post_first(sub.exchange, mesh, (kv_heads_of(k, sub), kv_heads_of(v, sub)), backward, sub.name) for sub in cut
+    ]

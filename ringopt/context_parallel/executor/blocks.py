@@ -14,7 +14,7 @@ from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.context_parallel.executor.loop import Task
 from ringopt.context_parallel.executor.merge_lse import Merged
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
-from ringopt.context_parallel.executor.tiles import Scores, Tile
+from ringopt.context_parallel.executor.tiles import Tile, TileScores
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.distributed.mesh import Mesh
 from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows, accumulator
@@ -38,7 +38,7 @@ class TileKernels:
         self.pieces = attention.exchange.q_layout.ranges(rank)
         self.local = Local(self.pieces)
         heads = range(attention.first_head, attention.first_head + q.shape[1])
-        self.scores = Scores(
+        self.scores = TileScores(
             *(attention.exchange.pattern, attention.mask, sources, q.shape[0], heads, q.dtype, q.device),
             local=None if attention.exchange.queries_move else self.local,  # those of other ranks are computed too
         )

@@ -45,7 +45,7 @@ def part_of(attention: Attention, given: Operands, sub: SubExchange) -> tuple[At
     """What one of the exchanges is given: views of its heads."""
     own = queries_of(given, sub.heads)
     sinks = given.sinks[:, own] if given.sinks is not None else None
-    part = replace(given, q=given.q[:, own], k=heads_of(given.k, sub), v=heads_of(given.v, sub), sinks=sinks)
+    part = replace(given, q=given.q[:, own], k=kv_heads_of(given.k, sub), v=kv_heads_of(given.v, sub), sinks=sinks)
     return replace(attention, exchange=sub.exchange, first_head=attention.first_head + own.start), part
 
 
@@ -55,6 +55,6 @@ def queries_of(given: Operands, heads: range) -> slice:
     return slice(heads.start * each, heads.stop * each)
 
 
-def heads_of(x: Tensor, sub: SubExchange) -> Tensor:
+def kv_heads_of(x: Tensor, sub: SubExchange) -> Tensor:
     """Of K or V."""
     return x[:, sub.heads.start : sub.heads.stop]

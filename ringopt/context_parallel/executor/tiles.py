@@ -64,7 +64,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Scores:
+class TileScores:
     """What is done to the scores of `batch` x `heads` attentions (heads by number): the pattern's -inf, and a mask over
     `sources`.
 

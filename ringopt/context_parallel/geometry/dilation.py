@@ -70,7 +70,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Term:
+class DilatedTerm:
     """The heads of one pattern that keep the same rows: `heads` of the queries, `kv_heads` of keys and values.
 
     Query head i of them attends with the i // groups-th of `kv_heads`, or where `spread` is given, with the
@@ -130,7 +130,7 @@ class Dilation:
     def offset(self, head: int, heads: int, rate: int) -> int:
         return head % rate if self.offsets == "paper" else head // -(-heads // rate)
 
-    def terms(self, length: int, heads: int, kv_heads: int) -> tuple[Term, ...]:
+    def terms(self, length: int, heads: int, kv_heads: int) -> tuple[DilatedTerm, ...]:
         """Of all patterns, for each offset the heads that have it."""
         return _terms(self, length, heads, kv_heads)
 
@@ -189,7 +189,7 @@ def dilation_of(text: str) -> Dilation:
 
 
 @lru_cache(maxsize=1024)
-def _terms(dilation: Dilation, length: int, heads: int, kv_heads: int) -> tuple[Term, ...]:
+def _terms(dilation: Dilation, length: int, heads: int, kv_heads: int) -> tuple[DilatedTerm, ...]:
     made = []
     for segment, rate in zip(dilation.segment_lengths, dilation.dilation_rates, strict=True):
         offsets = [dilation.offset(head, heads, rate) for head in range(heads)]
@@ -199,7 +199,7 @@ def _terms(dilation: Dilation, length: int, heads: int, kv_heads: int) -> tuple[
             kept = Kept(length, min(segment, length), rate, offset)
             if not kept.rows(0):
                 continue  # the sequence ends before the first row of these heads
-            made.append(Term(kept, range(mine[0], mine[-1] + 1, step), *shared_heads(mine, heads // kv_heads)))
+            made.append(DilatedTerm(kept, range(mine[0], mine[-1] + 1, step), *shared_heads(mine, heads // kv_heads)))
     return tuple(made)
 
 

@@ -37,7 +37,7 @@ def inside(rows: range, hull: range) -> range:
     return rows[first : max(first, last)]
 
 
-def cut(rows: range, number: int, parts: int) -> range:
+def nth_part(rows: range, number: int, parts: int) -> range:
     """The part `number` of so many."""
     return rows[len(rows) * number // parts : len(rows) * (number + 1) // parts]
 
@@ -85,6 +85,6 @@ def count(rows: Iterable[range]) -> int:
     return sum(map(len, rows))
 
 
-def text(rows: Iterable[range]) -> str:
+def rows_text(rows: Iterable[range]) -> str:
     """`0:4,12:16,20:30:2`, as one writes slices."""
     return ",".join(f"{piece.start}:{piece.stop}" + f":{piece.step}" * (piece.step > 1) for piece in rows)

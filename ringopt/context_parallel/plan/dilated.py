@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from ringopt.context_parallel.geometry.dilation import Dilation, Term, dilation_of
+from ringopt.context_parallel.geometry.dilation import DilatedTerm, Dilation, dilation_of
 from ringopt.context_parallel.geometry.layouts import Layout, layout_of
 from ringopt.context_parallel.geometry.local_segments import Pieces, Segments
 from ringopt.context_parallel.geometry.rows import count
@@ -58,7 +58,7 @@ class Piece:
 class TermPlan:
     """One term over the shards of `layout`."""
 
-    term: Term
+    term: DilatedTerm
     layout: Layout
     causal: bool
     asked: str

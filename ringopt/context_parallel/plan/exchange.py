@@ -25,7 +25,7 @@ from itertools import chain
 
 from ringopt.context_parallel.geometry.layouts import Layout, Replicated
 from ringopt.context_parallel.geometry.pattern import Kind, Pattern
-from ringopt.context_parallel.geometry.rows import ByRank, Rows, count, cut, join, meet, text, without
+from ringopt.context_parallel.geometry.rows import ByRank, Rows, count, join, meet, nth_part, rows_text, without
 from ringopt.context_parallel.plan.route import Route, Strategy
 from ringopt.errors import PlanError
 
@@ -49,7 +49,7 @@ class Message:
     rows: Rows
 
     def __str__(self) -> str:
-        return f"{self.cargo.value} {text(self.rows)} {self.source}->{self.target}"
+        return f"{self.cargo.value} {rows_text(self.rows)} {self.source}->{self.target}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Block:
     kind: Kind
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {text([self.queries])} x {text([self.keys])}"
+        return f"{self.kind.value} {rows_text([self.queries])} x {rows_text([self.keys])}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Step:
 
     def __str__(self) -> str:
         mail = [f"receive {m}" for m in self.receives] + [f"send {m}" for m in self.sends]
-        drops = [f"drop {text(self.drops)}"] if self.drops else []
+        drops = [f"drop {rows_text(self.drops)}"] if self.drops else []
         return "; ".join([*mail, *map(str, self.blocks), *drops]) or "idle"
 
 
@@ -202,7 +202,7 @@ class Exchange:
     @cached_property
     def _kv_pieces(self) -> ByRank:
         def of(rank: int) -> Rows:
-            parts = (cut(piece, *self.part) for piece in _pieces(self.pattern, self.kv_layout, rank))
+            parts = (nth_part(piece, *self.part) for piece in _pieces(self.pattern, self.kv_layout, rank))
             return tuple(filter(len, parts))
 
         return ByRank(of)

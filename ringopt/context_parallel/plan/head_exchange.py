@@ -26,7 +26,7 @@ from ringopt.context_parallel.geometry.pattern import Pattern
 from ringopt.context_parallel.geometry.rows import Rows, count, join
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.prove import prove
-from ringopt.context_parallel.plan.strategies import Local, Ring
+from ringopt.context_parallel.plan.strategies import NoExchange, Ring
 from ringopt.errors import OptionError, PlanError
 
 
@@ -63,7 +63,7 @@ class HeadExchange:
     node: int
 
     def __post_init__(self) -> None:
-        Exchange(self.pattern, self.q_layout, self.kv_layout, Local())  # for its checks
+        Exchange(self.pattern, self.q_layout, self.kv_layout, NoExchange())  # for its checks
         if self.kv_heads < 1 or self.q_heads % self.kv_heads:
             raise PlanError(f"{self.q_heads} query heads cannot share {self.kv_heads} KV heads evenly")
         if self.node < 1 or self.ranks % self.node:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ringopt.context_parallel.geometry.pattern import Kind
-from ringopt.context_parallel.geometry.rows import count, meet, overlap, text, within
+from ringopt.context_parallel.geometry.rows import count, meet, overlap, rows_text, within
 from ringopt.context_parallel.plan.exchange import Block, Cargo, Exchange, Message, Step
 from ringopt.errors import PlanError
 
@@ -253,7 +253,7 @@ def _fault(where: str, fault: str, *facts: Any) -> PlanError:
 
 def _told(fact: Any) -> str:
     if isinstance(fact, range):
-        return text([fact])
+        return rows_text([fact])
     if isinstance(fact, (tuple, list)):
         return ", ".join(map(_told, fact)) or "nothing"
     return str(fact)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from ringopt.context_parallel.geometry.layouts import Replicated
-from ringopt.context_parallel.geometry.rows import count, text
+from ringopt.context_parallel.geometry.rows import count, rows_text
 from ringopt.context_parallel.plan.route import Asked, Needed, Route, Strategy
 from ringopt.errors import OptionError
 
 
 @dataclass(frozen=True)
-class Local(Strategy):
+class NoExchange(Strategy):
     """Nothing travels: every rank has the rows that its queries see. Refuses where one has not."""
 
     direct = True
@@ -34,8 +34,8 @@ class Local(Strategy):
             if missing := asked.missing(rank):
                 more = " ..." if len(missing) > 4 else ""
                 return (
-                    f"it moves no rows, and rank {rank} needs {count(missing)} of other ranks: rows {text(missing[:4])}"
-                    f"{more}"
+                    f"it moves no rows, and rank {rank} needs {count(missing)} of other ranks: rows "
+                    f"{rows_text(missing[:4])}{more}"
                 )
         return ""
 
@@ -146,14 +146,14 @@ def stretches(home: int, needed: Needed, ranks: int) -> Iterator[tuple[range, tu
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "local": Local(),
+    "local": NoExchange(),
     "halo": Halo(),
     "gather": Gather(),
     "ring": Ring(),
     "ring2": Ring(two_way=True),
     "gather_q": Gather(),
     "ring_q": Ring(),
-    "merge": Local(),
+    "merge": NoExchange(),
 }
 
 # Queries travel in place of keys and values, and their results come back: less where queries are few.

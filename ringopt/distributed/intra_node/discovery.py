@@ -38,7 +38,7 @@ class Met:
     strangers: tuple[int, ...] = ()
 
 
-def meet(rank: int, gather: Gather, timeout: float) -> Met:
+def find_neighbours(rank: int, gather: Gather, timeout: float) -> Met:
     """Finds the neighbours of this rank: those that can read its memory, and whose memory it can read.
 
     Collective over the ranks of a mesh. Ranks in other network namespaces count as other nodes, so that a link that was
@@ -93,7 +93,7 @@ def _place() -> bytes:
 def _reads(process: int, address: int, secret: bytes) -> bool:
     found = ctypes.create_string_buffer(len(secret))
     try:
-        process_vm.read(process, address, ctypes.addressof(found), len(secret))
+        process_vm.read_memory(process, address, ctypes.addressof(found), len(secret))
     except OSError:
         return False
     return hmac.compare_digest(found.raw, secret)

@@ -81,7 +81,7 @@ class Offer:
         if self.content is not None:
             ctypes.memmove(target.data_ptr(), self.content[start : start + target.nbytes], target.nbytes)
         else:
-            process_vm.read(self.line.process, self.address + start, target.data_ptr(), target.nbytes)
+            process_vm.read_memory(self.line.process, self.address + start, target.data_ptr(), target.nbytes)
 
 
 @dataclass(eq=False)

@@ -48,7 +48,7 @@ def permit() -> None:
     _libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
-def read(process: int, address: int, into: int, size: int) -> None:
+def read_memory(process: int, address: int, into: int, size: int) -> None:
     """Copies `size` bytes from `address` of `process` to the address `into`. Raises OSError."""
     done = 0
     while done < size:  # Linux copies at most 2 GiB less a page at a time

@@ -23,7 +23,7 @@ from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.nodes import is_random, op_name, source_line, tensor_args, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
-from ringopt.report import readable
+from ringopt.report import bytes_text
 from ringopt.sharding.emit import getitems
 from ringopt.sharding.handlers.registry import across
 from ringopt.sharding.sharder import Sharder
@@ -178,7 +178,7 @@ class Functions:
         for written, (node, _placements, inner) in self.written.items():
             if written not in alive or not inner.gathers:
                 continue
-            size = readable(sum(note.bytes for note in inner.gathers))
+            size = bytes_text(sum(note.bytes for note in inner.gathers))
             ops = ", ".join(sorted({op_name(note.reader) for note in inner.gathers}))
             where = f" ({line})" if (line := source_line(node)) else ""
             said.append(f"the backward of a custom autograd.Function{where} gathers {size} for {ops}")

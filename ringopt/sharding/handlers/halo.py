@@ -23,7 +23,7 @@ from ringopt.ir.nodes import is_tensor, named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.ops import operators
-from ringopt.ops.fetch_rows import Wanted, windows
+from ringopt.ops.fetch_rows import Wanted, window_rows
 from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at, wide_dtype
 from ringopt.sharding.handlers.sums import pooled_to_one
 from ringopt.sharding.sharder import Sharder
@@ -147,7 +147,7 @@ def im2col(sharder: Sharder, node: fx.Node) -> bool:
         return step(node.target, piece, kernel, dilation, [0, padding[1]], stride, placement=out)
 
     out = Sharded(len(shape_of(node)) - 1, 1, down, across)
-    return by_chunks(sharder, node, place, windows(down, stride[0], -padding[0], width), local, out)
+    return by_chunks(sharder, node, place, window_rows(down, stride[0], -padding[0], width), local, out)
 
 
 def unfold(sharder: Sharder, node: fx.Node) -> bool:
@@ -165,7 +165,7 @@ def unfold(sharder: Sharder, node: fx.Node) -> bool:
 
 def seen_by(node: fx.Node, dim: int, stride: int, start: int, width: int) -> Wanted:
     """What the windows see that make the rows of `node` along `dim`."""
-    return windows(shape_of(node)[dim], stride, start, width)
+    return window_rows(shape_of(node)[dim], stride, start, width)
 
 
 Local = Callable[[Steps, fx.Node, Sharded], fx.Node]

@@ -21,7 +21,7 @@ from ringopt.ir.symbolic_sizes import place_of, slice_of
 from ringopt.ops.fetch_rows import apart, moved
 from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at
 from ringopt.sharding.handlers.rows import pad
-from ringopt.sharding.handlers.views import plain
+from ringopt.sharding.handlers.views import without_outer_factor
 from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def cat(sharder: Sharder, node: fx.Node) -> bool:
     parts = [x for x in node.args[0] if len(shape_of(x)) == rank and shape_of(x)[dim] != 0]
     ends = list(accumulate(shape_of(x)[dim] for x in parts))
     for x in parts:
-        plain(sharder, x)
+        without_outer_factor(sharder, x)
     cut = any(sequence_at(sharder, x, [dim]) is not None for x in parts)
     if not cut or not enough_rows(sharder, length):
         return False
@@ -104,7 +104,7 @@ def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
     start, stride, count = slice_of(shape_of(base)[dim], *(named(node, name) for name in ("start", "end", "step")))
     if place is None or not count or not enough_rows(sharder, place.length):
         return False
-    plain(sharder, written)
+    without_outer_factor(sharder, written)
     step = Joined(sharder, node, place.dim)
     inside, end = step.part(written, start, stride), start + (count - 1) * stride + 1
     return step.done(step.where(start, end, inside, sharder.sharded(base, place), stride), place)

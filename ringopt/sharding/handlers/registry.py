@@ -24,7 +24,7 @@ from ringopt.sharding.handlers.random import DRAWS
 from ringopt.sharding.handlers.resampling import RESAMPLING
 from ringopt.sharding.handlers.rows import ROWS
 from ringopt.sharding.handlers.sums import SUMS, partial_sums
-from ringopt.sharding.handlers.views import plain, reshaped
+from ringopt.sharding.handlers.views import reshaped, without_outer_factor
 from ringopt.sharding.handlers.writes import WRITES
 from ringopt.sharding.sharder import Sharder
 
@@ -41,6 +41,6 @@ def across(sharder: Sharder, node: fx.Node) -> bool:
         return True
     if handler is None:
         return by_columns(sharder, node)
-    if handler(sharder, node) or (plain(sharder, next(tensor_args(node))) and handler(sharder, node)):
+    if handler(sharder, node) or (without_outer_factor(sharder, next(tensor_args(node))) and handler(sharder, node)):
         return True
     return by_columns(sharder, node)

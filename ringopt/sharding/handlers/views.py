@@ -49,7 +49,7 @@ def evenly(sharder: Sharder, length: int) -> bool:
     return max(sum(map(len, layout.ranges(rank))) for rank in range(sharder.ranks)) * sharder.ranks <= 1.25 * length
 
 
-def plain(sharder: Sharder, x: fx.Node) -> bool:
+def without_outer_factor(sharder: Sharder, x: fx.Node) -> bool:
     """Spreads `x` along all places of its sharded dim, where the sequence was a factor of it."""
     place = sharder.placements.get(x)
     if place is None or place.outer * place.inner == 1:

@@ -22,7 +22,7 @@ from ringopt.distributed.traffic import Traffic, record_traffic
 from ringopt.errors import PlanError
 from ringopt.expr.mask import Mask
 from ringopt.expr.terms import applied, axis, load, number, score
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from ringopt.kernels.cpu_flash import CpuFlash
 from ringopt.kernels.math import Math
 from tests.context_parallel.reference import Problem, assert_near, join, problem, sdpa, shard, visible
@@ -35,7 +35,7 @@ def attention(
     case: Problem, p: int, pattern: str, layout: str, strategy: str, kernel: str = "auto", mask: Mask | None = None
 ) -> Attention:
     exchange = exchange_of(pattern, case.q.shape[2], case.k.shape[2], p, layout, layout, strategy)
-    chosen, _ = choose(kernel, case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
+    chosen, _ = choose_kernel(kernel, case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
     return Attention(exchange, mask or Mask(), chosen, case.scale)
 
 
@@ -176,7 +176,7 @@ def test_masks_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     there = torch.ones(2, 64, dtype=torch.bool)
     there[:, ::2] = False
     pattern = exchange_of("window(40,both)", 64, 64, 1, "contiguous", "contiguous", "ring").pattern
-    scores = tiles.Scores(pattern, padding(), [there], 2, range(4), torch.float32, torch.device("cpu"))
+    scores = tiles.TileScores(pattern, padding(), [there], 2, range(4), torch.float32, torch.device("cpu"))
     made = list(scores.tiles(block))
     assert block.kind is Kind.PARTIAL
     assert len(made) > 10

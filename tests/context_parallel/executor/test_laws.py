@@ -20,7 +20,7 @@ from ringopt.distributed.traffic import Traffic, record_traffic
 from ringopt.errors import OptionError
 from ringopt.expr.block_sparse import text_of
 from ringopt.expr.mask import Mask
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from tests.context_parallel.reference import Problem, assert_near, join, problem, sdpa, shard, visible
 from tests.harness.threads import ThreadMesh, run_on_threads
 
@@ -40,7 +40,7 @@ DTYPES = ((torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 4e-2))
 
 def run(case: Problem, plan: Plan, layout: str) -> tuple[list[Tensor], Traffic]:
     """out, dq, dk, dv in sequence order."""
-    kernel, _ = choose("auto", case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
+    kernel, _ = choose_kernel("auto", case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
     exchange, heads = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
     site = Attention(exchange, Mask(), kernel, case.scale, heads=heads)
 

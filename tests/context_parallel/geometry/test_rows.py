@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringopt.context_parallel.geometry.rows import count, join, meet, text, without
+from ringopt.context_parallel.geometry.rows import count, join, meet, rows_text, without
 from tests.context_parallel.drawing import many
 
 ranges = st.builds(range, st.integers(0, 20), st.integers(0, 20))
@@ -44,5 +44,5 @@ def test_join_of_what_touches() -> None:
 def test_count_and_text() -> None:
     rows = (range(0, 4), range(12, 16))
     assert count(rows) == 8
-    assert text(rows) == "0:4,12:16"
+    assert rows_text(rows) == "0:4,12:16"
     assert count(()) == 0

@@ -28,7 +28,7 @@ from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, PlanError
 from ringopt.expr.mask import Mask
 from ringopt.expr.terms import axis, load
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from tests.context_parallel.drawing import many
 from tests.context_parallel.reference import Problem, assert_near, join, problem, sdpa, shard, visible
 from tests.harness.threads import ThreadMesh
@@ -186,7 +186,7 @@ def run(case: Problem, p: int, pattern: str, layouts: tuple[str, str], node: int
     heads = case.q.shape[1], case.k.shape[1]
     made = head_exchange_of(pattern, case.q.shape[2], case.k.shape[2], p, *layouts, heads, node)
     prove(made)
-    kernel, _ = choose("auto", case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
+    kernel, _ = choose_kernel("auto", case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
     site = Attention(made.whole, Mask(), kernel, case.scale, heads=made)
 
     def body(mesh: ThreadMesh) -> list[Tensor]:

@@ -23,7 +23,7 @@ from ringopt.tools.benchmarks.lab.machine import this_machine
 from ringopt.tools.benchmarks.lab.result import Result
 from ringopt.tools.benchmarks.tables import overlap
 from ringopt.tools.benchmarks.workers.overlap import rows_of
-from ringopt.tools.benchmarks.workers.overlap_rank import Case
+from ringopt.tools.benchmarks.workers.overlap_rank import OverlapCase
 from ringopt.tools.cli import main
 from ringopt.tools.common.command import WIDTH
 from tests.harness.threads import ThreadMesh, run_on_threads
@@ -165,7 +165,8 @@ def test_an_emulated_link_carries_one_message_after_the_other() -> None:
 
 
 def test_rows_of_overlap() -> None:
-    cases = [Case("causal", 64, 2), Case("full", 64, 2, slept=True), Case("causal", 64, 2, slept=True, hoisted=True)]
+    slept = OverlapCase("full", 64, 2, slept=True)
+    cases = [OverlapCase("causal", 64, 2), slept, OverlapCase("causal", 64, 2, slept=True, hoisted=True)]
     rows = rows_of(cases, [0.5, 1.0], 1, emulated=True)
     assert [row["pass"] for row in rows] == 3 * ["forward", "forward", "backward", "backward"]
     assert [row["slept"] for row in rows] == 4 * [False] + 8 * [True]

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
-from ringopt.tools.common.command import whole
+from ringopt.tools.common.command import natural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -39,8 +39,8 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--repeats", metavar="N", type=whole, default=3, help="timed calls of each (3)")
-    parser.add_argument("--scale", metavar="N", type=whole, default=1, help="divides all lengths, 64 at most (1)")
+    parser.add_argument("--repeats", metavar="N", type=natural, default=3, help="timed calls of each (3)")
+    parser.add_argument("--scale", metavar="N", type=natural, default=1, help="divides all lengths, 64 at most (1)")
     parser.set_defaults(measure=measure)
 
 

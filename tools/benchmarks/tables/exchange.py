@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.names import OURS, TORCH
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
-from ringopt.tools.common.command import whole
+from ringopt.tools.common.command import natural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -38,11 +38,11 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, help="of the sequence (256 ... 8192)")
-    parser.add_argument("--heads", metavar="N", type=whole, default=2, help="of 64 (2)")
+    parser.add_argument("--lengths", metavar="N", nargs="+", type=natural, help="of the sequence (256 ... 8192)")
+    parser.add_argument("--heads", metavar="N", type=natural, default=2, help="of 64 (2)")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS), help="who sees whom (all)")
     parser.add_argument(
-        "--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns, at least (5)"
+        "--repeats", metavar="N", type=natural, default=5, help="timed calls of each, by turns, at least (5)"
     )
     parser.add_argument("--quick", action="store_true", help="lengths 256 and 1024, 3 repeats")
     parser.set_defaults(measure=measure)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.benchmarks.lab.names import COPY, RING
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, chosen, error, long_enough
-from ringopt.tools.common.command import CommandError, whole
+from ringopt.tools.common.command import CommandError, natural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -37,9 +37,9 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of q, k and v (float32)")
-    parser.add_argument("--lengths", metavar="N", nargs="+", type=whole, default=[2048], help="of the sequence (2048)")
-    parser.add_argument("--ranks", metavar="P", type=whole, default=8, help="virtual ranks of the ring (8)")
-    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
+    parser.add_argument("--lengths", metavar="N", nargs="+", type=natural, default=[2048], help="tokens (2048)")
+    parser.add_argument("--ranks", metavar="P", type=natural, default=8, help="virtual ranks of the ring (8)")
+    parser.add_argument("--repeats", metavar="N", type=natural, default=5, help="timed calls of each, by turns (5)")
     parser.add_argument("--only", metavar="KERNEL", nargs="+", help="only these kernels, ring or copy")
     parser.set_defaults(measure=measure)
 
@@ -49,14 +49,14 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     import torch
 
     from ringopt.kernels.choose import KERNELS
-    from ringopt.tools.benchmarks.workers.kernels import Case, rows_of
+    from ringopt.tools.benchmarks.workers.kernels import KernelCase, rows_of
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: torch sees no GPU here; leave it out, or install a build of torch for CUDA")
     long_enough(arguments.lengths, arguments.ranks)
     names = chosen(arguments.only, [*(kernel.name for kernel in KERNELS), RING, COPY])
     cases = [
-        Case(pattern, length, heads, arguments.dtype, arguments.device, arguments.ranks)
+        KernelCase(pattern, length, heads, arguments.dtype, arguments.device, arguments.ranks)
         for length in arguments.lengths
         for pattern in ("causal", "full")
         for heads in ((8, 8), (8, 2))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.names import FEW, PEERS, equal_shards
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
-from ringopt.tools.common.command import CommandError, whole
+from ringopt.tools.common.command import CommandError, natural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -47,8 +47,8 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--length", metavar="N", type=whole, default=2048, help="of the sequence (2048)")
-    parser.add_argument("--ranks", metavar="P", nargs="+", type=whole, default=[2, 4, 8], help="processes (2 4 8)")
+    parser.add_argument("--length", metavar="N", type=natural, default=2048, help="of the sequence (2048)")
+    parser.add_argument("--ranks", metavar="P", nargs="+", type=natural, default=[2, 4, 8], help="processes (2 4 8)")
     parser.set_defaults(measure=measure)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.names import BACKENDS
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, chosen, error
-from ringopt.tools.common.command import whole
+from ringopt.tools.common.command import natural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -36,9 +36,9 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--lengths", metavar="N", nargs="+", type=whole, default=[1024, 4096], help="of the sequence (1024 4096)"
+        "--lengths", metavar="N", nargs="+", type=natural, default=[1024, 4096], help="of the sequence (1024 4096)"
     )
-    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each, by turns (5)")
+    parser.add_argument("--repeats", metavar="N", type=natural, default=5, help="timed calls of each, by turns (5)")
     parser.add_argument("--only", metavar="MODEL", nargs="+", help="only these models")
     parser.set_defaults(measure=measure)
 

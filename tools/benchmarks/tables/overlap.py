@@ -14,7 +14,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error, long_enough
-from ringopt.tools.common.command import several, whole
+from ringopt.tools.common.command import natural, two_or_more
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -41,19 +41,19 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", metavar="P", nargs="+", type=several, default=[2, 4], help="2 or more (2 4)")
+    parser.add_argument("--ranks", metavar="P", nargs="+", type=two_or_more, default=[2, 4], help="2 or more (2 4)")
     parser.add_argument(
         "--lengths",
         metavar="N",
         nargs="+",
-        type=whole,
+        type=natural,
         help=f"of the sequence (for each of the ranks {ROWS[False]} where computed, {ROWS[True]} where slept)",
     )
     parser.add_argument(
         "--shares", metavar="X", nargs="+", type=_share, default=[0.3, 0.6, 0.9],
         help="exchange / compute (0.3 0.6 0.9)"
     )
-    parser.add_argument("--repeats", metavar="N", type=whole, default=3, help="timed calls of each, by turns (3)")
+    parser.add_argument("--repeats", metavar="N", type=natural, default=3, help="timed calls of each, by turns (3)")
     parser.add_argument("--emulated", action="store_true", help="hold messages back instead of making links")
     parser.set_defaults(measure=measure)
 
@@ -72,7 +72,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     """Raises LabError."""
     from ringopt.tools.benchmarks.lab.link_lab import why_unavailable
     from ringopt.tools.benchmarks.workers.overlap import rows_of
-    from ringopt.tools.benchmarks.workers.overlap_rank import Case
+    from ringopt.tools.benchmarks.workers.overlap_rank import OverlapCase
 
     long_enough(arguments.lengths or (), max(arguments.ranks))
     missing = None if arguments.emulated else why_unavailable()
@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         # With fewer cores than ranks there is no compute beside which messages could travel.
         kinds = (True,) if ranks > len(os.sched_getaffinity(0)) else (False, True)
         cases = [
-            Case(pattern, length, ranks, slept, hoisted)
+            OverlapCase(pattern, length, ranks, slept, hoisted)
             for slept in kinds
             for length in arguments.lengths or [ROWS[slept] * ranks]
             for pattern, hoisted in (("causal", False), ("full", False), ("causal", True))

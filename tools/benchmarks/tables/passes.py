@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
-from ringopt.tools.common.command import whole
+from ringopt.tools.common.command import natural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -33,8 +33,8 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--layers", metavar="N", type=whole, nargs="+", default=[12, 24, 48], help="(12 24 48)")
-    parser.add_argument("--repeats", metavar="R", type=whole, default=3, help="of which the median is shown (3)")
+    parser.add_argument("--layers", metavar="N", type=natural, nargs="+", default=[12, 24, 48], help="(12 24 48)")
+    parser.add_argument("--repeats", metavar="R", type=natural, default=3, help="of which the median is shown (3)")
     parser.set_defaults(measure=measure)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.benchmarks.lab.names import TIMEOUT
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
-from ringopt.tools.common.command import CommandError, several, whole
+from ringopt.tools.common.command import CommandError, natural, two_or_more
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -39,12 +39,12 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", metavar="N", type=whole, default=1000, help="forward and backward each (1000)")
-    parser.add_argument("--ranks", metavar="P", type=several, default=3, help="processes (3)")
-    parser.add_argument("--seconds", metavar="S", type=whole, default=600, help="to end after, steps or not (600)")
-    parser.add_argument("--delay", metavar="MS", type=whole, default=2, help="longest, in milliseconds (2)")
+    parser.add_argument("--steps", metavar="N", type=natural, default=1000, help="forward and backward each (1000)")
+    parser.add_argument("--ranks", metavar="P", type=two_or_more, default=3, help="processes (3)")
+    parser.add_argument("--seconds", metavar="S", type=natural, default=600, help="to end after, steps or not (600)")
+    parser.add_argument("--delay", metavar="MS", type=natural, default=2, help="longest, in milliseconds (2)")
     parser.add_argument("--compiled", action="store_true", help="training steps of compiled models")
-    parser.add_argument("--seed", metavar="N", type=whole, default=1, help="of what is drawn (1)")
+    parser.add_argument("--seed", metavar="N", type=natural, default=1, help="of what is drawn (1)")
     parser.set_defaults(measure=measure)
 
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error, long_enough
-from ringopt.tools.common.command import several, whole
+from ringopt.tools.common.command import natural, two_or_more
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -34,12 +34,12 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         "--lengths",
         metavar="N",
         nargs="+",
-        type=whole,
+        type=natural,
         default=[4096, 8192, 16384],
         help="of the sequence (4096 8192 16384)",
     )
-    parser.add_argument("--ranks", metavar="P", type=several, default=2, help="no more than cores (2)")
-    parser.add_argument("--repeats", metavar="N", type=whole, default=5, help="timed calls of each (5)")
+    parser.add_argument("--ranks", metavar="P", type=two_or_more, default=2, help="no more than cores (2)")
+    parser.add_argument("--repeats", metavar="N", type=natural, default=5, help="timed calls of each (5)")
     parser.set_defaults(measure=measure)
 
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row
-from ringopt.tools.common.command import whole
+from ringopt.tools.common.command import natural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -32,10 +32,10 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--length", metavar="N", type=whole, default=8192, help="of the sequence (8192)")
-    parser.add_argument("--layers", metavar="N", type=whole, default=8, help="of the model (8)")
-    parser.add_argument("--heads", metavar="N", type=whole, default=2, help="of 64, two to a KV head (2)")
-    parser.add_argument("--ranks", metavar="P", nargs="+", type=whole, default=[2, 4], help="beside one process (2 4)")
+    parser.add_argument("--length", metavar="N", type=natural, default=8192, help="of the sequence (8192)")
+    parser.add_argument("--layers", metavar="N", type=natural, default=8, help="of the model (8)")
+    parser.add_argument("--heads", metavar="N", type=natural, default=2, help="of 64, two to a KV head (2)")
+    parser.add_argument("--ranks", metavar="P", nargs="+", type=natural, default=[2, 4], help="after one process (2 4)")
     parser.add_argument("--checkpoints", action="store_true", help="then the same with every layer a checkpoint")
     parser.set_defaults(measure=measure)
 

@@ -23,10 +23,10 @@ from ringopt.distributed.mesh import Mesh, Pending, PretendedMesh, register
 from ringopt.hardware.devices import Link
 from ringopt.hardware.rates import Rates, Speed
 from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
-from ringopt.tools.benchmarks.workers.overlap_rank import Mute, begin, in_turns, nothing, together
+from ringopt.tools.benchmarks.workers.overlap_rank import Mute, begin_rank, in_turns, nothing, together
 
 HEADS, DIM = 8, 64
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # queries, and as many keys, of a tile
@@ -42,11 +42,11 @@ Samples = list[tuple[float, float]]  # FLOPs or bytes, seconds
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 def kernels_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
     """Samples by "kernel dtype way shape"; bytes/s of merging, and seconds of whole calls."""
-    mesh = begin()
+    mesh = begin_rank()
     found: dict[str, Samples] = {}
     for name in ("flash_cpu", "math"):
         for dtype in DTYPES[: 1 if name == "math" else 2]:
-            kernel, _ = choose(name, dtype, torch.device("cpu"), DIM, DIM)
+            kernel, _ = choose_kernel(name, dtype, torch.device("cpu"), DIM, DIM)
             for shape in SHAPES:
                 for way, samples in tile_samples(kernel, dtype, shape).items():
                     found[f"{name} {str(dtype).removeprefix('torch.')} {way} {shape}"] = samples
@@ -158,7 +158,7 @@ def timed(run: Callable[[], object]) -> float:
 # ---- the link --------------------------------------------------------------------------------------------------------
 def link_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
     """Of two ranks: samples of messages both ways at once and one way; and compute, an exchange, and both together."""
-    mesh, peer = begin(), (rank + 1) % ranks
+    mesh, peer = begin_rank(), (rank + 1) % ranks
     x, largest = torch.randn(256, 256), MESSAGES[-1]
 
     def both_ways(size: int) -> Callable[[], Pending]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import ringopt
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.tools.benchmarks.lab.result import Row
-from ringopt.tools.benchmarks.workers.overlap_rank import begin
+from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank
 from ringopt.tools.common.resident import reset_peak, resident
 
 SAMPLED = 16
@@ -34,7 +34,7 @@ def on_a_rank(
     repeats: int,
 ) -> Row:
     """Seconds of the median call, peak memory over the inputs, error, bytes sent; "dense": seconds of SDPA."""
-    begin()
+    begin_rank()
     draw = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, heads, length, dim, generator=draw) for _ in range(3)]
     (own,) = layout_of("contiguous", length, ranks).ranges(rank)

@@ -16,7 +16,7 @@ from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.plan_of import Plan
-from ringopt.cost.choose import Case, choose, choose_layout
+from ringopt.cost.choose import Case, choose_layout, choose_strategy
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.agreed_rates import agreed_rates
 from ringopt.distributed.lookup import process_mesh
@@ -30,7 +30,7 @@ from ringopt.tools.benchmarks.lab.names import OURS, TORCH
 from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.peers import Run, all_gather, torch_ring
 from ringopt.tools.benchmarks.lab.result import MODES, Row
-from ringopt.tools.benchmarks.workers.overlap_rank import Mute, Times, begin, nothing, together
+from ringopt.tools.benchmarks.workers.overlap_rank import Mute, Times, begin_rank, nothing, together
 
 DIM = 64
 LONG, MOST = 0.3, 60  # seconds of timed calls of each, and the most calls
@@ -39,7 +39,7 @@ SAMPLED = 64  # queries whose outputs and gradients are compared
 
 def on_a_rank(rank: int, ranks: int, patterns: list[str], length: int, heads: int, repeats: int) -> list[Row]:
     """The rows of one rank at one length, for every pattern, inference and training."""
-    begin()
+    begin_rank()
     problem = Problem(length, heads, process_mesh())
     return [problem.row(pattern, mode, training, repeats) for pattern in patterns for mode, training in MODES.items()]
 
@@ -118,7 +118,7 @@ class Problem:
     def by_auto(self, case: Case, rates: Rates) -> tuple[str, str]:
         """The layout and the strategy of auto."""
         layout, _why = choose_layout([case], self.mesh.size, "auto", tuple(LAYOUTS), rates)
-        return layout, choose(case, self.mesh.size, layout, rates).strategy
+        return layout, choose_strategy(case, self.mesh.size, layout, rates).strategy
 
     def operator(self, pattern: str, strategy: str, layout: str, mesh: Mesh) -> Run:
         """What the compiler inserts."""

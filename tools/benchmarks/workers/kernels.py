@@ -15,7 +15,7 @@ from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.plan.exchange import Block, Exchange
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows, accumulator
-from ringopt.kernels.choose import KERNELS, choose
+from ringopt.kernels.choose import KERNELS, choose_kernel
 from ringopt.tools.benchmarks.lab.copying import Copy
 from ringopt.tools.benchmarks.lab.names import COPY, RING
 from ringopt.tools.benchmarks.lab.numbers import distance
@@ -31,7 +31,7 @@ Run = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One attention that kernels are timed on; `heads`: of queries and of KV, `length` in tokens."""
 
     pattern: str
@@ -57,7 +57,7 @@ class Case:
 class Contest:
     """What is timed of one case, by name, beside SDPA; and what it gives."""
 
-    case: Case
+    case: KernelCase
     forward: dict[str, Run]
     backward: dict[str, Run]
     errors: dict[str, float]
@@ -83,7 +83,7 @@ class Contest:
         return row | {"part_seconds": None, "copy_rate": None, "hidden": None}
 
 
-def rows_of(case: Case, names: Sequence[str], repeats: int, refusals: dict[str, str]) -> list[Row]:
+def rows_of(case: KernelCase, names: Sequence[str], repeats: int, refusals: dict[str, str]) -> list[Row]:
     """A row for each of `names` that can do it; `refusals` is told of the others."""
     q, k, v, dout = case.operands()
     alone: tuple[Run, Run] = (lambda: [sdpa(case, q, k, v)], backward_of_sdpa(case, q, k, v, dout))
@@ -125,7 +125,7 @@ def beside(alone: float, copied: int, seconds: Sequence[dict[str, float]]) -> Ro
     return {"part_seconds": alone, "copy_rate": copied / alone, "hidden": (ours + 2 * alone - both) / shorter}
 
 
-def of_kernel(case: Case, kernel: Kernel, given: Sequence[Tensor]) -> tuple[Run, Run]:
+def of_kernel(case: KernelCase, kernel: Kernel, given: Sequence[Tensor]) -> tuple[Run, Run]:
     """Calls of a kernel's forward and backward on one tile that is the whole attention."""
     q, k, v, dout = given
     tile = TileInputs(q, k, v, SCALE, causal=case.causal)
@@ -137,36 +137,36 @@ def of_kernel(case: Case, kernel: Kernel, given: Sequence[Tensor]) -> tuple[Run,
     )
 
 
-def of_ring(case: Case, given: Sequence[Tensor], rings: list[VirtualRing]) -> tuple[Run, Run]:
+def of_ring(case: KernelCase, given: Sequence[Tensor], rings: list[VirtualRing]) -> tuple[Run, Run]:
     """`rings` is given the ring."""
     q = given[0]
-    ring = VirtualRing(case, choose("auto", q.dtype, q.device, DIM, DIM)[0], given)
+    ring = VirtualRing(case, choose_kernel("auto", q.dtype, q.device, DIM, DIM)[0], given)
     rings.append(ring)
     return ring.forward, ring.backward
 
 
-def sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sdpa(case: KernelCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """SDPA on the same operands, q, k, v [B, H, S, D]."""
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=case.causal, scale=SCALE, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
-def backward_of_sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Run:
+def backward_of_sdpa(case: KernelCase, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Run:
     """A call of SDPA's backward alone."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = sdpa(case, *leaves)
     return lambda: list(torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
-def reference(case: Case, *given: Tensor) -> list[Tensor]:
+def reference(case: KernelCase, *given: Tensor) -> list[Tensor]:
     """The output, and the gradients of q, k and v."""
     q, k, v, dout = given if case.length > EXACT else [x.double() for x in given]
     found = [sdpa(case, q, k, v), *backward_of_sdpa(case, q, k, v, dout)()]
     return [x.to(given[0].dtype) for x in found]
 
 
-def synchronized(case: Case, run: Callable[[], object]) -> Callable[[], object]:
+def synchronized(case: KernelCase, run: Callable[[], object]) -> Callable[[], object]:
     """`run`, which on a GPU waits for its kernels."""
     if case.device != "cuda":
         return run
@@ -181,7 +181,7 @@ def synchronized(case: Case, run: Callable[[], object]) -> Callable[[], object]:
 class VirtualRing:
     """The blocks of a ring's ranks, one rank after the other, with all rows at hand."""
 
-    def __init__(self, case: Case, kernel: Kernel, given: Sequence[Tensor]):
+    def __init__(self, case: KernelCase, kernel: Kernel, given: Sequence[Tensor]):
         layout = "zigzag" if case.causal else "contiguous"
         self.plan: Exchange = exchange_of(case.pattern, case.length, case.length, case.ranks, layout, layout, "ring")
         self.kernel = kernel

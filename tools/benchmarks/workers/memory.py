@@ -31,7 +31,7 @@ from ringopt.tools.benchmarks.lab.peers import Run
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
 from ringopt.tools.benchmarks.workers.memory_peers import Peer, peers
-from ringopt.tools.benchmarks.workers.overlap_rank import Mute, begin
+from ringopt.tools.benchmarks.workers.overlap_rank import Mute, begin_rank
 
 HEADS = Heads(1, 8, 8, 64, 64, 4, 4, "float32", "flash_cpu")
 
@@ -97,7 +97,7 @@ class Planned:
 
 def on_a_rank(rank: int, ranks: int, length: int, done: Queue[str]) -> list[Row]:
     """`done` is told of each row, by one rank."""
-    mesh, rows = begin(), list[Row]()
+    mesh, rows = begin_rank(), list[Row]()
     for each in everyone(ranks, length):
         rows.append(row_of(mesh, each) | {"error": error(mesh, each)})
         if rank == 0:

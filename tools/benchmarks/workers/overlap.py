@@ -8,10 +8,10 @@ from typing import Any
 from ringopt.tools.benchmarks.lab.link_lab import LinkLab, Links, as_ranks
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.workers.overlap_compiled import Hoisted
-from ringopt.tools.benchmarks.workers.overlap_rank import FAST, LONGEST, Case, Rank, begin, set_rate
+from ringopt.tools.benchmarks.workers.overlap_rank import FAST, LONGEST, OverlapCase, Rank, begin_rank, set_rate
 
 
-def rows_of(cases: Sequence[Case], shares: Sequence[float], repeats: int, emulated: bool) -> list[Row]:
+def rows_of(cases: Sequence[OverlapCase], shares: Sequence[float], repeats: int, emulated: bool) -> list[Row]:
     """A row for each case, pass and share; the cases have equally many ranks. Raises LabError."""
     ranks, timeout = cases[0].ranks, LONGEST * len(cases) * (len(shares) + 1) * (repeats + 1)
     if emulated:
@@ -38,10 +38,10 @@ def row_of(found: Sequence[dict[str, Any]]) -> Row:
 
 
 def on_a_rank(
-    rank: int, ranks: int, cases: Sequence[Case], shares: Sequence[float], repeats: int, links: Links | None
+    rank: int, ranks: int, cases: Sequence[OverlapCase], shares: Sequence[float], repeats: int, links: Links | None
 ) -> list[dict[str, Any]]:
     """The rows of one rank: each case, forward and backward, on links on which sending takes `shares` of computing."""
-    mesh, found = begin(), []
+    mesh, found = begin_rank(), []
     for case in cases:
         part = (Hoisted if case.hoisted else Rank)(case, mesh)
         for backward in (False, True):

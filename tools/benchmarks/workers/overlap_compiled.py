@@ -29,7 +29,7 @@ from ringopt.runtime.graph_boundary import examples
 from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.sleeping import FLOPS, Sleeping
 from ringopt.tools.benchmarks.lab.wrapped import Wrapped
-from ringopt.tools.benchmarks.workers.overlap_rank import DIM, HEADS, Case, Rank
+from ringopt.tools.benchmarks.workers.overlap_rank import DIM, HEADS, OverlapCase, Rank
 from ringopt.torch_compat.tensors import TorchDispatchMode
 
 WIDTH = HEADS * DIM
@@ -70,7 +70,7 @@ class SleptProducts(TorchDispatchMode):
 class Hoisted(Rank):
     """One rank's part of the model: its attention is that of the case."""
 
-    def __init__(self, case: Case, mesh: Mesh):
+    def __init__(self, case: OverlapCase, mesh: Mesh):
         super().__init__(case, mesh)
         self.place = Wrapped(mesh)  # so that one compiled program runs over whichever mesh stands in it
         register(self.place)

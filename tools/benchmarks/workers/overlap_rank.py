@@ -23,7 +23,7 @@ from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.distributed.traffic import record_traffic
 from ringopt.expr.mask import Mask
-from ringopt.kernels.choose import choose
+from ringopt.kernels.choose import choose_kernel
 from ringopt.tools.benchmarks.lab.emulated_link import EmulatedLink
 from ringopt.tools.benchmarks.lab.link_lab import Links
 from ringopt.tools.benchmarks.lab.names import PASSES
@@ -38,7 +38,7 @@ OVERHEAD = 1.06  # bytes on the wire for each byte of a message
 
 
 @dataclass(frozen=True)
-class Case:
+class OverlapCase:
     """`slept`: blocks take their time, but no processor (tools/benchmarks/lab/sleeping.py). `hoisted`: as part
     of a compiled model (overlap_compiled.py)."""
 
@@ -68,10 +68,10 @@ class Mute(Wrapped):
 class Rank:
     """One rank's part of a case."""
 
-    def __init__(self, case: Case, mesh: Mesh):
+    def __init__(self, case: OverlapCase, mesh: Mesh):
         self.case, self.mesh, self.plan = case, mesh, case.plan
         prove(self.plan, mesh.rank)
-        kernel, _ = choose("auto", torch.float32, torch.device("cpu"), DIM, DIM)
+        kernel, _ = choose_kernel("auto", torch.float32, torch.device("cpu"), DIM, DIM)
         self.attention = Attention(self.plan, Mask(), kernel, DIM**-0.5)
         self.timed = replace(self.attention, kernel=Sleeping()) if case.slept else self.attention
         torch.manual_seed(0)
@@ -143,7 +143,7 @@ class Rank:
         return distance(self.attend(self.attention, self.mesh, backward), [self.rows(x.detach()) for x in expected])
 
 
-def begin() -> Mesh:
+def begin_rank() -> Mesh:
     """The mesh of all processes, over gloo, one thread a rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

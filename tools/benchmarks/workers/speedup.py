@@ -11,7 +11,7 @@ from torch import Tensor
 import ringopt
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
 from ringopt.tools.benchmarks.lab.result import Row
-from ringopt.tools.benchmarks.workers.overlap_rank import begin, nothing, together
+from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank, nothing, together
 
 HEADS, DIM, LAYOUT = 8, 64, "zigzag"
 
@@ -19,7 +19,7 @@ HEADS, DIM, LAYOUT = 8, 64, "zigzag"
 def on_a_rank(rank: int, ranks: int, length: int, repeats: int) -> list[Row]:
     """Causal attention of [1, HEADS, length, DIM], forward, and with its backward: seconds on all ranks, seconds on
     this one alone while the others wait, the error of this rank's rows."""
-    begin()
+    begin_rank()
     draw = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, HEADS, length, DIM, generator=draw).requires_grad_() for _ in range(3)]
     local = [rows(x.detach()).requires_grad_() for x in whole]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringopt
 from ringopt.tools.benchmarks.lab.result import Row
-from ringopt.tools.benchmarks.workers.overlap_rank import begin
+from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank
 from ringopt.tools.common.resident import give_back, reset_peak, resident
 
 VOCABULARY, HEAD = 256, 64
@@ -70,7 +70,7 @@ class Llama(nn.Module):
 def on_a_rank(rank: int, ranks: int, length: int, layers: int, width: int, checkpointed: bool, backend: str) -> Row:
     """Of the second step, when all is compiled: seconds, and the peak of resident memory above what was resident
     before it, gradients included there."""
-    begin()
+    begin_rank()
     give_back()
     model = Llama(layers, width, checkpointed)
     compiled = torch.compile(model, backend=backend)

@@ -17,7 +17,14 @@ from ringopt.context_parallel.executor.dilated.operands import (
     additive,
     dropout_of,
 )
-from ringopt.context_parallel.executor.dilated.views import collected, of_heads, packed, places, spread, views
+from ringopt.context_parallel.executor.dilated.views import (
+    collected,
+    expand_kv_heads,
+    of_heads,
+    packed,
+    packed_places,
+    views,
+)
 from ringopt.context_parallel.executor.loop import Task, leaving
 from ringopt.context_parallel.executor.merge_lse import Merged, merge_
 from ringopt.context_parallel.geometry.local_segments import Segments
@@ -76,7 +83,7 @@ class CutForward(TermKeys, Task):
 
     def merge_into(self, out: Tensor, lse: Tensor) -> None:
         found = self.result()
-        for piece, place in places(self.pieces):
+        for piece, place in packed_places(self.pieces):
             into = (of_heads(x, self.term.heads)[:, :, piece.here] for x in (out, lse))
             merge_(*into, *(x[:, :, place] for x in found))
 
@@ -95,7 +102,7 @@ class CutForward(TermKeys, Task):
     def _tile(self, block: Block) -> tuple[slice, TileInputs]:
         """Of a block: which rows of `q` are its queries, and what a kernel is given."""
         rows = self.local.slice(block.queries)
-        keys, values = (spread(x, self.term) for x in self.held.pair(block.keys))
+        keys, values = (expand_kv_heads(x, self.term) for x in self.held.pair(block.keys))
         seen = None if self.seen is None else self.seen[:, block.keys.start : block.keys.stop]
         q = self.q[:, :, rows]
         mask = None if seen is None else additive(seen, q)
@@ -135,7 +142,7 @@ class CutBackward(CutForward):
         of = (self.term.heads, self.term.kv_heads, self.term.kv_heads)
         for total, heads, found in zip(totals, of, (self.dq, *self.sums.home()), strict=True):
             for these, view in views(total, heads):
-                for piece, place in places(self.pieces):
+                for piece, place in packed_places(self.pieces):
                     view[:, :, piece.here] += found[:, these, place]
 
 

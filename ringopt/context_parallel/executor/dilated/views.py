@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.geometry.dilation import Kept, Term
+from ringopt.context_parallel.geometry.dilation import DilatedTerm, Kept
 from ringopt.context_parallel.plan.dilated import Piece, Stretch
 
 
@@ -51,7 +51,7 @@ def packed(x: Tensor, pieces: Sequence[Piece]) -> Tensor:
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def places(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, slice]]:
+def packed_places(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, slice]]:
     """Each piece with its place in what `packed` returns."""
     start = 0
     for piece in pieces:
@@ -59,12 +59,12 @@ def places(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, slice]]:
         start += len(piece.packed)
 
 
-def spread(x: Tensor, term: Term) -> Tensor:
+def expand_kv_heads(x: Tensor, term: DilatedTerm) -> Tensor:
     """KV heads as the kernels take them: one a query head where query heads share them unevenly."""
     return x if term.spread is None else x[:, list(term.spread)]
 
 
-def collected(dx: Tensor, term: Term) -> Tensor:
+def collected(dx: Tensor, term: DilatedTerm) -> Tensor:
     """The gradient of `x` from that of `spread(x, term)`."""
     if term.spread is None:
         return dx

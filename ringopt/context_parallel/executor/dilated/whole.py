@@ -19,9 +19,9 @@ from ringopt.context_parallel.executor.dilated.operands import (
 from ringopt.context_parallel.executor.dilated.views import (
     batched,
     collected,
+    expand_kv_heads,
     in_segments,
     of_heads,
-    spread,
     unbatched,
     views,
 )
@@ -54,7 +54,7 @@ class Whole:
 
             self.kernel = Math(factor=factor)
         q, mask = self._cut(given.q, self.term.heads), None
-        k, v = (spread(self._cut(x, self.term.kv_heads), self.term) for x in (given.k, given.v))
+        k, v = (expand_kv_heads(self._cut(x, self.term.kv_heads), self.term) for x in (given.k, given.v))
         if given.seen is not None:
             seen = in_segments(given.seen[:, None], stretch.first, stretch, self.term.kept)
             mask = additive(batched(seen)[:, 0], q)
