@@ -23,7 +23,7 @@ from torch import Tensor
 from ringopt.calls import AttentionCall
 from ringopt.expr.bands import Known
 from ringopt.expr.evaluate import evaluate
-from ringopt.expr.mask import coordinates
+from ringopt.expr.mask import block_coordinates
 from ringopt.expr.terms import Term
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import requires_grad, shape_of
@@ -102,7 +102,7 @@ def check(reading: Reading, given: fx.Node, term: Term, cone: Cone) -> Refusal |
     whole = cone.constants.get(given) if math.prod(map(at_hand, shape_of(given))) <= WHOLE else None
 
     def original(rows: range, keys: range) -> Tensor:
-        place = coordinates(sizes["b"], sizes["h"], rows, keys)
+        place = block_coordinates(sizes["b"], sizes["h"], rows, keys)
         return whole if whole is not None else evaluate(term, place, cone.known)
 
     said = of_mask(reading, sizes, cone.known, term.dtype, original, whole is not None)

@@ -170,7 +170,7 @@ class Mask:
         default; `heads`: indices of the heads, from 0 by default."""
         if self.score is None:
             return scores
-        place = coordinates(scores.shape[0], heads or scores.shape[1], q_rows, kv_rows, scores.device, local)
+        place = block_coordinates(scores.shape[0], heads or scores.shape[1], q_rows, kv_rows, scores.device, local)
         found = evaluate(self.score, {**place, "score": scores}, sources, scores.device)
         return found.to(scores.dtype).expand(scores.shape)
 
@@ -194,7 +194,7 @@ class Mask:
         """
         given = [x for x in (q_rows, kv_rows, *sources) if isinstance(x, Tensor)]
         device = device or (given[0].device if given else torch.device("cpu"))
-        place = coordinates(b, h, q_rows, kv_rows, device, local)
+        place = block_coordinates(b, h, q_rows, kv_rows, device, local)
         total = torch.zeros((), dtype=dtype, device=device)
         if self.bias is not None:
             total = evaluate(self.bias, place, sources, device).to(dtype)
@@ -214,7 +214,7 @@ def _parse(text: str) -> Mask:
     return Mask(**dict(zip(data["parts"], loads_terms(data["terms"]), strict=True)), **flags)
 
 
-def coordinates(
+def block_coordinates(
     b: int,
     h: int | range,
     q_rows: range | Tensor,

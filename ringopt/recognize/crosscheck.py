@@ -17,7 +17,7 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.evaluate import evaluate
-from ringopt.expr.mask import coordinates
+from ringopt.expr.mask import block_coordinates
 from ringopt.expr.terms import Term, walk
 from ringopt.recognize.additive_mask import HIDES_FLOAT16
 from ringopt.recognize.reading import Reading
@@ -67,7 +67,7 @@ def of_scores(
     with unset_fake_temporarily(), torch.no_grad():
         for rows, keys in blocks(sizes):
             product = torch.randn(1, 1, len(rows), len(keys), generator=draw, dtype=torch.float64)
-            place = coordinates(sizes["b"], sizes["h"], rows, keys)
+            place = block_coordinates(sizes["b"], sizes["h"], rows, keys)
             original = evaluate(term, {**place, "r": place["q"], "score": product}, known)
             scaled = product * scores.scale
             for factor in scores.factors:
