@@ -156,6 +156,29 @@ def undocumented(known: Mapping[str, Module]) -> list[str]:
     ]
 
 
+def read_from_outside(known: Mapping[str, Module]) -> set[tuple[str, str]]:
+    """(module, name) of what another module imports, or reads as an attribute of a module that it imports."""
+    found = set[tuple[str, str]]()
+    for module in known.values():
+        taken = [(at, name) for at, name in imported(module.tree) if name is not None]
+        found.update(taken)
+        names = {name: f"{at}.{name}" for at, name in taken if f"{at}.{name}" in known}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+                found.add((names[node.value.id], node.attr))
+    return found
+
+
+def homonyms(known: Mapping[str, Module]) -> dict[str, list[str]]:
+    """Functions and classes of one name, with the modules that define one and others read it from."""
+    places, read = defaultdict[str, list[str]](list), read_from_outside(known)
+    for name, module in known.items():
+        for node in module.tree.body:
+            if isinstance(node, Function | ast.ClassDef) and (name, node.name) in read:
+                places[node.name].append(name)
+    return {name: sorted(found) for name, found in places.items() if len(found) > 1}
+
+
 def duplicates(known: Mapping[str, Module]) -> set[tuple[str, str]]:
     """Pairs of places that share ALIKE lines of code, imports and docstrings aside; each run of lines counts once."""
     places = defaultdict[tuple[str, ...], list[tuple[str, int]]](list)

@@ -9,9 +9,11 @@ import pytest
 
 from tests.structure import (
     ROOT,
+    Module,
     circles,
     files_in_folders,
     folder_graph,
+    homonyms,
     import_graph,
     imported,
     lines_of,
@@ -25,6 +27,25 @@ LISTS = {
     f"ringopt.{name}"
     for name in ("sharding.handlers", "passes", "ops", "tools", "tools.benchmarks.tables", "torch_compat")
 }
+
+# Functions that are named after the operator that they are of; the module says what of it they give.
+BY_OPERATOR = {
+    f"ringopt.{name}"
+    for name in ("ops.traffic", "ops.work", "ops.conjugates", "recognize.lift_pointwise", "recognize.lift_views")
+}
+
+# Names that several modules define and others read from them.
+ONE_ROLE = {
+    "add": "one a command: adds it to the parser",
+    "on_a_rank": "one a benchmark: what a rank of it measures",
+    "rows_of": "one a benchmark: its rows",
+    "patched": "one a config of torch: other settings within the context",
+    "Config": "the arguments of an operator that are no tensors: ring attention's and dilated attention's",
+    "Operands": "the tensors of one call: ring attention's and dilated attention's",
+    "Saved": "what a forward leaves for its backward: ring attention's and dilated attention's",
+    "load": "ringopt.load reads a program; the builder of the term Load is called as the others are",
+}
+
 
 def test_no_module_imports_itself_in_a_circle() -> None:
     assert circles(import_graph(MODULES)) == []
@@ -67,3 +88,24 @@ def test_functions_fit_a_screen() -> None:
     functions = [(name, each) for name, module in MODULES.items() for each in module.functions()]
     long = [f"{name}.{each.name}" for name, each in functions if lines_of(each) > 60]
     assert long == ["ringopt.functional.attention"]  # half of it is its docstring
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    """A reader need not look where a name was imported from."""
+    found = homonyms({name: module for name, module in MODULES.items() if name not in BY_OPERATOR})
+    assert {name: where for name, where in found.items() if name not in ONE_ROLE} == {}
+    assert set(ONE_ROLE) <= set(found), "an explanation that nothing needs"
+
+
+def test_a_homonym_is_found(tmp_path: Path) -> None:
+    texts = {
+        "a": "def f(): pass\ndef g(): pass\nclass Only: pass",
+        "b": "def f(): pass\ndef g(): pass",
+        "pack.c": "def f(): pass",
+        "d": "from a import f, Only\nfrom b import f as other\nfrom pack import c\nc.f()",
+    }
+    known = {}
+    for name, text in texts.items():
+        known[name] = Module(name, tmp_path / f"{name}.py")
+        known[name].path.write_text(text)
+    assert homonyms(known) == {"f": ["a", "b", "pack.c"]}  # g is read by nobody else

@@ -20,7 +20,7 @@ from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import Plan
 from ringopt.context_parallel.plan.tiling import pieces, placeless, strip_of
 from ringopt.cost.message_bytes import back_bytes, there_bytes
-from ringopt.cost.simulate import Heads, rows_of
+from ringopt.cost.simulate import Heads, row_bytes_by_cargo
 from ringopt.cost.tile_memory import Sums, TileBytes, backward_tile, first_tile, forward_tile
 
 
@@ -153,7 +153,7 @@ def over_steps(
 ) -> None:
     """The loop of executor/loop.py: rows on their way, those held, and sums that are owed to other ranks
     or, `home` bytes, stay here."""
-    row, steps = rows_of(plan, heads, backward), plan.steps(rank, backward)
+    row, steps = row_bytes_by_cargo(plan, heads, backward), plan.steps(rank, backward)
     sums = Owed(ledger, plan, rank, steps, backward, home, row[Cargo.BACK])
     mask = homeward = 0
     came: dict[range, Rows] = {}  # with the pieces of the message that each piece came in

@@ -200,7 +200,7 @@ def spans_of(rank: int, index: int, start: float, compute: float, exchange: floa
 def traffic(exchange: Exchange, step: Step, heads: Heads, rates: Rates, backward: bool) -> tuple[float, int]:
     """Seconds and messages of a step: of what is sent and what is received, as the link carries both directions; and
     the longer of what stays in the node and what leaves it, for these are two links."""
-    row, tiers = rows_of(exchange, heads, backward), ((rates, False), (rates.beyond, True))
+    row, tiers = row_bytes_by_cargo(exchange, heads, backward), ((rates, False), (rates.beyond, True))
     seconds = 0.0
     for of, away in tiers:
         ways = [[m for m in way if rates.crosses(m.source, m.target) is away] for way in (step.sends, step.receives)]
@@ -209,7 +209,7 @@ def traffic(exchange: Exchange, step: Step, heads: Heads, rates: Rates, backward
     return seconds, max(len(step.sends), len(step.receives))
 
 
-def rows_of(exchange: Exchange, heads: Heads, backward: bool) -> dict[Cargo, int]:
+def row_bytes_by_cargo(exchange: Exchange, heads: Heads, backward: bool) -> dict[Cargo, int]:
     """Bytes of one row in a message."""
     return {cargo: row_bytes(exchange, heads, cargo, backward) for cargo in Cargo}
 

@@ -22,7 +22,7 @@ from ringopt.ir.placement import Spread, same_rows
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.pipeline import Context
 from ringopt.report import Gather, bytes_text
-from ringopt.tensor.lazy import Lazy, cut, rows_of, spread, whole
+from ringopt.tensor.lazy import Lazy, cut, local_rows, spread, whole
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.tracing import TracingContext
 
@@ -45,7 +45,7 @@ def enter(inputs: Sequence[Any], given: Mapping[int, Spread]) -> list[Any]:
 
     def plain(i: int, x: Any) -> Any:
         if isinstance(x, Lazy) and i in given and same_rows(x.shard.spread, given[i]):
-            return rows_of(x)
+            return local_rows(x)
         x = whole(x) if isinstance(x, Lazy) else x
         return cut(given[i], x) if i in given else x
 

@@ -263,7 +263,7 @@ def spread(rows: Tensor, how: Spread) -> Tensor:
     return made
 
 
-def rows_of(x: Lazy) -> Tensor:
+def local_rows(x: Lazy) -> Tensor:
     """This rank's rows; differentiable: their gradient is a lazy one."""
     rows: Tensor = _Rows.apply(x)  # type: ignore[no-untyped-call]
     return rows
