@@ -67,6 +67,25 @@ def test_a_change_is_noticed(write):
     assert patterns() == ["causal", "window(4)"]
 
 
+def at_batches():
+    """Errors of calls of several batch sizes, which one graph serves, before and after the mask changes; how often it
+    was compiled anew."""
+    model, errors = Masked(), []
+    run, patterns = compiled(model)
+    for mask in (torch.ones(ROWS, ROWS).tril(), windowed()):
+        model.kept.copy_(mask)
+        for batch in (2, 5, 3, 5, 4):
+            qkv = [torch.randn(batch, 3, ROWS, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+            errors.append(float((run(*qkv) - model(*qkv)).abs().max()))
+    return max(errors), patterns()
+
+
+def test_what_is_compiled_anew_serves_its_own_sizes(ranks):
+    """No guard can be added any more, so a graph made anew is one for the sizes of its inputs."""
+    for error, patterns in ranks(2, at_batches):
+        assert error < 1e-5 and patterns == ["causal"] * 2 + ["window(4)"] * 5
+
+
 def test_a_silent_write_is_noticed_in_a_transposed_buffer():
     model = Masked()
     model.kept = torch.ones(ROWS, ROWS).triu().T
