@@ -18,6 +18,7 @@ from tests.structure import (
     imported,
     lines_of,
     modules,
+    undocumented,
 )
 
 MODULES = modules()
@@ -109,3 +110,7 @@ def test_a_homonym_is_found(tmp_path: Path) -> None:
         known[name] = Module(name, tmp_path / f"{name}.py")
         known[name].path.write_text(text)
     assert homonyms(known) == {"f": ["a", "b", "pack.c"]}  # g is read by nobody else
+
+
+def test_what_is_public_has_a_docstring() -> None:
+    assert undocumented(MODULES) == []

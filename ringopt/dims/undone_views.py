@@ -43,7 +43,7 @@ def lie_alike(one: Tensor, other: Tensor) -> bool:
     return there and same(one.storage_offset(), other.storage_offset())
 
 
-def reshaped(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+def _reshaped(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
     return aten.reshape.default, (value, list(shape))
 
 
@@ -52,12 +52,12 @@ def again(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]
     return view.target, (value, *view.args[1:])
 
 
-def unpermuted(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+def _unpermuted(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
     order = [dim % len(shape) for dim in view.args[1]]
     return aten.permute.default, (value, [order.index(dim) for dim in range(len(shape))])
 
 
-def diagonal(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+def _diagonal(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
     return aten.diagonal_scatter.default, (latest, value, *(named(view, name) for name in ("offset", "dim1", "dim2")))
 
 
@@ -66,9 +66,9 @@ PARTS = ("slice", "select", "diagonal", "linalg_diagonal")
 RULES: dict[str, Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], Undone]] = {
     "slice": lambda latest, value, view, shape: (aten.slice_scatter.default, (latest, value, *view.args[1:])),
     "select": lambda latest, value, view, shape: (aten.select_scatter.default, (latest, value, *view.args[1:])),
-    **dict.fromkeys(("diagonal", "linalg_diagonal"), diagonal),
+    **dict.fromkeys(("diagonal", "linalg_diagonal"), _diagonal),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T", "mH", "matrix_H", "adjoint"), again),
-    "permute": unpermuted,
+    "permute": _unpermuted,
     **dict.fromkeys(
         ("movedim", "moveaxis"),
         lambda latest, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
@@ -78,6 +78,6 @@ RULES: dict[str, Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], Undone]]
             *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"),
             *("reshape_as", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"),
         ),
-        reshaped,
+        _reshaped,
     ),
 }
