@@ -3,6 +3,8 @@
 `UNDERSTAND` is the part that one process needs too: attention with its mask in the cheapest form.
 """
 
+from collections.abc import Iterable
+
 from ringopt.errors import OptionError
 from ringopt.options import Options
 from ringopt.passes.canonicalize import Canonicalize
@@ -57,7 +59,13 @@ def chosen_line(options: Options, ranks: int) -> tuple[Pass, ...]:
             known = name in {step.name for step in LINE}
             why = "is needed for right numbers" if known else "is no pass"
             raise OptionError(f"option disable_passes: {name!r} {why}; these may be left out: {', '.join(optional)}")
-    return tuple(step for step in (LINE if ranks > 1 else ALONE) if step.name not in options.disable_passes)
+    chosen = (step for step in (LINE if ranks > 1 else ALONE) if step.name not in options.disable_passes)
+    return with_options(chosen, options)
+
+
+def with_options(steps: Iterable[Pass], options: Options) -> tuple[Pass, ...]:
+    """Each with what `options` say in its fields: no pass reads options from anywhere else."""
+    return tuple(step.with_options(options) for step in steps)
 
 
 def switched_off(options: Options) -> list[str]:

@@ -23,13 +23,14 @@ from ringopt.cost.dilated_site import choose_dilated
 from ringopt.cost.layouts import layouts_for
 from ringopt.cost.message_bytes import bytes_sent
 from ringopt.cost.site import case_of, lengths, looked_at, over_nodes, rates_for
-from ringopt.distributed.mesh import ANY
+from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, requires_grad, shape_of, source_line
 from ringopt.ir.placement import Sharded
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand, is_open
-from ringopt.kernels.choose import choose_kernel as choose_kernel
+from ringopt.kernels.choose import choose_kernel
+from ringopt.options import Asked, KernelName, LayoutName, Shard, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 
@@ -39,18 +40,23 @@ class ChooseStrategy(Pass):
     """Gives each attention a strategy, a layout and a kernel, those that options name or the cost model's choice."""
 
     name = "choose_strategy"
-    reads = ("options", "mesh")
+    reads = ("mesh",)
     writes = ("sites", "carries", "layouts", "pairs", "weights", "given", "notes")
+
+    shard: Shard = "model"
+    strategy: Strategy = "auto"
+    layout: LayoutName = "auto"
+    kernel: KernelName = "auto"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         for node, info in context.sites.items():
             if info.refusal is None:
-                info.refusal = refusal_of(node, info, context)
+                info.refusal = refusal_of(node, info, self.strategy, context.mesh)
         sites = {node: info for node, info in context.sites.items() if info.refusal is None}
         context.carries = requires_grad(gm.graph)
         given = {where.layout for where in context.given.values()}
-        context.layouts, why = layouts_for(sites, context.options, context.mesh, given, context.carries)
-        context.pairs = pairs_of(gm.graph, context)
+        context.layouts, why = layouts_for(sites, self, context.mesh, given, context.carries)
+        context.pairs = pairs_of(gm.graph, context) if self.shard == "model" else {}
         if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
@@ -58,15 +64,13 @@ class ChooseStrategy(Pass):
             info.notes += [why] if why else []
             call = AttentionCall.of(node)
             if is_dilated(call.pattern):
-                choose_dilated(node, info, context.options, context.mesh, context.layouts.of(call.rows[0]))
+                choose_dilated(node, info, self, context.mesh, context.layouts.of(call.rows[0]))
             else:
-                choose_for(node, info, context)
+                choose_for(node, info, self, context)
 
 
 def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
     """Queries of what is no site, where every chunk of their layout has a row of them."""
-    if context.options.shard == "attention":
-        return {}
     found = {
         node: pairs
         for node, pairs in pairs_in(graph).items()
@@ -80,34 +84,34 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
     return {pairs.queries: pairs.rows for pairs in found.values()}
 
 
-def refusal_of(node: fx.Node, info: SiteInfo, context: Context) -> str | None:
+def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) -> str | None:
     """Why an attention cannot be sharded, None if it can. Raises OptionError where a strategy was asked for by name and
     there are fewer tokens than ranks."""
-    options, ranks = context.options, context.mesh.size
+    ranks = mesh.size
     far = AttentionCall.of(node).mask_term.far
     if far is not None:
         return f"its scores go through a function that holds {far:g}; beside such a number partial sums are not exact"
-    queries, keys = lengths(node, context.mesh)
+    queries, keys = lengths(node, mesh)
     if min(queries, keys) >= ranks:
         return None
-    if max(queries, keys) >= ranks and options.strategy == "auto":
+    if max(queries, keys) >= ranks and strategy == "auto":
         info.whole = "queries" if queries < keys else "keys"
         return None
     said = f"{at_hand(min(queries, keys))} rows for {ranks} ranks"
-    if options.strategy != "auto":
+    if strategy != "auto":
         raise OptionError(
-            f"option strategy={options.strategy!r}: site {info.module or node.name} has {said}; every rank needs a "
+            f"option strategy={strategy!r}: site {info.module or node.name} has {said}; every rank needs a "
             'row. Use fewer ranks, longer inputs, or strategy="auto", which leaves such a site replicated'
         )
     return f"{said}: every rank needs a row"
 
 
-def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
+def choose_for(node: fx.Node, info: SiteInfo, asked: Asked, context: Context) -> None:
     """Fills in strategy, layout, kernel and predicted bytes of one site. Raises OptionError if the strategy cannot."""
     q, k, v = AttentionCall.of(node).values
-    case = case_of(node, context.mesh, context.options.kernel, context.carries)
+    case = case_of(node, context.mesh, asked.kernel, context.carries)
     info.layout = text_of(*map(context.layouts.of, lengths(node, context.mesh)))
-    info.strategy = on_nodes(context.options.strategy, context.mesh)
+    info.strategy = on_nodes(asked.strategy, context.mesh)
     if info.whole:
         info.strategy = "merge" if info.whole == "queries" else "local"
         few = at_hand(min(lengths(node, context.mesh)))
@@ -118,7 +122,7 @@ def choose_for(node: fx.Node, info: SiteInfo, context: Context) -> None:
         info.strategy = choice.strategy
         info.reason = choice.reason
         info.notes.append(info.reason)
-    kernel, reason = choose_kernel(context.options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
+    kernel, reason = choose_kernel(asked.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
     info.kernel = kernel.name
     info.notes.append(reason)
     case = replace(case, whole=info.whole)

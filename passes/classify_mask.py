@@ -14,7 +14,7 @@ compared with the mask of the program here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -25,76 +25,85 @@ from ringopt.expr.bands import Known
 from ringopt.expr.evaluate import evaluate
 from ringopt.expr.mask import block_coordinates
 from ringopt.expr.terms import Term
-from ringopt.ir.constants import Constants
-from ringopt.ir.nodes import requires_grad, shape_of
+from ringopt.ir.nodes import shape_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
 from ringopt.ops import operators
-from ringopt.pipeline import Context, Pass
 from ringopt.recognize.additive_mask import peel
 from ringopt.recognize.crosscheck import of_mask
 from ringopt.recognize.lift import Cone, Unreadable
 from ringopt.recognize.reading import Reading, reading_of
 from ringopt.recognize.row_sources import OwnRows, element
+from ringopt.rewrite import Facts, Rewrite
 
 # A mask of more elements is compared at some blocks instead of whole.
 WHOLE = 1 << 22
 
 
 @dataclass(frozen=True)
-class ClassifyMask(Pass):
+class Masked:
+    """An attention with a mask that was not read yet, and what reading it gives."""
+
+    node: fx.Node
+    reading: Reading | Refusal
+
+
+@dataclass(frozen=True)
+class ClassifyMask(Rewrite[fx.Node, Masked]):
     """Replaces mask tensors [B, H, Sq, Sk] by a pattern and an expression, read off the graph that makes them."""
 
     name = "classify_mask"
     reads = ("values",)
     writes = ("relied_on", "sites")
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        reader = Reader(gm.graph, context)
-        for node, info in context.sites.items():
-            if node.target is not operators.attention.default:
-                continue
-            call = AttentionCall.of(node)
-            if call.attn_mask is None or call.pattern != "full":
-                continue
-            found = reader.read(call, call.attn_mask)
-            if isinstance(found, Refusal):
-                info.pattern, info.refusal = "mask", found.sentence
-                continue
-            read = {"sources": list(found.sources), "pattern": found.pattern, "mask": found.mask.text}
-            call.replace(attn_mask=None, **read).write(node)
-            info.pattern = found.name
-            info.notes += found.notes
+    def subjects(self, facts: Facts) -> Iterable[fx.Node]:
+        return facts.context.sites
+
+    def match(self, node: fx.Node, facts: Facts) -> Masked | None:
+        if node.target is not operators.attention.default:
+            return None
+        call = AttentionCall.of(node)
+        if call.attn_mask is None or call.pattern != "full":
+            return None
+        return Masked(node, read(call, call.attn_mask, facts))
+
+    def check(self, found: Masked, facts: Facts) -> Refusal | None:
+        return found.reading if isinstance(found.reading, Refusal) else None
+
+    def rewrite(self, found: Masked, facts: Facts) -> None:
+        reading, info = found.reading, facts.context.sites[found.node]
+        assert isinstance(reading, Reading)
+        text, sources = reading.mask.text, list(reading.sources)
+        call = AttentionCall.of(found.node).replace(attn_mask=None, sources=sources, pattern=reading.pattern, mask=text)
+        call.write(found.node)
+        info.pattern = reading.name
+        info.notes += reading.notes
+
+    def refuse(self, found: Masked, refusal: Refusal, facts: Facts) -> None:
+        info = facts.context.sites[found.node]
+        info.pattern, info.refusal = "mask", refusal.sentence
 
 
-class Reader:
-    """Reads the masks of one graph; sites that share a mask share its reading."""
-
-    def __init__(self, graph: fx.Graph, context: Context):
-        self.constants = Constants(graph, context.values, context.relied_on)
-        self.carries = requires_grad(graph)
-        self.found: dict[tuple[object, ...], Reading | Refusal] = {}
-
-    def read(self, call: AttentionCall, given: fx.Node) -> Reading | Refusal:
-        sizes = dict(zip("bhqk", (*shape_of(call.q)[:3], call.rows[1]), strict=True))
-        key = (given, *map(formula, sizes.values()))
-        if key not in self.found:
-            self.found[key] = self.reading(given, Cone(self.constants, sizes))
-        return self.found[key]
-
-    def reading(self, given: fx.Node, cone: Cone) -> Reading | Refusal:
-        learned: Callable[[fx.Node], bool] = self.carries.__getitem__
-        try:
-            term = element(cone, given, cone.index(shape_of(given), "bhqk"))
-            term = OwnRows(self.carries).of(term, cone.stops, cone)
-        except Unreadable as problem:
-            return problem.refusal
-        peeled = peel(term, cone, learned)
-        reading = reading_of(peeled.conditions, peeled.bias, learned, known=Known(cone.known, cone.sizes))
-        return check(reading, given, term, cone) or reading
+def read(call: AttentionCall, given: fx.Node, facts: Facts) -> Reading | Refusal:
+    """The mask `given`; sites that share one, and their sizes, share its reading."""
+    sizes = dict(zip("bhqk", (*shape_of(call.q)[:3], call.rows[1]), strict=True))
+    key = (given, *map(formula, sizes.values()))
+    return facts.once(key, lambda: reading_of_mask(given, Cone(facts.constants, sizes), facts.carries))
 
 
-def check(reading: Reading, given: fx.Node, term: Term, cone: Cone) -> Refusal | None:
+def reading_of_mask(given: fx.Node, cone: Cone, carries: dict[fx.Node, bool]) -> Reading | Refusal:
+    learned: Callable[[fx.Node], bool] = carries.__getitem__
+    try:
+        term = element(cone, given, cone.index(shape_of(given), "bhqk"))
+        term = OwnRows(carries).of(term, cone.stops, cone)
+    except Unreadable as problem:
+        return problem.refusal
+    peeled = peel(term, cone, learned)
+    reading = reading_of(peeled.conditions, peeled.bias, learned, known=Known(cone.known, cone.sizes))
+    return contradicted(reading, given, term, cone) or reading
+
+
+def contradicted(reading: Reading, given: fx.Node, term: Term, cone: Cone) -> Refusal | None:
     """Against the mask of the program, where no input reaches it."""
     if not cone.is_known(term) or any(source not in cone.known for source in reading.sources):
         return None

@@ -17,6 +17,7 @@ Before: every mask read. After: a site is dilated, or says why it is not. Module
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,38 +28,61 @@ from ringopt.context_parallel.geometry.dilation import Dilation, dilation_of, is
 from ringopt.dims.origin import origins
 from ringopt.expr.terms import Term, dumps
 from ringopt.ir.nodes import emit, shape_of
+from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
-from ringopt.pipeline import Context, Pass
+from ringopt.options import DilationOffsets
 from ringopt.recognize.additive_mask import Hidden, hidden
+from ringopt.rewrite import Facts, Rewrite
 
 attention = operators.attention.default
 
 
 @dataclass(frozen=True)
-class Dilate(Pass):
+class Site:
+    """One that is to be dilated. `hidden` is what its mask hides, or why it cannot be said in keys and queries; None
+    where it is dilated already."""
+
+    node: fx.Node
+    hidden: Hidden | str | None = None
+
+
+@dataclass(frozen=True)
+class Dilate(Rewrite[fx.Node, Site]):
     """Makes self-attention dilated (LongNet, Ding et al. 2023) where options ask for it."""
 
     name = "dilate"
-    reads = ("options",)
     writes = ("sites",)
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        tables: dict[tuple[object, ...], fx.Node] = {}
-        for node, info in context.sites.items():
-            already = node.target is attention and is_dilated(AttentionCall.of(node).pattern)
-            if not already and not context.options.dilates:
-                continue
-            found = None if already else readable(node, info)
-            if isinstance(found, str):
-                info.not_dilated = found
-                continue
-            if found is not None:
-                rewrite(node, found, context, tables)
-            call = AttentionCall.of(node)
-            info.pattern = call.pattern
-            info.notes += filter(None, told(dilation_of(info.pattern), *map(at_hand, shape_of(call.q)[1:3])))
+    segment_lengths: tuple[int, ...] | None = None
+    dilation_rates: tuple[int, ...] | None = None
+    dilation_offsets: DilationOffsets = "paper"
+
+    def subjects(self, facts: Facts) -> Iterable[fx.Node]:
+        return facts.context.sites
+
+    def match(self, node: fx.Node, facts: Facts) -> Site | None:
+        if node.target is attention and is_dilated(AttentionCall.of(node).pattern):
+            return Site(node)
+        return Site(node, readable(node, facts.context.sites[node])) if self.segment_lengths is not None else None
+
+    def check(self, found: Site, facts: Facts) -> Refusal | None:
+        return Refusal(found.hidden, found.node) if isinstance(found.hidden, str) else None
+
+    def rewrite(self, found: Site, facts: Facts) -> None:
+        info = facts.context.sites[found.node]
+        if isinstance(found.hidden, Hidden):
+            assert self.segment_lengths is not None and self.dilation_rates is not None
+            causal = found.hidden.causal
+            pattern = Dilation(self.segment_lengths, self.dilation_rates, causal, self.dilation_offsets).text
+            thinned(found.node, found.hidden, pattern, facts)
+        call = AttentionCall.of(found.node)
+        info.pattern = call.pattern
+        info.notes += filter(None, told(dilation_of(info.pattern), *map(at_hand, shape_of(call.q)[1:3])))
+
+    def refuse(self, found: Site, refusal: Refusal, facts: Facts) -> None:
+        facts.context.sites[found.node].not_dilated = refusal.sentence
 
 
 def told(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
@@ -91,21 +115,17 @@ def looks_elsewhere(q: fx.Node, k: fx.Node, v: fx.Node) -> bool:
     return bool(of_keys & of_values) and not of_queries & (of_keys | of_values)
 
 
-def rewrite(node: fx.Node, found: Hidden, context: Context, tables: dict[tuple[object, ...], fx.Node]) -> None:
-    """Makes one attention dilated; its padding mask becomes a mask of each key, and of each query on the output."""
-    options, call = context.options, AttentionCall.of(node)
-    lengths, rates = options.segment_lengths, options.dilation_rates
-    assert lengths is not None and rates is not None
-    pattern = Dilation(lengths, rates, found.causal, options.dilation_offsets).text
+def thinned(node: fx.Node, found: Hidden, pattern: str, facts: Facts) -> None:
+    """Makes one attention dilated; its padding mask becomes a mask of each key, and of each query on the output. Sites
+    with the same conditions share their tables."""
+    call = AttentionCall.of(node)
 
     def condition(term: Term | None, rows: str) -> fx.Node | None:
         if term is None:
             return None
         text, batch = json.dumps(dumps(term)), shape_of(call.q)[0] if "b" in term.axes else 1
         key = (text, rows, batch, call.rows[1], *call.sources)
-        if key not in tables:
-            tables[key] = table(node, list(call.sources), text, rows, batch)
-        return tables[key]
+        return facts.once(key, lambda: table(node, list(call.sources), text, rows, batch))
 
     seen, sees = condition(found.seen, "k"), condition(found.sees, "q")
     call.replace(attn_mask=seen, sources=[], pattern=pattern, mask="").write(node)

@@ -12,19 +12,19 @@ After: same numbers; every attention that is left alone has a refusal.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
 
 from ringopt.calls import AttentionCall
-from ringopt.ir.nodes import module_path, shape_of, source_line, value_of
+from ringopt.ir.nodes import shape_of, value_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.ops import operators
-from ringopt.pipeline import Context, Pass
 from ringopt.recognize.emit import draw_seed, expanded, four_dims, four_sizes, mask_of, view, with_positive_scale
+from ringopt.rewrite import Facts, Rewrite
 from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
@@ -50,29 +50,42 @@ class Sdpa:
 
 
 @dataclass(frozen=True)
-class FindAttention(Pass):
+class Called:
+    """A call of attention. `sdpa` is None where it is canonical already, as that of a module of ringopt/nn.py is."""
+
+    node: fx.Node
+    info: SiteInfo
+    sdpa: Sdpa | None = None
+
+
+@dataclass(frozen=True)
+class FindAttention(Rewrite[fx.Node, Called]):
     """Rewrites scaled_dot_product_attention as `ringopt::attention`: four dims, explicit scale, seed and mask."""
 
     name = "find_attention"
     writes = ("sites",)
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        for node in list(gm.graph.nodes):
-            if node.target is operators.attention.default:  # a module of ringopt/nn.py
-                pattern = AttentionCall.of(node).pattern
-                context.sites[node] = SiteInfo(module_path(node), "ringopt", pattern, False, source_line(node))
-            if node.target is not aten.scaled_dot_product_attention.default:
-                continue
-            site = Sdpa.of(node)
-            pattern = "causal" if site.is_causal else "full"
-            masked = site.attn_mask is not None
-            info = SiteInfo(module_path(node), form_of(node), pattern, masked, source_line(node))
-            refusal = check(node, site)
-            if refusal is None:
-                context.sites[rewrite(gm.graph, node, site)] = info
-            else:
-                info.refusal = refusal.sentence
-                context.sites[node] = info
+    def subjects(self, facts: Facts) -> Iterable[fx.Node]:
+        return list(facts.graph.nodes)
+
+    def match(self, node: fx.Node, facts: Facts) -> Called | None:
+        if node.target is operators.attention.default:
+            return Called(node, SiteInfo.at(node, "ringopt", AttentionCall.of(node).pattern, False))
+        if node.target is not aten.scaled_dot_product_attention.default:
+            return None
+        sdpa = Sdpa.of(node)
+        info = SiteInfo.at(node, form_of(node), "causal" if sdpa.is_causal else "full", sdpa.attn_mask is not None)
+        return Called(node, info, sdpa)
+
+    def check(self, found: Called, facts: Facts) -> Refusal | None:
+        return why_not(found.node, found.sdpa) if found.sdpa is not None else None
+
+    def rewrite(self, found: Called, facts: Facts) -> None:
+        node = found.node if found.sdpa is None else canonical(facts.graph, found.node, found.sdpa)
+        facts.context.sites[node] = found.info
+
+    def refuse(self, found: Called, refusal: Refusal, facts: Facts) -> None:
+        facts.context.sites[found.node] = replace(found.info, refusal=refusal.sentence)
 
 
 def form_of(node: fx.Node) -> str:
@@ -81,8 +94,7 @@ def form_of(node: fx.Node) -> str:
     return "multihead_attention" if any("multi_head_attention" in name for name in callers) else "sdpa"
 
 
-def check(node: fx.Node, site: Sdpa) -> Refusal | None:
-    """Why a call is left as it is, None if it can be rewritten."""
+def why_not(node: fx.Node, site: Sdpa) -> Refusal | None:
     query, key, value = (shape_of(operand) for operand in (site.query, site.key, site.value))
     rank = len(shape_of(node))
     if site.enable_gqa and heads_of(key) != heads_of(value):
@@ -99,7 +111,7 @@ def heads_of(shape: tuple[int, ...]) -> int:
     return shape[-3] if len(shape) > 2 else 1
 
 
-def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
+def canonical(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
     """Replaces one call and returns the new node, B H S D."""
     out, rank = shape_of(node), len(shape_of(node))
     with graph.inserting_before(node):
@@ -107,10 +119,14 @@ def rewrite(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
         mask = mask_of(graph, site.attn_mask, out[:-2]) if site.attn_mask is not None else None
         scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
         q, scale = with_positive_scale(graph, q, scale)
-        pattern = "causal" if site.is_causal else "full"
-        seed = draw_seed(graph, node) if site.dropout_p else None
-        args: Any = (q, k, v, mask, [], None, seed, pattern, "", site.dropout_p, scale)
-        new = graph.create_node("call_function", operators.attention.default, args, {}, "attention")
+        new = AttentionCall(
+            *(q, k, v),
+            attn_mask=mask,
+            seed=draw_seed(graph, node) if site.dropout_p else None,
+            pattern="causal" if site.is_causal else "full",
+            dropout_p=site.dropout_p,
+            scale=scale,
+        ).emit(graph, node)
         new.meta = {**node.meta, "val": value_of(node)}
         result = new
         if rank != 4:

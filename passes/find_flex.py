@@ -14,100 +14,115 @@ refused, because only the original operator can do without scores of all pairs.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall, FlexCall
 from ringopt.expr.bands import Known
 from ringopt.expr.simplify import substitute
 from ringopt.expr.terms import load, loads, score
-from ringopt.ir.constants import Constants
-from ringopt.ir.nodes import emit_attention, module_path, requires_grad, shape_of, source_line, value_of
+from ringopt.ir.nodes import shape_of, value_of
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.site import SiteInfo
-from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
-from ringopt.pipeline import Context, Pass
-from ringopt.recognize.crosscheck import of_scores
+from ringopt.recognize.crosscheck import reading_of_scores
 from ringopt.recognize.emit import multiplied
 from ringopt.recognize.lift import Cone, Unreadable
 from ringopt.recognize.prove import descendants
-from ringopt.recognize.reading import Reading, reading_of
+from ringopt.recognize.reading import Reading
 from ringopt.recognize.scores import NotAttention, Scores, peel_scores
+from ringopt.rewrite import Facts, Rewrite
 
 OF_TORCH = re.compile(r'\s*File "[^"]*nn/attention/flex_attention\.py"')  # frames below the line of the program
 
 
 @dataclass(frozen=True)
-class FindFlex(Pass):
+class Read:
+    """What is done to the product, and how the report and `ringopt::attention` say it."""
+
+    scores: Scores
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call of flex_attention, and what reading its scores gives."""
+
+    node: fx.Node
+    call: FlexCall
+    found: Read | Refusal
+
+
+@dataclass(frozen=True)
+class FindFlex(Rewrite[fx.Node, Called]):
     """Rewrites flex_attention as `ringopt::attention`, its score_mod and mask_mod read as expressions."""
 
     name = "find_flex"
     reads = ("values",)
     writes = ("relied_on", "sites")
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        graph = gm.graph
-        calls = graph.find_nodes(op="call_function", target=operators.flex.default)
-        if not calls:
-            return
-        constants = Constants(graph, context.values, context.relied_on)
-        carries = requires_grad(graph)
-        for node in calls:
-            try:
-                scores, reading = read(node, constants, carries)
-            except (NotAttention, Unreadable) as problem:
-                raise GraphRefused(Refusal(f"flex_attention: {sentence_of(problem)}", node)) from problem
-            new, info = rewrite(graph, node, scores, reading)
-            context.sites[new] = info
-        context.sort_sites(graph)
+    def subjects(self, facts: Facts) -> Iterable[fx.Node]:
+        calls: list[fx.Node] = facts.graph.find_nodes(op="call_function", target=operators.flex.default)
+        return calls
+
+    def match(self, node: fx.Node, facts: Facts) -> Called:
+        call = FlexCall.of(node)
+        return Called(node, call, read(node, call, facts))
+
+    def check(self, found: Called, facts: Facts) -> Refusal | None:
+        return found.found if isinstance(found.found, Refusal) else None
+
+    def refuse(self, found: Called, refusal: Refusal, facts: Facts) -> None:
+        raise GraphRefused(refusal)
+
+    def rewrite(self, found: Called, facts: Facts) -> None:
+        """Replaces one call; factors of the scores that a query has for itself are multiplied into q."""
+        graph, node, call = facts.graph, found.node, found.call
+        assert isinstance(found.found, Read)
+        scores, reading = found.found.scores, found.found.reading
+        node.meta["stack_trace"] = OF_TORCH.split(node.meta.get("stack_trace") or "")[0]
+        with graph.inserting_before(node):
+            q = multiplied(graph, call.q, scores.factors, call.sizes, node)
+            new = AttentionCall(
+                *(q, call.k, call.v),
+                sources=list(reading.sources),
+                pattern=reading.pattern,
+                mask=reading.mask.text,
+                scale=scores.scale,
+            ).emit(graph, node)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        info = SiteInfo.at(new, "flex", reading.name, reading.name != "full")
+        info.notes += reading.notes
+        facts.context.sites[new] = info
+
+    def finish(self, facts: Facts) -> None:
+        facts.context.sort_sites(facts.graph)
 
 
-def sentence_of(problem: NotAttention | Unreadable) -> str:
-    """The reason why a flex_attention cannot be read."""
-    return problem.sentence if isinstance(problem, NotAttention) else problem.refusal.sentence
+def read(node: fx.Node, call: FlexCall, facts: Facts) -> Read | Refusal:
+    """Once it is clear that it computes what the program does."""
+    try:
+        return proved(node, call, facts)
+    except NotAttention as problem:
+        return Refusal(f"flex_attention: {problem.sentence}", node)
+    except Unreadable as problem:
+        return Refusal(f"flex_attention: {problem.refusal.sentence}", node)
 
 
-def sizes_of(node: fx.Node) -> dict[str, int]:
-    """Sizes of the axes b, h, q, k, from the product [B, H, Sq, Sk]."""
-    return dict(zip("bhqk", shape_of(node.args[3]), strict=True))
-
-
-def read(node: fx.Node, constants: Constants, carries: dict[fx.Node, bool]) -> tuple[Scores, Reading]:
-    """What is done to the product. Raises NotAttention and Unreadable."""
-    _q, _k, _v, product, given = node.args
-    assert isinstance(product, fx.Node) and isinstance(given, fx.Node)
-    cone = Cone(constants, sizes_of(node), stops={product})
+def proved(node: fx.Node, call: FlexCall, facts: Facts) -> Read:
+    """Raises NotAttention and Unreadable."""
+    product, learned = call.product, facts.carries.__getitem__
+    cone = Cone(facts.constants, call.sizes, stops={product})
     main = load(product, cone.index(shape_of(product), "bhqk"), value_of(product).dtype)
-    term = cone.element(given)
+    term = cone.element(call.scores)
     if [each for each in loads(term) if each.source is product] != [main]:
         raise NotAttention("a score is no function of the product of its own query and key")
     below = descendants(product, node)
-    scores = peel_scores(term, main, cone, carries.__getitem__, below.__contains__)
+    scores = peel_scores(term, main, cone, learned, below.__contains__)
     scores.nan = False  # flex_attention makes rows that see nothing 0
-    reading = reading_of(
-        scores.conditions, scores.bias, carries.__getitem__, scores.score, known=Known(cone.known, cone.sizes)
-    )
     original = substitute(term, leaves={main: score(main.dtype)})
-    if cone.is_known(original) and not scores.shifts:
-        sizes = {name: at_hand(size) for name, size in cone.sizes.items()}
-        said = of_scores(reading, scores, sizes, cone.known, original)
-        if said:
-            raise NotAttention(said)
-    return scores, reading
-
-
-def rewrite(graph: fx.Graph, node: fx.Node, scores: Scores, reading: Reading) -> tuple[fx.Node, SiteInfo]:
-    """Replaces one call; factors of the scores that a query has for itself are multiplied into q."""
-    q, k, v, _product, _scores = node.args
-    assert isinstance(q, fx.Node)
-    node.meta["stack_trace"] = OF_TORCH.split(node.meta.get("stack_trace") or "")[0]
-    with graph.inserting_before(node):
-        q = multiplied(graph, q, scores.factors, sizes_of(node), node)
-        args = (q, k, v, None, list(reading.sources), None, None, reading.pattern, reading.mask.text, 0.0, scores.scale)
-        new = emit_attention(graph, args, node)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-    info = SiteInfo(module_path(new), "flex", reading.name, reading.name != "full", source_line(new))
-    info.notes += reading.notes
-    return new, info
+    known = Known(cone.known, cone.sizes)
+    return Read(scores, reading_of_scores(scores, known, learned, original if cone.is_known(original) else None))

@@ -8,7 +8,8 @@
     baddbmm(bias, q, k, alpha=a, beta=b)                            ->  bias * b + bmm(q, k) * a; so with addmm
 
 What is taken off a whole row before exp changes nothing, and neither does its gradient. After: same numbers but for
-rounding; a normalisation that is no softmax (an epsilon in its sum) stays as it was.
+rounding; a normalisation that is no softmax (an epsilon in its sum) stays as it was. That is nothing to refuse, for
+find_unfused says what is left of it, so this pass does not match, check and rewrite.
 """
 
 from __future__ import annotations
@@ -80,8 +81,7 @@ class Finder:
         if dim is None or shape_of(node) != shape_of(weights):
             return False
         with self.graph.inserting_before(node):
-            logits = self.logits_of(weights, dim, node)
-            if logits is None:
+            if (logits := self.logits_of(weights, dim, node)) is None:
                 return False
             node.replace_all_uses_with(emit(self.graph, aten.softmax.int, (logits, dim), node))
         return True
@@ -96,10 +96,8 @@ class Finder:
             dim = summed_dim(total, weights)
             if dim is None or letters[dim] not in product.contracted or op_name(values) == "sum":
                 continue
-            if product.operands[0] is product.operands[1]:
-                continue  # only one of both is divided
-            if not divides_rows(total, dim, letters, product.out):
-                continue
+            if product.operands[0] is product.operands[1] or not divides_rows(total, dim, letters, product.out):
+                continue  # of a square only one factor is divided
             with self.graph.inserting_before(values):
                 logits = self.logits_of(weights, dim, node)
                 if logits is None:
@@ -148,6 +146,5 @@ class Finder:
             if is_bool(source):
                 return emit(self.graph, aten.ne.Scalar, (node, 0), like)
         value = self.constants.get(node)  # a triangle of ones that the program keeps
-        if value is None or not bool(((value == 0) | (value == 1)).all()):
-            return None
-        return emit(self.graph, aten.ne.Scalar, (node, 0), like)
+        kept = value is not None and bool(((value == 0) | (value == 1)).all())
+        return emit(self.graph, aten.ne.Scalar, (node, 0), like) if kept else None

@@ -13,31 +13,53 @@ have exponentials of scores that are no softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from ringopt.dims.contraction import product_of
 from ringopt.expr.bands import Known
-from ringopt.ir.constants import Constants
-from ringopt.ir.nodes import module_path, op_name, requires_grad, shape_of, source_line
+from ringopt.ir.nodes import module_path, op_name, shape_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
-from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.pipeline import Context, Pass
-from ringopt.recognize.candidates import SOFTMAX, Candidate, candidates, escapes, leads_anywhere
-from ringopt.recognize.crosscheck import of_scores
+from ringopt.pipeline import Context
+from ringopt.recognize.candidates import Candidate, candidates, escapes, exponentials, products_of, softmaxes
+from ringopt.recognize.crosscheck import reading_of_scores
 from ringopt.recognize.emit import emit_found
 from ringopt.recognize.prove import Found, Prover
-from ringopt.recognize.reading import Reading, reading_of
+from ringopt.recognize.reading import Reading
 from ringopt.recognize.scores import NotAttention
-
-EXPONENTIALS = ("exp", "exp2")
+from ringopt.rewrite import Facts, Rewrite
 
 
 @dataclass(frozen=True)
-class FindUnfused(Pass):
+class Attempt:
+    """A candidate, and what proving it gives: what is attention, read; or why it is none."""
+
+    candidate: Candidate
+    proof: Proof | NotAttention
+
+
+@dataclass(frozen=True)
+class Proof:
+    """`alone`: one process, which computes the weights that the program returns, and the attention as it was."""
+
+    found: Found
+    reading: Reading
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Book:
+    """What became of the softmaxes of a graph: by the second product of an attention the softmax that is `part_of` it;
+    of one that is part of none an attempt that was `refused`, with no look-alike where there was such."""
+
+    part_of: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    refused: dict[fx.Node, tuple[Candidate, NotAttention]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FindUnfused(Rewrite[Candidate, Attempt]):
     """Rewrites attention that is spelled out in matrix products and a softmax as `ringopt::attention`."""
 
     name = "find_unfused"
@@ -46,102 +68,83 @@ class FindUnfused(Pass):
     optional = True
     lost = "attention that is spelled out in products is not found, and keys are gathered for it"
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        graph = gm.graph
-        softmaxes = [node for node in graph.nodes if op_name(node) in SOFTMAX]
-        if softmaxes:
-            find_all(graph, softmaxes, context)
-            context.sort_sites(graph)
-        tell_exponentials(graph, context)
+    def subjects(self, facts: Facts) -> Iterable[Candidate]:
+        return candidates(products_of(facts.graph)) if softmaxes(facts.graph) else ()
 
-
-def find_all(graph: fx.Graph, softmaxes: Sequence[fx.Node], context: Context) -> None:
-    """Proves every candidate and rewrites those that hold; the report says of each other softmax why it stays."""
-    products = {node: product for node in graph.nodes if (product := product_of(node)) is not None}
-    carries = requires_grad(graph)
-    prover = Prover(Constants(graph, context.values, context.relied_on), carries)
-    done: dict[fx.Node, fx.Node] = {}
-    reasons: dict[fx.Node, NotAttention] = {}
-    tried: dict[fx.Node, Candidate] = {}
-    for candidate in list(candidates(products)):
-        softmax = candidate.softmax
-        if candidate.values.node in done:
-            continue
-        candidate = as_it_stands(candidate)
+    def match(self, candidate: Candidate, facts: Facts) -> Attempt | None:
+        if candidate.values.node in facts.once("book", Book).part_of:
+            return None
+        candidate = candidate.as_it_stands()
         try:
-            found = prover.prove(candidate)
-            reading = read(found, carries)
-            alone = escapes(candidate, found.dropout_p) and context.mesh.size == 1
+            return Attempt(candidate, proved(candidate, facts))
         except NotAttention as problem:
-            if softmax not in reasons or not problem.look_alike:
-                reasons[softmax], tried[softmax] = problem, candidate
-            continue
-        info = info_of(candidate, reading, found)
-        if alone:
-            info.notes.append("the program returns its weights: one process computes them, and the attention as it was")
-        context.sites[candidate.values.node if alone else emit_found(graph, found, reading)] = info
-        done[candidate.values.node] = softmax
-    rewritten = set(done.values())
-    for softmax in softmaxes:
-        if softmax not in rewritten:
-            tell(softmax, reasons.get(softmax), tried.get(softmax), context)
+            return Attempt(candidate, problem)
+
+    def check(self, found: Attempt, facts: Facts) -> Refusal | None:
+        why = found.proof
+        return Refusal(why.sentence, found.candidate.softmax) if isinstance(why, NotAttention) else None
+
+    def rewrite(self, found: Attempt, facts: Facts) -> None:
+        candidate, proof = found.candidate, found.proof
+        assert isinstance(proof, Proof)
+        node = candidate.values.node if proof.alone else emit_found(facts.graph, proof.found, proof.reading)
+        facts.context.sites[node] = info_of(candidate, proof)
+        facts.once("book", Book).part_of[candidate.values.node] = candidate.softmax
+
+    def refuse(self, found: Attempt, refusal: Refusal, facts: Facts) -> None:
+        """For now: another candidate with this softmax may do."""
+        refused, softmax = facts.once("book", Book).refused, found.candidate.softmax
+        assert isinstance(found.proof, NotAttention)
+        if softmax not in refused or not found.proof.look_alike:
+            refused[softmax] = found.candidate, found.proof
+
+    def finish(self, facts: Facts) -> None:
+        graph, context, book = facts.graph, facts.context, facts.once("book", Book)
+        for softmax in softmaxes(graph):
+            if softmax not in book.part_of.values():
+                tell(softmax, book.refused.get(softmax), context)
+        context.sort_sites(graph)
+        for node in exponentials(graph):
+            leave(node, "its rows are not divided by their plain sum, so they are no softmax", context)
 
 
-def as_it_stands(candidate: Candidate) -> Candidate:
-    """With the operands that its products have now: an attention before it may have been rewritten."""
-    scores, values = product_of(candidate.scores.node), product_of(candidate.values.node)
-    assert scores is not None and values is not None
-    return replace(candidate, scores=scores, values=values)
+def proved(candidate: Candidate, facts: Facts) -> Proof:
+    """Raises NotAttention."""
+    prover = facts.once(Prover, lambda: Prover(facts.constants, facts.carries))
+    found = prover.prove(candidate)
+    known = Known(found.known or {}, found.roles.sizes)
+    reading = reading_of_scores(found.scores, known, facts.carries.__getitem__, found.original)
+    return Proof(found, reading, escapes(candidate, found.dropout_p) and facts.context.mesh.size == 1)
 
 
-def tell(softmax: fx.Node, reason: NotAttention | None, candidate: Candidate | None, context: Context) -> None:
+def tell(softmax: fx.Node, refused: tuple[Candidate, NotAttention] | None, context: Context) -> None:
     """A softmax without a site: a look-alike is left alone, attention that could not be proved is a refused site."""
-    if reason is not None and candidate is not None and not reason.look_alike:
-        where = source_line(softmax)
-        info = SiteInfo(module_path(softmax), "unfused", "mask", True, where, refusal=reason.sentence)
-        context.sites[candidate.values.node] = info
-        return
-    sentence = reason.sentence if reason else "what it normalises is no product of two activations"
-    leave("softmax", softmax, sentence, context)
+    if refused is None:
+        leave(softmax, "what it normalises is no product of two activations", context)
+    elif refused[1].look_alike:
+        leave(softmax, refused[1].sentence, context)
+    else:
+        info = SiteInfo.at(softmax, "unfused", "mask", True)
+        context.sites[refused[0].values.node] = replace(info, refusal=refused[1].sentence)
 
 
-def leave(name: str, node: fx.Node, sentence: str, context: Context) -> None:
+def leave(node: fx.Node, sentence: str, context: Context) -> None:
     """Notes for the report why `node` stays as it is."""
+    what = f"{op_name(node).removeprefix('_')} {list(shape_of(node))}"
     where = f" in {module_path(node)}" if module_path(node) else ""
-    context.left_alone.append(Refusal(f"{name} {list(shape_of(node))}{where}: {sentence}", node))
+    context.left_alone.append(Refusal(f"{what}{where}: {sentence}", node))
 
 
-def tell_exponentials(graph: fx.Graph, context: Context) -> None:
-    """Weights that are exponentials of scores, and were made no softmax (find_softmax.py)."""
-    exponentials = {node for node in graph.nodes if op_name(node) in EXPONENTIALS and leads_anywhere(node)}
-    if not exponentials:
-        return
-    products = {node: product for node in graph.nodes if (product := product_of(node)) is not None}
-    weights = dict.fromkeys(one.softmax for one in candidates(products, EXPONENTIALS) if one.summed)
-    for node in filter(exponentials.__contains__, weights):
-        leave(op_name(node), node, "its rows are not divided by their plain sum, so they are no softmax", context)
-
-
-def read(found: Found, carries: dict[fx.Node, bool]) -> Reading:
-    """Raises NotAttention where the reading is not what the program does."""
-    scores = found.scores
-    how = (scores.score, scores.nan, Known(found.known or {}, found.roles.sizes), scores.nan and scores.stops)
-    reading = reading_of(scores.conditions, scores.bias, carries.__getitem__, *how)
-    if found.original is not None and not scores.shifts:
-        sizes = {name: at_hand(size) for name, size in found.roles.sizes.items()}
-        said = of_scores(reading, scores, sizes, found.known, found.original)
-        if said:
-            raise NotAttention(said)
-    return reading
-
-
-def info_of(candidate: Candidate, reading: Reading, found: Found) -> SiteInfo:
+def info_of(candidate: Candidate, proof: Proof) -> SiteInfo:
     """The site of an attention that was proved, as the report shows it."""
+    found, reading = proof.found, proof.reading
     names = [] if reading.name == "full" else [reading.name]
     names += ["sinks"] if found.sinks is not None else []
     softmax, pattern = candidate.softmax, " & ".join(names) or "full"
-    info = SiteInfo(module_path(softmax), "unfused", pattern, reading.name != "full", source_line(softmax))
+    info = SiteInfo.at(softmax, "unfused", pattern, reading.name != "full")
     if found.dropout_p:
         info.notes.append(f"dropout {found.dropout_p:g}: the same weights are dropped on any number of ranks")
     info.notes += reading.notes
+    if proof.alone:
+        info.notes.append("the program returns its weights: one process computes them, and the attention as it was")
     return info

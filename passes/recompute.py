@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ringopt.ir.nodes import is_random, value_of
 from ringopt.ir.notes import POLICY
 from ringopt.ops.traits import sends
+from ringopt.options import InnerBackend
 from ringopt.pipeline import Context, Pass
 from ringopt.report import bytes_text
 from ringopt.reporting.figures import Figures
@@ -35,8 +36,10 @@ class Recompute(Pass):
     """Has activation checkpointing keep what communicates, so that the backward does not send it again."""
 
     name = "recompute"
-    reads = ("options", "mesh")
+    reads = ("mesh",)
     writes = ("regions", "notes")
+
+    inner_backend: InnerBackend = "inductor"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         tagged = [node for node in gm.graph.nodes if node.meta.get("recompute") is not None]
@@ -52,7 +55,7 @@ class Recompute(Pass):
                 node.meta[POLICY] = region.policy
         if tagged and context.mesh.size > 1:
             count = len({node.meta["ac_graph_id"] for node in tagged})
-            context.notes.append(told(count, exchanges, context.options.inner_backend, Figures(gm.graph, context.mesh)))
+            context.notes.append(told(count, exchanges, self.inner_backend, Figures(gm.graph, context.mesh)))
 
 
 def told(regions: int, exchanges: Sequence[fx.Node], inner_backend: str, figures: Figures) -> str:

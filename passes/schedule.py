@@ -25,9 +25,10 @@ import torch.fx as fx
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.cost.site import rates_for
 from ringopt.dims.products import is_product
-from ringopt.distributed.mesh import ANY
+from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.nodes import named, op_name
 from ringopt.ops.traits import attends, exchanges
+from ringopt.options import InnerBackend
 from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.held_back import held_back
 from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
@@ -42,17 +43,20 @@ class Schedule(Pass):
     is work to hide them behind."""
 
     name = "schedule"
-    reads = ("options", "mesh", "carries")
+    reads = ("mesh", "carries")
     writes = ("sites", "notes", "budget")
     optional = True
     lost = "every exchange starts with its attention, behind nothing but its own first block"
 
+    inner_backend: InnerBackend = "inductor"
+
     def run(self, gm: fx.GraphModule, context: Context) -> None:
+        unordered = why_unordered(context.mesh, self.inner_backend)
         by_name = {node.name: info for node, info in context.sites.items()}
         for node in list(gm.graph.nodes):
             if not attends(node):
                 continue
-            why, rates = why_not(node, context), rates_for(context.mesh, node)
+            why, rates = unordered or why_not(node, context.mesh.size), rates_for(context.mesh, node)
             ranks = context.mesh.size
             context.budget = Budget(ranks, allowed(rates), rates.default.rate, rates.step)
             first = first_bytes(node, ranks) if not why else 0
@@ -67,29 +71,27 @@ class Schedule(Pass):
             info = by_name.get(node.name.removesuffix(f"_{op_name(node)}"))
             if info is not None:
                 info.notes.append(told(ahead, behind, aside, why))
-        if context.budget is not None and not unordered(context):
+        if context.budget is not None and not unordered:
             sites = [node for node in gm.graph.nodes if attends(node)]
             early = [node for node in sites if "forward" in named(node, "early").split()]
             context.notes += held_back(gm.graph, context.budget, early, context.mesh.size)
 
 
-def unordered(context: Context) -> str:
+def why_unordered(mesh: Mesh, inner_backend: InnerBackend) -> str:
     """Why nothing of a graph changes its place, or ""."""
-    if context.mesh.name == ANY:
+    if mesh.name == ANY:
         return "a program for any number of ranks runs in the order in which it is written"
-    if context.options.inner_backend == "eager":
+    if inner_backend == "eager":
         return "inner_backend='eager' has no graphs behind autograd to be ordered"
     return ""
 
 
-def why_not(node: fx.Node, context: Context) -> str:
+def why_not(node: fx.Node, ranks: int) -> str:
     """Why the exchange of an attention cannot start before it, or ""."""
-    if why := unordered(context):
-        return why
     if op_name(node) == "dilated_attention":
-        sends = dilated_plan_at(node, context.mesh.size).strategies != "local"
+        sends = dilated_plan_at(node, ranks).strategies != "local"
         return "" if sends else "it sends nothing"
-    plan = plan_at(node, context.mesh.size)
+    plan = plan_at(node, ranks)
     if not isinstance(plan, Exchange) or plan.queries_move:
         return f"strategy {named(node, 'strategy')} sends queries too"
     return "" if plan.length else "it sends nothing"

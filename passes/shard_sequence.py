@@ -10,8 +10,7 @@ mixes rows in a known way (a slice, a loss, a convolution) is computed on shards
 other (ringopt/sharding), also above the first site (ringopt/sharding/handlers/demands.py); all else is computed on
 gathered operands and reported.
 
-Before: functional graph, sites chosen by choose_strategy.
-After: every value replicated (same bits and same complete gradient on every rank) or sharded.
+Before: sites chosen. After: every value replicated (same bits, same complete gradient on every rank) or sharded.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.nodes import eliminate_dead_code, is_random, tensor_args
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import plain
+from ringopt.options import Outputs, Shard, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.sharding.composite import in_parts
 from ringopt.sharding.emit import enough_rows
@@ -49,8 +49,12 @@ class ShardSequence(Pass):
     """Propagates sharding from attention over the graph, and inserts the communication where placements change."""
 
     name = "shard_sequence"
-    reads = ("options", "mesh", "layouts", "given", "pairs", "order")
+    reads = ("mesh", "layouts", "given", "pairs", "order")
     writes = ("sites", "gathers", "notes", "replicated_random", "left")
+
+    shard: Shard = "model"
+    strategy: Strategy = "auto"
+    outputs: Outputs = "gather"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if not context.shards:
@@ -68,14 +72,14 @@ class ShardSequence(Pass):
         decided: dict[fx.Node, Places] = {}
         while True:
             sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, least, mesh.name == ANY)
-            sharder.climbs = context.options.shard == "model"
+            sharder.climbs = self.shard == "model"
             functions = Functions(sharder, decided)
             handled, worked = frozenset(HANDLERS), worked_on(gm.graph)
-            whole = windows(sharder, in_windows(context), handled, worked)
-            wanted = [*demanded(context), *whole]
+            whole = windows(sharder, self.in_windows(context), handled, worked)
+            wanted = [*self.demanded(context), *whole]
             pairs = {x: at for x, at in context.pairs.items() if enough_rows(sharder, at.length)}
             sharder.sources = sources(sharder, wanted, handled | MIXED, worked) | pairs | dict(whole)
-            random = walk(sharder, functions, gm.graph, context)
+            random = self.walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
             if not (twice := functions.twice()):
                 break
@@ -86,66 +90,61 @@ class ShardSequence(Pass):
         refuse_mixed_statistics(gm.graph)
         context.gathers += gathers_of(sharder)
 
+    def walk(self, sharder: Sharder, functions: Functions, graph: fx.Graph, context: Context) -> list[str]:
+        """Places every node; returns the names of those that draw the same random numbers on every rank."""
+        random = []
+        for node in graph.nodes:
+            if node in context.given:
+                sharder.hold(node, context.given[node].placement)
+            elif node.op in ("placeholder", "get_attr"):
+                sharder.keep(node)
+            elif node.op == "output":
+                places = context.order.outputs if context.order is not None else None
+                context.left = leave(sharder, node, self.outputs, context.given, places)
+            elif isinstance(node.target, CustomGradient):
+                functions.place(node)
+            elif node not in sharder.values and not self.spread(sharder, node, context):
+                # (A handler of a tuple places its elements with it.)
+                sharder.whole(node)
+                random += [node.name] if is_random(node) else []
+            if node in sharder.sources and sharder.placements[node] is None:
+                sharder.begin(node)
+        return random
 
-def walk(sharder: Sharder, functions: Functions, graph: fx.Graph, context: Context) -> list[str]:
-    """Places every node; returns the names of those that draw the same random numbers on every rank."""
-    random = []
-    for node in graph.nodes:
-        if node in context.given:
-            sharder.hold(node, context.given[node].placement)
-        elif node.op in ("placeholder", "get_attr"):
-            sharder.keep(node)
-        elif node.op == "output":
-            outputs, order = context.options.outputs, context.order
-            context.left = leave(sharder, node, outputs, context.given, order.outputs if order is not None else None)
-        elif isinstance(node.target, CustomGradient):
-            functions.place(node)
-        elif node not in sharder.values and not spread(sharder, node, context):
-            # (A handler of a tuple places its elements with it.)
-            sharder.whole(node)
-            random += [node.name] if is_random(node) else []
-        if node in sharder.sources and sharder.placements[node] is None:
-            sharder.begin(node)
-    return random
+    def demanded(self, context: Context) -> Iterator[Demand]:
+        """What the attention sites, and pairs that are none, want to have in rows."""
+        yield from context.pairs.items()
+        for node in self.sharded_sites(context):
+            yield from demands(node, context.sites[node])
 
+    def in_windows(self, context: Context) -> Iterator[tuple[bool, Iterator[Demand]]]:
+        """The same of q, k and v, for each site; and whether it may be spread over the batch instead."""
+        for node in self.sharded_sites(context):
+            parts = not is_dilated(AttentionCall.of(node).pattern) and not told_apart(node)
+            yield parts, operands(node, context.sites[node])
 
-def demanded(context: Context) -> Iterator[Demand]:
-    """What the attention sites, and pairs that are none, want to have in rows."""
-    yield from context.pairs.items()
-    for node in sharded_sites(context):
-        yield from demands(node, context.sites[node])
+    def sharded_sites(self, context: Context) -> Iterator[fx.Node]:
+        """The attentions that will be sharded, from which propagation starts."""
+        if self.shard == "model":
+            yield from (node for node, info in context.sites.items() if info.refusal is None)
 
+    def spread(self, sharder: Sharder, node: fx.Node, context: Context) -> bool:
+        """Computes a node on shards; False where its operands have to be gathered for it."""
+        site = context.sites.get(node)
+        if site is not None and site.refusal is None and place_attention(sharder, node, site, self.strategy):
+            return True
+        if self.shard == "attention":
+            return False  # whoever reads what attention gives has it gathered
+        if node in sharder.understood:
+            sharder.understood[node]()
+            return True
+        cut = any(map(sharder.placements.get, tensor_args(node)))
+        done = cut and (sharder.along(node) or across(sharder, node))
+        done = done or (cut and site is None and self.apart(sharder, node, context))
+        if site is not None and site.refusal is None:
+            stands_beside(site, done)
+        return done
 
-def in_windows(context: Context) -> Iterator[tuple[bool, Iterator[Demand]]]:
-    """The same of q, k and v, for each site; and whether it may be spread over the batch instead."""
-    for node in sharded_sites(context):
-        parts = not is_dilated(AttentionCall.of(node).pattern) and not told_apart(node)
-        yield parts, operands(node, context.sites[node])
-
-
-def sharded_sites(context: Context) -> Iterator[fx.Node]:
-    """The attentions that will be sharded, from which propagation starts."""
-    if context.options.shard == "model":
-        yield from (node for node, info in context.sites.items() if info.refusal is None)
-
-
-def spread(sharder: Sharder, node: fx.Node, context: Context) -> bool:
-    """Computes a node on shards; False where its operands have to be gathered for it."""
-    site = context.sites.get(node)
-    if site is not None and site.refusal is None and place_attention(sharder, node, site, context.options.strategy):
-        return True
-    if context.options.shard == "attention":
-        return False  # whoever reads what attention gives has it gathered
-    if node in sharder.understood:
-        sharder.understood[node]()
-        return True
-    cut = any(map(sharder.placements.get, tensor_args(node)))
-    done = cut and (sharder.along(node) or across(sharder, node) or (site is None and apart(sharder, node, context)))
-    if site is not None and site.refusal is None:
-        stands_beside(site, done)
-    return done
-
-
-def apart(sharder: Sharder, node: fx.Node, context: Context) -> bool:
-    """Computes a composite operator on shards, one operator of its decomposition after the other."""
-    return in_parts(sharder, node, frozenset(HANDLERS), lambda part: spread(sharder, part, context))
+    def apart(self, sharder: Sharder, node: fx.Node, context: Context) -> bool:
+        """Computes a composite operator on shards, one operator of its decomposition after the other."""
+        return in_parts(sharder, node, frozenset(HANDLERS), lambda part: self.spread(sharder, part, context))

@@ -8,7 +8,8 @@ As those of Ye et al., Differential Transformer, 2024, section 2.1, are.
 
 A product is linear in its weights, whichever operand they are and however it is spelled: same numbers but for
 rounding. After: no product reads a sum of two softmaxes, but where the weights are used elsewhere too or multiplied by
-themselves, or where a part has another dtype or other sizes than the sum.
+themselves, or where a part has another dtype or other sizes than the sum. It refuses nothing, so it does not match,
+check and rewrite: a sum that stays is a look-alike to find_unfused, which says so.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ query heads, as the repetition did.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -22,14 +23,29 @@ from ringopt.expr.evaluate import evaluate
 from ringopt.expr.terms import Term
 from ringopt.ir.constants import LARGEST, Constants
 from ringopt.ir.nodes import shape_of
+from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import same
 from ringopt.ops import operators
-from ringopt.pipeline import Context, Pass
 from ringopt.recognize.lift import Cone, coordinates
+from ringopt.rewrite import Facts, Rewrite
 
 
 @dataclass(frozen=True)
-class StripRepeatKv(Pass):
+class Repeated:
+    """An attention of which K or V repeats its heads. `k` and `v` are what they repeat; one that does not, itself."""
+
+    node: fx.Node
+    k: fx.Node
+    v: fx.Node
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Of K and V, not repeated."""
+        return shape_of(self.k)[1], shape_of(self.v)[1]
+
+
+@dataclass(frozen=True)
+class StripRepeatKv(Rewrite[fx.Node, Repeated]):
     """Hands attention the KV heads before they are repeated (GQA), so that only those are sent."""
 
     name = "strip_repeat_kv"
@@ -38,17 +54,30 @@ class StripRepeatKv(Pass):
     optional = True
     lost = "KV heads that the program repeats travel as often as they are repeated"
 
-    def run(self, gm: fx.GraphModule, context: Context) -> None:
-        constants = Constants(gm.graph, context.values, context.relied_on)
-        for node, info in context.sites.items():
-            if node.target is not operators.attention.default:
-                continue
-            call = AttentionCall.of(node)
-            k, v = (unrepeated(operand, constants) for operand in call.operands[1:])
-            if k is None or v is None or shape_of(k)[1] != shape_of(v)[1]:
-                continue
-            call.replace(k=k, v=v).write(node)
-            info.notes.append(f"{call.heads[1]} KV heads repeat {shape_of(k)[1]}, which travel")
+    def subjects(self, facts: Facts) -> Iterable[fx.Node]:
+        return facts.context.sites
+
+    def match(self, node: fx.Node, facts: Facts) -> Repeated | None:
+        if node.target is not operators.attention.default:
+            return None
+        call = AttentionCall.of(node)
+        k, v = (unrepeated(operand, facts.constants) for operand in (call.k, call.v))
+        return Repeated(node, k or call.k, v or call.v) if k or v else None
+
+    def check(self, found: Repeated, facts: Facts) -> Refusal | None:
+        of_keys, of_values = found.heads
+        if of_keys != of_values:
+            said = f"KV heads travel as they are repeated: K has {of_keys} of its own, V {of_values}"
+            return Refusal(said, found.node)
+        return None
+
+    def rewrite(self, found: Repeated, facts: Facts) -> None:
+        call = AttentionCall.of(found.node)
+        call.replace(k=found.k, v=found.v).write(found.node)
+        facts.context.sites[found.node].notes.append(f"{call.heads[1]} KV heads repeat {found.heads[0]}, which travel")
+
+    def refuse(self, found: Repeated, refusal: Refusal, facts: Facts) -> None:
+        facts.context.sites[found.node].notes.append(refusal.sentence)
 
 
 def unrepeated(operand: fx.Node, constants: Constants) -> fx.Node | None:

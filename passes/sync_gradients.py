@@ -33,11 +33,13 @@ class SyncGradients(Pass):
     """Puts the copies of parameters into buckets, whose gradients are all-reduced in one message each."""
 
     name = "sync_gradients"
-    reads = ("options", "mesh")
+    reads = ("mesh",)
+
+    sync_gradients: bool = True
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         copies = [node for node in gm.graph.nodes if op_name(node) == "copy_to_group" and is_parameter(node.args[0])]
-        if not context.options.sync_gradients:
+        if not self.sync_gradients:
             for copy in copies:
                 copy.target, copy.args = operators.leave_to_wrapper.default, (copy.args[0], context.mesh.size)
             return

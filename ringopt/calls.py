@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
 
 from ringopt.expr.mask import Mask
-from ringopt.ir.nodes import shape_of, value_of
+from ringopt.ir.nodes import origin, shape_of, value_of
 from ringopt.torch_compat.schema import schema_of
 
 C = TypeVar("C", bound="Call")
@@ -85,18 +85,39 @@ class AttentionCall(Call):
     """`ringopt::attention`. `attn_mask` is a mask that was not read, or of a dilated pattern which keys are no padding;
     `mask` the text of one that was, over `sources`."""
 
-    attn_mask: fx.Node | None
-    sources: Sequence[fx.Node]
-    sinks: fx.Node | None
-    seed: fx.Node | None
-    pattern: str
-    mask: str
-    dropout_p: float
-    scale: float
+    attn_mask: fx.Node | None = None
+    sources: Sequence[fx.Node] = field(default_factory=list)
+    sinks: fx.Node | None = None
+    seed: fx.Node | None = None
+    pattern: str = "full"
+    mask: str = ""
+    dropout_p: float = 0.0
+    scale: float = field(kw_only=True)
 
     @property
     def mask_term(self) -> Mask:
         return Mask.parse(self.mask)
+
+    def emit(self, graph: fx.Graph, like: fx.Node) -> fx.Node:
+        """A new node, told to come from where `like` comes from. It is not run for its value: what it computes on one
+        device depends on the length."""
+        new = graph.create_node("call_function", torch.ops.ringopt.attention.default, self.args, {}, "attention")
+        q, _k, v = self.values
+        new.meta = {**origin(like), "val": q.new_empty((*q.shape[:3], v.shape[3]))}
+        return new
+
+
+@dataclass(frozen=True)
+class FlexCall(Call):
+    """`ringopt::flex`, flex_attention while it is being read: `scores` is what it makes of `product`, q @ k.mT."""
+
+    product: fx.Node
+    scores: fx.Node
+
+    @property
+    def sizes(self) -> dict[str, Size]:
+        """Of the axes of the scores."""
+        return dict(zip("bhqk", shape_of(self.product), strict=True))
 
 
 @dataclass(frozen=True)

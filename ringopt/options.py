@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_type_hints
 
 from ringopt.errors import OptionError
 
@@ -122,6 +122,19 @@ class Options:
         if unknown:
             raise OptionError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
         return cls(**(options or {}))
+
+
+class Asked(Protocol):
+    """Those that are about a site."""
+
+    @property
+    def strategy(self) -> Strategy: ...
+
+    @property
+    def layout(self) -> LayoutName: ...
+
+    @property
+    def kernel(self) -> KernelName: ...
 
 
 def _literals() -> dict[str, Any]:

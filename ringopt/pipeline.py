@@ -10,8 +10,8 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NoReturn, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 import torch.fx as fx
@@ -24,7 +24,7 @@ from ringopt.ir.nodes import eliminate_dead_code
 from ringopt.ir.placement import Layouts, Sharded, Spread
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import Refusal
-from ringopt.ir.site import SiteInfo as SiteInfo
+from ringopt.ir.site import SiteInfo
 from ringopt.options import Options
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
@@ -102,9 +102,12 @@ class Context:
             del self.sites[node]
 
 
+P = TypeVar("P", bound="Pass")
+
+
 @dataclass(frozen=True)
 class Pass(ABC):
-    """One rewrite, its options the fields. The graph is valid before and after.
+    """One rewrite. Its fields are options of the same name. The graph is valid before and after.
 
     reads, writes   of the fields of Context, those that it may look at, and those that it may change (and look at)
     optional        whether it may be switched off: the numbers stay right, and `lost` says what then is not done
@@ -115,6 +118,10 @@ class Pass(ABC):
     writes: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False
     lost: ClassVar[str] = ""
+
+    def with_options(self: P, options: Options) -> P:
+        asked = {each.name: getattr(options, each.name) for each in fields(self)}
+        return replace(self, **asked) if asked else self
 
     @abstractmethod
     def run(self, gm: fx.GraphModule, context: Context) -> None:

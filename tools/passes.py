@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ringopt.tools.common.command import console
@@ -41,7 +42,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for step in found:
         optional = f" (may be switched off; lost: {step['lost']})" if step["optional"] else ""
         out.print(f"[bold]{step['name']}[/bold]: {step['does']}{optional}", highlight=False)
-        for how in ("reads", "writes"):
+        for how in ("options", "reads", "writes"):
             if step[how]:
                 out.print(f"  {how} {', '.join(step[how])}", markup=False, highlight=False)
     return 0
@@ -55,6 +56,7 @@ def listed() -> list[dict[str, Any]]:
         {
             "name": step.name,
             "does": (sys.modules[type(step).__module__].__doc__ or "").partition("\n")[0].rstrip("."),
+            "options": [field.name for field in fields(step)],
             "reads": list(step.reads),
             "writes": list(step.writes),
             "optional": step.optional,

@@ -26,12 +26,13 @@ from ringopt.ir.io_order import Order, Reordered
 from ringopt.ir.nodes import is_parameter, requires_grad, shape_of, value_of
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused
+from ringopt.ir.site import SiteInfo
 from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.passes import UNDERSTAND, chosen_line, switched_off
-from ringopt.pipeline import Callback, Context, Pass, Pipeline, SiteInfo
+from ringopt.pipeline import Callback, Context, Pass, Pipeline
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of

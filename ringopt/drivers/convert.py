@@ -36,11 +36,12 @@ from ringopt.ir.nodes import is_tensor, op_name
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import GraphRefused, Refusal
+from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import formula, into_assertions
 from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger
-from ringopt.pipeline import Context, SiteInfo
+from ringopt.pipeline import Context
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of

@@ -176,16 +176,6 @@ def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[st
     return new
 
 
-def emit_attention(graph: fx.Graph, args: Any, like: fx.Node) -> fx.Node:
-    """A new call of `ringopt::attention`; its fake value is made from those of q [B, H, S, D] and v [B, H_kv, T, D_v]
-    without running the op, whose form on one device depends on the length."""
-    new = graph.create_node("call_function", torch.ops.ringopt.attention.default, tuple(args), {}, "attention")
-    new.meta = origin(like)
-    q, v = value_of(args[0]), value_of(args[2])
-    new.meta["val"] = q.new_empty((*q.shape[:3], v.shape[3]))
-    return new
-
-
 def is_parameter(node: fx.Node) -> bool:
     """Whether a node is an input that the program holds as an nn.Parameter."""
     return node.op == "placeholder" and bool(node.meta.get(PARAMETER))

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch.fx as fx
+
+from ringopt.ir.nodes import module_path, source_line
+
 
 @dataclass
 class SiteInfo:
@@ -26,3 +30,8 @@ class SiteInfo:
     notes: list[str] = field(default_factory=list)
     reason: str = ""
     whole: Literal["", "queries", "keys"] = ""
+
+    @classmethod
+    def at(cls, node: fx.Node, form: str, pattern: str, masked: bool) -> SiteInfo:
+        """Of attention that the program has where `node` comes from."""
+        return cls(module_path(node), form, pattern, masked, source_line(node))

@@ -11,18 +11,19 @@ which axis is batch, head, query, key or feature. Nothing is proved here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 import torch.fx as fx
 
-from ringopt.dims.contraction import Product
+from ringopt.dims.contraction import Product, product_of
 from ringopt.dims.follow import Axes, Dims, follow
 from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
 from ringopt.recognize.scores import NotAttention
 
 SOFTMAX = ("softmax", "_softmax")
+EXPONENTIALS = ("exp", "exp2")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Candidate:
             if any(self.axes.whole((letter,)) == self.keys for letter in self.scores.own(side)):
                 return side
         return None
+
+    def as_it_stands(self) -> Candidate:
+        """With the operands that its products have now: an attention before it may have been rewritten."""
+        scores, values = product_of(self.scores.node), product_of(self.values.node)
+        assert scores is not None and values is not None
+        return replace(self, scores=scores, values=values)
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -101,6 +108,22 @@ def operand_of(user: fx.Node, node: fx.Node, products: Mapping[fx.Node, Product]
             for side in (0, 1):
                 if products[place].operands[side] is node:
                     yield products[place], side
+
+
+def softmaxes(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if op_name(node) in SOFTMAX]
+
+
+def products_of(graph: fx.Graph) -> dict[fx.Node, Product]:
+    return {node: product for node in graph.nodes if (product := product_of(node)) is not None}
+
+
+def exponentials(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Weights that are exponentials of scores, and were made no softmax (passes/find_softmax.py)."""
+    alive = {node for node in graph.nodes if op_name(node) in EXPONENTIALS and leads_anywhere(node)}
+    if alive:
+        weights = (one.softmax for one in candidates(products_of(graph), EXPONENTIALS) if one.summed)
+        yield from filter(alive.__contains__, dict.fromkeys(weights))
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
+from ringopt.expr.bands import Known
 from ringopt.expr.evaluate import evaluate
 from ringopt.expr.mask import block_coordinates
 from ringopt.expr.terms import Term, walk
+from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.recognize.additive_mask import HIDES_FLOAT16
-from ringopt.recognize.reading import Reading
+from ringopt.recognize.reading import Reading, reading_of
 from ringopt.recognize.score_mod import widened
-from ringopt.recognize.scores import Scores
+from ringopt.recognize.scores import NotAttention, Scores
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 # A mask of more elements is compared at some blocks of BLOCK x BLOCK instead of whole.
@@ -78,6 +81,21 @@ def of_scores(
             if not _agree(original.double().expand_as(found), found, max(8 * rounding, 1e-4)):
                 return _mismatch(reading, rows, keys)
     return ""
+
+
+def reading_of_scores(
+    scores: Scores, known: Known, learned: Callable[[fx.Node], bool], original: Term | None
+) -> Reading:
+    """What is done to scores, as the attention operators take it. `original` is that as a function of the product,
+    where no input reaches it. Raises NotAttention where both differ."""
+    how = (scores.score, scores.nan, known, scores.nan and scores.stops)
+    reading = reading_of(scores.conditions, scores.bias, learned, *how)
+    if original is not None and not scores.shifts:
+        sizes = {name: at_hand(size) for name, size in known.sizes.items()}
+        said = of_scores(reading, scores, sizes, known.tensors, original)
+        if said:
+            raise NotAttention(said)
+    return reading
 
 
 def _mismatch(reading: Reading, rows: range, keys: range) -> str:

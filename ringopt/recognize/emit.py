@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.dims.rules import rule_of
 from ringopt.expr.simplify import substitute
 from ringopt.expr.terms import Term, constant, dumps, loads
-from ringopt.ir.nodes import emit, emit_attention, is_aten, op_name, shape_of, value_of
+from ringopt.ir.nodes import emit, is_aten, op_name, shape_of, value_of
 from ringopt.ops import operators
 from ringopt.ops.dropout import SEEDS
 from ringopt.recognize.candidates import Candidate, Roles
@@ -48,9 +49,16 @@ def emit_found(graph: fx.Graph, found: Found, reading: Reading) -> fx.Node:
         v = multiplied(graph, v, [factor for factor in found.factors if "k" in factor.axes], roles.sizes, end)
         sinks = sinks_of(graph, found, roles, end) if found.sinks is not None else None
         seed = draw_seed(graph, end) if found.dropout_p else None
-        pattern, text, sources = reading.pattern, reading.mask.text, list(reading.sources)
-        args = (q, k, v, None, sources, sinks, seed, pattern, text, found.dropout_p, scale)
-        node = emit_attention(graph, args, end)
+        node = AttentionCall(
+            *(q, k, v),
+            sources=list(reading.sources),
+            sinks=sinks,
+            seed=seed,
+            pattern=reading.pattern,
+            mask=reading.mask.text,
+            dropout_p=found.dropout_p,
+            scale=scale,
+        ).emit(graph, end)
         rows = [factor for factor in found.factors if "k" not in factor.axes]
         result = multiplied(graph, node, rows, roles.sizes, end)
         result = as_product(graph, result, roles, end)

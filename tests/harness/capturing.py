@@ -12,6 +12,7 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.frontend.capture import capture
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
+from ringopt.passes import with_options
 from ringopt.pipeline import Context, Pass, Pipeline
 
 
@@ -22,9 +23,10 @@ def after(
     found: list[tuple[fx.GraphModule, Context]] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        context = Context(Options(**options), mesh_of(f"pretend:0/{ranks}"))
+        chosen = Options(**options)
+        context = Context(chosen, mesh_of(f"pretend:0/{ranks}"))
         flat = capture(gm, inputs).begin(context)
-        Pipeline(passes).run(flat, context)
+        Pipeline(with_options(passes, chosen)).run(flat, context)
         found.append((flat, context))
         flat.meta["inputs"] = inputs
         return gm.forward

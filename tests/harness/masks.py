@@ -15,10 +15,11 @@ from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.mask import Mask
 from ringopt.ir.nodes import shape_of
+from ringopt.ir.site import SiteInfo
 from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.normalize import Normalize
-from ringopt.pipeline import Context, Pass, SiteInfo
+from ringopt.pipeline import Context, Pass
 from tests.harness.capturing import after
 
 

@@ -26,7 +26,7 @@ from ringopt.frontend.capture import Captured, capture
 from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.refusal import GraphRefused
 from ringopt.options import Options
-from ringopt.passes import LINE, UNDERSTAND
+from ringopt.passes import LINE, UNDERSTAND, with_options
 from ringopt.pipeline import Context, Pipeline
 from ringopt.report import Report
 from ringopt.reporting.figures import report_of
@@ -121,7 +121,7 @@ def validate_function(p: int, function: Callable[..., Any], inputs: list[Any], *
     try:
         program = call_of(function, len(inputs), len(function(*inputs)))
         flat = capture(program, inputs).begin(shared)
-        Pipeline(UNDERSTAND).run(flat, shared)
+        Pipeline(with_options(UNDERSTAND, chosen)).run(flat, shared)
         made = [of_rank(flat, shared, Seat(rank, p)) for rank in range(p)]
     except GraphRefused as refused:
         report = report_of(fx.Graph(), Context(chosen, Seat(0, p)), refused.refusal.sentence)
@@ -164,7 +164,7 @@ def of_rank(flat: fx.GraphModule, shared: Context, mesh: Seat) -> tuple[fx.Graph
     sites = {node: replace(info, notes=list(info.notes)) for node, info in shared.sites.items()}
     own = replace(shared, mesh=mesh, sites=sites, gathers=[], replicated_random=[])
     gm = _LazyGraphModule(flat, flat.graph)  # writes its code only once
-    Pipeline(LINE[len(UNDERSTAND) :]).run(gm, own)
+    Pipeline(with_options(LINE[len(UNDERSTAND) :], own.options)).run(gm, own)
     return gm, own
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ringopt.distributed.lookup import mesh_of
 from ringopt.frontend.capture import capture
 from ringopt.options import Options
-from ringopt.passes import LINE
+from ringopt.passes import LINE, with_options
 from ringopt.passes.canonicalize import Canonicalize
 from ringopt.passes.normalize import Normalize
 from ringopt.pipeline import Context, Pipeline
@@ -119,7 +119,8 @@ def shuffled(gm: fx.GraphModule, inputs: list[Any], seed: int) -> tuple[fx.Graph
 
 def canonical(gm: fx.GraphModule, inputs: list[Any]) -> tuple[str, list[list[str]], str]:
     """The text, who reads each node, and what all passes make of it."""
-    context = Context(Options(strategy="ring"), mesh_of("pretend:0/2"))
+    options = Options(strategy="ring")
+    context = Context(options, mesh_of("pretend:0/2"))
     flat = capture(gm, inputs).begin(context)
     readers: list[list[str]] = []
 
@@ -127,7 +128,7 @@ def canonical(gm: fx.GraphModule, inputs: list[Any]) -> tuple[str, list[list[str
         if isinstance(step, Canonicalize):
             readers.extend([user.name for user in node.users] for node in gm.graph.nodes)
 
-    Pipeline(LINE, passed).run(flat, context)
+    Pipeline(with_options(LINE, options), passed).run(flat, context)
     assert context.canonical is not None and context.program is not None
     context.canonical.apply(flat.graph)
     return context.program.text, readers, "\n".join(map(str, flat.graph.nodes))

@@ -15,7 +15,7 @@ from ringopt.drivers.compile import transform
 from ringopt.frontend.capture import capture
 from ringopt.ir.printer import changes, short
 from ringopt.options import Options
-from ringopt.passes import LINE
+from ringopt.passes import LINE, with_options
 from ringopt.pipeline import Context, Pipeline
 from tests.harness.models import build
 from tests.harness.threads import run_on_threads
@@ -176,7 +176,7 @@ def changed_by_sharding(module, options):
 
     gm, given = captured(module, torch.randn(1, 10, 4))
     context = Context(options, Seat(0, 2))
-    Pipeline(LINE, keep).run(capture(gm, given).begin(context), context)
+    Pipeline(with_options(LINE, options), keep).run(capture(gm, given).begin(context), context)
     return changes(seen["choose_strategy"], seen["shard_sequence"])
 
 

@@ -101,7 +101,8 @@ def test_what_is_no_plain_repetition_stays(spelling):
 
 
 def test_keys_and_values_must_agree():
-    assert heads(Attention(repeat_interleave, scaled_after)) == ([HEADS, HEADS], [])
+    said = "KV heads travel as they are repeated: K has 2 of its own, V 6"
+    assert heads(Attention(repeat_interleave, scaled_after)) == ([HEADS, HEADS], [said])
 
 
 def test_heads_that_do_not_repeat_stay():

@@ -13,7 +13,7 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.drivers.compile import transform
 from ringopt.frontend.capture import capture
 from ringopt.options import Options
-from ringopt.passes import UNDERSTAND
+from ringopt.passes import UNDERSTAND, with_options
 from ringopt.pipeline import Context, Pipeline
 from tests.harness.models import difference, run
 from tests.harness.threads import run_on_threads
@@ -138,7 +138,7 @@ def dropped_alike(p, model, given, **options):
     gm, given = captured(model, *given)
     context = Context(Options(**options), mesh_of("pretend:0/1"))
     one = capture(gm, given).begin(context)
-    Pipeline(UNDERSTAND).run(one, context)
+    Pipeline(with_options(UNDERSTAND, context.options)).run(one, context)
     expected = values_and_gradients(with_seed(one), given)
     made = [transform(gm, given, Options(**options), Seat(rank, p)) for rank in range(p)]
     graphs = [with_seed(one.graph) for one in made]
