@@ -6,6 +6,7 @@
     y = ringopt::attention(q, k, v, None, [...], sinks, seed, "causal", "{...}", dropout_p, 1/8)
 
 Found by axes (ringopt/recognize/candidates.py), proved by reading every score and weight (ringopt/recognize/prove.py).
+Rows that see nothing are NaN or, behind `_safe_softmax` and what does the same by hand, 0, and so is their gradient.
 The mask is read on the way, so that classify_mask finds nothing left to do. Weights that the program also returns stay
 computed as they were. After: every softmax that is no attention, or could not be proved to be, has its reason; and so
 have exponentials of scores that are no softmax.

@@ -23,7 +23,8 @@ from ringopt.ir.nodes import argument, is_aten, is_tensor, op_name, shape_of, te
 Dims = tuple[tuple[str, ...], ...]
 
 # The dim they work along keeps its meaning; its size may change (sinks are put beside the keys, and cut off again).
-ALONG = frozenset(("softmax", "_softmax", "dropout", "cat", "slice", "pad", "constant_pad_nd"))
+SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
+ALONG = frozenset((*SOFTMAX, "dropout", "cat", "slice", "pad", "constant_pad_nd"))
 
 
 class Axes:
@@ -121,7 +122,7 @@ def _dims_of(node: fx.Node, known: dict[fx.Node, Dims], axes: Axes) -> Dims | No
 def along(node: fx.Node) -> set[int]:
     """The dims that an op of ALONG may change the size of."""
     rank, name = len(shape_of(node)), op_name(node)
-    if name in ("softmax", "_softmax", "dropout"):
+    if name in (*SOFTMAX, "dropout"):
         return set()
     if name in ("pad", "constant_pad_nd"):
         return {rank - 1 - i // 2 for i in range(len(node.args[1]))}

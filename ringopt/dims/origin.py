@@ -20,7 +20,7 @@ NORMS = frozenset(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_no
 # Entries are left out, added or moved; the dim stays a sequence, or features, as it was.
 KEEPING = frozenset(
     {"slice", "split", "split_with_sizes", "chunk", "tensor_split", "cat", "pad", "constant_pad_nd", "roll", "flip"}
-    | {"softmax", "dropout", "cumsum", "getitem", "index_select"}
+    | {"softmax", "_softmax", "_safe_softmax", "dropout", "cumsum", "getitem", "index_select"}
 )
 
 

@@ -144,7 +144,7 @@ def of_matrices(node: fx.Node) -> Rule:
 
 
 MIXING: dict[str, RuleOf] = {
-    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), but_dim(1)),
+    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax"), but_dim(1)),
     **dict.fromkeys(("special_softmax", "special_log_softmax"), but_dim(1)),
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), but_dim(1)),
     "flip": but_dim(1),

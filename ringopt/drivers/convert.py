@@ -175,8 +175,10 @@ def shape_env_of(program: ExportedProgram) -> ShapeEnv:
 
 
 def guards_of(program: ExportedProgram) -> list[Any]:
-    """What was taken for granted of open sizes, in the export and by the passes."""
-    return list(dict.fromkeys(guard.expr for guard in shape_env_of(program).guards))
+    """What was taken for granted of open sizes, in the export and by the passes. That two sizes are one is a guard of
+    the exported program's own."""
+    env = shape_env_of(program)
+    return [asked for asked in dict.fromkeys(env.replace(guard.expr) for guard in env.guards) if asked != True]  # noqa: E712
 
 
 def check_fixed(program: ExportedProgram) -> None:

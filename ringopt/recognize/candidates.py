@@ -22,7 +22,7 @@ from ringopt.dims.follow import Axes, Dims, follow
 from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
 from ringopt.recognize.scores import NotAttention
 
-SOFTMAX = ("softmax", "_softmax")
+SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
 EXPONENTIALS = ("exp", "exp2")
 
 

@@ -25,6 +25,7 @@ from ringopt.recognize.candidates import Candidate, Roles
 from ringopt.recognize.lift import Cone, Unreadable
 from ringopt.recognize.row_sources import OwnRows, element
 from ringopt.recognize.scores import NotAttention, Scores, peel_scores
+from ringopt.recognize.softmax import elements_of, is_number, puts_zero, says_seen
 
 
 @dataclass
@@ -141,7 +142,8 @@ class Reading:
         self.offset = 0
         self.zeroed = False
         self.original: Term | None = None
-        self.kept: list[Term] | None = None
+        self.kept: list[Term] = []
+        self.kept_pairs: list[Term] = []
         self.zeros: list[Term] = []
 
     def cone_names(self) -> dict[str, str]:
@@ -157,7 +159,7 @@ class Reading:
         scores, sinks = self.scores()
         factors += self.zeros
         found = Found(self.roles, scores, sinks, factors, dropout_p, self.original, self.cone.known)
-        if self.zeroed:
+        if self.zeroed or op_name(self.candidate.softmax) == "_safe_softmax":
             scores.nan = False
         return found
 
@@ -227,11 +229,13 @@ class Reading:
         """Where weights are put to 0 under another mask than that of the scores, but for whole rows or keys, a factor
         does it: of weights that are numbers, for 0 * NaN is not 0."""
         given = (term, product, self.canonical, self.learned, self.below.__contains__)
-        if self.kept is None:
+        if not self.kept:
             return peel_scores(*given)
-        kept = folded([self.over_bhqk(each) for each in self.kept], self.canonical)
+        kept, pairs = (
+            folded([self.over_bhqk(each) for each in part], self.canonical) for part in (self.kept, self.kept_pairs)
+        )
         try:
-            return peel_scores(*given, kept)
+            return peel_scores(*given, pairs)
         except NotAttention:
             zeros = self.zeros_of(kept)
             scores = peel_scores(*given) if zeros is not None else None
@@ -313,15 +317,34 @@ class Reading:
         return any(source in self.stops and source is not self.candidate.scores.node for source in sources)
 
     def unhidden(self, term: Apply) -> Term | None:
-        """The weight of where(c, weight, 0): c tells numbers from NaN, or has to be the mask of the scores."""
+        """The weight of where(c, weight, 0): c tells numbers from NaN, rows with keys from others, or is the mask."""
         condition, yes, no = (arg for arg in term.args if isinstance(arg, Term))
         holds, weight, other = (condition, yes, no) if self.has_weight(yes) else (negate(condition), no, yes)
         if constant(other) != 0 or self.has_weight(holds) != is_number(holds, weight):
             return None
-        if not is_number(holds, weight):
-            self.kept = [*(self.kept or ()), *conjuncts(holds)]
+        if not is_number(holds, weight) and (pairs := self.of_pairs(holds)):
+            self.kept += conjuncts(holds)
+            self.kept_pairs += conjuncts(pairs)
         self.zeroed = True
         return weight
+
+    def of_pairs(self, holds: Term) -> Term | None:
+        """What `holds` asks of a weight. Of `any` over the keys this is what it asks of one of them: in a row with keys
+        the weights of others are 0 already. None where that is whether any score is above -inf."""
+        found = elements_of(holds)
+        if found is None:
+            return holds
+        row, truth, dim, kept = found
+        softmax, elements = self.candidate.softmax, row.source.args[0]
+        own = self.index(self.candidate.dims[softmax])
+        along = argument(softmax, 1, "dim") % len(own)
+        if not same(shape_of(elements)[dim], shape_of(softmax)[along]):
+            return holds
+        index = (*row.index[:dim], own[along], *row.index[dim + kept :])
+        if index == own and says_seen(elements, softmax.args[0]) is truth:
+            return None
+        term = self.at(elements, index)
+        return term if truth else negate(term)
 
     def unscaled(self, term: Apply, factors: list[Term]) -> Term | None:
         """The weight of a product or quotient; the factor is noted."""
@@ -351,19 +374,6 @@ class Reading:
             if term.index == (*expected[:dim], shifted, *expected[dim + 1 :]):
                 return
         raise NotAttention("the weight that a value is multiplied with is not that of its own query and key")
-
-
-def puts_zero(term: Apply) -> bool:
-    """Whether it is a nan_to_num that puts 0 for NaN; a weight is never infinite."""
-    return term.op == "nan_to_num" and not term.kwargs and (len(term.args) == 1 or not term.args[1])
-
-
-def is_number(condition: Term, weight: Term) -> bool:
-    """~isnan(weight), or weight == weight."""
-    inner = negate(condition)
-    if isinstance(inner, Apply) and inner.op == "isnan":
-        return inner.args[0] is weight
-    return isinstance(inner, Apply) and inner.op == "ne" and inner.args[0] is weight and inner.args[1] is weight
 
 
 def without(term: Term, shifts: Sequence[Term]) -> Term | None:

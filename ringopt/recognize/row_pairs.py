@@ -20,9 +20,10 @@ from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_aten, is_tensor, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
+from ringopt.recognize.candidates import SOFTMAX
 
 # They mix along a dim, or over channels, and keep all dims.
-MIXING = frozenset(("softmax", "_softmax", "log_softmax", "dropout", "cumsum", "sort", "getitem", *CONVOLUTIONS))
+MIXING = frozenset((*SOFTMAX, "log_softmax", "dropout", "cumsum", "sort", "getitem", *CONVOLUTIONS))
 
 NO_SITE = "are no site: each rank computes the rows of its own queries, with keys and values whole"  # for the report
 

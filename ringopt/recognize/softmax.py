@@ -3,6 +3,7 @@ weights that are a sum or a difference of softmaxes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch.fx as fx
 
 from ringopt.dims.contraction import Letters
 from ringopt.dims.origin import is_weight
+from ringopt.expr.simplify import negate
+from ringopt.expr.terms import Apply, Load, Term
 from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value_of
 from ringopt.recognize.candidates import SOFTMAX
 
@@ -109,6 +112,46 @@ def unshifted(node: fx.Node, dim: int) -> fx.Node:
     of_rows = len(shape_of(shift)) == len(shape_of(node)) and shape_of(shift)[dim] == 1
     largest = op_name(source) in ("amax", "max") and source.args[0] is logits
     return logits if of_rows and largest and shape_of(logits) == shape_of(node) else node
+
+
+# ---- zeros for NaN ---------------------------------------------------------------------------------------------------
+def puts_zero(term: Apply) -> bool:
+    """Whether it is a nan_to_num that puts 0 for NaN; a weight is never infinite."""
+    return term.op == "nan_to_num" and not term.kwargs and (len(term.args) == 1 or not term.args[1])
+
+
+def is_number(condition: Term, weight: Term) -> bool:
+    """~isnan(weight), or weight == weight."""
+    inner = negate(condition)
+    if isinstance(inner, Apply) and inner.op == "isnan":
+        return inner.args[0] is weight
+    return isinstance(inner, Apply) and inner.op == "ne" and inner.args[0] is weight and inner.args[1] is weight
+
+
+def elements_of(holds: Term) -> tuple[Load, bool, int, bool] | None:
+    """Of `any` over one dim, or of `not all`: the element of the result, whether it is `any`, and the dim that it is
+    over, and whether that is kept as 1."""
+    truth = not (isinstance(holds, Apply) and holds.op == "logical_not")
+    row = holds if truth else holds.args[0]  # type: ignore[attr-defined]
+    if not isinstance(row, Load) or not isinstance(row.source, fx.Node):
+        return None
+    dim = argument(row.source, 1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if op_name(row.source) != ("any" if truth else "all") or not isinstance(dim, int):
+        return None
+    return row, truth, dim % len(shape_of(row.source.args[0])), bool(argument(row.source, 2, "keepdim", False))
+
+
+def says_seen(node: fx.Node, logits: fx.Node) -> bool | None:
+    """True for logits != -inf, element by element, False for logits == -inf, None for anything else."""
+    if op_name(node) in ("logical_not", "bitwise_not"):
+        inner = says_seen(node.args[0], logits)
+        return None if inner is None else not inner
+    if node.args[:1] != (logits,):
+        return None
+    if op_name(node) == "isneginf":
+        return False
+    return op_name(node) == "ne" if op_name(node) in ("eq", "ne") and node.args[1] == -math.inf else None
 
 
 # ---- sums of softmaxes -----------------------------------------------------------------------------------------------

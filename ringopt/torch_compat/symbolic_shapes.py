@@ -33,7 +33,8 @@ __all__ = [
     "unbacked_size",
 ]
 
-# ShapeEnv(): of one program, its symbols, var_to_range and guards; bound_sympy(expr) has the upper bound.
+# ShapeEnv(): of one program, its symbols, var_to_range and guards; bound_sympy(expr) has the upper bound;
+#     replace(expr) has what stands for symbols that are equal to others.
 # SymNode(expr, shape_env, type, hint): what a SymInt, SymFloat or SymBool is made of; `node.expr` of one is its
 #     expression, fixed symbols replaced.
 # statically_known_true(condition): adds no guard.

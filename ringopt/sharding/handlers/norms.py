@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.dims.follow import SOFTMAX
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -86,10 +87,16 @@ def softmax(sharder: Sharder, node: fx.Node) -> bool:
     step = statistics(sharder, node, dims_of(node))
     if step is None:
         return False
-    less = step.local(aten.sub.Tensor, step.x, step.peak())
+    peak, safe = step.peak(), op_name(node) == "_safe_softmax"
+    if safe:  # rows of -inf become zeros
+        peak = step(aten.masked_fill.Scalar, peak, step(aten.eq.Scalar, peak, -inf), 0)
+    less = step.local(aten.sub.Tensor, step.x, peak)
     powers = step.local(aten.exp.default, less)
-    total = step.beside(step.summed(powers))
-    if op_name(node) == "softmax":
+    total = step.summed(powers)
+    if safe:
+        total = step(aten.masked_fill.Scalar, total, step(aten.eq.Scalar, total, 0), 1)
+    total = step.beside(total)
+    if op_name(node) in SOFTMAX:
         return step.done(step.local(aten.div.Tensor, powers, total), step.place)
     return step.done(step.local(aten.sub.Tensor, less, step(aten.log.default, total)), step.place)
 
@@ -137,7 +144,7 @@ def vector_norm(sharder: Sharder, node: fx.Node) -> bool:
 
 
 NORMS: dict[str, Handler] = {
-    **dict.fromkeys(("softmax", "log_softmax"), softmax),
+    **dict.fromkeys((*SOFTMAX, "log_softmax", "_log_softmax"), softmax),
     "logsumexp": logsumexp,
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
     "linalg_vector_norm": vector_norm,

@@ -16,6 +16,12 @@ def tied(x):
     return (x * 1.5).round() / 2 + 0 * x
 
 
+def dead(x):
+    """A column that is hidden whole, and some of another."""
+    columns = torch.arange(x.shape[2])
+    return (columns == 1) | ((columns == 2) & (x > 0))
+
+
 def one_of(pair, index):
     return lambda m, x: m.linear(x) * pair(x)[index].unsqueeze(1)
 
@@ -40,6 +46,9 @@ STEPS = {
     "softmax": lambda m, x: x.softmax(1) * x,
     "softmax of large scores": lambda m, x: (x * 300).softmax(1),
     "softmax of masked scores": lambda m, x: x * x.masked_fill(x == x.amax(1, keepdim=True), -torch.inf).softmax(1),
+    "safe softmax of columns": lambda m, x: x * torch.ops.aten._safe_softmax(x.masked_fill(dead(x), -torch.inf), 1),
+    "_softmax": lambda m, x: torch.ops.aten._softmax(x, 1, False) * x,
+    "_log_softmax": lambda m, x: torch.ops.aten._log_softmax(x, 1, False),
     "log_softmax": lambda m, x: x.log_softmax(1),
     "attention pooling": lambda m, x: x + (m.linear(x)[..., :1].softmax(1) * x).sum(1, keepdim=True),
     "logsumexp": lambda m, x: x * x.logsumexp(1, keepdim=True),
