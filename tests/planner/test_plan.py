@@ -20,6 +20,7 @@ from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError
 from ringopt.planner.plan import Plan
 from ringopt.planner.site_cost import at_length
+from ringopt.planner.trace_model import TRACED
 from ringopt.tools.cli import main
 from ringopt.tools.common.command import WIDTH
 from ringopt.tools.plan_pictures import svg_of
@@ -41,9 +42,9 @@ class Model(nn.Module):
         return (out[:, :-1] - x[:, 1:]).square().mean() + out.roll(1, 1).mean()
 
 
-def model() -> tuple[nn.Module, tuple[Tensor]]:
+def model(rows: int = ROWS) -> tuple[nn.Module, tuple[Tensor]]:
     torch.manual_seed(0)
-    return Model(), (torch.randn(1, ROWS, 16),)
+    return Model(), (torch.randn(1, rows, 16),)
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +89,12 @@ def test_time_and_memory_fall_with_ranks(found: Plan) -> None:
     assert long[1024].fits
 
 
-def sent_on_a_rank(strategy: str) -> list[int]:
+def sent_on_a_rank(strategy: str, rows: int) -> list[int]:
     """Bytes of a training step in all, and of the attention forward and backward."""
     import torch.distributed as dist
 
     torch._dynamo.reset()
-    module, inputs = model()
+    module, inputs = model(rows)
     options = {"strategy": strategy, "layout": "zigzag", "inner_backend": "aot_eager", "check_inputs": "never"}
     compiled = torch.compile(module, backend="ring", options=options)
     compiled(*inputs).backward()
@@ -105,16 +106,19 @@ def sent_on_a_rank(strategy: str) -> list[int]:
     return [traffic.bytes_sent, sum(exchanged)]
 
 
-@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.zoo)])
-def test_bytes_and_pairs_are_those_of_a_real_run(found: Plan, ranks: Any, p: int) -> None:
+@pytest.mark.parametrize(("p", "rows"), [(2, 61), (3, 61), pytest.param(4, ROWS, marks=pytest.mark.zoo)])
+def test_bytes_and_pairs_are_those_of_a_real_run(ranks: Any, p: int, rows: int) -> None:
+    """The chunks of 61 rows are of two sizes. Beside attention, bytes are those of the ranks traced."""
     strategy = "ring"
-    module, inputs = model()
+    module, inputs = model(rows)
     options = {"strategy": strategy, "layout": "zigzag"}
-    (point,) = ringopt.plan(module, *inputs, world_size=p, lengths=[ROWS], options=options).points
-    ran = ranks(p, sent_on_a_rank, strategy)
+    planned = ringopt.plan(module, *inputs, world_size=p, lengths=[rows], options=options)
+    (point,) = planned.points
+    ran = ranks(p, sent_on_a_rank, strategy, rows)
     assert point.sites[0].bytes == max(exchanged for _, exchanged in ran)
-    assert point.bytes == max(total for total, _ in ran)
-    case = at_length(found.traced.sites[0].case, ROWS, ROWS, p)
+    total = max(total for total, _ in ran)
+    assert point.bytes == total if p in TRACED else total <= point.bytes <= 1.01 * total
+    case = at_length(planned.traced.sites[0].case, rows, rows, p)
     exchange = case.plan(p, "zigzag", strategy)
     assert point.sites[0].pairs == max(pairs_of(exchange, rank) for rank in range(p))
     both = [sum(bytes_sent(exchange, case.heads, rank, way) for way in (False, True)) for rank in range(p)]
