@@ -114,5 +114,5 @@ def contradicted(reading: Reading, given: fx.Node, term: Term, cone: Cone) -> Re
         place = block_coordinates(sizes["b"], sizes["h"], rows, keys)
         return whole if whole is not None else evaluate(term, place, cone.known)
 
-    said = of_mask(reading, sizes, cone.known, term.dtype, original, whole is not None)
-    return Refusal(said, given) if said else None
+    difference = of_mask(reading, sizes, cone.known, term.dtype, original, whole is not None)
+    return Refusal(difference, given) if difference else None

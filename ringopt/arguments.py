@@ -111,7 +111,7 @@ def pattern_text_of(is_causal: bool, window: Any, sinks: Any, rate: int) -> str:
     if window is None:
         return "causal" if is_causal else "full"
     more = ((not is_causal, "both"), (sinks, f"sinks={sinks}"), (rate > 1, f"rate={rate}"))
-    return f"window({','.join([str(window), *(said for given, said in more if given)])})"
+    return f"window({','.join([str(window), *(text for given, text in more if given)])})"
 
 
 def window_rates(asked: Any, heads: int) -> tuple[int, ...]:

@@ -235,8 +235,8 @@ def _dilated(asked: _Asked, dilation: Dilation, mesh: Mesh | None, way: _Way) ->
         )
     length = held["query"][0] if alone else _length(mesh, layout, "query", held["query"])
     seen = padding_of(asked.attn_mask, query.shape[0], length)
-    if told := dilation.told_left_out(length, query.shape[1]):
-        warnings.warn(told, stacklevel=3)
+    if sentence := dilation.told_left_out(length, query.shape[1]):
+        warnings.warn(sentence, stacklevel=3)
     if seed is not None:
         seed = torch.full_like(seed, held["seed"][0])
     if sinks is not None and not alone:  # each rank finds the part of their gradient that its rows make

@@ -81,8 +81,9 @@ class DilatedAttention(nn.Module):
             raise OptionError(f"dilated self-attention takes [B, H, S, D] tensors of one S; found {shapes}")
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise OptionError(f"{query.shape[1]} query heads over {key.shape[1]} KV heads need enable_gqa=True")
-        if not torch.compiler.is_compiling() and (told := self.dilation.told_left_out(query.shape[2], query.shape[1])):
-            warnings.warn(told, stacklevel=2)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (sentence := self.dilation.told_left_out(query.shape[2], query.shape[1])):
+            warnings.warn(sentence, stacklevel=2)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
         out: Tensor = operators.attention(

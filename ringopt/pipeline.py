@@ -189,19 +189,19 @@ Callback = Callable[[Pass, fx.GraphModule], None]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in order; `callback(pass, gm)` is called after each. Those that are not `told` leave nothing in logs and
+    """Passes in order; `callback(pass, gm)` is called after each. Those that are not `logged` leave nothing in logs and
     traces: what they make is only compared."""
 
     passes: Sequence[Pass]
     callback: Callback | None = None
-    told: bool = True
+    logged: bool = True
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        if self.told:
+        if self.logged:
             trace("captured", gm)
         for step in self.passes:
             context.step = step.name
-            before = short(gm.graph) if self.told and log.isEnabledFor(logging.DEBUG) else ""
+            before = short(gm.graph) if self.logged and log.isEnabledFor(logging.DEBUG) else ""
             with warnings.catch_warnings():
                 # Open sizes stand in the arguments of nodes until the last pass (ringopt/ir/symbolic_sizes.py).
                 warnings.filterwarnings("ignore", "Raw Sym")
@@ -210,7 +210,7 @@ class Pipeline:
             context.forget(gm.graph)
             if step.name == "choose_strategy":
                 context.spreads = context.shards
-            if self.told:
+            if self.logged:
                 log.debug("after %s: %d nodes%s", step.name, len(gm.graph.nodes), changed(before, gm))
                 trace(f"after_{step.name}", gm)
             if self.callback is not None:
@@ -229,8 +229,8 @@ def _restore_caller_order(gm: fx.GraphModule, context: Context, order: Order) ->
 
 def trace(when: str, gm: fx.GraphModule) -> None:
     """The graph as an artifact for tlparse, where TORCH_TRACE asks for them."""
-    said = {"name": f"ringopt_{when}", "encoding": "string"}
-    trace_structured("artifact", said.copy, payload_fn=lambda: gm.print_readable(print_output=False))
+    metadata = {"name": f"ringopt_{when}", "encoding": "string"}
+    trace_structured("artifact", metadata.copy, payload_fn=lambda: gm.print_readable(print_output=False))
 
 
 def changed(before: str, gm: fx.GraphModule) -> str:

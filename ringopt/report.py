@@ -134,7 +134,7 @@ class Report:
         return captured.get()
 
     def rich(self) -> Group:
-        parts: list[Any] = [_site_table(self), *(told for site in self.sites for told in _refusals(site))]
+        parts: list[Any] = [_site_table(self), *(text for site in self.sites for text in _refusals(site))]
         reasons = Counter(note for site in self.sites for note in site.notes)
         parts += [Text(f"{count} of {len(self.sites)} sites: {note}") for note, count in reasons.items()]
         if self.gathers:

@@ -91,16 +91,16 @@ def _measured(arguments: argparse.Namespace) -> Result:
     from rich.console import Console
     from rich.progress import Progress
 
-    told = Console(stderr=True)
+    stderr = Console(stderr=True)
     try:
-        with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
+        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             run = arguments.measure
             result: Result = calibrate.measure(progress, arguments.network) if run is None else run(arguments, progress)
     except (CommandError, RingError):
         raise
     except Exception as error:
-        said = str(error).strip().partition("\n")[0]
-        raise CommandError(f"the measurement failed: {type(error).__name__}: {said}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise CommandError(f"the measurement failed: {type(error).__name__}: {reason}") from error
     return result
 
 

@@ -78,9 +78,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from ringopt.drivers.convert import convert_program
     from ringopt.frontend.pt2_archive import load_with_provenance
 
-    told, ranks = Console(stderr=True), arguments.world_size or 1
-    quiet = not told.is_terminal
-    with beside(target) as file, Progress(console=told, transient=True, disable=quiet) as progress:
+    stderr, ranks = Console(stderr=True), arguments.world_size or 1
+    quiet = not stderr.is_terminal
+    with beside(target) as file, Progress(console=stderr, transient=True, disable=quiet) as progress:
         task = progress.add_task("load", total=3 + (ranks if arguments.verify else 0))
 
         def done(following: str = "verify") -> None:
@@ -129,8 +129,8 @@ def _converting(arguments: argparse.Namespace, convert: Any) -> tuple[ExportedPr
             made: tuple[ExportedProgram, Report] = convert()
         return made
     except RingError as error:
-        said = str(error).replace("allow_empty=True", "--allow-empty")
-        raise CommandError(f"{arguments.source}: {said}") from None
+        sentence = str(error).replace("allow_empty=True", "--allow-empty")
+        raise CommandError(f"{arguments.source}: {sentence}") from None
 
 
 def _provenance_text(options: dict[str, Any], report: Report) -> str:

@@ -139,8 +139,8 @@ def _change_lines(change: Change) -> Iterator[Text]:
         yield Text(f"  ~ {_shortened(change.node.text)}", style="yellow")
     else:
         yield _line(change.kind, change.node)
-    said = [aspect for aspect in change.aspects if aspect.name not in ("op", "arguments")]
-    for aspect in said:
+    aspects = [aspect for aspect in change.aspects if aspect.name not in ("op", "arguments")]
+    for aspect in aspects:
         yield Text(f"      {aspect.name}: {_shortened(aspect.before)} -> {_shortened(aspect.after)}", style="dim")
 
 

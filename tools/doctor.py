@@ -72,8 +72,8 @@ def _run(arguments: argparse.Namespace) -> int:
     out = console()
     for part, rows in found.items():
         out.print(f"[bold]{part}[/bold]")
-        for name, said in rows.items():
-            out.print(f"  {name}: {said}", markup=False)
+        for name, value in rows.items():
+            out.print(f"  {name}: {value}", markup=False)
         if not rows:
             out.print("  none")
     return 0

@@ -69,8 +69,8 @@ def main(words: Sequence[str] | None = None) -> int:
             done.append(outcome)
             with results.open("a") as log:
                 log.write(json.dumps(asdict(outcome)) + "\n")
-            said = outcome.noticed or f"SURVIVED {outcome.tests} tests"
-            print(f"{number}: {file}:{fault.line}: {fault.what}: {said} ({outcome.seconds:.0f} s)", flush=True)
+            verdict = outcome.noticed or f"SURVIVED {outcome.tests} tests"
+            print(f"{number}: {file}:{fault.line}: {fault.what}: {verdict} ({outcome.seconds:.0f} s)", flush=True)
     noticed = sum(one.noticed is not None for one in done)
     share = noticed / max(len(done), 1)
     print(f"{noticed} of {len(done)} faults noticed, {share:.0%}")

@@ -71,9 +71,9 @@ def _run(arguments: argparse.Namespace) -> int:
     sizes = arguments.world_size, arguments.hardware, arguments.link, arguments.lengths
     asked = PlanRequest.of(*sizes, arguments.options)
     example = load_example(arguments.target)
-    told = Console(stderr=True)
+    stderr = Console(stderr=True)
     try:
-        with Progress(console=told, transient=True, disable=not told.is_terminal) as progress:
+        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             task = progress.add_task("trace", total=None)
             found = predicted(
                 example.model, example.args, example.kwargs, asked,

@@ -132,8 +132,8 @@ def draw_timeline(plan: Plan, axes: Axes) -> None:
     spans = simulate(case.plan(ranks, site.layout, strategy), case.heads, rates, False, drawn=True).spans
     _draw_spans(axes, spans, ranks)
     which = f"{ranks} ranks" + (f" as of {point.world_size:,}" if ranks < point.world_size else "")
-    said = f"{case.pattern}, {case.q_length:,} tokens, {which}, {strategy}, {site.layout}"
-    axes.set_title(f"the forward of one attention: {said}", fontsize=10)
+    subtitle = f"{case.pattern}, {case.q_length:,} tokens, {which}, {strategy}, {site.layout}"
+    axes.set_title(f"the forward of one attention: {subtitle}", fontsize=10)
 
 
 def travels(point: Point, number: int) -> bool:
@@ -147,17 +147,17 @@ def log_share(site: SitePoint, rates: Rates) -> float:
 
 
 def _draw_spans(axes: Axes, spans: Sequence[SimSpan], ranks: int) -> None:
-    end, told = max(span.stop for span in spans), set[str]()
+    end, labelled = max(span.stop for span in spans), set[str]()
     size, unit = (1e3, "ms") if end > 2e-3 else (1e6, "us")
     for span in spans:
         where = span.rank + (0.2 if span.kind == "exchange" else -0.2)
         style: dict[str, Any] = {"color": COLOURS[span.kind], "edgecolor": "white", "height": 0.38}
-        label = None if span.kind in told else span.kind
+        label = None if span.kind in labelled else span.kind
         axes.barh(where, (span.stop - span.start) * size, left=span.start * size, label=label, **style)
         if span.stop - span.start > end / 12:  # else there is no room for it
             middle = (span.start + span.stop) / 2 * size
             axes.text(middle, where, span.label, ha="center", va="center", fontsize=7, color="white")
-        told.add(span.kind)
+        labelled.add(span.kind)
     axes.set(yticks=range(ranks), xlabel=unit, ylabel="rank", xlim=(0, None))
     axes.invert_yaxis()
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -122,9 +122,9 @@ def drawn(spans: Sequence[Span]) -> str:
         parts.append(f'<rect x="{x}" y="12" width="12" height="12" fill="{COLOURS[lane]}"/>')
         parts.append(f'<text x="{x + 18}" y="22">{lane}</text>')
     for tick in ticks(end - start):
-        at, said = LEFT + tick * scale, f"{tick * 1e3:,.10g} ms"
+        at, label = LEFT + tick * scale, f"{tick * 1e3:,.10g} ms"
         parts.append(f'<line x1="{at:.1f}" y1="{TOP - 6}" x2="{at:.1f}" y2="{height - 26}" stroke="#e8e8e8"/>')
-        parts.append(f'<text x="{at:.1f}" y="{height - 10}" text-anchor="middle">{said}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{height - 10}" text-anchor="middle">{label}</text>')
     for place, rank in enumerate(ranks):
         y = TOP + block * place
         parts.append(f'<text x="10" y="{y + 1.5 * LANE + 4}" font-weight="bold">rank {rank}</text>')
@@ -135,11 +135,11 @@ def drawn(spans: Sequence[Span]) -> str:
             LEFT + (span.begin - start) * scale,
             TOP + block * ranks.index(span.rank) + LANE * ROWS[span.lane],
         )
-        told = f"rank {span.rank}, {span.label}: {span.seconds * 1e3:.2f} ms"
-        told += f", {span.bytes:,} bytes" if span.bytes else ""
+        tooltip = f"rank {span.rank}, {span.label}: {span.seconds * 1e3:.2f} ms"
+        tooltip += f", {span.bytes:,} bytes" if span.bytes else ""
         parts.append(
             f'<rect x="{left:.2f}" y="{y}" width="{max(span.seconds * scale, 0.3):.2f}" height="{LANE - 3}" '
-            f'fill="{COLOURS[span.lane]}" fill-opacity="0.85"><title>{escape(told)}</title></rect>'
+            f'fill="{COLOURS[span.lane]}" fill-opacity="0.85"><title>{escape(tooltip)}</title></rect>'
         )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + MARGIN} {height}" font-family="sans-serif" '
     return "\n".join([head + 'font-size="11">', *parts, "</svg>", ""])

@@ -72,8 +72,8 @@ def _verdict(apart: dict[str, float], ranks: int, why_not: str) -> str:
     gradients = [error for name, error in apart.items() if name.startswith(GRADIENT)]
     others = [error for name, error in apart.items() if not name.startswith(GRADIENT)]
     where = "1 process" if ranks == 1 else f"1 to {ranks} processes"
-    told = f"of a gradient {max(gradients):.1e}" if gradients else f"gradients were not compared: {why_not}"
-    return f"; on {where} the largest difference of an output is {max(others, default=0.0):.1e}, {told}"
+    gradients_text = f"of a gradient {max(gradients):.1e}" if gradients else f"gradients were not compared: {why_not}"
+    return f"; on {where} the largest difference of an output is {max(others, default=0.0):.1e}, {gradients_text}"
 
 
 # ---- what a program computes -----------------------------------------------------------------------------------------

@@ -167,8 +167,8 @@ def hashes(side: Side, input_name: Callable[[str], str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, item in side.items.items():
         parts = [item.op, item.arguments, *(found[value] for value in item.inputs)]
-        said = ["input", input_name(name)] if item.op == "input" else parts
-        found[name] = hashlib.blake2b("\0".join(said).encode(), digest_size=12).hexdigest()
+        hashed = ["input", input_name(name)] if item.op == "input" else parts
+        found[name] = hashlib.blake2b("\0".join(hashed).encode(), digest_size=12).hexdigest()
     return found
 
 

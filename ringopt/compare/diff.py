@@ -38,8 +38,8 @@ def diff(
     given = before, after
     programs = [opened(program, trusted) for program in given]
     views, tensors = [], []
-    for told, program in zip(given, programs, strict=True):
-        with blamed(told, "compared") if isinstance(told, (str, Path)) else nullcontext():
+    for source, program in zip(given, programs, strict=True):
+        with blamed(source, "compared") if isinstance(source, (str, Path)) else nullcontext():
             views.append(views_of(program, world_size))
             tensors.append(tensors_of(program))
     return with_values(diff_views(*views), lambda one, other: differ(tensors[0](one), tensors[1](other)))

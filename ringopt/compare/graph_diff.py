@@ -156,8 +156,8 @@ class GraphDiff:
         }
 
     def __str__(self) -> str:
-        said = ", ".join(f"{number} {kind}" for kind, number in self.counts.items() if number)
-        return f"{self.before.nodes} nodes before, {self.after.nodes} after: {said or 'nothing'}"
+        counted = ", ".join(f"{number} {kind}" for kind, number in self.counts.items() if number)
+        return f"{self.before.nodes} nodes before, {self.after.nodes} after: {counted or 'nothing'}"
 
 
 def diff_views(before: Sequence[NodeView], after: Sequence[NodeView]) -> GraphDiff:
@@ -220,8 +220,8 @@ def reroutes(before: NodeView, after: NodeView, found: Alignment) -> list[Aspect
     changed = []
     for number, (one, other) in enumerate(zip(before.inputs, after.inputs, strict=True)):
         if found.counterpart(one) not in (other, made_by(other, found)):
-            said = f"input {number}" if len(before.inputs) > 1 else "input"
-            changed.append(Aspect(said, _placed([one], found.before.items), _placed([other], found.after.items)))
+            counted = f"input {number}" if len(before.inputs) > 1 else "input"
+            changed.append(Aspect(counted, _placed([one], found.before.items), _placed([other], found.after.items)))
     return changed
 
 

@@ -75,20 +75,20 @@ def program_of(inside: dict[str, Any], path: Path) -> FileProgram:
 
 def entry_of(spec: dict[str, Any]) -> tuple[str, str, str]:
     """Name, kind and target of an input or output of the signature."""
-    kind, said = only(spec)
-    argument = said.get("arg", said)
+    kind, stored = only(spec)
+    argument = stored.get("arg", stored)
     while isinstance(argument, dict) and not {"name", "as_name"} & set(argument):
         argument = only(argument)[1]  # {"as_tensor": {"name": ...}}; of a constant its value
     name = str(argument.get("name", argument.get("as_name"))) if isinstance(argument, dict) else ""
-    targets = [value for key, value in said.items() if key.endswith("_name") and isinstance(value, str)]
+    targets = [value for key, value in stored.items() if key.endswith("_name") and isinstance(value, str)]
     return name, kind, targets[0] if targets else ""
 
 
-def only(said: dict[str, Any]) -> tuple[str, Any]:
+def only(stored: dict[str, Any]) -> tuple[str, Any]:
     """The one entry of a union."""
-    if len(said) != 1:
-        raise Unknown(f"a union of {sorted(said)}")
-    return next(iter(said.items()))
+    if len(stored) != 1:
+        raise Unknown(f"a union of {sorted(stored)}")
+    return next(iter(stored.items()))
 
 
 # ---- stored tensors --------------------------------------------------------------------------------------------------
@@ -113,13 +113,13 @@ class Stored(Mapping[str, torch.Tensor]):
         return cls(archive, entries)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        member, said = self.entries[name]
+        member, stored = self.entries[name]
         content = bytearray(self.archive.read(member))
-        dtype = DTYPES[said["dtype"]]
-        size, stride = ([part["as_int"] for part in said[key]] for key in ("sizes", "strides"))
+        dtype = DTYPES[stored["dtype"]]
+        size, stride = ([part["as_int"] for part in stored[key]] for key in ("sizes", "strides"))
         if not content:
             return torch.zeros(size, dtype=dtype)
-        return torch.frombuffer(content, dtype=dtype).as_strided(size, stride, said["storage_offset"]["as_int"])
+        return torch.frombuffer(content, dtype=dtype).as_strided(size, stride, stored["storage_offset"]["as_int"])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -146,12 +146,12 @@ class Values:
     def __init__(self) -> None:
         self.env, self.number = ShapeEnv(), cache(self.parsed)
 
-    def tensor(self, said: dict[str, Any]) -> Shaped:
-        shape = tuple(self.symbolic(size, int) for size in said["sizes"])
-        return Shaped(DTYPES[said["dtype"]], shape)
+    def tensor(self, stored: dict[str, Any]) -> Shaped:
+        shape = tuple(self.symbolic(size, int) for size in stored["sizes"])
+        return Shaped(DTYPES[stored["dtype"]], shape)
 
-    def symbolic(self, said: dict[str, Any], kind: type) -> Any:
-        name, value = only(said)
+    def symbolic(self, stored: dict[str, Any], kind: type) -> Any:
+        name, value = only(stored)
         return self.number(value["expr_str"], kind) if name == "as_expr" else value
 
     def parsed(self, text: str, kind: type) -> Any:
@@ -167,26 +167,26 @@ class Values:
 class GraphReader:
     """One graph, nested ones included."""
 
-    def __init__(self, said: dict[str, Any], inputs: list[str], values: Values):
-        self.said, self.inputs, self.values = said, inputs, values
+    def __init__(self, stored: dict[str, Any], inputs: list[str], values: Values):
+        self.stored, self.inputs, self.values = stored, inputs, values
         self.graph, self.module = fx.Graph(), torch.nn.Module()
         self.nodes: dict[str, fx.Node] = {}
 
     def graph_module(self) -> fx.GraphModule:
-        if self.said["custom_obj_values"]:
+        if self.stored["custom_obj_values"]:
             raise Unknown("a script object")
-        for place, entry in enumerate(self.said["inputs"]):
+        for place, entry in enumerate(self.stored["inputs"]):
             self.placeholder(entry, place)
-        for entry in self.said["nodes"]:
+        for entry in self.stored["nodes"]:
             self.call(entry)
-        outputs = [self.argument(entry) for entry in self.said["outputs"]]
-        self.graph.output(outputs[0] if self.said["is_single_tensor_return"] else tuple(outputs))
+        outputs = [self.argument(entry) for entry in self.stored["outputs"]]
+        self.graph.output(outputs[0] if self.stored["is_single_tensor_return"] else tuple(outputs))
         return fx.GraphModule(self.module, self.graph)
 
     def placeholder(self, entry: dict[str, Any], place: int) -> None:
-        kind, said = only(entry)
+        kind, stored = only(entry)
         if kind in ("as_tensor", "as_sym_int"):
-            name = said["name" if kind == "as_tensor" else "as_name"]
+            name = stored["name" if kind == "as_tensor" else "as_name"]
             self.keep(name, self.graph.placeholder(name))
         elif kind in (*PLAIN, "as_float", "as_none"):
             name = self.inputs[place] if place < len(self.inputs) else ""
@@ -201,11 +201,11 @@ class GraphReader:
         self.nodes[name] = node
 
     def value(self, name: str) -> Any:
-        if name in self.said["tensor_values"]:
-            return self.values.tensor(self.said["tensor_values"][name])
+        if name in self.stored["tensor_values"]:
+            return self.values.tensor(self.stored["tensor_values"][name])
         for where, kind in (("sym_int_values", int), ("sym_bool_values", bool), ("sym_float_values", float)):
-            if name in self.said[where]:
-                return self.values.symbolic(self.said[where][name], kind)
+            if name in self.stored[where]:
+                return self.values.symbolic(self.stored[where][name], kind)
         raise Unknown(f"no value {name}")
 
     # ---- nodes -----------------------------------------------------------------------------------------------------
@@ -225,21 +225,21 @@ class GraphReader:
         found = [only(output) for output in entry["outputs"]]
         if not found or (len(found) == 1 and found[0][0] == "as_none"):
             return
-        kind, said = found[0]
+        kind, stored = found[0]
         alone = len(found) == 1 and kind in ("as_tensor", *SYMBOLIC)
         if alone and entry.get("is_hop_single_tensor_return") is not False:
-            return self.keep(name_of(kind, said), node)
+            return self.keep(name_of(kind, stored), node)
         if len(found) == 1 and kind == "as_tensors":
-            found = [("as_tensor", part) for part in said]
+            found = [("as_tensor", part) for part in stored]
         node.meta["val"] = tuple(self.part(node, place, *result, meta) for place, result in enumerate(found))
 
-    def part(self, node: fx.Node, place: int, kind: str, said: Any, meta: dict[str, Any]) -> Any:
+    def part(self, node: fx.Node, place: int, kind: str, stored: Any, meta: dict[str, Any]) -> Any:
         taken = self.graph.call_function(operator.getitem, (node, place))
         taken.meta.update(meta)
         if kind in ("as_tensor", *SYMBOLIC):
-            self.keep(name_of(kind, said), taken)
+            self.keep(name_of(kind, stored), taken)
         elif kind == "as_tensors":
-            parts = [self.part(taken, number, "as_tensor", inner, meta) for number, inner in enumerate(said)]
+            parts = [self.part(taken, number, "as_tensor", inner, meta) for number, inner in enumerate(stored)]
             taken.meta["val"] = parts
         elif kind != "as_none":
             raise Unknown(f"a result {kind}")
@@ -247,13 +247,13 @@ class GraphReader:
 
     # ---- arguments -------------------------------------------------------------------------------------------------
     def argument(self, entry: dict[str, Any]) -> Any:
-        kind, said = only(entry)
-        if kind in PLAIN or said == []:
-            return said
+        kind, stored = only(entry)
+        if kind in PLAIN or stored == []:
+            return stored
         if kind in ("as_tensor", *SYMBOLIC):
-            return self.number_or_node(kind, said)
+            return self.number_or_node(kind, stored)
         if kind in ("as_sym_ints", "as_sym_bools", "as_sym_floats"):
-            return [self.number_or_node(kind.removesuffix("s"), part) for part in said]
+            return [self.number_or_node(kind.removesuffix("s"), part) for part in stored]
         readers: dict[str, Callable[[Any], Any]] = {
             "as_none": lambda _said: None,
             "as_float": float,  # "-Infinity" is a string in JSON
@@ -266,22 +266,22 @@ class GraphReader:
             "as_scalar_type": DTYPES.__getitem__,
             "as_memory_format": MEMORY_FORMATS.__getitem__,
             "as_layout": LAYOUTS.__getitem__,
-            "as_device": lambda said: torch.device(*(said[key] for key in ("type", "index") if said[key] is not None)),
+            "as_device": lambda at: torch.device(*(at[key] for key in ("type", "index") if at[key] is not None)),
             "as_complex": lambda number: complex(float(number["real"]), float(number["imag"])),
             "as_operator": target_of,
         }
         read = readers.get(kind)
         if read is None:
             raise Unknown(f"an argument {kind}")
-        return read(said)
+        return read(stored)
 
-    def number_or_node(self, kind: str, said: dict[str, Any]) -> Any:
-        name = name_of(kind, said)
-        return self.nodes[name] if name else only(said)[1]
+    def number_or_node(self, kind: str, stored: dict[str, Any]) -> Any:
+        name = name_of(kind, stored)
+        return self.nodes[name] if name else only(stored)[1]
 
-    def nested(self, said: dict[str, Any]) -> fx.Node:
-        self.module.add_module(said["name"], GraphReader(said["graph"], [], self.values).graph_module())
-        return self.graph.create_node("get_attr", said["name"], name=said["name"])
+    def nested(self, stored: dict[str, Any]) -> fx.Node:
+        self.module.add_module(stored["name"], GraphReader(stored["graph"], [], self.values).graph_module())
+        return self.graph.create_node("get_attr", stored["name"], name=stored["name"])
 
 
 def placed(part: dict[str, Any]) -> str:
@@ -292,9 +292,9 @@ def placed(part: dict[str, Any]) -> str:
     return name if kind == KEYWORD else ""
 
 
-def name_of(kind: str, said: dict[str, Any]) -> str:
+def name_of(kind: str, stored: dict[str, Any]) -> str:
     """Of the value that an argument or a result is; "" for a plain number."""
-    return str(said["name"]) if kind == "as_tensor" else str(said.get("as_name", ""))
+    return str(stored["name"]) if kind == "as_tensor" else str(stored.get("as_name", ""))
 
 
 @cache
@@ -308,22 +308,22 @@ def target_of(name: str) -> Any:
     return place
 
 
-def meta_of(said: dict[str, str]) -> dict[str, Any]:
+def meta_of(stored: dict[str, str]) -> dict[str, Any]:
     """Of what torch.export keeps, the part that a diff reads."""
     found: dict[str, Any] = {}
-    if said.get("stack_trace"):
-        found["stack_trace"] = said["stack_trace"]
-    if said.get("nn_module_stack"):
-        found["nn_module_stack"] = modules_of(said["nn_module_stack"])
-    if said.get("custom"):
-        found["custom"] = json.loads(said["custom"])
+    if stored.get("stack_trace"):
+        found["stack_trace"] = stored["stack_trace"]
+    if stored.get("nn_module_stack"):
+        found["nn_module_stack"] = modules_of(stored["nn_module_stack"])
+    if stored.get("custom"):
+        found["custom"] = json.loads(stored["custom"])
     return found
 
 
 @cache
-def modules_of(said: str) -> dict[str, tuple[str, str]]:
+def modules_of(stored: str) -> dict[str, tuple[str, str]]:
     """`L__self___0,L['self']._modules['0'],torch.nn.Linear;...`"""
-    entries = [re.split(r",(?![^\[(]*[\])])", entry) for entry in said.split(";")]
+    entries = [re.split(r",(?![^\[(]*[\])])", entry) for entry in stored.split(";")]
     if any(len(entry) != 3 for entry in entries):
-        raise Unknown(f"the modules {said}")
+        raise Unknown(f"the modules {stored}")
     return {key: (path, kind) for key, path, kind in entries}

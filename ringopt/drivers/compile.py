@@ -205,7 +205,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
 
 
 def line_of_passes(
-    begin: Callable[[], Captured], context: Context, dump: Dump, passed: Callback, told: bool = True
+    begin: Callable[[], Captured], context: Context, dump: Dump, passed: Callback, logged: bool = True
 ) -> Captured | Report:
     """What `begin` gives, which tells the context what is known of it, its graph behind all passes; the report alone
     where it is refused as a whole."""
@@ -216,7 +216,7 @@ def line_of_passes(
         flat = made.graph
         context.inputs = flat.graph.find_nodes(op="placeholder")
         dump.captured(flat)
-        Pipeline(steps, passed, told).run(flat, context)
+        Pipeline(steps, passed, logged).run(flat, context)
     except GraphRefused as problem:
         return refused(problem.refusal.sentence, context.options, context.mesh, dump)
     return made
@@ -256,12 +256,12 @@ def tell(report: Report, options: Options) -> None:
     undilated = [f"{site.module or 'attention'}: {site.not_dilated}" for site in report.sites if site.not_dilated]
     if options.dilates and not report.sites:
         undilated.append(report.refusal or "no attention was found")
-    told = {"not sharded": reasons if report.world_size > 1 else [], "not dilated": undilated}
-    message = ". ".join(f"{what}: {'; '.join(why)}" for what, why in told.items() if why)
+    causes = {"not sharded": reasons if report.world_size > 1 else [], "not dilated": undilated}
+    message = ". ".join(f"{what}: {'; '.join(why)}" for what, why in causes.items() if why)
     if not message or options.on_refusal == "ignore":
         return
     if options.on_refusal == "error":
-        runs = "replicated on every rank" if told["not sharded"] else "as the model has it"
+        runs = "replicated on every rank" if causes["not sharded"] else "as the model has it"
         raise RefusedError(message + f'. With on_refusal="warn" it runs {runs}')
     log.warning(message)
 

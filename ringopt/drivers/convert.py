@@ -92,7 +92,7 @@ def convert_program(
     silent = dataclasses.replace(chosen, dump=None)
     made = [
         lowered(program, captured, chosen, AnyRank(*PLACES[0])),
-        lowered(program, captured, silent, AnyRank(*PLACES[1]), told=False),
+        lowered(program, captured, silent, AnyRank(*PLACES[1]), logged=False),
     ]
     asked, report = guards_of(program), made[0].report
     lost = lost_in_export(program)
@@ -225,7 +225,7 @@ def captured_once(program: ExportedProgram) -> Callable[[], Captured]:
 
 
 def lowered(
-    program: ExportedProgram, captured: Callable[[], Captured], options: Options, mesh: Mesh, told: bool = True
+    program: ExportedProgram, captured: Callable[[], Captured], options: Options, mesh: Mesh, logged: bool = True
 ) -> Compiled:
     """What the passes make of the program for one place of a mesh."""
     context, dump = Context(options, mesh), Dump(options, mesh.rank)
@@ -242,7 +242,7 @@ def lowered(
         return found
 
     try:
-        made = line_of_passes(begin, context, dump, dump.passed, told)
+        made = line_of_passes(begin, context, dump, dump.passed, logged)
     except GuardOnDataDependentSymNode as problem:
         said = str(problem).splitlines()[0]
         raise ProgramError(f"something depends on how many rows a rank has: {said}") from problem

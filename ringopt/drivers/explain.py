@@ -93,8 +93,8 @@ def of_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options:
 
 def cut_short(graphs: int, error: Exception) -> str:
     """Python that reads what a graph gives (a number of tokens, a list of sizes) may not stand zeros."""
-    said = f"{type(error).__name__}: {first_line(error)}"
+    error_line = f"{type(error).__name__}: {first_line(error)}"
     return (
         f"what follows graph {graphs} is not explained: the program between the graphs was given zeros for what they "
-        f"give, and ended with {said}; `ringopt.reports()` after a real call has all of it"
+        f"give, and ended with {error_line}; `ringopt.reports()` after a real call has all of it"
     )

@@ -55,11 +55,12 @@ def is_passed_on(error: Exception) -> bool:
 
 def failure_of(error: Exception, where: str) -> Failure:
     """Of an error in pass `where`, told in the log unless it was foreseen."""
-    said = f"{where} failed with {type(error).__name__}: {first_line(error)}"
+    sentence = f"{where} failed with {type(error).__name__}: {first_line(error)}"
     if is_foreseen(error):
         return Failure(first_line(error), foreseen=True)
-    log.warning("%s. This is an error of ringopt; the program is compiled without what failed", said, exc_info=error)
-    return Failure(said)
+    hint = "This is an error of ringopt; the program is compiled without what failed"
+    log.warning("%s. %s", sentence, hint, exc_info=error)
+    return Failure(sentence)
 
 
 def agreed(mesh: Mesh, mine: Failure | None) -> Failure | None:

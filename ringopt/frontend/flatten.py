@@ -180,11 +180,11 @@ class Flatten(fx.Interpreter):
         memory = [storage_key(x) for x in operands]
         for x in written:
             if storage_key(x) in self.book.inputs:
-                said = "a custom autograd.Function writes to an input of the graph (mark_dirty)"
-                raise GraphRefused(Refusal(said))
+                why = "a custom autograd.Function writes to an input of the graph (mark_dirty)"
+                raise GraphRefused(Refusal(why))
             if memory.count(storage_key(x)) > 1:
-                said = "a custom autograd.Function writes to an input that shares memory with another one (mark_dirty)"
-                raise GraphRefused(Refusal(said))
+                why = "a custom autograd.Function writes to an input that shares memory with another one (mark_dirty)"
+                raise GraphRefused(Refusal(why))
 
 
 # The one operator that returns its operand itself, and of which the tracer would have a copy instead.

@@ -127,7 +127,7 @@ def _write_with_tensors(node: fx.Node, dtype: torch.dtype, numbers: Symbols) -> 
 
     def cast(x: Any, to: torch.dtype) -> fx.Node:
         made = node.graph.call_method("to", (x, to))
-        made.meta = {name: told for name, told in node.meta.items() if name != "example_value"}
+        made.meta = {name: entry for name, entry in node.meta.items() if name != "example_value"}
         return made
 
     with node.graph.inserting_before(node):

@@ -224,19 +224,19 @@ def _refusing_odd(path: Path, member: str) -> Iterator[None]:
 def json_of(path: Path, member: str, content: bytes, trusted: bool) -> Any:
     """The parsed JSON of a member. Raises ProgramError where it is none, or nested too deeply."""
     try:
-        said = json.loads(content.decode())  # as torch reads it
+        value = json.loads(content.decode())  # as torch reads it
     except ValueError as error:
         why = "a number of too many digits" if "digits" in str(error) else "no JSON"
         raise ProgramError(f"{path} is not a .pt2 file of torch.export.save: {member} is {why}") from None
     except RecursionError:
         raise ProgramError(f"{path}: {member} is nested too deeply") from None
-    if not trusted and _nested_deeper(said, MOST_LEVELS):
+    if not trusted and _nested_deeper(value, MOST_LEVELS):
         raise ProgramError(f"{path}: {member} is nested deeper than {MOST_LEVELS} levels{VOUCH}")
-    return said
+    return value
 
 
-def _nested_deeper(said: Any, levels: int) -> bool:
-    row = [said]
+def _nested_deeper(value: Any, levels: int) -> bool:
+    row = [value]
     for _ in range(levels):
         row = [part for inner in row if isinstance(inner, (dict, list)) for part in _containers_in(inner)]
         if not row:
@@ -244,8 +244,8 @@ def _nested_deeper(said: Any, levels: int) -> bool:
     return True
 
 
-def _containers_in(said: dict[str, Any] | list[Any]) -> Iterator[Any]:
-    return (part for part in (said.values() if isinstance(said, dict) else said) if isinstance(part, (dict, list)))
+def _containers_in(value: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    return (part for part in (value.values() if isinstance(value, dict) else value) if isinstance(part, (dict, list)))
 
 
 def check_version(path: Path, model: Any) -> None:
@@ -281,11 +281,11 @@ def check_readers(path: Path) -> None:
 def check_table(path: Path, archive: zipfile.ZipFile, table: str, folder: str, trusted: bool) -> None:
     """The table of weights, or of constants."""
     members = members_of(archive)
-    said = json_of(path, table, archive.read(members[table]), trusted)
+    value = json_of(path, table, archive.read(members[table]), trusted)
     with _refusing_odd(path, table):
-        check_payload(said)
+        check_payload(value)
     unbacked = 0
-    for name, entry in said["config"].items():
+    for name, entry in value["config"].items():
         file = f"{folder}/{entry['path_name']}"
         if entry["path_name"].startswith(PICKLED):
             raise ProgramError(f"{path}: {file} is a pickled object, which may run any code; it is not loaded")
@@ -305,10 +305,10 @@ def check_table(path: Path, archive: zipfile.ZipFile, table: str, folder: str, t
                 raise ProgramError(f"{path}: the tensor {name[:60]!a} has {size:,} bytes, {held:,} here{VOUCH}")
 
 
-def bytes_of(said: dict[str, Any]) -> tuple[int, int]:
+def bytes_of(value: dict[str, Any]) -> tuple[int, int]:
     """How many a tensor has, and how far into its storage it reaches: -1, where its strides are none."""
-    sizes, strides = ([part.get("as_int", -1) for part in said[key]] for key in ("sizes", "strides"))
-    offset, dtype = said["storage_offset"].get("as_int", -1), DTYPES.get(said["dtype"])
+    sizes, strides = ([part.get("as_int", -1) for part in value[key]] for key in ("sizes", "strides"))
+    offset, dtype = value["storage_offset"].get("as_int", -1), DTYPES.get(value["dtype"])
     if len(sizes) != len(strides) or min((*sizes, *strides, offset)) < 0 or dtype is None:
         return 0, -1
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -166,18 +166,18 @@ def size_bits(tree: ast.expr) -> int:
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
         return size_bits(tree.operand)
     if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
-        raise NoArithmetic(f"{said(tree)}")
+        raise NoArithmetic(f"{_source_text(tree)}")
     name = tree.func.id
     if name == "Symbol":
         return _symbol_bits(tree)
     if name == "Float":
         return _float_bits(tree)
     if name not in FUNCTIONS or tree.keywords or not tree.args:
-        raise NoArithmetic(f"{said(tree)}")
+        raise NoArithmetic(f"{_source_text(tree)}")
     parts = [size_bits(part) for part in tree.args]
     if name in POWERS:
         if len(parts) != 2:
-            raise NoArithmetic(f"{said(tree)}")
+            raise NoArithmetic(f"{_source_text(tree)}")
         return power(parts[0], tree.args[1])
     return _bounded(sum(parts))
 
@@ -186,7 +186,7 @@ def _symbol_bits(tree: ast.Call) -> int:
     for keyword in tree.keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if keyword.arg not in ASSUMED or not isinstance(value, bool):
-            raise NoArithmetic(f"{said(tree)}")
+            raise NoArithmetic(f"{_source_text(tree)}")
     return _bits_of_symbol(text_of(tree))
 
 
@@ -194,9 +194,9 @@ def _float_bits(tree: ast.Call) -> int:
     for keyword in tree.keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         if keyword.arg != "precision" or type(value) is not int or not 0 < value <= MOST_BITS:
-            raise NoArithmetic(f"{said(tree)}")
+            raise NoArithmetic(f"{_source_text(tree)}")
     if not FLOAT.fullmatch(text_of(tree)):
-        raise NoArithmetic(f"{said(tree)}")
+        raise NoArithmetic(f"{_source_text(tree)}")
     return WORD
 
 
@@ -204,11 +204,11 @@ def text_of(tree: ast.Call) -> str:
     """The one argument, a string."""
     value = tree.args[0].value if len(tree.args) == 1 and isinstance(tree.args[0], ast.Constant) else None
     if not isinstance(value, str):
-        raise NoArithmetic(f"{said(tree)}")
+        raise NoArithmetic(f"{_source_text(tree)}")
     return value
 
 
-def said(tree: ast.AST) -> str:
+def _source_text(tree: ast.AST) -> str:
     """What stands there, in short."""
     text = ast.unparse(tree)
     return ascii(text if len(text) <= 40 else f"{text[:40]}...")
@@ -236,7 +236,7 @@ def range_bits(tree: ast.expr) -> int:
         return _bounded(sum(map(range_bits, tree.args)))
     found = operation(tree, range_bits)
     if found is None:
-        raise NoArithmetic(f"{said(tree)}")
+        raise NoArithmetic(f"{_source_text(tree)}")
     return found
 
 
@@ -262,20 +262,20 @@ def guard_bits(tree: ast.expr) -> int:
         return _call_bits(tree)
     found = operation(tree, guard_bits)
     if found is None:
-        raise NoArithmetic(f"{said(tree)}")
+        raise NoArithmetic(f"{_source_text(tree)}")
     return found
 
 
 def _module_bits(module: str, name: str, tree: ast.AST) -> int:
     if name not in GUARD_MODULES[module]:
-        raise NoArithmetic(f"{said(tree)}")
+        raise NoArithmetic(f"{_source_text(tree)}")
     return WORD
 
 
 def _call_bits(tree: ast.Call) -> int:
     called = tree.func
     if tree.keywords or any(isinstance(part, ast.Starred) for part in tree.args):
-        raise NoArithmetic(f"{said(tree)}")
+        raise NoArithmetic(f"{_source_text(tree)}")
     if isinstance(called, ast.Name) and called.id in GUARD_FUNCTIONS:
         pass
     elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id in GUARD_MODULES:
@@ -299,5 +299,5 @@ def check_path(tree: ast.expr) -> None:
         else:
             fine = False
         if not fine:
-            raise NoArithmetic(f"{said(tree)}")
+            raise NoArithmetic(f"{_source_text(tree)}")
         tree = following

@@ -125,42 +125,42 @@ def _check_tree_node(tree: Any, levels: int) -> None:
         _check_tree_node(child, levels - 1)
 
 
-def context_of(said: Any) -> Any:
+def context_of(value: Any) -> Any:
     """What stands in a context: JSON within JSON, or a name."""
     try:
-        return json.loads(said) if isinstance(said, str) else said
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        return said
+        return value
     except RecursionError:
         raise ValueError("a specification of inputs or outputs that is none") from None
 
 
-def _check_context(said: Any, levels: int) -> None:
+def _check_context(value: Any, levels: int) -> None:
     if levels <= 0:
         raise ValueError("a specification of inputs or outputs that is none")
-    if isinstance(said, str) and not KEY.fullmatch(said):
-        raise ValueError(f"the key {said[:60]!a} has quotes")
-    if isinstance(said, dict):
-        if "__enum__" in said:
-            check_enum(said)
-        if "default_factory_module" in said or "default_factory_name" in said:
-            _check_factory(said)
-    parts = (*said.keys(), *said.values()) if isinstance(said, dict) else said if isinstance(said, list) else ()
+    if isinstance(value, str) and not KEY.fullmatch(value):
+        raise ValueError(f"the key {value[:60]!a} has quotes")
+    if isinstance(value, dict):
+        if "__enum__" in value:
+            check_enum(value)
+        if "default_factory_module" in value or "default_factory_name" in value:
+            _check_factory(value)
+    parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:
         _check_context(part, levels - 1)
 
 
-def check_enum(said: dict[str, Any]) -> None:
+def check_enum(value: dict[str, Any]) -> None:
     """`{"__enum__": true, "fqn": "module:Class", "name": "MEMBER"}`: torch imports the module."""
-    module, _, path = str(said.get("fqn")).partition(":")
+    module, _, path = str(value.get("fqn")).partition(":")
     place: Any = sys.modules.get(module)
     for part in path.split("."):
         place = vars(place).get(part) if isinstance(place, (type, type(sys))) else None
     if not (isinstance(place, type) and issubclass(place, Enum)):
-        raise ValueError(f"{ascii(said.get('fqn'))[:60]} is no enum that was imported; import what defines it")
+        raise ValueError(f"{ascii(value.get('fqn'))[:60]} is no enum that was imported; import what defines it")
 
 
-def _check_factory(said: dict[str, Any]) -> None:
-    module, name = said.get("default_factory_module"), said.get("default_factory_name")
+def _check_factory(value: dict[str, Any]) -> None:
+    module, name = value.get("default_factory_module"), value.get("default_factory_name")
     if not isinstance(module, str) or name not in FACTORIES.get(module, ()):
         raise ValueError(f"a defaultdict of {ascii(module)[:40]}, {ascii(name)[:40]}, which may be any function")

@@ -57,48 +57,48 @@ def check_payload(config: Any) -> None:
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
-def _name(said: str) -> None:
-    if not NAME.fullmatch(said) or keyword.iskeyword(said):
-        raise Odd(f"{said[:60]!a} is not a name")
+def _name(value: str) -> None:
+    if not NAME.fullmatch(value) or keyword.iskeyword(value):
+        raise Odd(f"{value[:60]!a} is not a name")
 
 
-def _name_or_empty(said: str) -> None:
-    if said:
-        _name(said)
+def _name_or_empty(value: str) -> None:
+    if value:
+        _name(value)
 
 
-def _dotted_path(said: str) -> None:
-    if not PATH.fullmatch(said) or MAGIC.search(said):
-        raise Odd(f"{said[:60]!a} is not the path of a module or a tensor")
+def _dotted_path(value: str) -> None:
+    if not PATH.fullmatch(value) or MAGIC.search(value):
+        raise Odd(f"{value[:60]!a} is not the path of a module or a tensor")
 
 
-def _text(said: str) -> None:
-    if not TEXT.fullmatch(said):
+def _text(value: str) -> None:
+    if not TEXT.fullmatch(value):
         raise Odd("a text with control characters")
 
 
 def _matching(pattern: re.Pattern[str], what: str) -> Check:
-    def check(said: str) -> None:
-        if not pattern.fullmatch(said):
-            raise Odd(f"{said[:60]!a} is not {what}")
+    def check(value: str) -> None:
+        if not pattern.fullmatch(value):
+            raise Odd(f"{value[:60]!a} is not {what}")
 
     return check
 
 
 def _arithmetic(check: Callable[[str], None], what: str) -> Check:
-    def checked(said: str) -> None:
+    def checked(value: str) -> None:
         try:
-            check(said)
+            check(value)
         except NoArithmetic as found:
-            raise Odd(f"{said[:60]!a} is not {what}: it holds {found}") from None
+            raise Odd(f"{value[:60]!a} is not {what}: it holds {found}") from None
 
     return checked
 
 
 def _harmless(check: Callable[[str], None]) -> Check:
-    def checked(said: str) -> None:
+    def checked(value: str) -> None:
         try:
-            check(said)
+            check(value)
         except ValueError as found:
             raise Odd(first_line(found)) from None
 
@@ -167,35 +167,35 @@ def of_type(kind: Any, texts: Check = _name) -> Check:
     return {int: _integer, float: _number, bool: _boolean, str: _string(texts)}[kind]
 
 
-def _json_type(said: Any) -> str:
+def _json_type(value: Any) -> str:
     named = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-    return named.get(type(said), "a number")
+    return named.get(type(value), "a number")
 
 
-def _integer(said: Any) -> None:
-    if type(said) is not int:
-        raise Odd(f"{_json_type(said)} in the place of a whole number")
-    if not -(2**63) <= said < 2**64:
+def _integer(value: Any) -> None:
+    if type(value) is not int:
+        raise Odd(f"{_json_type(value)} in the place of a whole number")
+    if not -(2**63) <= value < 2**64:
         raise Odd("a whole number of more than 64 bits")
 
 
-def _number(said: Any) -> None:
-    if type(said) is int:
-        _integer(said)
-    elif type(said) is not float and said not in NUMBERS:
-        raise Odd(f"{_json_type(said)} in the place of a number")
+def _number(value: Any) -> None:
+    if type(value) is int:
+        _integer(value)
+    elif type(value) is not float and value not in NUMBERS:
+        raise Odd(f"{_json_type(value)} in the place of a number")
 
 
-def _boolean(said: Any) -> None:
-    if type(said) is not bool:
-        raise Odd(f"{_json_type(said)} in the place of true or false")
+def _boolean(value: Any) -> None:
+    if type(value) is not bool:
+        raise Odd(f"{_json_type(value)} in the place of true or false")
 
 
 def _string(texts: Check) -> Check:
-    def check(said: Any) -> None:
-        if type(said) is not str:
-            raise Odd(f"{_json_type(said)} in the place of a text")
-        texts(said)
+    def check(value: Any) -> None:
+        if type(value) is not str:
+            raise Odd(f"{_json_type(value)} in the place of a text")
+        texts(value)
 
     return check
 
@@ -203,26 +203,26 @@ def _string(texts: Check) -> Check:
 def _enum_member(kind: type[IntEnum]) -> Check:
     known = set(map(int, kind))
 
-    def check(said: Any) -> None:
-        if type(said) is not int or said not in known:
-            raise Odd(f"{ascii(said)[:20]} is no {kind.__name__}")
+    def check(value: Any) -> None:
+        if type(value) is not int or value not in known:
+            raise Odd(f"{ascii(value)[:20]} is no {kind.__name__}")
 
     return check
 
 
 def _optional(inner: Check) -> Check:
-    def check(said: Any) -> None:
-        if said is not None:
-            inner(said)
+    def check(value: Any) -> None:
+        if value is not None:
+            inner(value)
 
     return check
 
 
 def _list(inner: Check) -> Check:
-    def check(said: Any) -> None:
-        if type(said) is not list:
-            raise Odd(f"{_json_type(said)} in the place of a list")
-        for place, part in enumerate(said):
+    def check(value: Any) -> None:
+        if type(value) is not list:
+            raise Odd(f"{_json_type(value)} in the place of a list")
+        for place, part in enumerate(value):
             try:
                 inner(part)
             except Odd as odd:
@@ -232,10 +232,10 @@ def _list(inner: Check) -> Check:
 
 
 def _dict(texts: Check, inner: Check) -> Check:
-    def check(said: Any) -> None:
-        if type(said) is not dict:
-            raise Odd(f"{_json_type(said)} in the place of an object")
-        for key, part in said.items():
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise Odd(f"{_json_type(value)} in the place of an object")
+        for key, part in value.items():
             texts(key)
             try:
                 inner(part)
@@ -254,10 +254,10 @@ def checks_of(kind: type) -> dict[str, Check]:
 
 
 def _union(kind: type) -> Check:
-    def check(said: Any) -> None:
-        if type(said) is not dict or len(said) != 1:
-            raise Odd(f"{_json_type(said)} in the place of one {kind.__name__}")
-        (field, part), known = next(iter(said.items())), checks_of(kind)
+    def check(value: Any) -> None:
+        if type(value) is not dict or len(value) != 1:
+            raise Odd(f"{_json_type(value)} in the place of one {kind.__name__}")
+        (field, part), known = next(iter(value.items())), checks_of(kind)
         if field not in known:
             raise Odd(f"{ascii(field)[:60]} is no kind of {kind.__name__}")
         if field == "as_none":
@@ -277,19 +277,19 @@ def _dataclass(kind: Any) -> Check:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
 
-    def check(said: Any) -> None:
-        if type(said) is not dict:
-            raise Odd(f"{_json_type(said)} in the place of a {kind.__name__}")
-        if lacking := needed - said.keys():
+    def check(value: Any) -> None:
+        if type(value) is not dict:
+            raise Odd(f"{_json_type(value)} in the place of a {kind.__name__}")
+        if lacking := needed - value.keys():
             raise Odd(f"a {kind.__name__} without {sorted(lacking)[0]}")
         for field, known in checks_of(kind).items():
-            if field in said:
+            if field in value:
                 try:
-                    known(said[field])
+                    known(value[field])
                 except Odd as odd:
                     raise odd.within(f".{field}") from None
         if kind is schema.Graph:
-            inputs_of(said["inputs"])
+            inputs_of(value["inputs"])
 
     return check
 

@@ -130,8 +130,8 @@ class Plan:
             )
         yield table
         for ranks, length in self.longest.items():
-            told = f"up to {length:,} tokens fit" if length else "not even the shortest length fits"
-            yield f"{several(ranks, 'rank')}: {told}"
+            text = f"up to {length:,} tokens fit" if length else "not even the shortest length fits"
+            yield f"{several(ranks, 'rank')}: {text}"
         yield from self.notes
 
     def __str__(self) -> str:
@@ -198,7 +198,7 @@ class PlanRequest:
 
 
 def predicted(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: PlanRequest, tell: Callable[[int, int], None]
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: PlanRequest, progress: Callable[[int, int], None]
 ) -> Plan:
     """`plan`, and `tell(done, of)` after each part of the work."""
     sizes = [(n, p) for n in asked.lengths for p in asked.world_sizes if n >= 2 * p]
@@ -213,10 +213,10 @@ def predicted(
     check_lengths(found, asked.lengths)
     rates, longest = asked.rates(found.dtype), dict[int, int | None]()
     for n, p in sizes:
-        tell(1 + len(points), parts)
+        progress(1 + len(points), parts)
         points.append(point_of(found, asked.options, asked.device, rates, n, p))
     for p in asked.world_sizes:
-        tell(1 + len(points) + len(longest), parts)
+        progress(1 + len(points) + len(longest), parts)
         longest[p] = longest_of(found, asked.options, asked.device, rates, p)
     notes = [f"not sharded: {reason}" for reason in found.refused]
     notes += found.pairs

@@ -113,8 +113,8 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
     training = torch.is_grad_enabled() and any(requires_grad(node.graph)[node] for node in weights)
     training = training or any(site.case.training for site in sites)
     dtype = sites[0].case.heads.dtype if sites else str(value_of(next(iter(weights))).dtype).removeprefix("torch.")
-    said = (tuple(refused), tuple(pairs))
-    return Traced(length, dtype, sites, *said, training, shared, of_pairs, own, moved, live)
+    reasons = (tuple(refused), tuple(pairs))
+    return Traced(length, dtype, sites, *reasons, training, shared, of_pairs, own, moved, live)
 
 
 def weights_of(made: Compiled) -> dict[fx.Node, tuple[int, int]]:

@@ -11,13 +11,13 @@ from ringopt.reporting.page import embedded, filled
 
 def diff_page(diff: GraphDiff, before: str, after: str) -> str:
     """`before` and `after` are what the two sides are called."""
-    said = {
+    data = {
         "summary": str(diff),
         "totals": [asdict(diff.before), asdict(diff.after)],
         "kinds": KINDS,
         "changes": [compact(change) for change in diff.changes],
     }
-    return filled("diff", title=f"ringopt diff: {before} -> {after}", data=embedded(said))
+    return filled("diff", title=f"ringopt diff: {before} -> {after}", data=embedded(data))
 
 
 def compact(change: Change) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from ringopt.output.printable import all_printable, printable
 
 
-def filled(template: str, **said: Any) -> str:
+def filled(template: str, **values: Any) -> str:
     """The page made from `ringopt/reporting/TEMPLATE.html.jinja`."""
     how = Environment(
         loader=FunctionLoader(_template), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, finalize=lambda said: printable(said) if type(said) is str else said,
+        lstrip_blocks=True, finalize=lambda values: printable(values) if type(values) is str else values,
     )  # fmt: skip
-    return how.get_template(template).render(**said)
+    return how.get_template(template).render(**values)
 
 
 def _template(template: str) -> str:

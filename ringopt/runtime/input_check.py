@@ -62,7 +62,7 @@ class CheckedInputs:
             if self.random and torch.cuda.is_available():
                 states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
             names = (*self.names, *(name for name, _ in states))
-            values = [told(value) for value in (*(inputs[place] for place in self.places), *dict(states).values())]
+            values = [_compared(value) for value in (*(inputs[place] for place in self.places), *dict(states).values())]
             compare_ranks(mesh, self.digest, names, values, self.program)
             self.asked = True
         with mesh.unbroken():
@@ -103,6 +103,6 @@ def end_broken_backward(mesh: Mesh) -> None:
         mesh.cut_short("an earlier backward was cut short by an error", "an error in a backward", later=True)
 
 
-def told(value: Any) -> Any:
+def _compared(value: Any) -> Any:
     """Of a tensor of which each rank has its own rows, what the ranks must have alike."""
     return repr(value.shard.spread) if isinstance(value, Lazy) else value

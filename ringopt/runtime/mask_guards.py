@@ -59,10 +59,10 @@ class Watched:
         ]
         found = {i: numbers(inputs[i]) for i in touched}
         changed = {i for i, now in found.items() if now != self.digests[i]}
-        said = self.broken(changed, inputs)
-        if said:
-            log.warning("%s: the graph is compiled anew", said)
-        if said or (self.sizes is not None and self.sizes != _sizes(inputs)):
+        reason = self.broken(changed, inputs)
+        if reason:
+            log.warning("%s: the graph is compiled anew", reason)
+        if reason or (self.sizes is not None and self.sizes != _sizes(inputs)):
             self.note(self.make(inputs, True), inputs)
             self.sizes = _sizes(inputs)
         for i in touched:

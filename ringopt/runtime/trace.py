@@ -86,7 +86,7 @@ def chrome(spans: Iterable[Span]) -> dict[str, Any]:
     tracks = {(span.rank, track): span.lane for span, track in placed}
     return {
         "traceEvents": [
-            *(_metadata_event("process_name", rank, 0, said) for rank, said in sorted(ranks.items())),
+            *(_metadata_event("process_name", rank, 0, label) for rank, label in sorted(ranks.items())),
             *(_metadata_event("thread_name", rank, track, lane) for (rank, track), lane in sorted(tracks.items())),
             *(
                 {
@@ -105,8 +105,8 @@ def chrome(spans: Iterable[Span]) -> dict[str, Any]:
     }
 
 
-def _metadata_event(what: str, rank: int, track: int, said: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": said}}
+def _metadata_event(what: str, rank: int, track: int, label: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": label}}
 
 
 def on_tracks(spans: Iterable[Span]) -> list[tuple[Span, int]]:
@@ -186,8 +186,8 @@ class Trace:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if error.errno not in FULL:
-                told = f"option trace={folder!r}: {error.strerror}; name a folder that can be made"
-                raise OptionError(told) from None
+                sentence = f"option trace={folder!r}: {error.strerror}; name a folder that can be made"
+                raise OptionError(sentence) from None
         self.traffic: Traffic = record_from_now_on()
         self._stopped = False
         self._written = time.monotonic()

@@ -49,9 +49,9 @@ def compared(then: dict[str, Any], now: Result, machine: Machine) -> tuple[Table
         numbers = (f"{x:.2f}" for x in (mean, smallest, largest[0]))
         table.add_row(key, str(len(ratios)), *numbers, " ".join(_identity(ratios[place][1], now.keys)))
     notes = [f"{len(pairs)} of {len(now.rows)} rows are in both runs, of what they have in common above 0."]
-    told = {key: value for key, value in then["machine"].items() if value != getattr(machine, key, None)}
-    if told:
-        notes.append("another machine then: " + ", ".join(f"{key} {value}" for key, value in told.items()))
+    differing = {key: value for key, value in then["machine"].items() if value != getattr(machine, key, None)}
+    if differing:
+        notes.append("another machine then: " + ", ".join(f"{key} {value}" for key, value in differing.items()))
     return table, notes
 
 

@@ -243,8 +243,8 @@ def as_rank(
         answers.put(Outcome(rank, function(rank, ranks, *args), seconds=time.monotonic() - begin))
     except Exception as error:
         traceback.print_exc()
-        said = f"{type(error).__name__}: {str(error).strip()}"
-        answers.put(Outcome(rank, error=said, seconds=time.monotonic() - begin))
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        answers.put(Outcome(rank, error=text, seconds=time.monotonic() - begin))
 
 
 def why_unavailable() -> str | None:

@@ -45,13 +45,13 @@ def measure(progress: Progress, network: str | None = None) -> Result:
     if between is not None:
         rows.append({"what": f"link between nodes, {network}", "rate": between.rate, "overhead": between.latency})
     totals = {"profile": str(path), "digest": rates.digest, **rates.to_dict()}
-    said = (
+    sentences = (
         f"messages one way take {rates.link.one_way:.0%} of the time of as many both ways; of the exchange "
         f"{rates.overlap:.0%} hides behind compute; a call costs {_microseconds(rates.calls)} us beside "
         f"its tiles, a step {rates.step * 1e6:.0f} us; sums are merged at {rates.touch / 1e9:.1f} GB/s",
         f'strategy="auto" goes by it from now on: {path}',
     )
-    return Result("Rates of one rank, a thread each", COLUMNS, rows, totals, said, NOTES, KEYS)
+    return Result("Rates of one rank, a thread each", COLUMNS, rows, totals, sentences, NOTES, KEYS)
 
 
 def _microseconds(calls: Mapping[str, float]) -> str:

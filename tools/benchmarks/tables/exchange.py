@@ -94,10 +94,10 @@ def totals(rows: list[Row]) -> Row:
 
 
 def _sentences(sums: Row) -> tuple[str, ...]:
-    said = [f"auto takes at most {sums['over_best']:.2f} of the best strategy"]
+    parts = [f"auto takes at most {sums['over_best']:.2f} of the best strategy"]
     names = {"over_gather": "the gather", "over_all-gather": "the plain all-gather", "over_torch": "torch's ring"}
-    said += [f"{sums[key]:.2f} of {name}" for key, name in names.items() if sums[key] is not None]
-    return (f"{', '.join(said)}; wrong numbers in {sums['wrong']} of {sums['rows']} rows",)
+    parts += [f"{sums[key]:.2f} of {name}" for key, name in names.items() if sums[key] is not None]
+    return (f"{', '.join(parts)}; wrong numbers in {sums['wrong']} of {sums['rows']} rows",)
 
 
 SHORT = {"gather": "gath.", "ulysses": "ulys.", "all-gather": "all-g."}

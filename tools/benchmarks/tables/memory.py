@@ -86,8 +86,8 @@ def following(progress: Progress, total: int) -> Iterator[Queue[str]]:
     task = progress.add_task("starting", total=total)
 
     def follow() -> None:
-        for said in iter(done.get, ""):
-            progress.update(task, advance=1, description=said)
+        for sentence in iter(done.get, ""):
+            progress.update(task, advance=1, description=sentence)
 
     follower = Thread(target=follow, daemon=True)
     follower.start()
@@ -144,8 +144,8 @@ def least(rows: list[Row], way: str, pattern: str, ranks: int) -> Row:
 def sentences(sums: Row) -> tuple[str, ...]:
     """What the table shows: how memory falls with the number of ranks, and how far predictions are off."""
     falls = f"ring falls as 1/p within {abs(sums['slope'] - 1):.0%}; " if sums["slope"] is not None else ""
-    said = f"{falls}predictions within {sums['off']:.0%} of measured"
-    return (said, *lowest(sums["least"]))
+    sentence = f"{falls}predictions within {sums['off']:.0%} of measured"
+    return (sentence, *lowest(sums["least"]))
 
 
 def lowest(found: list[Row]) -> Iterator[str]:

@@ -51,8 +51,8 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         for row, other, seconds in zip(*found, compiled, strict=True)
     ]
     sums = totals(rows)
-    said = f"at most {1e3 * sums['node']:.2f} ms a node and {sums['share']:.1%} of Inductor's compilation"
-    return Result("Passes over a decoder, in training", COLUMNS, rows, sums, (said,), NOTES, KEYS)
+    sentence = f"at most {1e3 * sums['node']:.2f} ms a node and {sums['share']:.1%} of Inductor's compilation"
+    return Result("Passes over a decoder, in training", COLUMNS, rows, sums, (sentence,), NOTES, KEYS)
 
 
 def totals(rows: list[Row]) -> Row:

@@ -63,8 +63,8 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         raise CommandError(f"{sums['wrong']} of {sums['steps']} steps gave wrong numbers; --seed {arguments.seed}")
     drawn = "models" if arguments.compiled else "attentions"
     title = f"Random {drawn} on {arguments.ranks} ranks, up to {arguments.delay} ms before each message"
-    said = f"{sums['steps']} steps, no hang, wrong numbers in {sums['wrong']}"
-    return Result(title, COLUMNS, rows, sums, (said,), NOTES, KEYS)
+    sentence = f"{sums['steps']} steps, no hang, wrong numbers in {sums['wrong']}"
+    return Result(title, COLUMNS, rows, sums, (sentence,), NOTES, KEYS)
 
 
 def combined(ranks: list[Row]) -> Row:

@@ -81,11 +81,11 @@ def _totals(rows: list[Row]) -> Row:
 def _sentences(rows: list[Row]) -> tuple[str, ...]:
     kept, again = ([row for row in rows if row["checkpointed"] is kind] for kind in (False, True))
     most = max(abs(row["share"] - 1) for row in kept)
-    said = f"without checkpoints, the peak of a rank is that of one process divided by their number, within {most:.0%}"
+    sentence = f"without checkpoints, the peak of a rank is that of one process over their number, within {most:.0%}"
     if not again:
-        return (said,)
+        return (sentence,)
     gains = [f"{one['bytes'] / other['bytes']:.1f} on {one['ranks']}" for one, other in zip(kept, again, strict=True)]
-    return said, f"checkpoints divide the peak by {', '.join(gains)} ranks"
+    return sentence, f"checkpoints divide the peak by {', '.join(gains)} ranks"
 
 
 KEYS = ("length", "layers", "heads", "checkpointed", "ranks")
