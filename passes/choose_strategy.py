@@ -30,7 +30,7 @@ from ringopt.ir.placement import Sharded
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand, is_open
 from ringopt.kernels.choose import choose_kernel
-from ringopt.options import Asked, KernelName, LayoutName, Shard, Strategy
+from ringopt.options import KernelName, LayoutName, Shard, SiteOptions, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 
@@ -106,7 +106,7 @@ def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) ->
     return f"{said}: every rank needs a row"
 
 
-def choose_for(node: fx.Node, info: SiteInfo, asked: Asked, context: Context) -> None:
+def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Context) -> None:
     """Fills in strategy, layout, kernel and predicted bytes of one site. Raises OptionError if the strategy cannot."""
     q, k, v = AttentionCall.of(node).values
     case = case_of(node, context.mesh, asked.kernel, context.carries)

@@ -92,6 +92,7 @@ def read(call: AttentionCall, given: fx.Node, facts: Facts) -> Reading | Refusal
 
 
 def reading_of_mask(given: fx.Node, cone: Cone, carries: dict[fx.Node, bool]) -> Reading | Refusal:
+    """A mask [B, H, Sq, Sk] as a pattern and an expression, or why it cannot be read."""
     learned: Callable[[fx.Node], bool] = carries.__getitem__
     try:
         term = element(cone, given, cone.index(shape_of(given), "bhqk"))

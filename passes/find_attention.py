@@ -95,6 +95,7 @@ def form_of(node: fx.Node) -> str:
 
 
 def why_not(node: fx.Node, site: Sdpa) -> Refusal | None:
+    """Why a call of scaled_dot_product_attention is left as it is, None if it can be rewritten."""
     query, key, value = (shape_of(operand) for operand in (site.query, site.key, site.value))
     rank = len(shape_of(node))
     if site.enable_gqa and heads_of(key) != heads_of(value):

@@ -124,8 +124,8 @@ class Options:
         return cls(**(options or {}))
 
 
-class Asked(Protocol):
-    """Those that are about a site."""
+class SiteOptions(Protocol):
+    """The options by which one attention site is planned."""
 
     @property
     def strategy(self) -> Strategy: ...

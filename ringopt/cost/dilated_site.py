@@ -23,11 +23,13 @@ from ringopt.hardware.rates import Rates
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.kernels.choose import choose_kernel
-from ringopt.options import Asked
+from ringopt.options import SiteOptions
 from ringopt.report import bytes_text
 
 
-def dilated_layout(sites: Mapping[fx.Node, SiteInfo], options: Asked, ranks: int, rates: Rates) -> tuple[str, str]:
+def dilated_layout(
+    sites: Mapping[fx.Node, SiteInfo], options: SiteOptions, ranks: int, rates: Rates
+) -> tuple[str, str]:
     """The layout in which the forward of all `sites` takes least time on `ranks` ranks, and why; of close ones the
     first."""
     totals = {
@@ -40,7 +42,7 @@ def dilated_layout(sites: Mapping[fx.Node, SiteInfo], options: Asked, ranks: int
     return best, f"layout {best}: all sites take {told}, predicted; {rates.source}"
 
 
-def seconds(node: fx.Node, info: SiteInfo, options: Asked, layout: str, ranks: int, rates: Rates) -> float:
+def seconds(node: fx.Node, info: SiteInfo, options: SiteOptions, layout: str, ranks: int, rates: Rates) -> float:
     """Of the slowest rank: what it computes, with what it sends hidden behind that as far as may be."""
     call = AttentionCall.of(node)
     q, k, v = call.values
@@ -56,7 +58,7 @@ def seconds(node: fx.Node, info: SiteInfo, options: Asked, layout: str, ranks: i
     )
 
 
-def choose_dilated(node: fx.Node, info: SiteInfo, options: Asked, mesh: Mesh, layout: str) -> None:
+def choose_dilated(node: fx.Node, info: SiteInfo, options: SiteOptions, mesh: Mesh, layout: str) -> None:
     """Fills in `info`."""
     call = AttentionCall.of(node)
     q, k, v = call.values

@@ -19,11 +19,12 @@ from ringopt.hardware.rates import Rates
 from ringopt.ir.placement import Layouts
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand, formula
-from ringopt.options import Asked
+from ringopt.options import SiteOptions
 
 
 def layouts_for(
-    sites: Mapping[fx.Node, SiteInfo], options: Asked, mesh: Mesh, given: set[str], carries: Mapping[fx.Node, bool]
+    sites: Mapping[fx.Node, SiteInfo], options: SiteOptions, mesh: Mesh, given: set[str],
+    carries: Mapping[fx.Node, bool],
 ) -> tuple[Layouts, str]:
     """The layout of each sequence, and why; `given` are those of the inputs that arrive in rows. Raises OptionError
     where the one that is asked for cannot be."""

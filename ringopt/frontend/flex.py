@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class FlexCall:
+class FlexArgs:
     """The arguments of the operator: nodes in a graph, values when it is run.
 
     block_mask   Sq, Sk, 8 tables, 4 orders of the backward, 2 sizes of blocks, mask_mod
@@ -79,7 +79,7 @@ def example(node: Any) -> Any:
 def refusal_of_flex(node: fx.Node) -> Refusal | None:
     """Only the output is understood, not what is said of the softmax beside it."""
     wanted = [user for user in node.users if user.target is not operator.getitem or (user.args[1] != 0 and user.users)]
-    options = FlexCall(*node.args).options
+    options = FlexArgs(*node.args).options
     if wanted or options.get("OUTPUT_LOGSUMEXP") or options.get("OUTPUT_MAX"):
         return Refusal("flex_attention returns more than its output (return_lse or return_aux)", node)
     return None
@@ -115,7 +115,7 @@ def with_mods(gm: fx.GraphModule, fake: Callable[[Any], Any]) -> None:
     """Gives each call in a copy of Dynamo's graph mods that are ATen over all pairs. Under a fake mode; `fake` brings a
     value of Dynamo's into it."""
     for node in flex_nodes(gm.graph):
-        call = FlexCall(*node.args)
+        call = FlexArgs(*node.args)
         query, key = fake(example(call.query)), fake(example(call.key))
         at = _score_indices(query, key)
         score = query.new_empty([len(place) for place in at], dtype=_accumulation_dtype(query.dtype))
@@ -147,7 +147,7 @@ def _score_indices(query: Tensor, key: Tensor) -> list[Tensor]:
 
 def written_out(*args: Any) -> tuple[Tensor, None, None]:
     """What the operator computes, its mods over all pairs, as torch defines it: autocast casts the operands only."""
-    call = FlexCall(*args)
+    call = FlexArgs(*args)
     query, key, value = call.query, call.key, call.value
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:

@@ -18,7 +18,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringopt.frontend.flex import FlexCall, calls_functorch, example, flex_nodes, over_pairs
+from ringopt.frontend.flex import FlexArgs, calls_functorch, example, flex_nodes, over_pairs
 from ringopt.ir.refusal import Refusal
 from ringopt.torch_compat.fake_tensors import FakeTensor, unset_fake_temporarily
 
@@ -78,7 +78,7 @@ def claims(gm: fx.GraphModule) -> list[Claim] | Refusal:
     """Of Dynamo's `gm`, one for each call of flex_attention."""
     found = []
     for node in flex_nodes(gm.graph):
-        call = FlexCall(*node.args)
+        call = FlexArgs(*node.args)
         computed = [each for each in (*tables(call), *call.mask_buffers) if isinstance(each, fx.Node)]
         refusal = check([each for each in computed if each.op != "placeholder"], node)
         if refusal is not None:
@@ -109,7 +109,7 @@ def check(computed: Sequence[fx.Node], node: fx.Node) -> Refusal | None:
     return Refusal(f"the block mask of flex_attention is computed {why}, inside the compiled region", node)
 
 
-def tables(call: FlexCall) -> list[Any]:
+def tables(call: FlexArgs) -> list[Any]:
     """Number and indices of: partial blocks of keys, full ones, partial blocks of queries, full ones; None where there
     are none."""
     return list(call.block_mask[2:10])
@@ -149,9 +149,9 @@ def part(gm: fx.GraphModule, outputs: list[list[Any]]) -> fx.GraphModule:
 def erase_tables(graph: fx.Graph) -> None:
     """Takes out of a copy of Dynamo's graph what only made block tables."""
     calls = flex_nodes(graph)
-    making = ancestors(each for node in calls for each in FlexCall(*node.args).block_mask if isinstance(each, fx.Node))
+    making = ancestors(each for node in calls for each in FlexArgs(*node.args).block_mask if isinstance(each, fx.Node))
     for node in calls:
-        mask = FlexCall(*node.args).block_mask
+        mask = FlexArgs(*node.args).block_mask
         node.args = (*node.args[:4], mask[-1:], *node.args[5:])
     batched = set[fx.Node]()  # what vmap makes may also go nowhere
     for node in graph.nodes:

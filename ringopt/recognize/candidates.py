@@ -111,10 +111,12 @@ def operand_of(user: fx.Node, node: fx.Node, products: Mapping[fx.Node, Product]
 
 
 def softmaxes(graph: fx.Graph) -> list[fx.Node]:
+    """The softmax nodes of a graph, in its order."""
     return [node for node in graph.nodes if op_name(node) in SOFTMAX]
 
 
 def products_of(graph: fx.Graph) -> dict[fx.Node, Product]:
+    """Each matrix product of a graph, with the dims that it contracts."""
     return {node: product for node in graph.nodes if (product := product_of(node)) is not None}
 
 

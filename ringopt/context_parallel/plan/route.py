@@ -44,7 +44,7 @@ class Route:
         return hop if hop <= self.hops else None
 
 
-class Asked(Protocol):
+class RouteRequest(Protocol):
     """What a strategy is to serve: of a plan (exchange.py) the part that no strategy has a say in."""
 
     @property
@@ -80,6 +80,6 @@ class Strategy(ABC):
         where no fixed number of shards bounds it. Holds for keys and for gradients: remote rows held, rows on their
         way in, and a rank's own rows on their way out."""
 
-    def refusal(self, asked: Asked) -> str:
+    def refusal(self, asked: RouteRequest) -> str:
         """Why this strategy is none for the pattern and the layouts of `asked`, or ""."""
         return ""

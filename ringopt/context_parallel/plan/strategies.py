@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 
 from ringopt.context_parallel.geometry.layouts import Replicated
 from ringopt.context_parallel.geometry.rows import count, rows_text
-from ringopt.context_parallel.plan.route import Asked, Needed, Route, Strategy
+from ringopt.context_parallel.plan.route import Needed, Route, RouteRequest, Strategy
 from ringopt.errors import OptionError
 
 
@@ -26,7 +26,7 @@ class NoExchange(Strategy):
     def most_rows(self, shard: int, backward: bool) -> int | None:
         return 0
 
-    def refusal(self, asked: Asked) -> str:
+    def refusal(self, asked: RouteRequest) -> str:
         if asked.queries_move and not asked.merges:
             return "it merges the results of queries that every rank has whole, and these are spread over the ranks"
         away = asked.q_layout if asked.queries_move else asked.kv_layout
@@ -128,7 +128,7 @@ class Halo(Neighbours):
     def most_rows(self, shard: int, backward: bool) -> int | None:
         return 2 * (3 if backward else 2) * shard
 
-    def refusal(self, asked: Asked) -> str:
+    def refusal(self, asked: RouteRequest) -> str:
         layouts = {asked.q_layout.name, asked.kv_layout.name} - {"contiguous"}
         if layouts:
             return f"it takes contiguous shards, whose neighbours hold neighbouring rows; the layout is {layouts.pop()}"
