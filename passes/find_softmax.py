@@ -21,11 +21,11 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import product_of
+from ringopt.dims.op_families import CASTS
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value_of
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.softmax import (
-    CASTS,
     SUMMED,
     alike,
     divides_rows,

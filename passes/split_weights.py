@@ -22,13 +22,14 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import product_of
+from ringopt.dims.op_families import MATRIX_PRODUCTS, PERMUTATIONS
 from ringopt.ir.nodes import emit, op_name, shape_of
 from ringopt.pipeline import Context, Pass
-from ringopt.recognize.softmax import SUMS, TURNS, both, is_multiple, is_sum, unturned
+from ringopt.recognize.softmax import SUMS, both, is_multiple, is_sum, unturned
 
 aten = torch.ops.aten
 
-PRODUCTS = ("matmul", "bmm", "mm", "einsum")
+PRODUCTS = (*MATRIX_PRODUCTS, "einsum")
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class Splitter:
 
     def __init__(self, graph: fx.Graph, product: fx.Node, weights: fx.Node, values: fx.Node):
         self.graph, self.product, self.weights, self.values = graph, product, weights, values
-        self.leads = op_name(product) in ("matmul", "bmm", "mm") and product.args[0] is weights
+        self.leads = op_name(product) in MATRIX_PRODUCTS and product.args[0] is weights
         self.wholes: dict[tuple[fx.Node, int], fx.Node] = {}  # products of what is read in parts
 
     def times(self, weights: fx.Node, turns: tuple[fx.Node, ...] = ()) -> fx.Node:
         """The product with `weights`, once they have gone through `turns`, in place of its own."""
-        if op_name(weights) in TURNS and is_sum(unturned(weights)):
+        if op_name(weights) in PERMUTATIONS and is_sum(unturned(weights)):
             return self.times(weights.args[0], (weights, *turns))
         if op_name(weights) in SUMS:
             parts = [self.times(part, turns) for part in weights.args[:2]]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ringopt.dims.op_families import MATRIX_PRODUCTS
 from ringopt.ir.nodes import argument, is_aten, is_tensor, op_name, shape_of
 
 Letters = tuple["str | None", ...]
@@ -177,7 +178,7 @@ def multiply_and_sum(node: fx.Node) -> Product | None:
 
 
 MAKERS: dict[str, Callable[[fx.Node], Product | None]] = {
-    **dict.fromkeys(("matmul", "bmm", "mm", "linalg_matmul"), matmul),
+    **dict.fromkeys(MATRIX_PRODUCTS, matmul),
     "linear": linear,
     "einsum": einsum,
     "tensordot": tensordot,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import MATRIX_PRODUCTS
 from ringopt.dims.rule import Dims, Rule, RuleOf, aligned, same_dims
 from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args, value_of
 
@@ -224,7 +225,7 @@ def among(node: fx.Node) -> Rule | None:
 
 PRODUCTS: dict[str, RuleOf] = {
     "linear": linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), matmul),
+    **dict.fromkeys((*MATRIX_PRODUCTS, "mv", "dot"), matmul),
     "einsum": einsum,
     "tensordot": tensordot,
     "inner": inner,

@@ -16,6 +16,7 @@ from math import prod
 
 import torch.fx as fx
 
+from ringopt.dims.op_families import CONCATENATIONS, PADS, SLICES, SOFTMAXES
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import argument, is_aten, is_tensor, op_name, shape_of, tensor_args
@@ -23,8 +24,7 @@ from ringopt.ir.nodes import argument, is_aten, is_tensor, op_name, shape_of, te
 Dims = tuple[tuple[str, ...], ...]
 
 # The dim they work along keeps its meaning; its size may change (sinks are put beside the keys, and cut off again).
-SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
-ALONG = frozenset((*SOFTMAX, "dropout", "cat", "slice", "pad", "constant_pad_nd"))
+ALONG = frozenset((*SOFTMAXES, "dropout", *CONCATENATIONS, *SLICES, *PADS))
 
 
 class Axes:
@@ -122,8 +122,8 @@ def _dims_of(node: fx.Node, known: dict[fx.Node, Dims], axes: Axes) -> Dims | No
 def along(node: fx.Node) -> set[int]:
     """The dims that an op of ALONG may change the size of."""
     rank, name = len(shape_of(node)), op_name(node)
-    if name in (*SOFTMAX, "dropout"):
+    if name in (*SOFTMAXES, "dropout"):
         return set()
-    if name in ("pad", "constant_pad_nd"):
+    if name in PADS:
         return {rank - 1 - i // 2 for i in range(len(node.args[1]))}
     return {argument(node, 1, "dim", 0) % rank}

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ringopt.dims.op_families import CONCATENATIONS, CONVOLUTIONS, PADS, SLICES, SOFTMAXES, SPLITS
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.notes import OF_PROGRAM, PARAMETER
 from ringopt.ir.placement import Sharded
 
-CONVOLUTIONS = frozenset(("convolution", "conv1d", "conv2d", "conv3d", "_convolution"))
+FEATURES_SECOND = frozenset((*CONVOLUTIONS, "convolution", "_convolution"))  # dim 1 has the features they make
 NORMS = frozenset(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"))
 # Entries are left out, added or moved; the dim stays a sequence, or features, as it was.
 KEEPING = frozenset(
-    {"slice", "split", "split_with_sizes", "chunk", "tensor_split", "cat", "pad", "constant_pad_nd", "roll", "flip"}
-    | {"softmax", "_softmax", "_safe_softmax", "dropout", "cumsum", "getitem", "index_select"}
+    {*SLICES, *SPLITS, *CONCATENATIONS, *PADS, *SOFTMAXES, "roll", "flip", "dropout", "cumsum", "getitem"}
+    | {"index_select"}
 )
 
 
@@ -60,7 +61,7 @@ def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.No
         return Origin(kind, node, last), []
     made = (
         (name in ("linear", "embedding") and last)
-        or (name in CONVOLUTIONS and place.dim == 1)
+        or (name in FEATURES_SECOND and place.dim == 1)
         or (name in NORMS and place.dim >= rank - len(node.args[1]))
     )
     if made:

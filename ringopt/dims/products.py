@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from ringopt.dims.op_families import CONVOLUTIONS, MATRIX_PRODUCTS
 from ringopt.ir.nodes import named, op_name
 
 # Groups of rows of one matrix, each by a matrix of its own: torch's operator, and what transformers runs in its place.
 GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
 # The operand whose last dim is summed over.
 FACTORS = {
-    "linear": "input", "matmul": "self", "mm": "self", "bmm": "self", "mv": "self", "addmm": "mat1", "addmv": "mat",
-    "baddbmm": "batch1", "_grouped_mm": "self", "grouped_mm_fallback": "input",
+    **dict.fromkeys((*MATRIX_PRODUCTS, "mv", "_grouped_mm"), "self"), "linear": "input", "grouped_mm_fallback": "input",
+    "addmm": "mat1", "addmv": "mat", "baddbmm": "batch1",
 }  # fmt: skip
-# All dims of the kernel but the first are summed over.
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 # Convolutions and fused attention have many names more (convert_element_type is no convolution).
 PARTS = ("convolution", "conv_", "scaled_dot_product")
 

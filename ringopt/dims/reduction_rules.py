@@ -7,6 +7,7 @@ from math import prod
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import CONVOLUTIONS, PADS, SOFTMAXES
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args
 from ringopt.torch_compat.schema import overload_name
@@ -144,7 +145,7 @@ def of_matrices(node: fx.Node) -> Rule:
 
 
 MIXING: dict[str, RuleOf] = {
-    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax"), but_dim(1)),
+    **dict.fromkeys((*SOFTMAXES, "log_softmax", "_log_softmax"), but_dim(1)),
     **dict.fromkeys(("special_softmax", "special_log_softmax"), but_dim(1)),
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), but_dim(1)),
     "flip": but_dim(1),
@@ -155,7 +156,7 @@ MIXING: dict[str, RuleOf] = {
     **dict.fromkeys(("topk", "diff"), but_dim(2, -1)),
     **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), but_dim(2, -1)),
     "glu": glu,
-    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    **dict.fromkeys(PADS, pad),
     **dict.fromkeys(("cosine_similarity", "pairwise_distance"), distance),
     **dict.fromkeys(("linalg_solve", "linalg_solve_triangular"), solve),
     **dict.fromkeys(("linalg_inv", "linalg_inv_ex", "inverse", "linalg_cholesky", "linalg_cholesky_ex"), of_matrices),
@@ -174,7 +175,7 @@ REDUCTIONS: dict[str, RuleOf] = {
 LAYERS: dict[str, RuleOf] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), last_dims(1)),
     "batch_norm": batch_norm,
-    **dict.fromkeys(("group_norm", "instance_norm", "conv1d", "conv2d", "conv3d"), by_sample),
+    **dict.fromkeys(("group_norm", "instance_norm", *CONVOLUTIONS), by_sample),
     "prelu": prelu,
     **dict.fromkeys(("avg_pool1d", "max_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"), pooling(1)),
     **dict.fromkeys(("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"), pooling(1)),

@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.dims.contraction_rules import LOOK_UPS, PRODUCTS
+from ringopt.dims.op_families import CASTS, COPIES, ELEMENTWISE, SYNONYMS
 from ringopt.dims.reduction_rules import LAYERS, MIXING, REDUCTIONS
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.dims.view_rules import VIEWS
@@ -52,12 +53,9 @@ def is_known(node: fx.Node) -> bool:
 
 # Token-wise ops that carry no pointwise tag; so do those of torch.special but its softmax and its sums.
 POINTWISE = frozenset(
-    {"to", "contiguous", "clone", "detach", "alias", "_to_copy", "lift_fresh_copy", "type_as", "float", "bfloat16"}
-    | {"half", "double", "full_like", "zeros_like", "ones_like", "empty_like", "where", "masked_fill", "expand_as"}
-    | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "softplus", "rsub", "nan_to_num", "square"}
-    | {"multiply", "subtract", "divide", "true_divide", "floor_divide", "negative", "absolute", "isclose", "isreal"}
-    | {"greater", "less", "greater_equal", "less_equal", "not_equal", "polar", "complex", "real", "imag", "conj"}
-    | {"_conj", "resolve_conj", "_neg_view", "resolve_neg", "arctan2", "hardswish", "log_sigmoid", "fix"}
+    {*ELEMENTWISE, *SYNONYMS, *COPIES, *CASTS, "detach", "expand_as", "float", "double", "half", "bfloat16"}
+    | {"full_like", "zeros_like", "ones_like", "empty_like", "polar", "complex", "real", "imag", "conj", "_conj"}
+    | {"resolve_conj", "_neg_view", "resolve_neg", "isreal"}
 )
 
 

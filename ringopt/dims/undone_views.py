@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.dims.op_families import MOVES, RESHAPES, TRANSPOSES
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import same
 
@@ -67,15 +68,15 @@ RULES: dict[str, Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], Undone]]
     "slice": lambda latest, value, view, shape: (aten.slice_scatter.default, (latest, value, *view.args[1:])),
     "select": lambda latest, value, view, shape: (aten.select_scatter.default, (latest, value, *view.args[1:])),
     **dict.fromkeys(("diagonal", "linalg_diagonal"), _diagonal),
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T", "mH", "matrix_H", "adjoint"), again),
+    **dict.fromkeys((*TRANSPOSES, "numpy_T", "mH", "matrix_H", "adjoint"), again),
     "permute": _unpermuted,
     **dict.fromkeys(
-        ("movedim", "moveaxis"),
+        MOVES,
         lambda latest, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
     ),
     **dict.fromkeys(
         (
-            *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"),
+            *(*RESHAPES, "unsqueeze", "view_as"),
             *("reshape_as", "ravel", "atleast_1d", "atleast_2d", "atleast_3d"),
         ),
         _reshaped,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import CONCATENATIONS, EXPANSIONS, MOVES, RESHAPES, SLICES, SPLITS, TRANSPOSES
 from ringopt.dims.rule import Rule, RuleOf, ViewRule, aligned, same_dims
 from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
 
@@ -151,22 +152,22 @@ def with_last(node: fx.Node) -> Rule:
 
 
 VIEWS: dict[str, RuleOf] = {
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"), view),
-    **dict.fromkeys(("transpose", "t", "swapaxes", "swapdims", "mT"), transpose),
+    **dict.fromkeys(RESHAPES, view),
+    **dict.fromkeys(TRANSPOSES, transpose),
     "permute": permute,
-    **dict.fromkeys(("movedim", "moveaxis"), movedim),
+    **dict.fromkeys(MOVES, movedim),
     "unsqueeze": unsqueeze,
-    **dict.fromkeys(("expand", "broadcast_to"), expand),
+    **dict.fromkeys(EXPANSIONS, expand),
     "repeat": repeat,
     "tile": tile,
     "select": select,
-    **dict.fromkeys(("slice", "narrow"), slice_),
+    **dict.fromkeys(SLICES, slice_),
     "unfold": unfold,
     "view_as_complex": without_last,
     "view_as_real": with_last,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
+    **dict.fromkeys(SPLITS, split),
     "unbind": unbind,
-    **dict.fromkeys(("cat", "concat", "concatenate"), cat),
+    **dict.fromkeys(CONCATENATIONS, cat),
     "select_scatter": select_scatter,
     "slice_scatter": slice_scatter,
     "stack": stack,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import SPLITS
 from ringopt.dims.undone_views import PARTS, undone
 from ringopt.ir.nodes import (
     carries_gradient,
@@ -290,7 +291,7 @@ def instead(graph: fx.Graph, before: fx.Node, value: fx.Node, why: fx.Node) -> f
     return new
 
 
-MANY = ("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
+MANY = (*SPLITS, "unbind")
 
 
 def part_by_part(graph: fx.Graph) -> None:

@@ -19,10 +19,10 @@ import torch.fx as fx
 
 from ringopt.dims.contraction import Product, product_of
 from ringopt.dims.follow import Axes, Dims, follow
+from ringopt.dims.op_families import SOFTMAXES
 from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
 from ringopt.recognize.scores import NotAttention
 
-SOFTMAX = ("softmax", "_softmax", "_safe_softmax")
 EXPONENTIALS = ("exp", "exp2")
 
 
@@ -76,7 +76,7 @@ class Candidate:
         return self.axes.whole([axis for letter, dim in dims if letter in self.values.contracted for axis in dim])
 
 
-def candidates(products: Mapping[fx.Node, Product], between: Sequence[str] = SOFTMAX) -> Iterator[Candidate]:
+def candidates(products: Mapping[fx.Node, Product], between: Sequence[str] = SOFTMAXES) -> Iterator[Candidate]:
     """Every product, softmax (or another of the operators `between`) and second product on one way down, in the order
     of the graph."""
     for scores in products.values():
@@ -112,7 +112,7 @@ def operand_of(user: fx.Node, node: fx.Node, products: Mapping[fx.Node, Product]
 
 def softmaxes(graph: fx.Graph) -> list[fx.Node]:
     """The softmax nodes of a graph, in its order."""
-    return [node for node in graph.nodes if op_name(node) in SOFTMAX]
+    return [node for node in graph.nodes if op_name(node) in SOFTMAXES]
 
 
 def products_of(graph: fx.Graph) -> dict[fx.Node, Product]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import CASTS, CONCATENATIONS, ELEMENTWISE, PADS, SYNONYMS
 from ringopt.expr.simplify import apply, cast, compare, literal, logic, where
 from ringopt.expr.terms import INTEGERS, Affine, Plain, Term, affine, constant, number
 from ringopt.ir.nodes import argument, is_tensor, named, op_name, shape_of, value_of
@@ -154,27 +155,23 @@ LOGICAL = {
     "__and__": "logical_and", "bitwise_and": "logical_and", "__or__": "logical_or", "bitwise_or": "logical_or",
     "bitwise_not": "logical_not", "__xor__": "ne", "bitwise_xor": "ne", "logical_xor": "ne",
 }  # fmt: skip
-SPELLINGS = {
-    "min": "minimum", "max": "maximum", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
-    "not_equal": "ne", "multiply": "mul", "subtract": "sub", "negative": "neg", "absolute": "abs", "divide": "div",
-    "true_divide": "div",
-}  # fmt: skip
+OF_TWO = {"min": "minimum", "max": "maximum"}
 
-# Token-wise ops that carry no pointwise tag.
-POINTWISE = frozenset(("where", "masked_fill", "rsub", "min", "max", "floor_divide", "nan_to_num", "square", "detach",
-                       "__and__", "__or__", "__xor__", "log_sigmoid", "softplus"))  # fmt: skip
+# Elementwise ops that carry no pointwise tag.
+POINTWISE = ELEMENTWISE | {*SYNONYMS, *OF_TWO, "detach"}
 
 
 def pointwise(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
     """The op of the elements, each operand read at its broadcast index; aliases are reduced to one spelling of an
     op."""
-    name, dtype = op_name(node), value_of(node).dtype if is_tensor(node) else None
+    name = SYNONYMS.get(op_name(node), op_name(node))
+    dtype = value_of(node).dtype if is_tensor(node) else None
     given = arguments(node)
     if given is None or dtype is None or torch.Tag.nondeterministic_seeded in node.target.tags:
         return None
     values, kwargs = given
     tensors = [value for value in values if isinstance(value, fx.Node)]
-    if name in ("min", "max") and len(tensors) != 2:
+    if name in OF_TWO and len(tensors) != 2:
         return None  # a reduction
     if name in ("add", "sub", "rsub") and len(values) == 3 and values.pop() != 1:
         return None  # alpha
@@ -188,7 +185,7 @@ def pointwise(reader: ElementReader, node: fx.Node, index: Index) -> Term | None
         name, kwargs = "floor_divide", []
     if all(value_of(each).dtype == torch.bool for each in tensors) and dtype == torch.bool:
         name = LOGICAL.get(name, name)
-    name = SPELLINGS.get(name, name)
+    name = OF_TWO.get(name, name)
     common = common_dtype(name, tensors, values, dtype)
     if common is None or not hasattr(torch.ops.aten, name):
         return None
@@ -245,11 +242,11 @@ RULES: dict[str, Rule] = {
     "index": wrapped,
     "diff": diff,
     "cumsum": running_sum,
-    **dict.fromkeys(("to", "_to_copy", "type_as"), converted),
+    **dict.fromkeys(CASTS, converted),
     "triu": triangle("ge"),
     "tril": triangle("le"),
     "slice_scatter": slice_scatter,
     "select_scatter": select_scatter,
-    "cat": cat,
-    **dict.fromkeys(("pad", "constant_pad_nd"), pad),
+    **dict.fromkeys(CONCATENATIONS, cat),
+    **dict.fromkeys(PADS, pad),
 }

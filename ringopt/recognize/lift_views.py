@@ -12,6 +12,7 @@ from functools import reduce
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import CASTS, COPIES, EXPANSIONS, PERMUTATIONS, RESHAPES
 from ringopt.dims.rules import rule_of
 from ringopt.expr.simplify import apply, literal
 from ringopt.expr.terms import Affine, Apply, Term, affine
@@ -121,6 +122,14 @@ def reshape(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
                 return None  # a tensor without elements
         result += _unravel(reader, flat, old[first : last + 1])
     return node.args[0], tuple(result)
+
+
+def narrow(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
+    """start + i along `dim`; `start` an int."""
+    source, dim, start = node.args[0], node.args[1] % len(index), node.args[2]
+    if isinstance(start, fx.Node):
+        return None
+    return source, at_dim(index, dim, plus(index[dim], place_of(start, shape_of(source)[dim])))
 
 
 def _unravel(reader: ElementReader, flat: Term, sizes: Sequence[int]) -> list[Term]:
@@ -281,14 +290,14 @@ def embedding(reader: ElementReader, node: fx.Node, index: Index) -> Place | Non
 
 
 VIEWS: dict[str, View] = {
-    **dict.fromkeys(("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"), same),
-    **dict.fromkeys(("to", "_to_copy", "type_as"), same),
-    **dict.fromkeys(("permute", "transpose", "t", "swapaxes", "mT", "movedim"), reordered),
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "view_as"), reshape),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), expand),
+    **dict.fromkeys((*COPIES, *CASTS), same),
+    **dict.fromkeys(PERMUTATIONS, reordered),
+    **dict.fromkeys((*RESHAPES, "view_as"), reshape),
+    **dict.fromkeys((*EXPANSIONS, "expand_as"), expand),
     "unsqueeze": unsqueeze,
     "select": select,
     "slice": slice_,
+    "narrow": narrow,
     "as_strided": as_strided,
     "repeat": repeat,
     "repeat_interleave": repeat_interleave,

@@ -15,15 +15,15 @@ import torch.fx as fx
 
 from ringopt.dims.contraction import Product, product_of
 from ringopt.dims.follow import ALONG, along
-from ringopt.dims.origin import CONVOLUTIONS, is_learned, is_row, is_weight, origins
+from ringopt.dims.op_families import SOFTMAXES
+from ringopt.dims.origin import FEATURES_SECOND, is_learned, is_row, is_weight, origins
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_aten, is_tensor, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
-from ringopt.recognize.candidates import SOFTMAX
 
 # They mix along a dim, or over channels, and keep all dims.
-MIXING = frozenset((*SOFTMAX, "log_softmax", "dropout", "cumsum", "sort", "getitem", *CONVOLUTIONS))
+MIXING = frozenset((*SOFTMAXES, "log_softmax", "dropout", "cumsum", "sort", "getitem", *FEATURES_SECOND))
 
 NO_SITE = "are no site: each rank computes the rows of its own queries, with keys and values whole"  # for the report
 

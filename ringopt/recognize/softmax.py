@@ -10,19 +10,17 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import Letters
+from ringopt.dims.op_families import CASTS, EXPANSIONS, PERMUTATIONS, RESHAPES, SLICES, SOFTMAXES
 from ringopt.dims.origin import is_weight
 from ringopt.expr.simplify import negate
 from ringopt.expr.terms import Apply, Load, Term
 from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value_of
-from ringopt.recognize.candidates import SOFTMAX
 
 aten = torch.ops.aten
 
-CASTS = ("to", "_to_copy", "type_as")
-VIEWS = ("unsqueeze", "view", "reshape", "expand", "transpose", "permute", "slice", "select")
+VIEWS = (*RESHAPES, *PERMUTATIONS, *EXPANSIONS, *SLICES, "unsqueeze", "select")
 SUMS = ("add", "sub")
-TURNS = ("transpose", "permute", "mT", "t")  # between the weights and their product
-CONVERSIONS = ("view", "reshape", "unflatten", "to", "_to_copy")  # between a softmax and the part of it that is read
+CONVERSIONS = (*RESHAPES, *CASTS)  # between a softmax and the part of it that is read
 
 
 SUMMED = {"baddbmm": aten.bmm.default, "addmm": aten.mm.default}  # with the product that something is added to
@@ -157,7 +155,7 @@ def says_seen(node: fx.Node, logits: fx.Node) -> bool | None:
 # ---- sums of softmaxes -----------------------------------------------------------------------------------------------
 def unturned(weights: fx.Node) -> fx.Node:
     """The value that `weights` is a transposition of, through nodes with one user."""
-    while op_name(weights) in TURNS and len(weights.users) == 1:
+    while op_name(weights) in PERMUTATIONS and len(weights.users) == 1:
         weights = weights.args[0]
     return weights
 
@@ -182,7 +180,7 @@ def is_weights(node: fx.Node) -> bool:
         node = node.args[0]
     while op_name(node) in CONVERSIONS:
         node = node.args[0]
-    return op_name(node) in SOFTMAX
+    return op_name(node) in SOFTMAXES
 
 
 def both(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:

@@ -18,6 +18,7 @@ from math import prod
 import torch.fx as fx
 
 from ringopt.dims.contraction_rules import PRODUCTS
+from ringopt.dims.op_families import CONVOLUTIONS
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import LIKE, NEW, is_aten, op_name, shape_of, tensor_args
@@ -25,7 +26,7 @@ from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.handlers.joins import JOINS
-from ringopt.sharding.handlers.patches import CONVOLUTIONS, are_patches, patches
+from ringopt.sharding.handlers.patches import are_patches, patches
 from ringopt.sharding.sharder import Sharder
 from ringopt.torch_compat.symbolic_shapes import statically_known_true
 

@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import CONCATENATIONS, COPIES, PADS, PERMUTATIONS, RESHAPES
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import place_of, slice_of
@@ -110,10 +111,7 @@ def slice_scatter(sharder: Sharder, node: fx.Node) -> bool:
     return step.done(step.where(start, end, inside, sharder.sharded(base, place), stride), place)
 
 
-SAME_ENTRIES = frozenset((
-    "alias", "clone", "contiguous", "detach", "flatten", "permute", "reshape", "select_scatter", "slice_scatter",
-    "squeeze", "transpose", "unflatten", "unsqueeze", "view",
-))  # fmt: skip
+SAME_ENTRIES = frozenset((*COPIES, *RESHAPES, *PERMUTATIONS, "detach", "unsqueeze", "select_scatter", "slice_scatter"))
 
 
 def kept_whole(node: fx.Node) -> bool:
@@ -156,8 +154,8 @@ def filled(sharder: Sharder, node: fx.Node) -> bool:
 
 
 JOINS: dict[str, Handler] = {
-    **dict.fromkeys(("cat", "concat", "concatenate"), cat),
+    **dict.fromkeys(CONCATENATIONS, cat),
     "select_scatter": select_scatter,
     "slice_scatter": slice_scatter,
-    **dict.fromkeys(("pad", "constant_pad_nd"), filled),
+    **dict.fromkeys(PADS, filled),
 }

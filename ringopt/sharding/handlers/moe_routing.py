@@ -20,6 +20,7 @@ from functools import partial
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import CASTS, CONCATENATIONS, COPIES, RESHAPES
 from ringopt.dims.products import GROUPED
 from ringopt.dims.rule import Rule
 from ringopt.dims.rules import rule_of
@@ -31,7 +32,7 @@ from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten
 Placing = Callable[[], None]
-VIEWS = ("reshape", "view", "flatten", "squeeze", "unsqueeze", "contiguous", "clone", "detach", "alias", "to")
+SAME_NUMBERS = (*RESHAPES, *COPIES, *CASTS, "unsqueeze", "detach")
 
 
 def routed(sharder: Sharder, node: fx.Node) -> bool:
@@ -51,9 +52,9 @@ def routed(sharder: Sharder, node: fx.Node) -> bool:
 def are_places(node: fx.Node) -> bool:
     """Whether `node` has the places of the largest among some numbers: none is negative, and histc counts them all."""
     name = op_name(node)
-    if name in VIEWS:
+    if name in SAME_NUMBERS:
         return holds_places(node) and are_places(node.args[0])
-    if name in ("cat", "concat", "concatenate", "stack"):
+    if name in (*CONCATENATIONS, "stack"):
         return all(map(are_places, node.args[0]))
     return name == "argmax" or (name == "getitem" and op_name(node.args[0]) in ("topk", "max") and node.args[1] == 1)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.dims.follow import SOFTMAX
+from ringopt.dims.op_families import SOFTMAXES
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -96,7 +96,7 @@ def softmax(sharder: Sharder, node: fx.Node) -> bool:
     if safe:
         total = step(aten.masked_fill.Scalar, total, step(aten.eq.Scalar, total, 0), 1)
     total = step.beside(total)
-    if op_name(node) in SOFTMAX:
+    if op_name(node) in SOFTMAXES:
         return step.done(step.local(aten.div.Tensor, powers, total), step.place)
     return step.done(step.local(aten.sub.Tensor, less, step(aten.log.default, total)), step.place)
 
@@ -144,7 +144,7 @@ def vector_norm(sharder: Sharder, node: fx.Node) -> bool:
 
 
 NORMS: dict[str, Handler] = {
-    **dict.fromkeys((*SOFTMAX, "log_softmax", "_log_softmax"), softmax),
+    **dict.fromkeys((*SOFTMAXES, "log_softmax", "_log_softmax"), softmax),
     "logsumexp": logsumexp,
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), variance),
     "linalg_vector_norm": vector_norm,

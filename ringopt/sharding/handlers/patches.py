@@ -14,6 +14,7 @@ from math import prod
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import CONVOLUTIONS, RESHAPES
 from ringopt.ir.nodes import named, op_name, shape_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
@@ -22,7 +23,6 @@ from ringopt.sharding.emit import Steps
 from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
 
 def patches(sharder: Sharder, node: fx.Node, at: Sharded) -> fx.Node:
@@ -38,7 +38,7 @@ def patches(sharder: Sharder, node: fx.Node, at: Sharded) -> fx.Node:
 
 def are_patches(node: fx.Node, at: Sharded) -> bool:
     """Whether the rows `at` of `node` are the patches that a convolution makes, one after the other."""
-    conv = node.args[0] if op_name(node) in ("flatten", "view", "reshape", "_unsafe_view") else None
+    conv = node.args[0] if op_name(node) in RESHAPES else None
     if not isinstance(conv, fx.Node) or not _is_of_patches(conv):
         return False
     sizes, count = shape_of(conv), prod(shape_of(conv)[2:])

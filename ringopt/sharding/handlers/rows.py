@@ -19,6 +19,7 @@ from math import prod
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import SPLITS
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.placement import Sharded
@@ -298,7 +299,7 @@ ROWS: dict[str, Handler] = {
     "select": select,
     "slice": slice_,
     "narrow": narrow,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), split),
+    **dict.fromkeys(SPLITS, split),
     "roll": roll,
     "flip": flip,
     **dict.fromkeys(("repeat", "tile"), repeat),

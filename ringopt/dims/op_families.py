@@ -1,0 +1,38 @@
+"""Families of ATen operators, by their names (`op_name`): one operation by several names, or several of one kind.
+
+Tables of rules by operator (in dims, recognize, sharding, frontend and passes) take names from here, so that a name
+that one of them knows is known to all; tests/dims/test_op_families.py holds them to it. A table may add names of its
+own. """
+
+from __future__ import annotations
+
+# ---- views -----------------------------------------------------------------------------------------------------------
+RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze")  # dims are merged and split
+TRANSPOSES = ("transpose", "t", "swapaxes", "swapdims", "mT")  # two dims change places
+MOVES = ("movedim", "moveaxis")
+PERMUTATIONS = (*TRANSPOSES, *MOVES, "permute")
+EXPANSIONS = ("expand", "broadcast_to")
+SLICES = ("slice", "narrow")
+SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")  # several slices
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+COPIES = ("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy")  # the same elements, and their gradient
+CASTS = ("to", "_to_copy", "type_as")  # of another dtype, or of the same
+CONCATENATIONS = ("cat", "concat", "concatenate")
+PADS = ("pad", "constant_pad_nd")
+
+# ---- elementwise, without the tag torch.Tag.pointwise on all overloads -----------------------------------------------
+SYNONYMS = {
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "multiply": "mul",
+    "subtract": "sub", "divide": "div", "true_divide": "div", "negative": "neg", "absolute": "abs", "fix": "trunc",
+    "arctan2": "atan2",
+}  # fmt: skip
+ELEMENTWISE = frozenset(
+    {"where", "masked_fill", "rsub", "floor_divide", "nan_to_num", "square", "softplus", "hardswish", "log_sigmoid"}
+    | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "isclose"}
+)
+
+# ---- products and what surrounds them --------------------------------------------------------------------------------
+MATRIX_PRODUCTS = ("matmul", "mm", "bmm", "linalg_matmul")
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+SOFTMAXES = ("softmax", "_softmax", "_safe_softmax")
