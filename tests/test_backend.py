@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -287,6 +288,58 @@ def test_one_process_keeps_dynamic_sizes():
     for n in (12, 17, 21, 30):
         assert difference(run(compiled, model, {"x": data(n)}), run(model, model, {"x": data(n)})) < 1e-5
     assert len(ringopt.reports()) - before == 2
+
+
+class Spelled(nn.Module):
+    """Attention written out, whose scores go through `hide`."""
+
+    def __init__(self, hide):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.hide = nn.Linear(16, 48).double(), hide
+        self.register_buffer("triangle", torch.ones(64, 64).tril())
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return (self.hide(self, q @ k.mT * 0.5, x.shape[1]).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def hidden_later(m, scores, n):
+    return scores + torch.full((n, n), -torch.inf, dtype=scores.dtype).triu(1)
+
+
+def hidden_by_buffer(m, scores, n):
+    return scores.masked_fill(m.triangle[:n, :n] == 0, -torch.inf)
+
+
+def hidden_far(m, scores, n):
+    return scores.masked_fill((torch.arange(n)[:, None] - torch.arange(n)).abs() > 5, -torch.inf)
+
+
+@pytest.mark.parametrize("hide", [lambda m, scores, n: scores, hidden_later, hidden_by_buffer, hidden_far])
+def test_one_process_fuses_attention_at_every_length(hide):
+    """From the second length on one graph serves all, with SDPA where no mask is made of the length, else as it was."""
+    compiled_ops, graphs = [], []
+
+    def of_aot(gm, _inputs):
+        compiled_ops.append([str(node.target) for node in gm.graph.nodes if node.op == "call_function"])
+        return gm
+
+    def backend(gm, inputs):
+        graphs.append(transform(gm, inputs, Options(), mesh_of("pretend:0/1")))
+        return aot_autograd(fw_compiler=of_aot, bw_compiler=lambda gm, _: gm)(graphs[-1].graph or gm, inputs)
+
+    torch._dynamo.reset()
+    model = Spelled(hide)
+    compiled = torch.compile(model, backend=backend)
+    for n in (12, 17, 21, 40):
+        x = torch.randn(2, n, 16, dtype=torch.float64)
+        assert difference(run(compiled, model, {"x": x}), run(model, model, {"x": x})) < 1e-10
+    assert len(graphs) == 2
+    fused = [any("scaled_dot_product" in op for op in ops) for ops in compiled_ops]
+    assert fused == [True, hide is not hidden_far]
+    if hide is hidden_far:
+        assert "one process gains nothing from fixing them" in graphs[1].report.notes[0]
 
 
 def test_one_process_takes_the_causal_flag():

@@ -45,6 +45,7 @@ def lie_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _reshaped(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+    """Of a view that has all elements in their order."""
     return aten.reshape.default, (value, list(shape))
 
 
@@ -54,11 +55,13 @@ def again(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]
 
 
 def _unpermuted(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+    """Of `permute`, by the inverse permutation."""
     order = [dim % len(shape) for dim in view.args[1]]
     return aten.permute.default, (value, [order.index(dim) for dim in range(len(shape))])
 
 
 def _diagonal(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, ...]) -> Undone:
+    """Of the diagonal, whose arguments may have defaults."""
     return aten.diagonal_scatter.default, (latest, value, *(named(view, name) for name in ("offset", "dim1", "dim2")))
 
 

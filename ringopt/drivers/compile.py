@@ -15,7 +15,7 @@ from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.distributed.lookup import mesh_of, process_mesh
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
-from ringopt.errors import RefusedError
+from ringopt.errors import RefusedError, first_line
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize
 from ringopt.frontend.flatten import has_custom
@@ -27,6 +27,7 @@ from ringopt.ir.nodes import is_parameter, requires_grad, shape_of, value_of
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused
 from ringopt.ir.site import SiteInfo
+from ringopt.ir.symbolic_sizes import same
 from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger
@@ -38,6 +39,7 @@ from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
 from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.symbolic_shapes import GuardAsked, without_guards
 from ringopt.torch_compat.tracing import compilation_of_frame
 
 log = logger(__name__)
@@ -128,6 +130,8 @@ def transform(
     `example_inputs` only. Where a pass fails, `gm` itself is best, on all ranks alike (ringopt/drivers/failing.py)."""
     if "local" in (options.inputs, options.outputs) and not ends_program(gm):
         options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
+    if mesh.size == 1 and not (anew or options.dilates or has_custom(gm)) and shape_env_of(gm) is not None:
+        return transform_open(gm, example_inputs, options, mesh)
     made = attempted(gm, example_inputs, options, mesh, anew)
     if isinstance(made, Failure) and not anew and shape_env_of(gm) is not None:
         specialize(gm)  # other sizes compile other graphs
@@ -135,6 +139,22 @@ def transform(
         if not isinstance(made, Failure):
             notes = (*made.report.notes, f"compiled for these sizes only: {said}")
             return replace(made, report=replace(made.report, notes=notes))
+    if isinstance(made, Failure):
+        return Compiled(None, refused(made.refusal, options, mesh, Dump(options, mesh.rank)))
+    return made
+
+
+def transform_open(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh) -> Compiled:
+    """`transform` on one process, of a graph with open sizes: one graph serves all lengths that the inner compiler's
+    own would serve, or `gm` stays as it is."""
+    shape_env = shape_env_of(gm)
+    assert shape_env is not None
+    try:
+        with without_guards(shape_env):
+            made = attempted(gm, example_inputs, options, mesh)
+    except GuardAsked as asked:
+        said = f"sizes are open, and one process gains nothing from fixing them: {first_line(asked)}"
+        return Compiled(None, Report(1, notes=(said,)))
     if isinstance(made, Failure):
         return Compiled(None, refused(made.refusal, options, mesh, Dump(options, mesh.rank)))
     return made
@@ -169,8 +189,6 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
         if given or has_custom(gm) or (options.dilates and mesh.size == 1):
             specialize(gm)
     shape_env = shape_env_of(gm) if not anew else None
-    if mesh.size == 1 and shape_env is not None:
-        return Compiled(None, Report(1, notes=("sizes are open, and one process gains nothing from fixing them",)))
     dump = Dump(options, mesh.rank)
 
     def begin() -> Captured:
@@ -183,6 +201,8 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
 
     def passed(step: Pass, gm: fx.GraphModule) -> None:
         sizes.passed(step.name)
+        if mesh.size == 1 and shape_env is not None and step.name == "classify_mask":
+            ask_numbers_of(context)
         dump.passed(step, gm)
 
     made = line_of_passes(begin, context, dump, passed)
@@ -202,6 +222,17 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     if sites or context.given or context.pairs:
         return Compiled.of(made, report, context)
     return Compiled(None, report)
+
+
+def ask_numbers_of(context: Context) -> None:
+    """Raises GuardAsked for attention that is made of numbers on one process: SDPA takes any length where nothing is
+    hidden or all that is later, and masks are written out at one."""
+    for node, info in context.sites.items():
+        if info.refusal is None and node.target is operators.attention.default:
+            call = AttentionCall.of(node)
+            bare = call.attn_mask is None and call.sinks is None and call.seed is None and not any(call.mask_term.terms)
+            if not bare or not (call.pattern == "full" or (call.pattern == "causal" and same(*call.rows))):
+                raise GuardAsked(f"{info.module or 'attention'} is written out for one length ({info.pattern})")
 
 
 def line_of_passes(

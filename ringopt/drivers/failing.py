@@ -18,7 +18,7 @@ from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import PlanError, RingError, first_line
 from ringopt.torch_compat.dynamo import TorchDynamoException
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
-from ringopt.torch_compat.symbolic_shapes import GuardOnDataDependentSymNode
+from ringopt.torch_compat.symbolic_shapes import GuardAsked, GuardOnDataDependentSymNode
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,9 @@ def is_foreseen(error: Exception) -> bool:
 
 
 def is_passed_on(error: Exception) -> bool:
-    """Whether it is for whoever compiles: a wrong option, ranks that differ, a message that did not come."""
-    theirs = isinstance(error, RingError) and not isinstance(error, PlanError)
+    """Whether it is for whoever compiles: a wrong option, ranks that differ, a message that did not come, a guard that
+    one process does not ask for."""
+    theirs = isinstance(error, GuardAsked) or (isinstance(error, RingError) and not isinstance(error, PlanError))
     return theirs or isinstance(error, OF_OTHERS) or (RAISES and not is_foreseen(error))
 
 

@@ -23,6 +23,7 @@ from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.mask import Mask
+from ringopt.ir.symbolic_sizes import same
 from ringopt.kernels.base import HIDDEN, accumulator
 from ringopt.kernels.math import fold, unfold
 from ringopt.ops.dilated import dilated_attention
@@ -60,7 +61,7 @@ def attention_reference(
     if dropout_p > 0 and seed is None:
         raise ValueError(f"ringopt::attention: dropout_p is {dropout_p}, and there is no seed to draw from")
     plain = attn_mask is None and not any(parsed.terms)
-    causal = pattern == "causal" and q.shape[2] == k.shape[2]
+    causal = pattern == "causal" and same(q.shape[2], k.shape[2])
     if plain and sinks is None and not dropout_p and (pattern == "full" or causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     # A row of finite fills: SDPA's fast kernels round its log-sum-exp, and their backward takes it for the truth.
@@ -131,7 +132,7 @@ def whole_mask(
     n x n is what SDPA is given anyway."""
     if pattern == "full" and given is None and mask.visible is None and mask.bias is None:
         return None
-    rows, keys = q.shape[2], k.shape[2]
+    rows, keys = int(q.shape[2]), int(k.shape[2])  # a pattern is made of numbers
     total = q.new_zeros(1, 1, rows, keys, dtype=dtype)
     if pattern != "full":
         total = total.masked_fill(~seen(pattern_of(pattern, rows, keys), range(rows), range(keys), q.device), HIDDEN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
     "FUNCTIONS",
+    "GuardAsked",
     "GuardOnDataDependentSymNode",
     "PythonReferenceAnalysis",
     "ShapeEnv",
@@ -31,6 +34,7 @@ __all__ = [
     "statically_known_true",
     "sympy_interp",
     "unbacked_size",
+    "without_guards",
 ]
 
 # ShapeEnv(): of one program, its symbols, var_to_range and guards; bound_sympy(expr) has the upper bound;
@@ -61,3 +65,22 @@ def unbacked_size(minimum: int) -> torch.SymInt:
     size: torch.SymInt = torch.library.get_ctx()._shape_env.create_unbacked_symint()
     _constrain_range_for_size(size, min=minimum)
     return size
+
+
+class GuardAsked(Exception):
+    """A decision about an open size that does not hold for all of them."""
+
+
+@contextmanager
+def without_guards(shape_env: ShapeEnv) -> Iterator[None]:
+    """A context in which what would become a guard raises GuardAsked instead, and nothing is noted. ShapeEnv looks
+    there whether it is frozen, before it records anything."""
+
+    def refuse(expr: Any, value: Any) -> None:
+        raise GuardAsked(f"{expr} is {value}")
+
+    shape_env._check_frozen = refuse
+    try:
+        yield
+    finally:
+        del shape_env._check_frozen

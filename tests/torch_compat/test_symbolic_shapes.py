@@ -12,6 +12,7 @@ import torch.fx as fx
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.symbolic_shapes import (
     FUNCTIONS,
+    GuardAsked,
     GuardOnDataDependentSymNode,
     PythonReferenceAnalysis,
     ShapeEnv,
@@ -22,6 +23,7 @@ from ringopt.torch_compat.symbolic_shapes import (
     statically_known_true,
     sympy_interp,
     unbacked_size,
+    without_guards,
 )
 
 
@@ -39,6 +41,26 @@ def test_a_size_has_an_expression_and_a_decision_is_a_guard() -> None:
     assert size > 5 and len(env.guards) == 1
     assert env.bound_sympy(size.node.expr).lower >= 2
     assert int(size) == 7 and size.node.expr == 7
+
+
+def test_a_decision_is_refused_before_anything_is_noted() -> None:
+    env = ShapeEnv()
+    size = open_tensor(env).shape[0]
+    for ask in (lambda: int(size), lambda: bool(size > 5), lambda: bool(size % 2 == 1), lambda: torch.ones(7)[:size]):
+        with pytest.raises(GuardAsked), without_guards(env):
+            ask()
+    with without_guards(env):
+        assert size * 2 >= size  # of any number
+    assert not env.guards and not env.replacements and size.node.expr.is_Symbol
+    assert size > 5 and len(env.guards) == 1
+
+
+def test_what_stands_for_a_size_that_is_another() -> None:
+    env = ShapeEnv()
+    one, other = (open_tensor(env).shape[0] for _ in range(2))
+    if one.node.expr != other.node.expr:
+        assert one == other
+    assert env.replace(env.replace(one.node.expr) - other.node.expr) == 0
 
 
 def test_a_number_of_a_program_is_made_of_an_expression() -> None:
