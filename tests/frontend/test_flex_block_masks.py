@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -26,7 +28,12 @@ def over_all(mod):
 
 
 def tables_of(mod, separate):
-    made = create_block_mask(mod, *SIZES, device="cpu", BLOCK_SIZE=BLOCK, separate_full_blocks=separate)
+    choice = {"separate_full_blocks": separate}
+    if "separate_full_blocks" not in inspect.signature(create_block_mask).parameters:  # torch 2.11
+        if not separate:
+            pytest.skip("this torch always lists full blocks by themselves")
+        choice = {}
+    made = create_block_mask(mod, *SIZES, device="cpu", BLOCK_SIZE=BLOCK, **choice)
     return list(made.as_tuple()[2:10])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._export.serde.serialize import SerializeError
 from torch.export import Dim, ExportedProgram, export
 
 import ringopt
@@ -72,7 +73,11 @@ def trees() -> ExportedProgram:
 def test_programs_are_read_and_run(make: Callable[[], ExportedProgram], decomposed: bool, tmp_path: Path) -> None:
     torch.utils._pytree._register_namedtuple(Pair, serialized_type_name="tests.Pair")
     program = make().run_decompositions() if decomposed else make()
-    torch.export.save(program, tmp_path / "a.pt2")
+    try:
+        torch.export.save(program, tmp_path / "a.pt2")
+    except SerializeError as error:
+        assert torch.__version__.startswith("2.11") and make is higher and not decomposed
+        pytest.skip(f"this torch cannot save it: {str(error)[:100]}")
     ringopt.load(tmp_path / "a.pt2").module()
     assert ringopt.diff(tmp_path / "a.pt2", tmp_path / "a.pt2").same
 

@@ -6,6 +6,7 @@ Each line stands between two attentions; `h` of the first is at hand.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.generated.drawing import Program
 from tests.generated.test_programs import verdict
@@ -238,7 +239,9 @@ def test_nothing_is_gathered(name):
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_right_though_gathered(name):
-    assert outcome(GATHERED, name) == "gathered"
+    # In torch 2.11 a quantile looks at numbers to check its argument, which no graph of all sizes can.
+    old = name == "quantile" and torch.__version__.startswith("2.11")
+    assert outcome(GATHERED, name) == ("refused" if old else "gathered")
 
 
 @pytest.mark.parametrize("name", REFUSED)
