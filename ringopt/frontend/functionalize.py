@@ -144,8 +144,6 @@ class Functional:
         if storage(target) in self.tangled:
             raise Unwritable(f"{node.target} writes to memory that several views share", node)
         new = self.functional(node, args, kwargs)
-        if root.op == "placeholder" and value_of(root).requires_grad:
-            raise Unwritable(f"{node.target} writes into an input that requires a gradient", node)
         value, place = new, target
         while place in self.parents:
             value = self.paste(place, value, node)
