@@ -26,6 +26,7 @@ from ringopt.ir.nodes import (
     op_name,
     origin,
     shape_of,
+    source_line,
     value_of,
     written_args,
 )
@@ -42,8 +43,9 @@ class Unwritable(Exception):
     """A write that has no functional form here."""
 
     def __init__(self, sentence: str, node: fx.Node):
-        self.refusal = Refusal(sentence, node)
-        super().__init__(sentence)
+        where = source_line(node)
+        self.refusal = Refusal(f"{sentence} ({where})" if where else sentence, node)
+        super().__init__(self.refusal.sentence)
 
 
 class Functional:

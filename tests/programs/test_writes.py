@@ -85,6 +85,35 @@ def test_writes_through_what_was_handed_back(p, same):
     assert_sharded(Model(written(same)), p)
 
 
+def clamped(m, x):
+    m.side.weight.data.clamp_(-0.1, 0.1)
+    return m.attention(x) + m.side(x).sum(-1, keepdim=True)
+
+
+def replaced(m, x):
+    m.side.weight.data = m.side.weight.data * 0.5
+    return m.attention(x) + m.side(x).sum(-1, keepdim=True)
+
+
+def clamped_in_no_grad(m, x):
+    with torch.no_grad():
+        m.side.weight.clamp_(-0.1, 0.1)
+    return m.attention(x) + m.side(x).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "step, line",
+    [
+        (clamped, "m.side.weight.data.clamp_(-0.1, 0.1)"),
+        (replaced, "m.side.weight.data = m.side.weight.data * 0.5"),
+        (clamped_in_no_grad, "m.side.weight.clamp_(-0.1, 0.1)"),
+    ],
+)
+def test_a_write_that_autograd_does_not_see_is_refused_with_its_line(step, line):
+    (report,) = run_over(Model(step=step), [(rows(12),)], 2).reports
+    assert "to a value with a gradient (test_writes.py:" in report.refusal and line in report.refusal
+
+
 def in_place_logic(m, x):
     n = x.shape[1]
     mask = torch.ones(n, n, dtype=torch.bool).tril()
