@@ -18,7 +18,7 @@ OWN, RECEIVED = "#1f5fbf", "#e07b00"
 
 def draw(pattern: str, length: int, heads: int, ranks: int, layout: str) -> str:
     layout = layout if ranks > 1 else "contiguous"  # a rank alone has none
-    plan = dilated_plan_of(pattern, length, heads, heads, ranks, layout, "auto")
+    plan = dilated_plan_of(pattern, length, (heads, heads), ranks, layout, "auto")
     every = sum(plan.pairs(rank) for rank in range(ranks))
     parts, y = [text(LEFT, 18, f"{pattern}, {length:,} rows, {heads} heads, {ranks} ranks, {layout}", 13)], 34
     for rank in range(ranks):

@@ -23,7 +23,7 @@ from torch import Tensor
 from ringopt.calls import AttentionCall
 from ringopt.expr.bands import Known
 from ringopt.expr.evaluate import evaluate
-from ringopt.expr.mask import block_coordinates
+from ringopt.expr.mask import ScoreBlock
 from ringopt.expr.terms import Term
 from ringopt.ir.nodes import shape_of
 from ringopt.ir.refusal import Refusal
@@ -112,7 +112,7 @@ def contradicted(reading: Reading, given: fx.Node, term: Term, cone: Cone) -> Re
     whole = cone.constants.get(given) if math.prod(map(at_hand, shape_of(given))) <= WHOLE else None
 
     def original(rows: range, keys: range) -> Tensor:
-        place = block_coordinates(sizes["b"], sizes["h"], rows, keys)
+        place = ScoreBlock(sizes["b"], sizes["h"], rows, keys).coordinates()
         return whole if whole is not None else evaluate(term, place, cone.known)
 
     difference = of_mask(reading, sizes, cone.known, term.dtype, original, whole is not None)

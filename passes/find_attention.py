@@ -121,7 +121,9 @@ def canonical(graph: fx.Graph, node: fx.Node, site: Sdpa) -> fx.Node:
         scale = site.scale if site.scale is not None else 1.0 / math.sqrt(shape_of(site.query)[-1])
         q, scale = with_positive_scale(graph, q, scale)
         new = AttentionCall(
-            *(q, k, v),
+            q,
+            k,
+            v,
             attn_mask=mask,
             seed=draw_seed(graph, node) if site.dropout_p else None,
             pattern="causal" if site.is_causal else "full",

@@ -86,7 +86,9 @@ class FindFlex(Rewrite[fx.Node, Called]):
         with graph.inserting_before(node):
             q = multiplied(graph, call.q, scores.factors, call.sizes, node)
             new = AttentionCall(
-                *(q, call.k, call.v),
+                q,
+                call.k,
+                call.v,
                 sources=list(reading.sources),
                 pattern=reading.pattern,
                 mask=reading.mask.text,

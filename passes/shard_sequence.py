@@ -22,12 +22,8 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
-from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
-from ringopt.distributed.mesh import ANY
 from ringopt.ir.autograd_function import CustomGradient
 from ringopt.ir.nodes import eliminate_dead_code, is_random, tensor_args
-from ringopt.ir.refusal import GraphRefused, Refusal
-from ringopt.ir.symbolic_sizes import plain
 from ringopt.options import Outputs, Shard, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.sharding.composite import in_parts
@@ -40,6 +36,7 @@ from ringopt.sharding.handlers.norms import refuse_mixed_statistics
 from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
 from ringopt.sharding.outputs import gathers_of, leave
+from ringopt.sharding.ranks import Ranks
 from ringopt.sharding.sharder import Sharder
 from ringopt.sharding.sites import demands, operands, place_attention, stands_beside
 
@@ -59,19 +56,10 @@ class ShardSequence(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if not context.shards:
             return
-        mesh, layout = context.mesh, context.layouts.of
-
-        def rows_here(length: int, layout: str) -> int:
-            if mesh.name == ANY:
-                raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
-            return sum(map(len, layout_of(layout, plain(length), mesh.size).ranges(mesh.rank)))
-
-        def least(length: int) -> int:
-            return LAYOUTS[layout(length)].chunks_per_rank * mesh.size
-
+        ranks = Ranks(context.mesh, context.layouts.of)
         decided: dict[fx.Node, Places] = {}
         while True:
-            sharder = Sharder(gm.graph, mesh.name, layout, mesh.rank, mesh.size, rows_here, least, mesh.name == ANY)
+            sharder = Sharder(gm.graph, ranks)
             sharder.climbs = self.shard == "model"
             functions = Functions(sharder, decided)
             handled, worked = frozenset(HANDLERS), worked_on(gm.graph)

@@ -42,10 +42,9 @@ from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingMismatchError
 from ringopt.expr.mask import Mask
 from ringopt.expr.terms import affine, axis, load
-from ringopt.kernels.choose import choose_kernel as choose_kernel
-from ringopt.ops import operators
+from ringopt.kernels.choose import choose_kernel
+from ringopt.ops import dilated, operators, ring
 from ringopt.ops.dropout import SEEDS
-from ringopt.ops.ring import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -164,10 +163,19 @@ class _Way:
 
 
 def _alone(asked: _Asked, pattern: str) -> Tensor:
-    check_whole(*asked.operands, asked.attn_mask)
-    seed = _seed(asked.query, asked.dropout_p)
+    check_whole(asked.query, asked.key, asked.value, asked.attn_mask)
     out: Tensor = operators.attention(
-        *(*asked.operands, asked.attn_mask, [], asked.sinks, seed, pattern, "", asked.dropout_p, asked.scale)
+        asked.query,
+        asked.key,
+        asked.value,
+        asked.attn_mask,
+        [],
+        asked.sinks,
+        _seed(asked.query, asked.dropout_p),
+        pattern,
+        "",
+        asked.dropout_p,
+        asked.scale,
     )
     return out
 
@@ -190,11 +198,23 @@ def _spread(asked: _Asked, pattern: str, ranks: Mesh, way: _Way) -> Tensor:
         case = Case(pattern, q_length, kv_length, Heads.of(query, key, value, by), any(held["training"]), mask.text)
         strategy = choose_strategy(case, ranks.size, layout, agreed_rates(ranks, query.device.type)).strategy
     learned = [0] if mask.differentiable and sources[0].requires_grad else []
-    out: Tensor
-    out, _lse = operators.ring_attention(
-        *(query, key, value, sources, sinks, seed, q_length, kv_length, pattern, mask.text, learned),
-        *(asked.dropout_p, asked.scale, layout, layout, strategy, way.kernel, ranks.name, VERSION),
+    config = ring.Config(
+        q_length,
+        kv_length,
+        pattern,
+        mask.text,
+        learned,
+        asked.dropout_p,
+        asked.scale,
+        q_layout=layout,
+        kv_layout=layout,
+        strategy=strategy,
+        kernel=way.kernel,
+        group=ranks.name,
+        version=ring.VERSION,
     )
+    out: Tensor
+    out, _lse = operators.ring_attention(query, key, value, sources, sinks, seed, *config.plain)
     return out
 
 
@@ -216,9 +236,9 @@ def _by_rate(
         of_heads = mask
         if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
             of_heads = mask.index_select(-3, torch.tensor(heads, device=mask.device))
-        parts = (query[:, heads], key[:, kv_heads], value[:, kv_heads], of_heads)
-        of_sinks = sinks[..., heads] if isinstance(sinks, Tensor) else sinks
-        outs.append(attention(*parts, enable_gqa=True, dilation_rates=(rate,), sinks=of_sinks, **how))
+        how |= {"sinks": sinks[..., heads] if isinstance(sinks, Tensor) else sinks, "dilation_rates": (rate,)}
+        q, k, v = query[:, heads], key[:, kv_heads], value[:, kv_heads]
+        outs.append(attention(q, k, v, of_heads, enable_gqa=True, **how))
     order = sorted(range(len(rates)), key=[head for heads in found.values() for head in heads].__getitem__)
     return torch.cat(outs, 1)[:, order]
 
@@ -243,11 +263,19 @@ def _dilated(asked: _Asked, dilation: Dilation, mesh: Mesh | None, way: _Way) ->
         sinks = operators.copy_to_group(sinks, mesh.name)
     if alone:
         check_whole(query, key, value, None)
-    out: Tensor
-    out, _lse = operators.dilated_attention(
-        *(query, key, value, seen, sinks, seed, length, dilation.text, asked.dropout_p, asked.scale),
-        *("contiguous" if alone else layout, way.strategy, way.kernel, mesh.name, VERSION),
+    config = dilated.Config(
+        length,
+        dilation.text,
+        asked.dropout_p,
+        asked.scale,
+        layout="contiguous" if alone else layout,
+        strategy=way.strategy,
+        kernel=way.kernel,
+        group=mesh.name,
+        version=ring.VERSION,
     )
+    out: Tensor
+    out, _lse = operators.dilated_attention(query, key, value, seen, sinks, seed, *config.plain)
     return out
 
 

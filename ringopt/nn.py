@@ -86,9 +86,8 @@ class DilatedAttention(nn.Module):
             warnings.warn(sentence, stacklevel=2)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None
-        out: Tensor = operators.attention(
-            *(query, key, value, attn_mask, [], None, seed, self.patterns[is_causal], "", dropout_p, scale)
-        )
+        pattern = self.patterns[is_causal]
+        out: Tensor = operators.attention(query, key, value, attn_mask, [], None, seed, pattern, "", dropout_p, scale)
         return out
 
     def extra_repr(self) -> str:

@@ -144,6 +144,92 @@ def parameters_of(function: Function) -> int:
     return len([name for name in names if name not in ("self", "cls", "ctx")])
 
 
+# What a function is called with is said elsewhere, so it may take more parameters than MOST.
+MOST = 7
+SIGNATURES = {
+    "ringopt.frontend.fused_layers.attention": "torch._native_multi_head_attention",
+    "ringopt.frontend.fused_layers.encoder_layer": "torch._transformer_encoder_layer_fwd",
+    "ringopt.functional.attention": "F.scaled_dot_product_attention, and what a user may say beside it",
+    "ringopt.nn.__init__": "nn.MultiheadAttention",
+    "ringopt.nn.forward": "F.scaled_dot_product_attention, nn.MultiheadAttention",
+    "ringopt.ops.attention.attention_reference": "ringopt::attention",
+}
+TAKES_SIZES = {"expand", "permute", "reshape", "view"}  # methods of tensors: as many arguments as there are dims
+
+
+def is_operator(function: Function) -> bool:
+    """Whether its signature is the schema of an operator."""
+    said = [ast.unparse(each) for each in function.decorator_list]
+    return any(each.startswith("torch.library.custom_op(") or each.endswith(".register_fake") for each in said)
+
+
+def many_parameters(known: Mapping[str, Module]) -> list[str]:
+    """Functions of more than MOST parameters whose signature is their own."""
+    functions = [(f"{name}.{each.name}", each) for name, module in known.items() for each in module.functions()]
+    many = [(name, each) for name, each in functions if parameters_of(each) > MOST]
+    return [name for name, each in many if not is_operator(each) and name not in SIGNATURES]
+
+
+def splatted_positions(known: Mapping[str, Module]) -> list[str]:
+    """Calls that are given a tuple of positions, `f(x, *how)` behind `how = (a, b, c)` or `f(*(a, b, c))`, where `f` is
+    an operator, or is ours and has no `*args`. A value with names says which is which."""
+    taking = defaultdict[str, list[bool]](list)
+    for module in known.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, Function):
+                taking[node.name].append(node.args.vararg is not None)
+            elif isinstance(node, ast.ClassDef):
+                made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+                taking[node.name].append(any(each.args.vararg is not None for each in made))
+    return [
+        f"{name}:{call.lineno}: {ast.unparse(call)}"
+        for name, module in known.items()
+        for function in module.functions()
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and (is_of_operator(call) or is_fixed(call, taking))
+        for given in call.args
+        if isinstance(given, ast.Starred)
+        and (is_display(given.value) or ast.unparse(given.value) in displays(function, module.tree))
+    ]
+
+
+def is_of_operator(call: ast.Call) -> bool:
+    """A call of an operator, or of what puts one into a graph: step(operators.scatter.default, ...)."""
+    return any(ast.unparse(each).startswith("operators.") for each in (call.func, *call.args[:1]))
+
+
+def is_fixed(call: ast.Call, taking: Mapping[str, list[bool]]) -> bool:
+    """Whether all functions of that name are ours, and take so many arguments and no more."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    return name not in TAKES_SIZES and name in taking and not any(taking[name])
+
+
+def is_display(value: ast.expr) -> bool:
+    return isinstance(value, ast.Tuple) and len(value.elts) > 1
+
+
+def displays(function: Function, tree: ast.Module) -> set[str]:
+    """The names that `function` gives to tuples that are written out, and the attributes of a context of autograd that
+    anyone does."""
+    own = {name for name in bound(function) if name.isidentifier()}
+    return own | {name for name in bound(tree) if name.startswith("ctx.")}
+
+
+def bound(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            yield from (ast.unparse(name) for name, value in matched(target, node.value) if is_display(value))
+
+
+def matched(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Names and values of an assignment, one by one."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for name, one in zip(target.elts, value.elts, strict=True):
+            yield from matched(name, one)
+    else:
+        yield target, value
+
+
 def undocumented(known: Mapping[str, Module]) -> list[str]:
     """Public functions and classes at the top of their file without a docstring."""
     return [
@@ -212,7 +298,9 @@ def figures(root: Path) -> Iterator[str]:
     yield f"most files in a folder: {files_in_folders(known).most_common(8)}"
     yield f"modules imported for a side effect: {sum(bool(side_effect_imports(module)) for module in known.values())}"
     yield f"functions: {len(functions)}, over 60 lines: {sum(lines_of(each) > 60 for each in functions)}"
-    yield f"functions of more than 7 parameters: {sum(parameters_of(each) > 7 for each in functions)}"
+    many = sum(parameters_of(each) > MOST for each in functions)
+    yield f"functions of more than {MOST} parameters: {many}, of their own accord: {many_parameters(known)}"
+    yield f"calls with a tuple of positions: {len(splatted_positions(known))}"
     yield f"public functions and classes without a docstring: {len(undocumented(known))}"
     yield f"pairs of places that share {ALIKE} lines: {len(duplicates(known))}"
     for document in ("README.md", "ARCHITECTURE.md"):

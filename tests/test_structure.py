@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 from tests.structure import (
+    MOST,
     ROOT,
+    SIGNATURES,
     Module,
     circles,
     files_in_folders,
@@ -17,7 +20,10 @@ from tests.structure import (
     import_graph,
     imported,
     lines_of,
+    many_parameters,
     modules,
+    parameters_of,
+    splatted_positions,
     undocumented,
 )
 
@@ -83,6 +89,36 @@ def test_every_import_of_ours_is_there(top: str) -> None:
 
 def exists(place: Path) -> bool:
     return place.with_suffix(".py").exists() or place.is_dir()
+
+
+def test_functions_take_values_with_names() -> None:
+    """A function of many parameters takes one that has them, unless another says what it is called with."""
+    assert many_parameters(MODULES) == []
+
+
+def test_every_signature_that_is_excused_is_there_and_is_long() -> None:
+    functions = [(name, each) for name, module in MODULES.items() for each in module.functions()]
+    assert SIGNATURES.keys() <= {f"{name}.{each.name}" for name, each in functions if parameters_of(each) > MOST}
+
+
+def test_nobody_splats_a_tuple_of_positions() -> None:
+    assert splatted_positions(MODULES) == []
+
+
+def test_a_tuple_of_positions_is_found(tmp_path: Path) -> None:
+    text = """
+    def taken(x, causal, scale): ...
+    def any_number(*sizes): ...
+    def calls(x, q, step, ctx):
+        how, sizes = (True, 0.5), (1, 2)
+        taken(x, *how)
+        taken(*(x, True, 0.5))
+        step(operators.scatter.default, x, *how)
+        any_number(*sizes), x.view(*sizes), taken(*q), step(x, *how)
+    """
+    (tmp_path / "some.py").write_text(dedent(text))
+    known = {"some": Module("some", tmp_path / "some.py")}
+    assert [each.partition(":")[2].partition(":")[0] for each in splatted_positions(known)] == ["6", "7", "8"]
 
 
 def test_functions_fit_a_screen() -> None:

@@ -63,8 +63,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     check_file("--html", arguments.html)
     import_all(arguments.imports)
-    given, ranks = (arguments.before, arguments.after), arguments.world_size
-    diff = ringopt.diff(*given, world_size=ranks, trusted=arguments.trusted)
+    before, after, ranks = arguments.before, arguments.after, arguments.world_size
+    diff = ringopt.diff(before, after, world_size=ranks, trusted=arguments.trusted)
     if arguments.html:
         _write_html(diff, arguments)
     if arguments.json:

@@ -68,8 +68,9 @@ def _run(arguments: argparse.Namespace) -> int:
         check_matplotlib()
         if arguments.plot:
             check_picture(arguments.plot)
-    sizes = arguments.world_size, arguments.hardware, arguments.link, arguments.lengths
-    asked = PlanRequest.of(*sizes, arguments.options)
+    asked = PlanRequest.of(
+        arguments.world_size, arguments.hardware, arguments.link, arguments.lengths, arguments.options
+    )
     example = load_example(arguments.target)
     stderr = Console(stderr=True)
     try:

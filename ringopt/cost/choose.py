@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, layouts_of, text_of
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.plan_of import NAMES, Plan, exchange_of, hybrid, plan_of
 from ringopt.context_parallel.plan.strategies import MERGE, QUERIES_MOVE
@@ -57,12 +58,13 @@ class Case:
         cannot do it."""
         sides = zip(("queries", "keys"), layouts_of(layout), strict=True)
         queries, keys = ("replicated" if side == self.whole else its for side, its in sides)
-        where = (self.pattern, self.q_length, self.kv_length, ranks, queries, keys, strategy)
-        return plan_of(*where, (self.heads.q_heads, self.heads.kv_heads), Mask.parse(self.mask))
+        sharded = ShardedPattern(self.pattern, self.q_length, self.kv_length, ranks, queries, keys)
+        return plan_of(sharded, strategy, (self.heads.q_heads, self.heads.kv_heads), Mask.parse(self.mask))
 
     def ring(self, ranks: int, layout: str) -> Exchange:
         """The ring can do everything."""
-        return exchange_of(self.pattern, self.q_length, self.kv_length, ranks, *layouts_of(layout), "ring")
+        queries, keys = layouts_of(layout)
+        return exchange_of(ShardedPattern(self.pattern, self.q_length, self.kv_length, ranks, queries, keys), "ring")
 
     @property
     def lists_rows(self) -> bool:
@@ -131,7 +133,8 @@ class Choice:
 def estimate(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> Estimate:
     """Raises OptionError where the strategy cannot do it, on as many ranks as were asked for."""
     case.plan(ranks, layout, strategy)
-    return unrolled_estimate(*case.on_fewer(ranks), layout, strategy, rates)
+    fewer, ranks = case.on_fewer(ranks)
+    return unrolled_estimate(fewer, ranks, layout, strategy, rates)
 
 
 @lru_cache(maxsize=4096)

@@ -31,8 +31,8 @@ class DilatedCase:
         return self.q_length
 
     def plan(self, ranks: int, layout: str) -> DilatedPlan:
-        sizes = (self.q_length, self.heads.q_heads, self.heads.kv_heads)
-        return dilated_plan_of(self.pattern, *sizes, ranks, layout, self.strategy)
+        heads = (self.heads.q_heads, self.heads.kv_heads)
+        return dilated_plan_of(self.pattern, self.q_length, heads, ranks, layout, self.strategy)
 
     def on_fewer(self, ranks: int) -> tuple[DilatedCase, int]:
         """The case and a number of ranks that can be unrolled, with as many rows on each."""
@@ -126,8 +126,9 @@ def per_row(part: TermPlan, heads: Heads, backward: bool) -> int:
 
 def dilated_layout_of(cases: list[DilatedCase], ranks: int, rates: Rates) -> str:
     """That in which the forwards take least time; of close ones the first."""
+    smaller = [case.on_fewer(ranks) for case in cases]
     totals = {
-        layout: sum(dilated_way(*case.on_fewer(ranks), layout, rates, False).seconds for case in cases)
+        layout: sum(dilated_way(case, fewer, layout, rates, False).seconds for case, fewer in smaller)
         for layout in LAYOUTS
     }
     fastest = min(totals.values())

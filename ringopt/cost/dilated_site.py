@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.layouts import LAYOUTS
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.plan_of import exchange_of
@@ -73,9 +74,8 @@ def plan_of(node: fx.Node, info: SiteInfo, strategy: str, layout: str, ranks: in
     """Of the length at hand. Raises OptionError, which names the site, for a strategy that dilated attention has
     not."""
     call = AttentionCall.of(node)
-    sizes = (at_hand(call.rows[0]), *call.heads)
     try:
-        return dilated_plan_of(call.pattern, *sizes, ranks, layout, strategy)
+        return dilated_plan_of(call.pattern, at_hand(call.rows[0]), call.heads, ranks, layout, strategy)
     except OptionError as error:
         raise OptionError(f"site {info.module or node.name}: {error}") from error
 
@@ -91,7 +91,7 @@ def spared(node: fx.Node, plan: DilatedPlan, layout: str, ranks: int) -> str:
     call = AttentionCall.of(node)
     length, row = at_hand(call.rows[0]), row_bytes(node)
     pattern = "causal" if plan.dilation.causal else "full"
-    ring = exchange_of(pattern, length, length, ranks, layout, layout, "ring")
+    ring = exchange_of(ShardedPattern.of_self_attention(pattern, length, ranks, layout), "ring")
     sent = sum(plan.sent_rows(rank, Cargo.OUT) for rank in range(ranks)) * row
     return (
         f"all ranks together send {bytes_text(sent)} a forward, where a ring of {pattern} attention would send "

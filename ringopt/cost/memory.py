@@ -58,7 +58,7 @@ def memory_of(plan: Plan, heads: Heads, rank: int, buffered: bool = True) -> Mem
         return of_heads(plan, heads, rank)
     if plan.queries_move:
         return of_queries(plan, heads, rank, buffered)
-    return of_keys(plan, heads, rank, *turns_of(plan, heads))
+    return of_keys(plan, heads, rank)
 
 
 class Ledger:
@@ -79,10 +79,11 @@ class Ledger:
 
 
 # ---- keys travel -----------------------------------------------------------------------------------------------------
-def of_keys(plan: Exchange, heads: Heads, rank: int, turns: int, parts: int, dense: bool = False) -> Memory:
-    """`turns` times `parts` exchanges, each of some heads and some rows; one at a time computes, and in the forward the
-    rank's own keys are attended to by all heads at once. `dense`: queries come in the order of their dims, and not as a
-    projection leaves them."""
+def of_keys(plan: Exchange, heads: Heads, rank: int, dense: bool = False) -> Memory:
+    """Where there are several exchanges, each of some heads and some rows, one at a time computes, and in the forward
+    the rank's own keys are attended to by all heads at once. `dense`: queries come in the order of their dims, and not
+    as a projection leaves them."""
+    turns, parts = turns_of(plan, heads)
     sums, own = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank))), plan.kv_pieces(rank)
     one = replace(heads, q_heads=heads.q_heads // turns, kv_heads=-(-heads.kv_heads // turns))
     there, back = Ledger(), Ledger()
@@ -233,6 +234,17 @@ def passes_on(rows: Rows, came: Mapping[range, Rows]) -> bool:
 
 
 # ---- rows are traded for heads ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class BetweenTrades:
+    """Bytes of a rank's heads over the rows of its node: what came, what is held beside that while it computes,
+    results, and those as they are packed by rank."""
+
+    operands: int
+    computing: int
+    results: int
+    packed: int
+
+
 def of_heads(plan: HeadExchange, heads: Heads, rank: int) -> Memory:
     """The node's rows of some heads are held as they came until they are put together, and so are the results, back
     home."""
@@ -241,34 +253,27 @@ def of_heads(plan: HeadExchange, heads: Heads, rank: int) -> Memory:
     node, between = rank // plan.node, plan.whole
     whole = Sums(share, count(between.q_layout.ranges(node)), count(between.kv_layout.ranges(node)))
     shares = map(heads.share, plan.parts(rank))
-    parts = [of_keys(between, one, node, *turns_of(between, one), dense=True) for one in shares]
+    parts = [of_keys(between, one, node, dense=True) for one in shares]
     operands, results = whole.dq + whole.dkv, whole.out + whole.lse
     computing = results + max(part.forward for part in parts)
-    forward = trade(plan, heads, rank, False, operands, computing, results, results)
-    operands, total, packed = (
-        operands + 2 * whole.out + whole.lse,
-        whole.wide_dq + whole.wide_dkv,
-        whole.dq + whole.wide_dkv,
+    there = BetweenTrades(operands, computing, results, results)
+    total = whole.wide_dq + whole.wide_dkv
+    back = BetweenTrades(
+        operands=operands + 2 * whole.out + whole.lse,
+        computing=total + max(part.backward for part in parts),
+        results=total + whole.dq * whole.narrow,
+        packed=whole.dq + whole.wide_dkv,
     )
-    computing = total + max(part.backward for part in parts)
-    results = total + whole.dq * whole.narrow
-    return Memory(forward, here.out + here.lse, trade(plan, heads, rank, True, operands, computing, results, packed))
+    forward, backward = trade(plan, heads, rank, False, there), trade(plan, heads, rank, True, back)
+    return Memory(forward, here.out + here.lse, backward)
 
 
-def trade(
-    plan: HeadExchange,
-    heads: Heads,
-    rank: int,
-    backward: bool,
-    operands: int,
-    computing: int,
-    results: int,
-    packed: int,
-) -> int:
-    """The most of: messages out and in; those that came, being put together to `operands`; these while `computing`;
-    and `results`, `packed` by rank and again by message, with what comes."""
+def trade(plan: HeadExchange, heads: Heads, rank: int, backward: bool, held: BetweenTrades) -> int:
+    """The most of: messages out and in; those that came, being put together to operands; these while computing; and
+    results, packed by rank and again by message, with what comes."""
     others = [other for other in plan.peers(rank) if other != rank]
     ways = [(plan.parcel(rank, other), plan.parcel(other, rank)) for other in others]
     out, come = (sum(there_bytes(parcel, heads, backward) for parcel in way) for way in zip(*ways, strict=True))
     sent, returned = (sum(back_bytes(way[i], heads, backward) for way in ways) for i in (1, 0))
-    return max(out + come, come + operands, operands + computing, operands + results + packed + sent + returned)
+    home = held.operands + held.results + held.packed + sent + returned
+    return max(out + come, come + held.operands, held.operands + held.computing, home)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.expr.evaluate import evaluate
-from ringopt.expr.mask import block_coordinates
+from ringopt.expr.mask import ScoreBlock
 from ringopt.expr.terms import Affine, Apply, Load, Score, Term, axes_of, axis, children, walk
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
@@ -91,7 +91,7 @@ def table_of(
     batch, heads = (sizes[name] if name in axes else 1 for name in "bh")
     keys, parts, alike = torch.arange(0, sizes["k"], steps[1]), [], True
     for rows in torch.arange(0, sizes["q"], steps[0]).split(max(1, AT_ONCE // (batch * heads * len(keys)))):
-        place = block_coordinates(batch, heads, rows, keys)
+        place = ScoreBlock(batch, heads, rows, keys).coordinates()
         seen = torch.ones(batch, heads, len(rows), len(keys), dtype=torch.bool)
         for condition in conditions:
             seen = seen & evaluate(condition, place, tensors)

@@ -53,6 +53,35 @@ FAR = 1e4
 
 
 @dataclass(frozen=True)
+class ScoreBlock:
+    """A block of the scores [B, H, Q, K]: the size of the batch; that of the heads, or which of them; queries and keys
+    by their global positions, in any order. `local`: coordinates of r, `queries` by default."""
+
+    batch: int
+    heads: int | range
+    queries: range | Tensor
+    keys: range | Tensor
+    local: range | None = None
+
+    def coordinates(self, device: torch.device | None = None) -> dict[str, Tensor]:
+        """int64 coordinates along each axis, shaped to broadcast."""
+        local = self.queries if self.local is None else self.local
+        axes = {"b": self.batch, "h": self.heads, "q": self.queries, "k": self.keys, "r": local}
+        found = {}
+        for (name, numbers), dim in zip(axes.items(), (0, 1, 2, 3, 2), strict=True):
+            sizes = [-1 if other == dim else 1 for other in range(4)]
+            found[name] = _numbers(numbers, device).to(device=device, dtype=torch.int64).view(sizes)
+        return found
+
+
+def _numbers(numbers: int | range | Tensor, device: torch.device | None) -> Tensor:
+    if isinstance(numbers, range):
+        return torch.arange(numbers.start, numbers.stop, numbers.step, device=device)
+    # A size may be symbolic (the batch of a rank), which no range can be.
+    return numbers if isinstance(numbers, Tensor) else torch.arange(numbers, device=device)
+
+
+@dataclass(frozen=True)
 class Mask:
     """See the module. Sources are numbered: `Load.source` is an index into the list of tensors that comes with a
     mask."""
@@ -156,45 +185,27 @@ class Mask:
             return False
         return not isinstance(_chosen(self.score, {"r": spans["q"], **spans}, sources), Score)
 
-    def modified(
-        self,
-        scores: Tensor,
-        q_rows: range | Tensor,
-        kv_rows: range | Tensor,
-        sources: Sequence[Tensor],
-        local: range | None = None,
-        heads: range | None = None,
-    ) -> Tensor:
-        """The score modifier applied to the scaled scores [b, h, queries, keys], in their shape and dtype; `scores`
-        without one. Differentiable in `scores` and in `differentiable` sources. `local`: coordinates of r, `q_rows` by
-        default; `heads`: indices of the heads, from 0 by default."""
+    def modified(self, scores: Tensor, block: ScoreBlock, sources: Sequence[Tensor]) -> Tensor:
+        """The score modifier applied to the scaled scores of `block`, in their shape and dtype; `scores` without one.
+        Differentiable in `scores` and in `differentiable` sources."""
         if self.score is None:
             return scores
-        place = block_coordinates(scores.shape[0], heads or scores.shape[1], q_rows, kv_rows, scores.device, local)
+        place = block.coordinates(scores.device)
         found = evaluate(self.score, {**place, "score": scores}, sources, scores.device)
         return found.to(scores.dtype).expand(scores.shape)
 
-    def block(
-        self,
-        b: int,
-        h: int | range,
-        q_rows: range | Tensor,
-        kv_rows: range | Tensor,
-        sources: Sequence[Tensor],
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-        local: range | None = None,
+    def additive(
+        self, block: ScoreBlock, sources: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None = None
     ) -> Tensor:
-        """The additive mask [1 or b, 1 or h, queries, keys] in `dtype`: -inf where hidden, else the bias.
+        """The mask that is added to `block` [1 or b, 1 or h, queries, keys] in `dtype`: -inf where hidden, else the
+        bias.
 
-        `b` and `h` are sizes of the batch and of the query heads, or `h` is the heads of the block; `q_rows` and
-        `kv_rows` are global positions of tokens, in any order. The bits are those of the program's own mask at these
-        places; gradients reach `differentiable` sources. A dim that the mask does not depend on is a view of stride 0.
-        `local`: coordinates of r, `q_rows` by default.
+        The bits are those of the program's own mask at these places; gradients reach `differentiable` sources. A dim
+        that the mask does not depend on is a view of stride 0.
         """
-        given = [x for x in (q_rows, kv_rows, *sources) if isinstance(x, Tensor)]
+        given = [x for x in (block.queries, block.keys, *sources) if isinstance(x, Tensor)]
         device = device or (given[0].device if given else torch.device("cpu"))
-        place = block_coordinates(b, h, q_rows, kv_rows, device, local)
+        place = block.coordinates(device)
         total = torch.zeros((), dtype=dtype, device=device)
         if self.bias is not None:
             total = evaluate(self.bias, place, sources, device).to(dtype)
@@ -212,30 +223,6 @@ def _parse(text: str) -> Mask:
     data = json.loads(text)
     flags = {name: data.get(name, False) for name in ("nan", "stops")}
     return Mask(**dict(zip(data["parts"], loads_terms(data["terms"]), strict=True)), **flags)
-
-
-def block_coordinates(
-    b: int,
-    h: int | range,
-    q_rows: range | Tensor,
-    kv_rows: range | Tensor,
-    device: torch.device | None = None,
-    local: range | None = None,
-) -> dict[str, Tensor]:
-    """int64 coordinates of a block of [B, H, queries, keys], shaped to broadcast. `local`: those of r, `q_rows` by
-    default."""
-
-    def numbers(rows: int | range | Tensor) -> Tensor:
-        if isinstance(rows, range):
-            return torch.arange(rows.start, rows.stop, rows.step, device=device)
-        # A size may be symbolic (the batch of a rank), which no range can be.
-        return rows if isinstance(rows, Tensor) else torch.arange(rows, device=device)
-
-    found, given = {}, {"b": b, "h": h, "q": q_rows, "k": kv_rows, "r": q_rows if local is None else local}
-    for (name, rows), dim in zip(given.items(), (0, 1, 2, 3, 2), strict=True):
-        sizes = [-1 if other == dim else 1 for other in range(4)]
-        found[name] = numbers(rows).to(device=device, dtype=torch.int64).view(sizes)
-    return found
 
 
 def _chosen(term: Term, spans: Mapping[str, range], sources: Sources) -> Any:

@@ -164,10 +164,10 @@ class Flatten(fx.Interpreter):
         outputs = list(outputs)
         of_numbers = [k for k, y in enumerate(outputs) if y.is_floating_point() or y.is_complex()]
         differentiable = [k for k in of_numbers if k not in constant]
-        tensors = given, [x for x in saved if isinstance(x, Tensor)]
+        kept = [x for x in saved if isinstance(x, Tensor)]
         self.book.customs.append(Custom(backward, outputs, differentiable, saved, operands))
         called = operators.custom_gradient(
-            [outputs[k] for k in differentiable], *tensors, len(self.book.customs) - 1
+            [outputs[k] for k in differentiable], given, kept, len(self.book.customs) - 1
         )
         for k, y in zip(differentiable, called, strict=True):
             outputs[k] = y

@@ -7,6 +7,7 @@ gradient, so nothing is lost by writing out what it does; only the order of floa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +26,10 @@ def encoder_layer(
     mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`torch._transformer_encoder_layer_fwd`; src [B, S, width]."""
+    projections = Projections(heads, in_weight, in_bias, out_weight, out_bias)
 
     def attend(x: Tensor) -> Tensor:
-        return attention(x, x, x, width, heads, in_weight, in_bias, out_weight, out_bias, mask, False, True, mask_type)[
-            0
-        ]
+        return projections.attend(x, x, x, mask, mask_type)
 
     def feed_forward(x: Tensor) -> Tensor:
         hidden = F.linear(x, up, up_bias)
@@ -47,20 +47,38 @@ def attention(
     out_weight: Tensor, out_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True, average: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`torch._native_multi_head_attention`; query, key, value [B, S, width]. A true mask hides the key."""
-    projected = (
-        F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2)
-        for x, weight, bias in zip((query, key, value), in_weight.chunk(3), in_bias.chunk(3), strict=True)
-    )
-    q, k, v = projected
-    seen = None
-    if mask is not None:
-        hidden = mask.to(torch.bool)
-        if mask_type == PADDING_MASK:
-            hidden = hidden[:, None, None, :]
-        seen = hidden.logical_not()
-    out = F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
-    return F.linear(out, out_weight, out_bias), None
+    """`torch._native_multi_head_attention`; query, key, value [B, S, width]."""
+    projections = Projections(heads, in_weight, in_bias, out_weight, out_bias)
+    return projections.attend(query, key, value, mask, mask_type), None
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Those of multi-head attention, as nn.MultiheadAttention holds them."""
+
+    heads: int
+    in_weight: Tensor
+    in_bias: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, mask_type: int | None) -> Tensor:
+        """[B, S, width] of query, key, value [B, S, width]. A true mask hides the key."""
+        projected = (
+            F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x, weight, bias in zip(
+                (query, key, value), self.in_weight.chunk(3), self.in_bias.chunk(3), strict=True
+            )
+        )
+        q, k, v = projected
+        seen = None
+        if mask is not None:
+            hidden = mask.to(torch.bool)
+            if mask_type == PADDING_MASK:
+                hidden = hidden[:, None, None, :]
+            seen = hidden.logical_not()
+        out = F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
+        return F.linear(out, self.out_weight, self.out_bias)
 
 
 def is_whole_layer(target: Any, kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:

@@ -28,8 +28,8 @@ class MaskedByAnother(Kernel):
         self.kernel, self.other = kernel, other
 
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
-        case = (dtype, device, key_dim, value_dim)
-        return self.kernel.supports(*case) or self.other.supports(*case)
+        refusal = self.kernel.supports(dtype, device, key_dim, value_dim)
+        return refusal or self.other.supports(dtype, device, key_dim, value_dim)
 
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         return self._for(tile)._forward(tile)
@@ -52,8 +52,7 @@ def choose_kernel(
         device = torch.device("cpu")
     if name not in ("auto", *(kernel.name for kernel in KERNELS)):
         raise OptionError(f"option kernel={name!r}: expected one of {['auto', *(kernel.name for kernel in KERNELS)]}")
-    case = (dtype, device, key_dim, value_dim)
-    refusals = {kernel: kernel.supports(*case) for kernel in KERNELS}
+    refusals = {kernel: kernel.supports(dtype, device, key_dim, value_dim) for kernel in KERNELS}
     able = [kernel for kernel in KERNELS if refusals[kernel] is None]
     wanted = [kernel for kernel in able if name in ("auto", kernel.name)]
     if not wanted:

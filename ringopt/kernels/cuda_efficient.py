@@ -28,9 +28,7 @@ class CudaEfficient(Kernel):
 
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         q, k, v = (pad_head_dim(x) for x in (tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)))
-        out, lse, *_ = sdpa.efficient(
-            q, k, v, aligned(tile), True, 0.0, tile.causal, scale=tile.scale
-        )
+        out, lse, *_ = sdpa.efficient(q, k, v, aligned(tile), True, 0.0, tile.causal, scale=tile.scale)
         out, lse = narrowed(out, tile.v), lse.narrow(2, 0, q.shape[2])
         if tile.mask is not None:
             hidden = hidden_rows(tile.mask, tile.causal)

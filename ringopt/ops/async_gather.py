@@ -15,6 +15,7 @@ from torch import Tensor
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
+from ringopt.ir.placement import Sharded
 from ringopt.ops.collectives import padded, whole_of, with_dim
 from ringopt.ops.tags import ON_HOST
 
@@ -25,14 +26,14 @@ def gather_start(
 ) -> Tensor:
     """A ticket for the shards of `gather`, which are under way. No two of a graph have one `number`, so that no
     compiler takes them for one."""
-    mesh, place = mesh_of(group), (dim, outer, length, inner, layout)
+    mesh, placement = mesh_of(group), Sharded(dim, outer, length, inner)
     program_until_here(mesh)
     settle(mesh)
-    message = padded(x, *place, mesh)
+    message = padded(x, placement, layout, mesh)
     if message.data_ptr() == x.data_ptr():
         message = message.clone()  # a compiler may give the memory of `x` to another value while this one travels
     parts, pending = mesh.start_all_gather(message, f"gather {number}")
-    return issue(mesh, about(x, *place), (parts, pending), [pending])
+    return issue(mesh, about(x, placement, layout), (parts, pending), [pending])
 
 
 @gather_start.register_fake
@@ -45,11 +46,11 @@ def gather_finish(
     ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str
 ) -> Tensor:
     """The whole, of which `x` tells sizes and dtype. Raises RingCommError, RingMismatchError."""
-    mesh, place = mesh_of(group), (dim, outer, length, inner, layout)
+    mesh, placement = mesh_of(group), Sharded(dim, outer, length, inner)
     program_until_here(mesh)
-    parts, pending = redeem(ticket, about(x, *place))
+    parts, pending = redeem(ticket, about(x, placement, layout))
     pending.wait()
-    return whole_of(x, parts, *place, mesh)
+    return whole_of(x, parts, placement, layout, mesh)
 
 
 @gather_finish.register_fake
@@ -57,6 +58,6 @@ def _(ticket: Tensor, x: Tensor, dim: int, outer: int, length: int, inner: int, 
     return x.new_empty(with_dim(x, dim, outer * length * inner))
 
 
-def about(x: Tensor, *place: object) -> tuple[object, ...]:
+def about(x: Tensor, placement: Sharded, layout: str) -> tuple[object, ...]:
     """The identity of a gather, which its two halves compare (distributed/tickets.py)."""
-    return "gather", tuple(x.shape), x.dtype, *place
+    return "gather", tuple(x.shape), x.dtype, placement, layout

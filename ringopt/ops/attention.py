@@ -14,6 +14,8 @@ bool.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,11 +24,11 @@ from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
-from ringopt.expr.mask import Mask
+from ringopt.expr.mask import Mask, ScoreBlock
 from ringopt.ir.symbolic_sizes import same
 from ringopt.kernels.base import HIDDEN, accumulator
 from ringopt.kernels.math import fold, unfold
-from ringopt.ops.dilated import dilated_attention
+from ringopt.ops import dilated
 from ringopt.ops.ring import VERSION
 
 LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
@@ -52,55 +54,89 @@ def attention_reference(
 ) -> Tensor:
     """[B, Hq, Sq, Dv] by SDPA with the mask in its cheapest form, or written out where SDPA cannot say it. Raises
     ValueError for dropout without a seed, and where a dilated pattern stands beside what it cannot be joined with."""
-    parsed, grouped = Mask.parse(mask), q.shape[1] != k.shape[1]
+    call = WholeAttention(q, k, v, attn_mask, sources, sinks, seed, pattern, Mask.parse(mask), dropout_p, scale)
     if is_dilated(pattern):
         if mask:
             raise ValueError("ringopt::attention: dilated attention has no mask but of keys")
-        how = (k.shape[2], pattern, dropout_p, scale, "contiguous", "auto", "auto", "pretend:0/1", VERSION)
-        return dilated_attention(q, k, v, attn_mask, sinks, seed, *how)[0]  # type: ignore[no-any-return]
+        config = dilated.Config(
+            k.shape[2], pattern, dropout_p, scale, "contiguous", "auto", "auto", group="pretend:0/1", version=VERSION
+        )
+        return dilated.dilated_attention(q, k, v, attn_mask, sinks, seed, *config.plain)[0]  # type: ignore[no-any-return]
     if dropout_p > 0 and seed is None:
         raise ValueError(f"ringopt::attention: dropout_p is {dropout_p}, and there is no seed to draw from")
-    plain = attn_mask is None and not any(parsed.terms)
+    plain, grouped = attn_mask is None and not any(call.mask.terms), q.shape[1] != k.shape[1]
     causal = pattern == "causal" and same(q.shape[2], k.shape[2])
     if plain and sinks is None and not dropout_p and (pattern == "full" or causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     # A row of finite fills: SDPA's fast kernels round its log-sum-exp, and their backward takes it for the truth.
     # softmax does not, so a program that spelled it out (`nan`) keeps its own. Nor has it 16 bits if its bias has more.
-    bias = parsed.bias is not None and (parsed.nan or parsed.bias.dtype.itemsize > q.dtype.itemsize)
-    if bias or sinks is not None or dropout_p or parsed.score is not None:
-        seed = seed.to(q.device) if dropout_p and seed is not None else None
-        return written_out(q, k, v, attn_mask, sources, sinks, seed, dropout_p, pattern, parsed, scale)
-    whole = whole_mask(q, k, attn_mask, sources, pattern, parsed, q.dtype)
+    given = call.mask.bias
+    bias = given is not None and (call.mask.nan or given.dtype.itemsize > q.dtype.itemsize)
+    if bias or sinks is not None or dropout_p or call.mask.score is not None:
+        return written_out(call)
+    whole = call.whole_mask(q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, whole, scale=scale, enable_gqa=grouped)
-    if whole is None or not parsed.nan:
+    if whole is None or not call.mask.nan:
         return out
     hidden = hidden_rows(whole)
-    if parsed.stops:  # NaN weights, in whose gradient the values have a part: the scores were filled
+    if call.mask.stops:  # NaN weights, in whose gradient the values have a part: the scores were filled
         weight = torch.where(hidden, torch.nan, 0.0).to(out.dtype)
         return out.masked_fill(hidden, 0.0) + weight * v.mean(2, True).repeat_interleave(q.shape[1] // v.shape[1], 1)
     # A factor, so that the gradients of such a row are NaN too, and those of all keys and values, as behind softmax.
     return out * torch.where(hidden, torch.nan, 1.0).to(out.dtype)
 
 
-def written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Tensor | None,
-    sources: list[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    pattern: str,
-    mask: Mask,
-    scale: float,
-) -> Tensor:
+@dataclass(frozen=True)
+class WholeAttention:
+    """The arguments of `ringopt::attention`, its mask parsed. For one device only, where SDPA is given a mask of n x n
+    anyway."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_mask: Tensor | None
+    sources: list[Tensor]
+    sinks: Tensor | None
+    seed: Tensor | None
+    pattern: str
+    mask: Mask
+    dropout_p: float
+    scale: float
+
+    @property
+    def groups(self) -> int:
+        """Query heads of one KV head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def block(self) -> ScoreBlock:
+        batch, heads, rows, _ = self.q.shape
+        return ScoreBlock(batch, heads, range(rows), range(self.k.shape[2]))
+
+    def whole_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """What is added over all queries and keys, None where nothing is hidden or added."""
+        q, given, pattern, mask = self.q, self.attn_mask, self.pattern, self.mask
+        if pattern == "full" and given is None and mask.visible is None and mask.bias is None:
+            return None
+        rows, keys = int(q.shape[2]), int(self.k.shape[2])  # a pattern is made of numbers
+        total = q.new_zeros(1, 1, rows, keys, dtype=dtype)
+        if pattern != "full":
+            visible = seen(pattern_of(pattern, rows, keys), range(rows), range(keys), q.device)
+            total = total.masked_fill(~visible, HIDDEN)
+        if mask.visible is not None or mask.bias is not None:
+            total = total + mask.additive(self.block, self.sources, dtype, q.device)
+        if given is not None:
+            total = total.masked_fill(~given, HIDDEN) if given.dtype == torch.bool else total + given
+        return total
+
+
+def written_out(call: WholeAttention) -> Tensor:
     """Matmul, softmax in accumulator(q.dtype), matmul."""
-    groups, wide, (batch, heads, rows, _) = q.shape[1] // k.shape[1], accumulator(q.dtype), q.shape
-    queries, keys = range(rows), range(k.shape[2])
-    scores = unfold(fold(q, groups) @ k.mT, groups).to(wide) * scale
-    scores = mask.modified(scores, queries, keys, sources)
-    whole = whole_mask(q, k, given, sources, pattern, mask, wide)
+    q, k, v, mask, sinks, groups, block = call.q, call.k, call.v, call.mask, call.sinks, call.groups, call.block
+    wide, (batch, heads, rows, _) = accumulator(q.dtype), q.shape
+    scores = unfold(fold(q, groups) @ k.mT, groups).to(wide) * call.scale
+    scores = mask.modified(scores, block, call.sources)
+    whole = call.whole_mask(wide)
     if mask.score is not None and whole is not None:  # infinite where it is hidden, it would be no number
         scores = scores.masked_fill((whole == HIDDEN) & ~scores.isfinite(), 0.0)
     if whole is not None:
@@ -113,34 +149,17 @@ def written_out(
     else:
         hidden = hidden_rows(whole)
         weights = scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
-    if seed is not None:
+    if call.dropout_p and call.seed is not None:
+        seed = call.seed.to(q.device)
         in_batch, among_heads = seed[1:].split([batch, heads]) if seed.dim() else (batch, heads)
-        drop = Dropout(dropout_p, seed.view(-1)[0])
-        weights = weights * drop.factor(in_batch, among_heads, queries, keys, wide)
+        drop = Dropout(call.dropout_p, seed.view(-1)[0])
+        weights = weights * drop.factor(in_batch, among_heads, range(rows), range(k.shape[2]), wide)
     return unfold(fold(weights.to(v.dtype), groups) @ v, groups)
 
 
 def hidden_rows(mask: Tensor) -> Tensor:
     """[1|B, 1|Hq, Sq, 1]: which rows of an additive mask hide all keys."""
     return (mask == HIDDEN).all(-1, keepdim=True)
-
-
-def whole_mask(
-    q: Tensor, k: Tensor, given: Tensor | None, sources: list[Tensor], pattern: str, mask: Mask, dtype: torch.dtype
-) -> Tensor | None:
-    """The additive mask over all queries and keys, None where nothing is hidden or added. For one device only, where
-    n x n is what SDPA is given anyway."""
-    if pattern == "full" and given is None and mask.visible is None and mask.bias is None:
-        return None
-    rows, keys = int(q.shape[2]), int(k.shape[2])  # a pattern is made of numbers
-    total = q.new_zeros(1, 1, rows, keys, dtype=dtype)
-    if pattern != "full":
-        total = total.masked_fill(~seen(pattern_of(pattern, rows, keys), range(rows), range(keys), q.device), HIDDEN)
-    if mask.visible is not None or mask.bias is not None:
-        total = total + mask.block(q.shape[0], q.shape[1], range(rows), range(keys), sources, dtype, q.device)
-    if given is not None:
-        total = total.masked_fill(~given, HIDDEN) if given.dtype == torch.bool else total + given
-    return total
 
 
 LIBRARY.impl("attention", attention_reference, "CompositeImplicitAutograd")

@@ -24,6 +24,7 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
+from ringopt.ir.placement import Sharded
 from ringopt.ops.tags import ON_HOST
 
 LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
@@ -47,29 +48,26 @@ def _(x: Tensor, dim: int, outer: int, length: int, inner: int, local: int, layo
 @torch.library.custom_op("ringopt::gather", mutates_args=(), tags=ON_HOST)
 def gather(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, group: str) -> Tensor:
     """The whole of `x`, of which every rank holds its rows. Shards travel padded to the longest: equal messages."""
-    mesh = mesh_of(group)
-    place = (dim, outer, length, inner, layout)
-    return whole_of(x, mesh.all_gather(padded(x, *place, mesh)), *place, mesh)
+    mesh, placement = mesh_of(group), Sharded(dim, outer, length, inner)
+    return whole_of(x, mesh.all_gather(padded(x, placement, layout, mesh)), placement, layout, mesh)
 
 
-def padded(x: Tensor, dim: int, outer: int, length: int, inner: int, layout: str, mesh: Mesh) -> Tensor:
+def padded(x: Tensor, placement: Sharded, layout: str, mesh: Mesh) -> Tensor:
     """The message of this rank: its rows, [rows of the longest shard, ...], contiguous."""
-    plan = layout_of(layout, length, mesh.size)
+    plan, dim = layout_of(layout, placement.length, mesh.size), placement.dim
     counts = [sum(map(len, plan.ranges(rank))) for rank in range(mesh.size)]
-    message = factored(x, dim, outer, inner).movedim(dim + 1, 0)
+    message = factored(x, dim, placement.outer, placement.inner).movedim(dim + 1, 0)
     if min(counts) < max(counts):
         padding = message.new_zeros((max(counts) - counts[mesh.rank], *message.shape[1:]))
         message = torch.cat([message, padding])
     return message.contiguous()
 
 
-def whole_of(
-    x: Tensor, shards: Sequence[Tensor], dim: int, outer: int, length: int, inner: int, layout: str, mesh: Mesh
-) -> Tensor:
+def whole_of(x: Tensor, shards: Sequence[Tensor], placement: Sharded, layout: str, mesh: Mesh) -> Tensor:
     """The whole, in sequence order, of which `x` is this rank's part and `shards` are the messages of all ranks."""
-    plan = layout_of(layout, length, mesh.size)
-    whole = x.new_empty(with_dim(x, dim, outer * length * inner))
-    rows = factored(whole, dim, outer, inner)  # a view
+    plan, dim = layout_of(layout, placement.length, mesh.size), placement.dim
+    whole = x.new_empty(with_dim(x, dim, placement.size))
+    rows = factored(whole, dim, placement.outer, placement.inner)  # a view
     for rank, shard in enumerate(shards):
         place = 0
         for piece in plan.ranges(rank):

@@ -8,6 +8,7 @@ instead of being kept, and what they have of the gradient goes home (ringopt/ops
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,41 @@ from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of, run_fetch, swap
 from ringopt.ops.tags import ON_HOST
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Of what one rank has at hand."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        none = [0] * len(self.stride)
+        out: Tensor = aten.convolution(
+            x, weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
+        )
+        return out
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, of the weight and of a bias."""
+        all_three, none = [True, True, True], [0] * len(self.stride)
+        grads: tuple[Tensor, Tensor, Tensor] = aten.convolution_backward(
+            grad,
+            x,
+            weight,
+            [weight.shape[0]],
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            none,
+            self.groups,
+            all_three,
+        )
+        return grads
 
 
 def seen_from(
@@ -51,8 +87,8 @@ def convolve_rows(
     """conv1d or conv2d of a sequence of `length` rows along `dim`, of which `x` [B, C, ...] holds this rank's: `local`
     rows of what the windows `numbers` (those of a halo) make. `padding` is that of the other dim."""
     _plan, counts, seen = seen_from(x, dim, length, numbers, layout, mesh_of(group))
-    how = (stride, padding, dilation, False, [0] * len(stride), groups)
-    out = torch.cat([aten.convolution(piece, weight, bias, *how) for piece in seen.split(counts, dim)], dim)
+    convolution = Convolution(stride, padding, dilation, groups)
+    out = torch.cat([convolution.forward(piece, weight, bias) for piece in seen.split(counts, dim)], dim)
     assert out.shape[dim] == local, f"{out.shape[dim]} rows are made here, the graph says {local}"
     return out.contiguous()
 
@@ -99,9 +135,9 @@ def convolve_rows_backward(
     mesh = mesh_of(group)
     plan, counts, seen = seen_from(x, dim, length, numbers, layout, mesh)
     made = [1 + (count - numbers[3]) // numbers[1] for count in counts]
-    how = (stride, padding, dilation, False, [0] * len(stride), groups, [True, True, True])
+    convolution = Convolution(stride, padding, dilation, groups)
     parts = [
-        aten.convolution_backward(part, piece, weight, [weight.shape[0]], *how)
+        convolution.backward(part, piece, weight)
         for part, piece in zip(grad.split(made, dim), seen.split(counts, dim), strict=True)
     ]
     of_seen = torch.cat([part[0] for part in parts], dim)
@@ -140,9 +176,7 @@ def _setup(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    of_x, of_weight, of_bias = convolve_rows_backward(
-        grad, x, weight, *ctx.how, ctx.layout, ctx.group
-    )
+    of_x, of_weight, of_bias = convolve_rows_backward(grad, x, weight, *ctx.how, ctx.layout, ctx.group)
     return of_x, of_weight, of_bias if ctx.bias else None, *[None] * (len(ctx.how) + 3)
 
 

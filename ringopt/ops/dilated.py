@@ -66,6 +66,11 @@ class Config(NamedTuple):
     early: str = ""
     ticket: Tensor | None = None
 
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """See ops/ring.py."""
+        return self[:-2]
+
 
 @torch.library.custom_op(
     "ringopt::dilated_attention",
@@ -73,16 +78,16 @@ class Config(NamedTuple):
     tags=ON_HOST,
     schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
 )
-def dilated_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def dilated_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S_local, Dv] in q's dtype; lse [B, Hq, S_local] in natural log, not differentiable. `seen`: bool,
     False for keys that are padding, of the whole sequence. Where no pattern keeps a row of a head, or it sees padding
     only, out is 0 and lse -inf, or the sink's logit. Raises RingMismatchError, RingCommError, OptionError,
     PlanError."""
-    beside, config = rest[:3], Config(*rest[3:])
-    given = operands_of(q, k, v, *beside)
-    attention, mesh = prepare("dilated_attention", given, beside[0], config)
-    if given.seed is not None:
-        agree_on_seed(mesh, given.seed)
+    q, k, v, seen, sinks, seed, *rest = arguments
+    given, config = operands_of(q, k, v, seen, sinks, seed), Config(*rest)
+    attention, mesh = prepare("dilated_attention", given, seen, config)
+    if seed is not None:
+        agree_on_seed(mesh, seed)
     with mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         return attend_dilated(attention, mesh, given, begun(k, v, False, config))
 
@@ -102,23 +107,20 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsinks)"
     ),
 )
-def dilated_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def dilated_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's own rows; of the sinks, this rank's part: the caller sums it over the ranks."""
-    beside, config = rest[:3], Config(*rest[3:])
-    given = operands_of(q, k, v, *beside)
-    attention, mesh = prepare("dilated_attention_backward", given, beside[0], config)
+    dout, q, k, v, out, lse, seen, sinks, seed, *rest = arguments
+    given, config = operands_of(q, k, v, seen, sinks, seed), Config(*rest)
+    attention, mesh = prepare("dilated_attention_backward", given, seen, config)
     with mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         return attend_dilated_backward(attention, mesh, dout, Saved(given, out, lse), begun(k, v, True, config))
 
 
 @dilated_attention_backward.register_fake
-def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    sinks = [] if rest[1] is None else [rest[1].new_empty(rest[1].shape)]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sinks
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    _dout, q, k, v, _out, _lse, _seen, sinks, *_ = arguments
+    dsinks = [] if sinks is None else [sinks.new_empty(sinks.shape)]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -154,7 +156,7 @@ def dilated_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: in
     if misfit:
         raise RingMismatchError(f"dilated_start: {misfit}")
     settle(mesh)
-    posted = begin_dilated(proved_plan(chosen, q_heads, k.shape[1], mesh), mesh, k, v, backward)
+    posted = begin_dilated(proved_plan(chosen, (q_heads, k.shape[1]), mesh), mesh, k, v, backward)
     return issue(mesh, about(k, v, backward, chosen), posted, [posted.pending])
 
 
@@ -199,15 +201,14 @@ def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tu
     agree(mesh, key_of(op, misfit, given, config, mesh.size))
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
-    plan = proved_plan(config, q.shape[1], k.shape[1], mesh)
+    plan = proved_plan(config, (q.shape[1], k.shape[1]), mesh)
     kernel, _reason = choose_kernel(config.kernel, q.dtype, q.device, k.shape[3], v.shape[3])
     return DilatedAttention(plan, kernel, config.scale, config.dropout_p), mesh
 
 
-def proved_plan(config: Config, heads: int, kv_heads: int, mesh: Mesh) -> DilatedPlan:
-    """The plan of a call, proved. Raises what the proof raises for a plan that is wrong."""
-    sizes = (config.length, heads, kv_heads, mesh.size)
-    plan = dilated_plan_of(config.pattern, *sizes, config.layout, config.strategy)
+def proved_plan(config: Config, heads: tuple[int, int], mesh: Mesh) -> DilatedPlan:
+    """The plan of a call with (query heads, KV heads), proved. Raises PlanError, OptionError."""
+    plan = dilated_plan_of(config.pattern, config.length, heads, mesh.size, config.layout, config.strategy)
     prove_dilated(plan, mesh.rank)
     return plan
 

@@ -83,12 +83,12 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.dim, ctx.old, ctx.new, _local, *ctx.layouts, ctx.group = inputs
+    x, ctx.dim, ctx.old, ctx.new, _local, ctx.old_layout, ctx.new_layout, ctx.group = inputs
     ctx.local = x.shape[ctx.dim] // (ctx.old[0] * ctx.old[2])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    back = respread(grad, ctx.dim, ctx.new, ctx.old, ctx.local, *reversed(ctx.layouts), ctx.group)
+    back = respread(grad, ctx.dim, ctx.new, ctx.old, ctx.local, ctx.new_layout, ctx.old_layout, ctx.group)
     return back, None, None, None, None, None, None, None
 
 

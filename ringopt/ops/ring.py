@@ -27,6 +27,7 @@ from ringopt.context_parallel.executor.loop import Posted
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved, kv_sizes
 from ringopt.context_parallel.geometry.layouts import Layout
 from ringopt.context_parallel.geometry.rows import count
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.concurrency import prove_plan
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import Plan, plan_of
@@ -81,6 +82,14 @@ class Config(NamedTuple):
     early: str = ""
     ticket: Tensor | None = None
 
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """By position, for a call with the defaults of the last two: those are no arguments, and have no gradient."""
+        return self[:-2]
+
+    def sharded(self, ranks: int) -> ShardedPattern:
+        return ShardedPattern(self.pattern, self.q_length, self.kv_length, ranks, self.q_layout, self.kv_layout)
+
 
 VERSION = engine_version()
 
@@ -97,24 +106,20 @@ EARLY = 'str early="", Tensor? ticket=None'
     tags=ON_HOST,
     schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
 )
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], sinks: Tensor | None, seed: Tensor | None, *config: Any
-) -> tuple[Tensor, Tensor]:
+def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq_local, Dv] in q's dtype; lse [B, Hq, Sq_local] in natural log, not differentiable. A row that sees
     nothing is 0 (NaN where the mask says so) with lse -inf. Raises RingMismatchError, RingCommError, OptionError,
     PlanError."""
-    given = Operands(q, k, v, sources, sinks, seed)
-    site = prepare("ring_attention", given, Config(*config))
-    if seed is not None:
-        agree_on_seed(site.mesh, seed)
-    with site.mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
-        return attend(site.attention, site.mesh, given, begun(given, False, Config(*config)))
+    given, config = arguments_of_forward(arguments)
+    site = prepare("ring_attention", given, config)
+    if given.seed is not None:
+        agree_on_seed(site.mesh, given.seed)
+    with site.mesh.unbroken(), torch.autocast(given.q.device.type, enabled=False):
+        return attend(site.attention, site.mesh, given, begun(given, False, config))
 
 
 @ring_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, sources: list[Tensor], sinks: Tensor | None, seed: Tensor | None, *config: Any
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     sizes = q.shape[:3]
     return q.new_empty(*sizes, v.shape[3]), q.new_empty(sizes, dtype=accumulator(q.dtype))
 
@@ -129,48 +134,38 @@ def _(
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsources)"
     ),
 )
-def ring_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sources: list[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    *config: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's own rows; of each learned source, then of the sinks, this rank's part: the caller sums it
     over the ranks, unless the source holds the rank's rows only. So it is with queries or keys in the layout
     "replicated"."""
-    given = Operands(q, k, v, sources, sinks, seed)
-    site = prepare("ring_attention_backward", given, Config(*config))
-    with site.mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
-        first = begun(given, True, Config(*config))
-        return attend_backward(site.attention, site.mesh, dout, Saved(given, out, lse), first)
+    dout, saved, config = arguments_of_backward(arguments)
+    site = prepare("ring_attention_backward", saved.given, config)
+    with site.mesh.unbroken(), torch.autocast(dout.device.type, enabled=False):
+        return attend_backward(site.attention, site.mesh, dout, saved, begun(saved.given, True, config))
 
 
 @ring_attention_backward.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sources: list[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    *config: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    beside = empty_beside(sources, sinks, Config(*config))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), beside
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    _dout, saved, config = arguments_of_backward(arguments)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (saved.given.q, saved.given.k, saved.given.v))
+    return dq, dk, dv, empty_beside(saved.given, config)
 
 
-def empty_beside(sources: list[Tensor], sinks: Tensor | None, config: Config) -> list[Tensor]:
+def arguments_of_forward(arguments: Sequence[Any]) -> tuple[Operands, Config]:
+    """Of `ringopt::ring_attention`: the tensors, and the rest."""
+    q, k, v, sources, sinks, seed, *config = arguments
+    return Operands(q, k, v, sources, sinks, seed), Config(*config)
+
+
+def arguments_of_backward(arguments: Sequence[Any]) -> tuple[Tensor, Saved, Config]:
+    """Of its backward operators: dout, what the forward left, and the rest."""
+    dout, q, k, v, out, lse, sources, sinks, seed, *config = arguments
+    return dout, Saved(Operands(q, k, v, sources, sinks, seed), out, lse), Config(*config)
+
+
+def empty_beside(given: Operands, config: Config) -> list[Tensor]:
     """For the gradients of the learned sources, then of the sinks."""
-    read = [*(sources[i] for i in config.learned), *([] if sinks is None else [sinks])]
+    read = [*(given.sources[i] for i in config.learned), *([] if given.sinks is None else [given.sinks])]
     return [x.new_empty(x.shape) for x in read]
 
 
@@ -183,8 +178,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks, seed, *sources = ctx.saved_tensors
-    beside = (sources, sinks, seed)
-    dq, dk, dv, parts = ring_attention_backward(dout, q, k, v, out, lse, *beside, *ctx.config)
+    dq, dk, dv, parts = ring_attention_backward(dout, q, k, v, out, lse, sources, sinks, seed, *ctx.config)
     dsinks = parts.pop() if sinks is not None else None
     dsources: list[Tensor | None] = [None] * len(sources)
     for number, part in zip(Config(*ctx.config).learned, parts, strict=True):
@@ -266,8 +260,7 @@ def prepare(op: str, given: Operands, config: Config) -> Site:
 
 def plan_for(config: Config, heads: tuple[int, int], mesh: Mesh, mask: Mask) -> Plan:
     """The plan of a call with (query heads, KV heads)."""
-    where = (config.pattern, config.q_length, config.kv_length, mesh.size, config.q_layout, config.kv_layout)
-    return plan_of(*where, config.strategy, heads, mask)
+    return plan_of(config.sharded(mesh.size), config.strategy, heads, mask)
 
 
 def attention_of(plan: Plan, config: Config, mask: Mask, k: Tensor, v: Tensor, rank: int) -> Attention:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import backward_until_home
 from ringopt.context_parallel.executor.keys_move import PendingKVGrads
-from ringopt.context_parallel.executor.operands import Operands, Saved, rounded_parts
+from ringopt.context_parallel.executor.operands import rounded_parts
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem
-from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, Config, begun, empty_beside, prepare
+from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, arguments_of_backward, begun, empty_beside, prepare
 from ringopt.ops.tags import ON_HOST
 
 
@@ -33,43 +33,23 @@ from ringopt.ops.tags import ON_HOST
         "-> (Tensor dq, Tensor ticket, Tensor[] dsources)"
     ),
 )
-def ring_backward_begin(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sources: list[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    *config: Any,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def ring_backward_begin(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """See `ring_attention_backward`; a ticket in place of dK and dV."""
-    given, chosen = Operands(q, k, v, sources, sinks, seed), Config(*config)
-    site = prepare("ring_attention_backward", given, chosen)
-    with site.mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
-        found = backward_until_home(site.attention, site.mesh, dout, Saved(given, out, lse), begun(given, True, chosen))
-    ticket = issue(site.mesh, about(k, v), found.kv, found.kv.pending)
+    dout, saved, config = arguments_of_backward(arguments)
+    given = saved.given
+    site = prepare("ring_attention_backward", given, config)
+    with site.mesh.unbroken(), torch.autocast(dout.device.type, enabled=False):
+        found = backward_until_home(site.attention, site.mesh, dout, saved, begun(given, True, config))
+    ticket = issue(site.mesh, about(given.k, given.v), found.kv, found.kv.pending)
     beside = rounded_parts(found.dsources, found.dsinks, given, site.attention.learned)
-    return found.dq.to(q.dtype), ticket, beside
+    return found.dq.to(given.q.dtype), ticket, beside
 
 
 @ring_backward_begin.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sources: list[Tensor],
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    *config: Any,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    ticket = k.new_empty((), dtype=torch.int64, device="cpu")
-    return q.new_empty(q.shape), ticket, empty_beside(sources, sinks, Config(*config))
+def _(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    _dout, saved, config = arguments_of_backward(arguments)
+    q, k = saved.given.q, saved.given.k
+    return q.new_empty(q.shape), k.new_empty((), dtype=torch.int64, device="cpu"), empty_beside(saved.given, config)
 
 
 @torch.library.custom_op("ringopt::ring_backward_finish", mutates_args=(), tags=ON_HOST)

@@ -14,6 +14,7 @@ import torch
 
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
 from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Message
 from ringopt.context_parallel.plan.plan_of import Plan, plan_of
@@ -158,25 +159,33 @@ def turned(call: SizedCall) -> Sending | None:
 def heads_of(call: SizedCall) -> Heads:
     """The sizes of an attention: batch, heads, head dims, bytes an element, kernel."""
     q, k, v = (call[name] for name in "qkv")
-    numbers = (k.dtype.itemsize, accumulator(k.dtype).itemsize)
-    sizes = (q.size(0), q.size(1), k.size(1), k.size(3), v.size(3))
-    return Heads(*sizes, *numbers, dtype=str(k.dtype).removeprefix("torch."), kernel=call.arguments.get("kernel", ""))
+    return Heads(
+        batch=q.size(0),
+        q_heads=q.size(1),
+        kv_heads=k.size(1),
+        key_dim=k.size(3),
+        value_dim=v.size(3),
+        itemsize=k.dtype.itemsize,
+        wide=accumulator(k.dtype).itemsize,
+        dtype=str(k.dtype).removeprefix("torch."),
+        kernel=call.arguments.get("kernel", ""),
+    )
 
 
 def ring_plan(call: SizedCall) -> Plan:
     """Of a ring_attention or its backward. Raises PlanError, OptionError."""
-    layouts = call["q_layout"], call["kv_layout"]
-    where = (call["pattern"], call["q_length"], call["kv_length"], call.ranks, *layouts)
+    q_length, kv_length = call["q_length"], call["kv_length"]
+    sharded = ShardedPattern(call["pattern"], q_length, kv_length, call.ranks, call["q_layout"], call["kv_layout"])
     heads = (call["q"].size(1), call["k"].size(1))
-    return plan_of(*where, call["strategy"], heads, Mask.parse(call["mask"]))
+    return plan_of(sharded, call["strategy"], heads, Mask.parse(call["mask"]))
 
 
 def dilated_plan(call: SizedCall) -> DilatedPlan:
     """Of a dilated_attention or its backward; of an attention on one device too. Raises PlanError, OptionError."""
     heads = (call["q"].size(1), call["k"].size(1))
     if "length" not in call.arguments:
-        return dilated_plan_of(call["pattern"], call["q"].size(2), *heads, 1, "contiguous", "auto")
-    return dilated_plan_of(call["pattern"], call["length"], *heads, call.ranks, call["layout"], call["strategy"])
+        return dilated_plan_of(call["pattern"], call["q"].size(2), heads, 1, "contiguous", "auto")
+    return dilated_plan_of(call["pattern"], call["length"], heads, call.ranks, call["layout"], call["strategy"])
 
 
 def seed_compared(call: SizedCall) -> int:

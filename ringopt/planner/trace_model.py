@@ -113,8 +113,19 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
     training = torch.is_grad_enabled() and any(requires_grad(node.graph)[node] for node in weights)
     training = training or any(site.case.training for site in sites)
     dtype = sites[0].case.heads.dtype if sites else str(value_of(next(iter(weights))).dtype).removeprefix("torch.")
-    reasons = (tuple(refused), tuple(pairs))
-    return Traced(length, dtype, sites, *reasons, training, shared, of_pairs, own, moved, live)
+    return Traced(
+        length=length,
+        dtype=dtype,
+        sites=sites,
+        refused=tuple(refused),
+        pairs=tuple(pairs),
+        training=training,
+        shared_flops=shared,
+        pair_flops=of_pairs,
+        own_flops=own,
+        moved=moved,
+        live=live,
+    )
 
 
 def weights_of(made: Compiled) -> dict[fx.Node, tuple[int, int]]:

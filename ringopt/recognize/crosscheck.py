@@ -19,7 +19,7 @@ from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.expr.bands import Known
 from ringopt.expr.evaluate import evaluate
-from ringopt.expr.mask import block_coordinates
+from ringopt.expr.mask import ScoreBlock
 from ringopt.expr.terms import Term, walk
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.recognize.additive_mask import HIDES_FLOAT16
@@ -47,7 +47,7 @@ def of_mask(
     )
     with unset_fake_temporarily(), torch.no_grad():
         for rows, keys in [(range(sizes["q"]), range(sizes["k"]))] if whole else blocks(sizes):
-            total = reading.mask.block(sizes["b"], sizes["h"], rows, keys, sources, kind)
+            total = reading.mask.additive(ScoreBlock(sizes["b"], sizes["h"], rows, keys), sources, kind)
             found = total.masked_fill(~seen(pattern, rows, keys), -math.inf)
             if not _agree(original(rows, keys), found):
                 return _mismatch(reading, rows, keys)
@@ -70,13 +70,14 @@ def of_scores(
     with unset_fake_temporarily(), torch.no_grad():
         for rows, keys in blocks(sizes):
             product = torch.randn(1, 1, len(rows), len(keys), generator=draw, dtype=torch.float64)
-            place = block_coordinates(sizes["b"], sizes["h"], rows, keys)
+            block = ScoreBlock(sizes["b"], sizes["h"], rows, keys)
+            place = block.coordinates()
             original = evaluate(term, {**place, "r": place["q"], "score": product}, known)
             scaled = product * scores.scale
             for factor in scores.factors:
                 scaled = scaled * evaluate(factor, place, known)
-            total = reading.mask.modified(scaled.expand(*every, -1, -1), rows, keys, sources)
-            total = total + reading.mask.block(sizes["b"], sizes["h"], rows, keys, sources, torch.float64)
+            total = reading.mask.modified(scaled.expand(*every, -1, -1), block, sources)
+            total = total + reading.mask.additive(block, sources, torch.float64)
             found = total.masked_fill(~seen(pattern, rows, keys), -math.inf)
             if not _agree(original.double().expand_as(found), found, max(8 * rounding, 1e-4)):
                 return _mismatch(reading, rows, keys)
@@ -88,8 +89,8 @@ def reading_of_scores(
 ) -> Reading:
     """What is done to scores, as the attention operators take it. `original` is that as a function of the product,
     where no input reaches it. Raises NotAttention where both differ."""
-    how = (scores.score, scores.nan, known, scores.nan and scores.stops)
-    reading = reading_of(scores.conditions, scores.bias, learned, *how)
+    stops = scores.nan and scores.stops
+    reading = reading_of(scores.conditions, scores.bias, learned, scores.score, scores.nan, known, stops)
     if original is not None and not scores.shifts:
         sizes = {name: at_hand(size) for name, size in known.sizes.items()}
         said = of_scores(reading, scores, sizes, known.tensors, original)

@@ -50,7 +50,9 @@ def emit_found(graph: fx.Graph, found: Found, reading: Reading) -> fx.Node:
         sinks = sinks_of(graph, found, roles, end) if found.sinks is not None else None
         seed = draw_seed(graph, end) if found.dropout_p else None
         node = AttentionCall(
-            *(q, k, v),
+            q,
+            k,
+            v,
             sources=list(reading.sources),
             sinks=sinks,
             seed=seed,

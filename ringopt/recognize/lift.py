@@ -86,11 +86,12 @@ class Cone:
 
     def at(self, node: fx.Node, index: Sequence[Term]) -> Term:
         """The element of `node` at coordinates `index`, one term a dim. Raises Unreadable."""
-        key = (node, tuple(index))
+        place = tuple(index)
+        key = (node, place)
         if key not in self.found:
             self.depth += 1
             try:
-                self.found[key] = self.fold(self.pull(*key))
+                self.found[key] = self.fold(self.pull(node, place))
             finally:
                 self.depth -= 1
         return self.found[key]

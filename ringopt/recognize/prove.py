@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import torch.fx as fx
@@ -228,17 +229,17 @@ class Reading:
     def peeled(self, term: Term, product: Load) -> Scores:
         """Where weights are put to 0 under another mask than that of the scores, but for whole rows or keys, a factor
         does it: of weights that are numbers, for 0 * NaN is not 0."""
-        given = (term, product, self.canonical, self.learned, self.below.__contains__)
+        peel = partial(peel_scores, term, product, self.canonical, self.learned, self.below.__contains__)
         if not self.kept:
-            return peel_scores(*given)
+            return peel()
         kept, pairs = (
             folded([self.over_bhqk(each) for each in part], self.canonical) for part in (self.kept, self.kept_pairs)
         )
         try:
-            return peel_scores(*given, pairs)
+            return peel(pairs)
         except NotAttention:
             zeros = self.zeros_of(kept)
-            scores = peel_scores(*given) if zeros is not None else None
+            scores = peel() if zeros is not None else None
             if scores is None or zeros is None or scores.nan:
                 raise
         self.zeros = zeros

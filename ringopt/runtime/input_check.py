@@ -7,6 +7,7 @@ numbers that look right and are not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,29 +22,34 @@ from ringopt.torch_compat.autograd import at_end_of_backward, current_backward
 from ringopt.torch_compat.fake_tensors import FakeTensor
 
 
-class CheckedInputs:
-    """The compiled graph; its inputs are compared over the ranks at the first call, or at every call.
+@dataclass(frozen=True)
+class Compared:
+    """What all ranks are to have alike.
 
-    `program` is the graph before it was sharded, `places` the inputs in its order, `names` those of the inputs. With
-    `random` the states of the random number generators are compared too: the graph draws numbers that must be the same
-    on every rank.
+    program    the graph before it was sharded
+    places     the inputs, in its order
+    names      of the inputs
+    random     whether the graph draws numbers that must be the same on every rank: then the states of the random number
+               generators are compared too
+    operators  how often each is called, for errors
     """
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        mesh: Mesh,
-        program: Program,
-        places: Sequence[int],
-        names: Sequence[str],
-        when: str,
-        random: bool = False,
-        operators: Mapping[str, int] | None = None,
-    ):
-        self.run, self.mesh, self.program, self.when, self.random = run, mesh, program, when, random
-        self.places, self.names = tuple(places), tuple(names[place] for place in places)
-        self.digest = digest(program.text.encode())
-        self.operators = operators or {}
+    program: Program
+    places: Sequence[int]
+    names: Sequence[str]
+    random: bool = False
+    operators: Mapping[str, int] = field(default_factory=dict)
+
+
+class CheckedInputs:
+    """The compiled graph; its inputs are compared over the ranks at the first call, or at every call, as `when` says
+    (option check_inputs)."""
+
+    def __init__(self, run: Callable[..., Any], mesh: Mesh, compared: Compared, when: str):
+        self.run, self.mesh, self.when = run, mesh, when
+        self.program, self.random, self.operators = compared.program, compared.random, compared.operators
+        self.places, self.names = tuple(compared.places), tuple(compared.names[place] for place in compared.places)
+        self.digest = digest(self.program.text.encode())
         self.asked = False
 
     def __call__(self, *inputs: Any) -> Any:

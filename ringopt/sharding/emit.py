@@ -88,9 +88,11 @@ class Steps:
 
     def numbers(self, place: Sharded, device: torch.device) -> fx.Node:
         """Which places of a dim that is sharded as `place` this rank holds."""
-        sharder, whole = self.sharder, self(aten.arange.default, place.size, device=device)
-        args = (whole, *sharder.factors(place.at(0)), sharder.rows(place.length), sharder.layout(place.length))
-        return self(operators.scatter.default, *args, sharder.group)
+        return self.cut(self(aten.arange.default, place.size, device=device), place.at(0))
+
+    def cut(self, whole: fx.Node, place: Sharded, placement: Sharded | None = None) -> fx.Node:
+        """This rank's rows of `whole`, noted as `placement`."""
+        return self(operators.scatter.default, *self.sharder.scatter_args(whole, place), placement=placement)
 
     # ---- the result --------------------------------------------------------------------------------------------------
     def done(self, value: fx.Node, placement: Sharded | None = None, of: fx.Node | None = None) -> bool:

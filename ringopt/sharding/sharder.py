@@ -38,6 +38,7 @@ from ringopt.ir.notes import NAMED, PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, same
 from ringopt.ops import operators
+from ringopt.sharding.ranks import Ranks
 from ringopt.torch_compat.operators import UNSAFE_VIEW
 from ringopt.torch_compat.schema import schema_of
 
@@ -54,22 +55,12 @@ class GatherNote:
 
 
 class Sharder:
-    """`group` names the ranks, `layout(length)` which rows of a sequence they hold. This is `rank` of `ranks`, and has
-    `rows_here(length, layout)` rows; a sequence of fewer than `least(length)` is not sharded. Where the program `asks`
-    for that when it runs, no number of ranks or rows stands in the graph: `rank` and `ranks` are then only examples."""
+    """Of `graph`, over the ranks of `over`, of which this is one."""
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        group: str,
-        layout: Callable[[int], str],
-        rank: int,
-        ranks: int,
-        rows_here: Callable[[int, str], int],
-        least: Callable[[int], int],
-        asks: bool = False,
-    ):
-        self.group, self.layout, self.rank, self.ranks, self.rows_here = group, layout, rank, ranks, rows_here
+    def __init__(self, graph: fx.Graph, over: Ranks):
+        self.over = over
+        self.group, self.rank, self.ranks = over.mesh.name, over.mesh.rank, over.mesh.size
+        self.layout, self.rows_here, self.least, self.asks = over.layout, over.rows_here, over.least, over.asks
         self.graph = fx.Graph()
         self.carries = requires_grad(graph)
         self.values: dict[fx.Node, fx.Node] = {}
@@ -87,7 +78,7 @@ class Sharder:
         # (ringopt/sharding/handlers/moe_routing.py).
         self.understood: dict[fx.Node, Callable[[], None]] = {}
         self.relaid: list[str] = []  # sequences that change their layout on the way, for the report
-        self.least, self.asks, self.asked = least, asks, dict[object, fx.Node]()
+        self.asked = dict[object, fx.Node]()
         self.reader: fx.Node | None = None
 
     # ---- what the walk calls ---------------------------------------------------------------------------------------
@@ -185,7 +176,7 @@ class Sharder:
         value = value_of(node)
         assert self.reader is not None
         self.gathers.append(GatherNote(node, self.reader, at_hand(value.numel()) * value.element_size()))
-        args = (self.values[node], *self.factors(placement), self.layout(placement.length), self.group)
+        args = self.gather_args(self.values[node], placement)
         return self.call(operators.gather.default, args, node, None, name=f"{node.name}_whole")
 
     def beside(self, node: fx.Node) -> fx.Node:
@@ -231,8 +222,7 @@ class Sharder:
         return self.call(operators.turn.default, args, node, placement, name=f"{node.name}_turned")
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        local, layout = self.rows(placement.length), self.layout(placement.length)
-        args = (self.replicated(node), *self.factors(placement), local, layout, self.group)
+        args = self.scatter_args(self.replicated(node), placement)
         return self.call(operators.scatter.default, args, node, placement, name=f"{node.name}_rows")
 
     def rows(self, length: int, layout: str = "") -> int | fx.Node:
@@ -351,6 +341,15 @@ class Sharder:
 
     def factors(self, placement: Sharded) -> tuple[int, int, int, int]:
         return placement.dim, placement.outer, placement.length, placement.inner
+
+    def gather_args(self, rows: fx.Node, placement: Sharded) -> tuple[Any, ...]:
+        """Of ringopt::gather."""
+        return (rows, *self.factors(placement), self.layout(placement.length), self.group)
+
+    def scatter_args(self, whole: fx.Node, placement: Sharded) -> tuple[Any, ...]:
+        """Of ringopt::scatter."""
+        length = placement.length
+        return (whole, *self.factors(placement), self.rows(length), self.layout(length), self.group)
 
     def describe(self, note: GatherNote) -> str:
         placement = self.placements[note.value]

@@ -66,7 +66,9 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         return sharder.beside(source) if i in learned else sharder.replicated(source)
 
     ring = RingCall(
-        *(q, k, v),
+        q,
+        k,
+        v,
         sources=[placed(i, source) for i, source in enumerate(call.sources)],
         sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
         seed=sharder.replicated(call.seed) if call.seed is not None else None,
@@ -97,7 +99,9 @@ def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
     sharder.reader = node
     q, k, v = (sharder.sharded(x, out) for x in call.operands)
     dilated = DilatedCall(
-        *(q, k, v),
+        q,
+        k,
+        v,
         seen=sharder.replicated(call.attn_mask) if call.attn_mask is not None else None,
         sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
         seed=sharder.replicated(call.seed) if call.seed is not None else None,

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.head_exchange import head_exchange_of
 from ringopt.context_parallel.plan.plan_of import exchange_of
@@ -34,7 +35,7 @@ def test_sizes_are_read_from_tensors() -> None:
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(9)", "window(9,both)"])
 def test_pairs_and_bytes_are_those_of_the_plan(pattern: str, ranks: int) -> None:
     length, heads = 67, Heads(1, 4, 2, 8, 8, 2, 4, "bfloat16", "flash_cpu")
-    plan = exchange_of(pattern, length, length, ranks, "zigzag", "zigzag", "ring")
+    plan = exchange_of(ShardedPattern.of_self_attention(pattern, length, ranks, "zigzag"), "ring")
     seen = sum(len(plan.pattern.span(query)) for query in range(length))
     assert sum(pairs_of(plan, rank) for rank in range(ranks)) == seen
     forward, backward = (simulate(plan, heads, cautious(), way) for way in (False, True))
@@ -48,7 +49,7 @@ def test_pairs_and_bytes_are_those_of_the_plan(pattern: str, ranks: int) -> None
 def test_a_ring_on_the_clock() -> None:
     """8 rows on 2 ranks: 2 tiles of 16 pairs. Forward 64 s at home, beside 16 s of 16 bytes, and 64 s away; backward 16
     s until the first keys are there, 160 s beside nothing, 160 s beside gradients."""
-    plan = exchange_of("full", 8, 8, 2, "contiguous", "contiguous", "ring")
+    plan = exchange_of(ShardedPattern.of_self_attention("full", 8, 2, "contiguous"), "ring")
     forward, backward = simulate(plan, ONE, ROUND, False), simulate(plan, ONE, ROUND, True)
     assert (forward.seconds, forward.exposed) == (128.0, 0.0)
     assert (backward.seconds, backward.exposed) == (336.0, 16.0)
@@ -62,14 +63,14 @@ def test_messages_one_way_may_take_less_than_both_ways() -> None:
     """Causal: rank 0 sends 16 bytes, rank 1 nothing; of zigzag shards, rank 0 sends 8 bytes and rank 1 sends 16."""
     shared = dataclasses.replace(ROUND, link=Link("shared", 1.0, 0.0, one_way=0.5))
     for layout, exchange in (("contiguous", 16 / 2), ("zigzag", (16 + 8) / 2)):
-        plan = exchange_of("causal", 8, 8, 2, layout, layout, "ring")
+        plan = exchange_of(ShardedPattern.of_self_attention("causal", 8, 2, layout), "ring")
         spans = simulate(plan, ONE, shared, False, drawn=True).spans
         assert {span.stop - span.start for span in spans if span.kind == "exchange"} == {exchange}
 
 
 def test_a_rank_waits_for_one_that_computes_longer() -> None:
     """Causal over contiguous shards: rank 0 has a triangle, rank 1 a triangle and a square."""
-    plan = exchange_of("causal", 8, 8, 2, "contiguous", "contiguous", "ring")
+    plan = exchange_of(ShardedPattern.of_self_attention("causal", 8, 2, "contiguous"), "ring")
     spans = simulate(plan, ONE, ROUND, False, drawn=True).spans
     assert [(s.kind, s.start, s.stop) for s in spans if s.rank == 1 and s.kind == "compute"] == [
         ("compute", 0.0, 40.0),
@@ -80,7 +81,7 @@ def test_a_rank_waits_for_one_that_computes_longer() -> None:
 def test_ulysses_computes_whole_attentions_of_its_heads() -> None:
     """4 heads on 2 ranks, 8 rows: 32 numbers of q, k, v and 8 of out and lse to the other rank; 2 heads of 64 pairs."""
     heads = dataclasses.replace(ONE, q_heads=4, kv_heads=4, itemsize=4, dtype="float32")
-    plan = head_exchange_of("full", 8, 8, 2, "contiguous", "contiguous", (4, 4))
+    plan = head_exchange_of(ShardedPattern.of_self_attention("full", 8, 2, "contiguous"), (4, 4))
     forward, backward = (simulate(plan, heads, ROUND, way) for way in (False, True))
     size = 4 * 4 * 2 * (3 + 2)
     assert (forward.bytes, forward.flops) == ((size,) * 2, (2 * 64 * 4,) * 2)
@@ -92,7 +93,7 @@ def test_a_hybrid_has_a_trade_within_nodes_and_a_ring_between() -> None:
     """4 heads on 2 nodes of 2 ranks, 8 rows: of 2 rows 24 numbers there and 8 back within the node, 320 bytes in all of
     the 2 heads of the other rank; then, of 2 heads, two tiles of 16 pairs and 64 bytes of 4 rows to the other node."""
     heads = dataclasses.replace(ONE, q_heads=4, kv_heads=4, itemsize=4, dtype="float32")
-    plan = head_exchange_of("full", 8, 8, 4, "contiguous", "contiguous", (4, 4), 2)
+    plan = head_exchange_of(ShardedPattern.of_self_attention("full", 8, 4, "contiguous"), (4, 4), 2)
     near = simulate(plan, heads, ROUND, False)
     assert (near.bytes, near.flops) == ((80 + 64,) * 4, (2 * 2 * 16 * 4,) * 4)
     assert (near.seconds, near.exposed) == (80 + 128 + 128, 80)
@@ -102,12 +103,12 @@ def test_a_hybrid_has_a_trade_within_nodes_and_a_ring_between() -> None:
 
 def test_a_ring_waits_for_the_link_between_nodes() -> None:
     """Messages within nodes are beside it, and hidden. What ulysses trades goes over both: of 4 ranks, 1 is near."""
-    ring = exchange_of("full", 8, 8, 4, "contiguous", "contiguous", "ring")
+    ring = exchange_of(ShardedPattern.of_self_attention("full", 8, 4, "contiguous"), "ring")
     slow = dataclasses.replace(ROUND, node=2, between=Link("far", 0.25, 0.0))
     alone = dataclasses.replace(ROUND, link=Link("far", 0.25, 0.0))
     assert simulate(ring, ONE, slow, False).seconds == simulate(ring, ONE, alone, False).seconds
     heads = dataclasses.replace(ONE, q_heads=4, kv_heads=4)
-    ulysses = head_exchange_of("full", 8, 8, 4, "contiguous", "contiguous", (4, 4))
+    ulysses = head_exchange_of(ShardedPattern.of_self_attention("full", 8, 4, "contiguous"), (4, 4))
     traded = bytes_sent(ulysses, heads, 0)
     assert simulate(ulysses, heads, slow, False).exposed == pytest.approx(traded * 2 / 3 / 0.25)
 
@@ -115,7 +116,8 @@ def test_a_ring_waits_for_the_link_between_nodes() -> None:
 def test_what_is_held_is_in_shards() -> None:
     """The ring has two shards beside its results, its own packed and one that comes; a gather one for each other rank,
     coming and packed."""
-    plans = {name: exchange_of("full", 64, 64, 4, "contiguous", "contiguous", name) for name in ("ring", "gather")}
+    sharded = ShardedPattern.of_self_attention("full", 64, 4, "contiguous")
+    plans = {name: exchange_of(sharded, name) for name in ("ring", "gather")}
     heads = dataclasses.replace(ONE, key_dim=64, value_dim=64, itemsize=4)
     held = {name: memory_of(plan, heads, 0).forward for name, plan in plans.items()}
     assert held["gather"] - held["ring"] == pytest.approx(4 * 16 * heads.row(), rel=0.15)

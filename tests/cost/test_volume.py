@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sympy
 
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost import volume
@@ -25,7 +26,7 @@ def test_forms_count_as_the_plans_do(pattern: str, layout: str, strategy: str, r
         share = length // ranks
         for width in (1, 2, share, share + 1, 2 * share + 1, length + 3) if "window" in pattern else (1,):
             text = {"window": f"window({width})", "window,both": f"window({width},both)"}.get(pattern, pattern)
-            exchange = exchange_of(text, length, length, ranks, layout, layout, strategy)
+            exchange = exchange_of(ShardedPattern.of_self_attention(text, length, ranks, layout), strategy)
             for rank in range(ranks):
                 assert count(length, ranks, rank, width) == (
                     exchange.sent_rows(rank, Cargo.OUT),
@@ -49,7 +50,7 @@ def test_bytes_of_a_ring() -> None:
 
 @pytest.mark.parametrize("strategy", ["ring_q", "gather_q"])
 def test_bytes_where_queries_travel(strategy: str) -> None:
-    plan = exchange_of("full", 64, 256, 4, "zigzag", "zigzag", strategy)
+    plan = exchange_of(ShardedPattern("full", 64, 256, 4, "zigzag", "zigzag"), strategy)
     sizes, form = Sizes(2, 8, 2, 16, 24, 2, 4), volume.QueryVolume()
     values = {
         "m": 64,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ringopt
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.plan_of import on_nodes, plan_of
 from ringopt.cost.message_bytes import Sizes, bytes_sent
 from ringopt.distributed.mesh import ANY, PretendedMesh
@@ -139,7 +140,7 @@ def test_a_program_on_two_nodes(ranks: Any) -> None:
             assert_near(got, right, 1e-10)
         site = found["site"]
         assert (site.strategy, site.layout) == ("hybrid(2)", "zigzag")
-        plan = plan_of("causal", 23, 23, 4, "zigzag", "zigzag", "hybrid(2)", (6, 3))
+        plan = plan_of(ShardedPattern.of_self_attention("causal", 23, 4, "zigzag"), "hybrid(2)", (6, 3))
         sent = [bytes_sent(plan, heads, rank, backward) for backward in (False, True)]
         assert list(found["sent"].values()) == sent and site.bytes_sent == sent[0]
     assert any(note.startswith("nodes of 2 ranks: of ") for note in results[0]["site"].notes)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringopt
 import ringopt.ops.ring
 from ringopt.context_parallel.executor.keys_move import KeysBackward
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.distributed import failure_agreement
@@ -446,7 +447,7 @@ def test_ring_attention(ranks: Ranks, p: int, n: int, pattern: str, layout: str)
     expected = sdpa(problem(n), visible(pattern, n, n))
     for parts, right in zip(zip(*(tensors for tensors, _ in results), strict=True), expected, strict=True):
         assert_near(join(parts, layout), right, 1e-12)
-    plan = exchange_of(pattern, n, n, p, layout, layout, "ring")
+    plan = exchange_of(ShardedPattern.of_self_attention(pattern, n, p, layout), "ring")
     row = 2 * 2 * (8 + 8) * 8  # batch * KV heads * (D + Dv) * bytes
     for rank, (_, sent) in enumerate(results):
         back = sum(plan.sent_rows(rank, cargo, backward=True) for cargo in Cargo)

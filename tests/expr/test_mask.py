@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringopt.expr.bands import pattern_around
-from ringopt.expr.mask import Mask
+from ringopt.expr.mask import Mask, ScoreBlock
 from ringopt.expr.simplify import apply, cast, where
 from ringopt.expr.terms import affine, axis, load, score
 
@@ -65,7 +65,7 @@ def test_blocks_have_the_bits_of_the_whole_and_verdicts_are_true(name):
     expected = additive(whole)
     verdicts = set()
     for rows, keys in product(blocks(Q, 3), blocks(K, 4)):
-        found = mask.block(B, H, rows, keys, sources, FLOAT)
+        found = mask.additive(ScoreBlock(B, H, rows, keys), sources, FLOAT)
         assert found.shape == (*expected.shape[:2], len(rows), len(keys))
         assert torch.equal(found, expected[:, :, rows.start : rows.stop, keys.start : keys.stop])
         kind = mask.kind({"b": range(B), "h": range(H), "q": rows, "k": keys}, sources)
@@ -90,7 +90,8 @@ def test_text_gives_the_mask_back(name):
 def test_rows_may_be_any_rows_in_any_order():
     mask, sources, whole = MASKS["causal and padding"]
     rows, keys = torch.tensor([10, 0, 4, 5]), torch.tensor([12, 3, 0])
-    assert torch.equal(mask.block(B, H, rows, keys, sources, FLOAT), additive(whole)[:, :, rows][..., keys])
+    found = mask.additive(ScoreBlock(B, H, rows, keys), sources, FLOAT)
+    assert torch.equal(found, additive(whole)[:, :, rows][..., keys])
 
 
 def test_a_padded_row_of_the_batch_alone_does_not_make_a_block_empty():
@@ -104,12 +105,12 @@ def test_a_padded_row_of_the_batch_alone_does_not_make_a_block_empty():
 def test_gradients_of_blocks_sum_to_the_gradient_of_the_whole(step):
     mask, _sources, _whole = MASKS["learned"]
     table, upstream = TABLE.double().requires_grad_(), torch.randn(1, H, Q, K, dtype=torch.float64)
-    whole = mask.block(B, H, range(Q), range(K), [table], torch.float64)
+    whole = mask.additive(ScoreBlock(B, H, range(Q), range(K)), [table], torch.float64)
     (expected,) = torch.autograd.grad((whole * upstream).sum(), table)
     total = torch.zeros_like(table)
     for rows, keys in product(blocks(Q, step), blocks(K, step)):
         part = upstream[:, :, rows.start : rows.stop, keys.start : keys.stop]
-        block = mask.block(B, H, rows, keys, [table], torch.float64)
+        block = mask.additive(ScoreBlock(B, H, rows, keys), [table], torch.float64)
         total += torch.autograd.grad((block * part).sum(), table)[0]
     assert torch.allclose(total, expected, rtol=1e-12, atol=1e-12)
 
@@ -145,17 +146,17 @@ def test_the_score_is_changed_in_its_dtype_and_shape():
     scores = torch.randn(B, H, 2, 3, dtype=torch.float64, requires_grad=True)
     mask = Mask(score=apply("mul", [score(torch.float64), load(0, [axis("q")], torch.float64)], torch.float64))
     factor = torch.randn(Q, dtype=torch.float64, requires_grad=True)
-    found = mask.modified(scores, range(4, 6), range(3), [factor])
+    found = mask.modified(scores, ScoreBlock(B, H, range(4, 6), range(3)), [factor])
     assert torch.equal(found, scores * factor[4:6, None])
     grads = torch.autograd.grad(found.sum(), (scores, factor))
     assert torch.equal(grads[1][4:6], scores.sum((0, 1, 3)))
     assert (
         Mask(score=apply("abs", [load(0, [], FLOAT)], FLOAT))
-        .modified(scores, range(2), range(3), [-torch.ones(())])
+        .modified(scores, ScoreBlock(B, H, range(2), range(3)), [-torch.ones(())])
         .eq(1)
         .all()
     )
-    assert Mask().modified(scores, range(2), range(3), []) is scores
+    assert Mask().modified(scores, ScoreBlock(B, H, range(2), range(3)), []) is scores
 
 
 def test_numbers_far_from_0_in_the_score():
@@ -171,9 +172,10 @@ def test_rows_of_a_rank():
     mask = Mask(bias=load(0, [axis("b"), axis("h"), axis("r"), axis("k")], FLOAT))
     assert mask.row_dims == {0: 2} and MASKS["learned"][0].row_dims == {}
     held = whole[:, :, [0, 1, 8, 9, 10]]  # rows 0, 1 and 8 to 10 of the sequence
-    found = mask.block(1, H, range(8, 10), range(2, 7), [held], FLOAT, local=range(2, 4))
+    found = mask.additive(ScoreBlock(1, H, range(8, 10), range(2, 7), range(2, 4)), [held], FLOAT)
     assert torch.equal(found, whole[:, :, 8:10, 2:7])
-    assert torch.equal(mask.block(1, H, range(8, 10), range(2, 7), [whole], FLOAT), whole[:, :, 8:10, 2:7])  # r is q
+    found = mask.additive(ScoreBlock(1, H, range(8, 10), range(2, 7)), [whole], FLOAT)  # r is q
+    assert torch.equal(found, whole[:, :, 8:10, 2:7])
     low = Mask(visible=compare("gt", load(0, [axis("r")], FLOAT), 0.0))
     spans = {"b": range(1), "h": range(1), "q": range(8, 10), "k": range(3)}
     assert low.kind({**spans, "r": range(0, 2)}, [torch.tensor([1.0, 2.0, -1.0])]) == "full"
@@ -202,7 +204,7 @@ def test_a_source_is_cut_in_one_way():
 
 def test_hidden_rows_are_minus_infinity_never_nan():
     mask = Mask(visible=compare("lt", axis("q"), 0), bias=load(0, [axis("k")], FLOAT))
-    found = mask.block(1, 1, range(2), range(3), [torch.tensor([math.inf, math.nan, 1.0])], FLOAT)
+    found = mask.additive(ScoreBlock(1, 1, range(2), range(3)), [torch.tensor([math.inf, math.nan, 1.0])], FLOAT)
     assert (found == -math.inf).all()
 
 
@@ -210,7 +212,7 @@ def test_a_mask_traces_without_leaving_constants_in_the_graph():
     mask, _sources, _whole = MASKS["causal and padding"]
 
     def function(padding):
-        return Mask.parse(mask.text).block(B, H, range(Q), range(K), [padding], FLOAT)
+        return Mask.parse(mask.text).additive(ScoreBlock(B, H, range(Q), range(K)), [padding], FLOAT)
 
     gm = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(PADDING)
     assert not gm.graph.find_nodes(op="get_attr")

@@ -13,7 +13,7 @@ import torch.nn as nn
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.visibility import seen
-from ringopt.expr.mask import Mask
+from ringopt.expr.mask import Mask, ScoreBlock
 from ringopt.ir.nodes import shape_of
 from ringopt.ir.site import SiteInfo
 from ringopt.passes.classify_mask import ClassifyMask
@@ -44,7 +44,8 @@ class Site:
         """The additive mask that pattern and terms make."""
         b, h, q, k = self.sizes
         visible = seen(pattern_of(self.node.args[7], q, k), rows, keys)
-        return self.mask.block(b, h, rows, keys, self.sources, torch.float32).masked_fill(~visible, -math.inf)
+        added = self.mask.additive(ScoreBlock(b, h, rows, keys), self.sources, torch.float32)
+        return added.masked_fill(~visible, -math.inf)
 
 
 class Remember(Pass):
@@ -103,7 +104,7 @@ def assert_same_mask(site: Site) -> None:
         else:
             assert bool(torch.where(hidden, original <= -1e9, original == found).all())
         kind = site.mask.kind({"b": range(b), "h": range(h), "q": rows, "k": keys}, site.sources)
-        block = site.mask.block(b, h, rows, keys, site.sources, torch.float32)
+        block = site.mask.additive(ScoreBlock(b, h, rows, keys), site.sources, torch.float32)
         assert kind == "partial" or bool((block == (-math.inf if kind == "empty" else 0)).all())
         assert Mask.parse(site.mask.text) == site.mask
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import transformers
 
+from ringopt.expr.mask import ScoreBlock
 from ringopt.ir.nodes import shape_of
 from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.find_attention import FindAttention
@@ -104,13 +105,13 @@ def test_gradient_of_a_learned_bias_is_the_sum_over_blocks():
     table = table.detach().double().requires_grad_()
     b, h, q, k = site.sizes
     upstream = torch.randn(b, h, q, k, dtype=torch.float64)
-    whole = site.mask.block(b, h, range(q), range(k), [table], torch.float64)
+    whole = site.mask.additive(ScoreBlock(b, h, range(q), range(k)), [table], torch.float64)
     (expected,) = torch.autograd.grad((whole * upstream).sum(), table)
     rows = [torch.tensor([row for row in range(q) if row // 3 % 4 in (rank, 3 - rank)]) for rank in range(2)]  # zigzag
     total = torch.zeros_like(table)
     for mine in rows:
         for keys in rows:
-            block = site.mask.block(b, h, mine, keys, [table], torch.float64)
+            block = site.mask.additive(ScoreBlock(b, h, mine, keys), [table], torch.float64)
             total += torch.autograd.grad((block * upstream[:, :, mine][..., keys]).sum(), table)[0]
     assert site.mask.differentiable == (0,) and expected.abs().sum() > 0
     assert torch.allclose(total, expected, rtol=1e-12, atol=1e-12)

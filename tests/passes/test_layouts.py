@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.simulate import balance
 from ringopt.ir.placement import Layouts
@@ -63,8 +64,8 @@ def test_an_encoder_that_looks_near_and_a_causal_decoder(p, n, m):
     verdict = validate(p, Translator(near=n > 7), *given(n, m))
     assert not verdict.wrong
     assert [site.layout for site in verdict.report.sites] == ["zigzag", "contiguous", "zigzag x contiguous"]
-    assert balance(exchange_of("causal", m, m, p, "zigzag", "zigzag", "ring")) <= 1.05
-    cross = exchange_of("full", m, n, p, "zigzag", "contiguous", verdict.report.sites[2].strategy)
+    assert balance(exchange_of(ShardedPattern.of_self_attention("causal", m, p, "zigzag"), "ring")) <= 1.05
+    cross = exchange_of(ShardedPattern("full", m, n, p, "zigzag", "contiguous"), verdict.report.sites[2].strategy)
     assert verdict.report.sites[2].bytes_sent > 0 and cross.kv_layout.name == "contiguous"
 
 

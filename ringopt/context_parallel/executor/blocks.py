@@ -39,7 +39,13 @@ class TileKernels:
         self.local = Local(self.pieces)
         heads = range(attention.first_head, attention.first_head + q.shape[1])
         self.scores = TileScores(
-            *(attention.exchange.pattern, attention.mask, sources, q.shape[0], heads, q.dtype, q.device),
+            attention.exchange.pattern,
+            attention.mask,
+            sources,
+            batch=q.shape[0],
+            heads=heads,
+            dtype=q.dtype,
+            device=q.device,
             local=None if attention.exchange.queries_move else self.local,  # those of other ranks are computed too
         )
         self.dropout: Dropout | None = None

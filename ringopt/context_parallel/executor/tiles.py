@@ -24,7 +24,7 @@ from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.tiling import LEAST, LEAST_ON_GPU, MASK_ELEMENTS, queries_at_once, strip_ends, strips
-from ringopt.expr.mask import FAR, Mask
+from ringopt.expr.mask import FAR, Mask, ScoreBlock
 from ringopt.expr.terms import axes_of
 from ringopt.expr.value_ranges import bounds
 from ringopt.kernels.base import HIDDEN, accumulator
@@ -172,7 +172,7 @@ class TileScores:
 
     def modified(self, scores: Tensor, queries: range, keys: range) -> Tensor:
         """The scaled scores [B, Hq, queries, keys] as the mask changes them. Differentiable where grad is enabled."""
-        return self.mask.modified(scores, queries, keys, self.sources, self._local(queries), self.heads)
+        return self.mask.modified(scores, self._block(queries, keys), self.sources)
 
     def _verdict(self, queries: range, keys: range) -> str:
         return self.mask.kind(self._spans(queries, keys), self.sources) if self.mask.text else "full"
@@ -191,8 +191,10 @@ class TileScores:
         return range(place.start, place.stop, queries.step)
 
     def _additive(self, queries: range, keys: range) -> Tensor:
-        sizes, local = (self.batch, self.heads), self._local(queries)
-        return self.mask.block(*sizes, queries, keys, self.sources, self.dtype, self.device, local)
+        return self.mask.additive(self._block(queries, keys), self.sources, self.dtype, self.device)
+
+    def _block(self, queries: range, keys: range) -> ScoreBlock:
+        return ScoreBlock(self.batch, self.heads, queries, keys, self._local(queries))
 
     def _queries_at_once(self, keys: int) -> int:
         sizes = (("b", self.batch), ("h", len(self.heads)))

@@ -184,8 +184,8 @@ class Prefix(Beside):
 
     @cached_property
     def parts(self) -> tuple[tuple[range, Pattern], tuple[range, Pattern]]:
-        sizes, first = (self.q_length, self.kv_length), min(self.length, self.kv_length)
-        return (range(first), Full(*sizes)), (range(first, self.kv_length), Full(*sizes, True))
+        queries, keys, first = self.q_length, self.kv_length, min(self.length, self.kv_length)
+        return (range(first), Full(queries, keys)), (range(first, keys), Full(queries, keys, causal=True))
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,11 @@ class Sinks(Beside):
 
     @cached_property
     def parts(self) -> tuple[tuple[range, Pattern], tuple[range, Pattern]]:
-        sizes, first = (self.q_length, self.kv_length, self.causal), min(self.sinks, self.kv_length)
-        near = Strided(*sizes, self.width, self.rate) if self.rate > 1 else Window(*sizes, self.width)
-        return (range(first), Full(*sizes)), (range(first, self.kv_length), near)
+        queries, keys, causal, first = self.q_length, self.kv_length, self.causal, min(self.sinks, self.kv_length)
+        near: Pattern = Window(queries, keys, causal, self.width)
+        if self.rate > 1:
+            near = Strided(queries, keys, causal, self.width, self.rate)
+        return (range(first), Full(queries, keys, causal)), (range(first, keys), near)
 
 
 SINKS, PREFIX = re.compile(r"window\((\d+)(,both)?,sinks=(\d+)(,rate=(\d+))?\)"), re.compile(r"prefix\((\d+)\)")

@@ -49,8 +49,10 @@ class Strided(Pattern):
     @cached_property
     def band(self) -> Band:
         """Over the rows of one class: as many as the first has, which is never shorter than another."""
-        sizes = (-(-self.q_length // self.rate), -(-self.kv_length // self.rate), self.causal)
-        return Full(*sizes) if self.width is None else Window(*sizes, self.width)
+        queries, keys = -(-self.q_length // self.rate), -(-self.kv_length // self.rate)
+        if self.width is None:
+            return Full(queries, keys, self.causal)
+        return Window(queries, keys, self.causal, self.width)
 
     @property
     def near(self) -> bool:

@@ -188,10 +188,12 @@ class DilatedPlan:
 
 @lru_cache(maxsize=256)
 def dilated_plan_of(
-    pattern: str, length: int, heads: int, kv_heads: int, ranks: int, layout: str, strategy: str
+    pattern: str, length: int, heads: tuple[int, int], ranks: int, layout: str, strategy: str
 ) -> DilatedPlan:
-    """The plan of what is named: see `dilation_of` and `layout_of` for the names and the errors."""
-    return DilatedPlan(dilation_of(pattern), heads, kv_heads, layout_of(layout, length, ranks), strategy)
+    """The plan of what is named, for `heads` = (query heads, KV heads): see `dilation_of` and `layout_of` for the names
+    and the errors."""
+    q_heads, kv_heads = heads
+    return DilatedPlan(dilation_of(pattern), q_heads, kv_heads, layout_of(layout, length, ranks), strategy)
 
 
 @lru_cache(maxsize=256)

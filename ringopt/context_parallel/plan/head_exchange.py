@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from ringopt.context_parallel.geometry.layouts import Layout, layout_of
-from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.layouts import Layout
 from ringopt.context_parallel.geometry.pattern import Pattern
 from ringopt.context_parallel.geometry.rows import Rows, count, join
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.prove import prove
 from ringopt.context_parallel.plan.strategies import NoExchange, Ring
@@ -110,8 +110,8 @@ class HeadExchange:
         return tuple(Part(part, range(part[0] // group, part[-1] // group + 1)) for part in heads)
 
     def parcel(self, home: int, worker: int) -> Parcel:
-        rows = (self.q_layout.ranges(home), self.kv_layout.ranges(home))
-        return Parcel(home, worker, *rows, self.share(worker), self.kv_share(worker))
+        q_rows, kv_rows = self.q_layout.ranges(home), self.kv_layout.ranges(home)
+        return Parcel(home, worker, q_rows, kv_rows, self.share(worker), self.kv_share(worker))
 
     @cached_property
     def whole(self) -> Exchange:
@@ -122,18 +122,10 @@ class HeadExchange:
 
 
 @lru_cache(maxsize=1024)
-def head_exchange_of(
-    pattern: str,
-    q_length: int,
-    kv_length: int,
-    ranks: int,
-    q_layout: str,
-    kv_layout: str,
-    heads: tuple[int, int],
-    node: int | None = None,
-) -> HeadExchange:
+def head_exchange_of(sharded: ShardedPattern, heads: tuple[int, int], node: int | None = None) -> HeadExchange:
     """For `heads` = (query heads, KV heads) and nodes of `node` ranks, None: all are one. Raises OptionError where the
-    ranks of a node outnumber the query heads or are no part of all, and as `pattern_of` and `layout_of` do."""
+    ranks of a node outnumber the query heads or are no part of all, and as `sharded.parsed` does."""
+    ranks, (q_heads, kv_heads) = sharded.ranks, heads
     if node is not None and (node < 2 or node >= ranks or ranks % node):
         raise OptionError(
             f"strategy 'hybrid' trades rows for heads within nodes and sends keys between them, and {ranks} ranks are "
@@ -141,13 +133,13 @@ def head_exchange_of(
             "one node, or 'auto'"
         )
     who, trading = ("ulysses", f"{ranks} ranks") if node is None else ("hybrid", f"the {node} ranks of a node")
-    if heads[0] < (node or ranks):
+    if q_heads < (node or ranks):
         raise OptionError(
-            f"strategy {who!r} gives every rank whole heads, and {heads[0]} query heads are too few for {trading}. "
+            f"strategy {who!r} gives every rank whole heads, and {q_heads} query heads are too few for {trading}. "
             "Take another strategy, or 'auto'"
         )
-    layouts = layout_of(q_layout, q_length, ranks), layout_of(kv_layout, kv_length, ranks)
-    return HeadExchange(pattern_of(pattern, q_length, kv_length), *layouts, *heads, node or ranks)
+    pattern, q_layout, kv_layout = sharded.parsed()
+    return HeadExchange(pattern, q_layout, kv_layout, q_heads, kv_heads, node or ranks)
 
 
 @lru_cache(maxsize=4096)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange, head_exchange_of
 from ringopt.context_parallel.plan.strategies import MERGE, QUERIES_MOVE, STRATEGIES, strategy_of
@@ -51,37 +50,20 @@ def on_nodes(strategy: str, mesh: Mesh) -> str:
 
 
 @lru_cache(maxsize=1024)
-def exchange_of(
-    pattern: str, q_length: int, kv_length: int, ranks: int, q_layout: str, kv_layout: str, strategy: str
-) -> Exchange:
-    """The plan of what is named: see `pattern_of`, `layout_of` and `strategy_of` for the names and the errors. Raises
-    OptionError too where the strategy is none for this pattern and these layouts."""
-    plan = Exchange(
-        pattern_of(pattern, q_length, kv_length),
-        layout_of(q_layout, q_length, ranks),
-        layout_of(kv_layout, kv_length, ranks),
-        strategy_of(strategy),
-        strategy in (*QUERIES_MOVE, MERGE),
-    )
+def exchange_of(sharded: ShardedPattern, strategy: str) -> Exchange:
+    """See `strategy_of` for the names. Raises as that and `sharded.parsed` do, and OptionError where the strategy is
+    none for this pattern and these layouts."""
+    pattern, q_layout, kv_layout = sharded.parsed()
+    plan = Exchange(pattern, q_layout, kv_layout, strategy_of(strategy), strategy in (*QUERIES_MOVE, MERGE))
     if refusal := plan.strategy.refusal(plan):
         raise OptionError(
-            f"strategy {strategy!r} cannot do {pattern} of {q_length} queries over {kv_length} keys on {ranks} ranks: "
-            f"{refusal}. Take another strategy, or 'auto'"
+            f"strategy {strategy!r} cannot do {sharded.pattern} of {sharded.q_length} queries over {sharded.kv_length} "
+            f"keys on {sharded.ranks} ranks: {refusal}. Take another strategy, or 'auto'"
         )
     return plan
 
 
-def plan_of(
-    pattern: str,
-    q_length: int,
-    kv_length: int,
-    ranks: int,
-    q_layout: str,
-    kv_layout: str,
-    strategy: str,
-    heads: tuple[int, int],
-    mask: Mask | None = None,
-) -> Plan:
+def plan_of(sharded: ShardedPattern, strategy: str, heads: tuple[int, int], mask: Mask | None = None) -> Plan:
     """For `heads` = (query heads, KV heads).
 
     Raises OptionError for a name that is none, and where the strategy cannot do what is asked; PlanError for lengths
@@ -93,7 +75,6 @@ def plan_of(
         raise OptionError(
             f"strategy {strategy!r} is unknown; the strategies are {known}, and 'hybrid(g)' over nodes of g ranks"
         )
-    where = (pattern, q_length, kv_length, ranks, q_layout, kv_layout)
     trades = nodes is not None or strategy == "ulysses"
     if (trades or strategy in QUERIES_MOVE) and mask is not None and mask.row_dims:
         raise OptionError(
@@ -101,5 +82,5 @@ def plan_of(
             "(or bias) is a tensor of which each rank holds its own rows. Take another strategy, or 'auto'"
         )
     if trades:
-        return head_exchange_of(*where, heads, int(nodes[1]) if nodes is not None else None)
-    return exchange_of(*where, strategy)
+        return head_exchange_of(sharded, heads, int(nodes[1]) if nodes is not None else None)
+    return exchange_of(sharded, strategy)

@@ -36,8 +36,8 @@ class Backward(Sharder):
     `given` says which value, in which form, a placeholder stands for."""
 
     def __init__(self, graph: fx.Graph, forward: Sharder):
-        group, layout, rank, ranks = forward.group, forward.layout, forward.rank, forward.ranks
-        super().__init__(graph, group, layout, rank, ranks, forward.rows_here, forward.least)
+        super().__init__(graph, forward.over)
+        self.asks = False  # rows are counted, which is refused where the ranks are known only later
         self.forward = forward
         self.given: dict[fx.Node, tuple[fx.Node, Sharded | None]] = {}
         self.saved: dict[fx.Node, fx.Node] = {}

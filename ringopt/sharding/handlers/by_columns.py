@@ -93,6 +93,5 @@ def home(sharder: Sharder, node: fx.Node, columns: Sharded, rows: Sharded, rank:
     if back is not None and back.dim != columns.dim and enough_rows(sharder, back.length):
         sharder.set(node, sharder.turn(node, columns, back), back)
         return
-    args = (sharder.values[node], *sharder.factors(columns), sharder.layout(columns.length), sharder.group)
-    whole = Steps(sharder, node)(operators.gather.default, *args)
+    whole = Steps(sharder, node)(operators.gather.default, *sharder.gather_args(sharder.values[node], columns))
     sharder.set(node, whole, None)

@@ -11,8 +11,8 @@ convolution is then an operator of its own, that asks when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -44,7 +44,7 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
     wanted = seen_by(node, place.dim, stride[at], -before[at], dilation[at] * (shape_of(weight)[2 + at] - 1) + 1)
     padding = [0 if i == at else size for i, size in enumerate(before)]
     if sharder.asks or is_open(wanted.pieces[0][0]):
-        return of_open_length(sharder, node, place, wanted, (stride, padding, dilation, named(node, "groups")))
+        return of_open_length(sharder, node, place, wanted, Strides(stride, padding, dilation))
     op = aten.conv1d.default if moving == 1 else aten.conv2d.default
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
@@ -54,18 +54,42 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
     return by_chunks(sharder, node, place, wanted, local)
 
 
-def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, how: Sequence[Any]) -> bool:
-    """A convolution in one operator. `how`: stride, padding, dilation, groups."""
+@dataclass(frozen=True)
+class Strides:
+    """How a kernel moves, a number for each dim. There is no padding along the sequence: its rows are fetched."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+
+
+def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, moves: Strides) -> bool:
+    """A convolution in one operator."""
     x, weight, bias = (named(node, name) for name in ("input", "weight", "bias"))
     out = Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
     batched = len(shape_of(x)) == len(shape_of(weight)) <= 4
     if place.outer * place.inner > 1 or not batched or not enough_rows(sharder, out.length):
         return False
     step = Steps(sharder, node)
-    small = [sharder.beside(each) if is_tensor(each) else None for each in (weight, bias)]
-    where = (place.dim, place.length, wanted.numbers, *how, sharder.rows(out.length), step.layouts(place, out))
-    args = (sharder.values[x], *small, *where)
-    return step.done(step(operators.convolve_rows.default, *args, sharder.group, placement=out), out)
+    weight, bias = (sharder.beside(each) if is_tensor(each) else None for each in (weight, bias))
+    made = step(
+        operators.convolve_rows.default,
+        sharder.values[x],
+        weight,
+        bias,
+        place.dim,
+        place.length,
+        wanted.numbers,
+        moves.stride,
+        moves.padding,
+        moves.dilation,
+        named(node, "groups"),
+        sharder.rows(out.length),
+        step.layouts(place, out),
+        sharder.group,
+        placement=out,
+    )
+    return step.done(made, out)
 
 
 def sizes(given: Any, count: int) -> list[int]:
@@ -213,8 +237,9 @@ def cumsum(sharder: Sharder, node: fx.Node) -> bool:
         return False
     step = Steps(sharder, node)
     x = step(aten.to.dtype, sharder.values[node.args[0]], wide_dtype(value_of(node)), placement=place)
-    args = (x, place.dim, place.length, False, sharder.layout(place.length), sharder.group)
-    return step.done(step(operators.running_sum.default, *args, placement=place), place)
+    layout, group = sharder.layout(place.length), sharder.group
+    total = step(operators.running_sum.default, x, place.dim, place.length, False, layout, group, placement=place)
+    return step.done(total, place)
 
 
 NEIGHBOURS: dict[str, Handler] = {

@@ -18,7 +18,6 @@ from ringopt.dims.op_families import CONVOLUTIONS, RESHAPES
 from ringopt.ir.nodes import named, op_name, shape_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
-from ringopt.ops import operators
 from ringopt.sharding.emit import Steps
 from ringopt.sharding.sharder import Sharder
 
@@ -28,8 +27,7 @@ aten = torch.ops.aten
 def patches(sharder: Sharder, node: fx.Node, at: Sharded) -> fx.Node:
     """The rows `at` of the reshape `node` that makes a sequence of what a convolution of patches gives."""
     conv, step, rows_at = node.args[0], Steps(sharder, node), Sharded(1, 1, at.length, 1)
-    args = (cut(step, conv), *sharder.factors(rows_at), sharder.rows(at.length), sharder.layout(at.length))
-    rows = step(operators.scatter.default, *args, sharder.group, placement=rows_at)
+    rows = step.cut(cut(step, conv), rows_at, placement=rows_at)
     weight, bias = named(conv, "weight"), named(conv, "bias")
     flat = step(aten.reshape.default, sharder.beside(weight), [shape_of(conv)[1], -1])
     y = step(aten.linear.default, rows, flat, sharder.beside(bias) if bias is not None else None, placement=rows_at)

@@ -15,7 +15,6 @@ import torch.fx as fx
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import argument, named, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.symbolic_sizes import same
-from ringopt.ops import operators
 from ringopt.sharding.emit import Handler, Steps, dims_of, sequence_at, wide_dtype
 from ringopt.sharding.sharder import Sharder
 
@@ -96,8 +95,7 @@ def scattered(sharder: Sharder, node: fx.Node) -> bool:
     total = step.total(step(node.target, zeros, dim, sharder.sharded(index, wanted), rows, **scale))
     if held is None:
         return step.done(step(aten.add.Tensor, sharder.values[into], total))
-    how = (*sharder.factors(held), sharder.rows(held.length), sharder.layout(held.length), sharder.group)
-    mine = step(operators.scatter.default, total, *how, placement=held)
+    mine = step.cut(total, held, placement=held)
     return step.done(step(aten.add.Tensor, sharder.values[into], mine, placement=held), held)
 
 

@@ -14,6 +14,7 @@ from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.buffers import KVShape
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.pattern import Kind
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan import tiling
 from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Step
 from ringopt.context_parallel.plan.plan_of import exchange_of
@@ -34,7 +35,7 @@ PATTERNS = ("full", "causal", "window(5)", "window(5,both)")
 def attention(
     case: Problem, p: int, pattern: str, layout: str, strategy: str, kernel: str = "auto", mask: Mask | None = None
 ) -> Attention:
-    exchange = exchange_of(pattern, case.q.shape[2], case.k.shape[2], p, layout, layout, strategy)
+    exchange = exchange_of(ShardedPattern(pattern, case.q.shape[2], case.k.shape[2], p, layout, layout), strategy)
     chosen, _ = choose_kernel(kernel, case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
     return Attention(exchange, mask or Mask(), chosen, case.scale)
 
@@ -172,10 +173,11 @@ def test_a_mask_that_hides_everything() -> None:
 
 def test_masks_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "MASK_ELEMENTS", 2 * 100)
-    block = exchange_of("window(40,both)", 64, 64, 1, "contiguous", "contiguous", "ring").forward(0)[0].blocks[0]
+    plan = exchange_of(ShardedPattern.of_self_attention("window(40,both)", 64, 1, "contiguous"), "ring")
+    block = plan.forward(0)[0].blocks[0]
     there = torch.ones(2, 64, dtype=torch.bool)
     there[:, ::2] = False
-    pattern = exchange_of("window(40,both)", 64, 64, 1, "contiguous", "contiguous", "ring").pattern
+    pattern = plan.pattern
     scores = tiles.TileScores(pattern, padding(), [there], 2, range(4), torch.float32, torch.device("cpu"))
     made = list(scores.tiles(block))
     assert block.kind is Kind.PARTIAL
@@ -353,7 +355,7 @@ def test_a_step_makes_as_many_buffers_as_it_receives_messages(strategy: str, mon
 def test_rows_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = problem(16)
     site = attention(case, 1, "full", "contiguous", "ring")
-    two = exchange_of("full", 16, 16, 2, "contiguous", "contiguous", "ring")
+    two = exchange_of(ShardedPattern.of_self_attention("full", 16, 2, "contiguous"), "ring")
     stray = tuple(Step(blocks=step.blocks) for step in two.forward(0))
     monkeypatch.setattr(Exchange, "forward", lambda self, rank: stray)
     half = Attention(two, site.mask, site.kernel, site.scale)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ringopt.context_parallel.executor.operands import Attention
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan import concurrency
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.expr.mask import Mask
@@ -20,7 +21,8 @@ LENGTH, DIM = 256, 8
 
 def ring(pattern: str, p: int) -> Attention:
     layout = "zigzag" if pattern == "causal" else "contiguous"
-    return Attention(exchange_of(pattern, LENGTH, LENGTH, p, layout, layout, "ring"), Mask(), CpuFlash(), 1.0)
+    plan = exchange_of(ShardedPattern.of_self_attention(pattern, LENGTH, p, layout), "ring")
+    return Attention(plan, Mask(), CpuFlash(), 1.0)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 
 from ringopt.context_parallel.executor.interleave import by_turns
 from ringopt.context_parallel.executor.operands import kv_sizes
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan import concurrency
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.plan_of import exchange_of
@@ -77,7 +78,7 @@ def test_how_many() -> None:
 @pytest.mark.parametrize(("pattern", "layout"), [("causal", "zigzag"), ("window(9)", "contiguous"), ("full", "zigzag")])
 def test_parts_of_a_plan_are_the_plan(pattern: str, layout: str) -> None:
     """Each is proved by itself, and together they attend to every key once."""
-    whole = exchange_of(pattern, 29, 29, 3, layout, layout, "ring")
+    whole = exchange_of(ShardedPattern.of_self_attention(pattern, 29, 3, layout), "ring")
     parts = whole.parts(4)
     for rank in range(3):
         kept = [rows for part in parts for rows in part.kv_pieces(rank)]

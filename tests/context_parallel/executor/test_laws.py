@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import Plan, plan_of
 from ringopt.cost.message_bytes import Sizes, bytes_sent
@@ -91,7 +92,7 @@ class Cell:
         pattern, m = sized(self.pattern, *self.lengths)
         n, p = self.lengths[0], self.ranks
         try:
-            plan = plan_of(pattern, n, m, p, self.layout, self.layout, self.strategy, self.heads)
+            plan = plan_of(ShardedPattern(pattern, n, m, p, self.layout, self.layout), self.strategy, self.heads)
         except OptionError as refused:
             assert f"strategy {self.strategy!r} cannot do" in str(refused) and self.strategy in ("local", "halo")
             return False
@@ -132,7 +133,7 @@ def test_all_laws(pattern: str, strategy: str, layout: str) -> None:
 
 def test_local_where_no_rows_are_missing() -> None:
     case = problem(64)
-    plan = plan_of("chunked(16)", 64, 64, 4, "contiguous", "contiguous", "local", (4, 2))
+    plan = plan_of(ShardedPattern.of_self_attention("chunked(16)", 64, 4, "contiguous"), "local", (4, 2))
     found, traffic = run(case, plan, "contiguous")
     for got, right in zip(found, sdpa(case, visible("chunked(16)", 64, 64)), strict=True):
         assert_near(got, right, 1e-12)

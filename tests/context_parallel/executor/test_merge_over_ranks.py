@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.plan_of import exchange_of, plan_of
 from ringopt.context_parallel.plan.prove import prove
 from ringopt.cost.message_bytes import Sizes, bytes_sent
@@ -50,7 +51,7 @@ def test_numbers(pattern: str, sinks: bool, dropout_p: float, p: int, layout: st
 
 
 def test_plan_and_bytes() -> None:
-    plan = exchange_of("full", 2, 23, 4, "replicated", "contiguous", "merge")
+    plan = exchange_of(ShardedPattern("full", 2, 23, 4, "replicated", "contiguous"), "merge")
     assert [str(plan.forward(rank)[-1]) for rank in range(2)] == ["full 0:2 x 0:5", "full 0:2 x 5:11"]
     for rank in range(4):
         assert prove(plan, rank)[0] == (0, 0)
@@ -65,6 +66,6 @@ def test_plan_and_bytes() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(OptionError, match=r"'merge' cannot do full .* these are spread over the ranks"):
-        plan_of("full", 8, 8, 2, "zigzag", "zigzag", "merge", (4, 4))
+        plan_of(ShardedPattern.of_self_attention("full", 8, 2, "zigzag"), "merge", (4, 4))
     with pytest.raises(PlanError, match="queries that every rank has whole are merged, and take no other strategy"):
-        exchange_of("full", 8, 8, 2, "replicated", "zigzag", "ring")
+        exchange_of(ShardedPattern("full", 8, 8, 2, "replicated", "zigzag"), "ring")

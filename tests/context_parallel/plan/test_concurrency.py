@@ -10,6 +10,7 @@ import torch
 from ringopt import record_traffic
 from ringopt.context_parallel.executor import attend, interleave
 from ringopt.context_parallel.executor.loop import Posted, Run, run_plan
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan import concurrency, head_exchange
 from ringopt.context_parallel.plan.concurrency import KVSizes, prove_plan
 from ringopt.context_parallel.plan.exchange import Exchange
@@ -78,6 +79,6 @@ def test_what_cannot_be_proved_sends_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_heads_that_are_traded_are_proved_by_their_share() -> None:
-    plan = plan_of("causal", 24, 24, 4, "zigzag", "zigzag", "hybrid(2)", (6, 3))
+    plan = plan_of(ShardedPattern.of_self_attention("causal", 24, 4, "zigzag"), "hybrid(2)", (6, 3))
     for rank in range(4):
         prove_plan(plan, KVSizes(3, 2 * 16 * torch.float32.itemsize), rank)

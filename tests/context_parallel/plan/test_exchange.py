@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 
 from ringopt.context_parallel.geometry.layouts import Contiguous, Zigzag
 from ringopt.context_parallel.geometry.pattern import Full, Kind
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Step
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import prove
@@ -19,7 +20,7 @@ RANKS = [1, 2, 3, 4, 8, 16]
 
 
 def plan(pattern: str, length: int, ranks: int, layout: str, strategy: str) -> Exchange:
-    return exchange_of(pattern, length, length, ranks, layout, layout, strategy)
+    return exchange_of(ShardedPattern.of_self_attention(pattern, length, ranks, layout), strategy)
 
 
 def written(exchange: Exchange, backward: bool = False, ranks: Sequence[int] | None = None) -> str:
@@ -148,7 +149,7 @@ rank 2
 
 
 def test_cross_attention_of_more_ranks_than_keys() -> None:
-    exchange = exchange_of("causal", 7, 2, 4, "contiguous", "contiguous", "ring")
+    exchange = exchange_of(ShardedPattern("causal", 7, 2, 4, "contiguous", "contiguous"), "ring")
     assert_expected_inline(
         written(exchange),
         """\
@@ -294,7 +295,7 @@ def test_a_ring_speaks_to_neighbours_only(strategy: str) -> None:
 @pytest.mark.parametrize("layouts", [("contiguous", "contiguous"), ("zigzag", "zigzag"), ("contiguous", "zigzag")])
 @pytest.mark.parametrize("kv_length", [67, 40, 120])
 def test_causal_plans_need_no_mask(ranks: int, layouts: tuple[str, str], kv_length: int) -> None:
-    exchange = exchange_of("causal", 67, kv_length, ranks, *layouts, "ring")
+    exchange = exchange_of(ShardedPattern("causal", 67, kv_length, ranks, *layouts), "ring")
     kinds = {block.kind for rank in range(ranks) for step in exchange.forward(rank) for block in step.blocks}
     assert kinds <= {Kind.FULL, Kind.CAUSAL}
 

@@ -17,6 +17,7 @@ from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.layouts import Zigzag
 from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange, Part, head_exchange_of, prove_heads
 from ringopt.context_parallel.plan.plan_of import plan_of
@@ -43,7 +44,7 @@ def plan(
     node: int | None = None,
     layouts: tuple[str, str] = ("zigzag", "zigzag"),
 ) -> HeadExchange:
-    return head_exchange_of(pattern, n, n if m is None else m, ranks, *layouts, heads, node)
+    return head_exchange_of(ShardedPattern(pattern, n, n if m is None else m, ranks, *layouts), heads, node)
 
 
 def prove(made: HeadExchange) -> None:
@@ -159,9 +160,9 @@ def test_refusals() -> None:
             plan((4, 4), 4, node=node)
     rows = Mask(bias=load(0, [axis("b"), axis("h"), axis("r"), axis("k")], torch.float64))
     with pytest.raises(OptionError, match=r"the mask .* is a tensor of which each rank holds its own rows"):
-        plan_of("full", 8, 8, 2, "zigzag", "zigzag", "ulysses", (4, 4), rows)
+        plan_of(ShardedPattern.of_self_attention("full", 8, 2, "zigzag"), "ulysses", (4, 4), rows)
     with pytest.raises(OptionError, match=r"'hybrid\(2\)' .* the mask .* is a tensor of which each rank holds its own"):
-        plan_of("full", 8, 8, 4, "zigzag", "zigzag", "hybrid(2)", (4, 4), rows)
+        plan_of(ShardedPattern.of_self_attention("full", 8, 4, "zigzag"), "hybrid(2)", (4, 4), rows)
     with pytest.raises(PlanError, match="4 query heads cannot share 3 KV heads evenly"):
         plan((4, 3), 2)
 
@@ -184,7 +185,7 @@ class Counting(ThreadMesh):
 def run(case: Problem, p: int, pattern: str, layouts: tuple[str, str], node: int | None = None) -> list[Tensor]:
     """out, dq, dk, dv in sequence order; every byte is counted, within nodes and between them."""
     heads = case.q.shape[1], case.k.shape[1]
-    made = head_exchange_of(pattern, case.q.shape[2], case.k.shape[2], p, *layouts, heads, node)
+    made = head_exchange_of(ShardedPattern(pattern, case.q.shape[2], case.k.shape[2], p, *layouts), heads, node)
     prove(made)
     kernel, _ = choose_kernel("auto", case.q.dtype, case.q.device, case.k.shape[3], case.v.shape[3])
     site = Attention(made.whole, Mask(), kernel, case.scale, heads=made)

@@ -10,6 +10,7 @@ import pytest
 
 from ringopt.context_parallel.geometry.layouts import Layout, Replicated, Zigzag
 from ringopt.context_parallel.geometry.pattern import Kind, Pattern
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Block, Cargo, Exchange, Message, Step
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import check_peers, check_rank, check_return, prove, simulate
@@ -150,7 +151,7 @@ def check_pairs(exchange: Exchange) -> None:
 
 
 PLANS = [
-    exchange_of(pattern, length, kv_length, ranks, layout, layout, strategy)
+    exchange_of(ShardedPattern(pattern, length, kv_length, ranks, layout, layout), strategy)
     for pattern in ("full", "causal", "window(5)", "window(9,both)", "window(5,sinks=3)", "prefix(7)", "chunked(15)")
     for length, kv_length in ((37, 37), (24, 31))
     for ranks in (2, 3, 5)
@@ -177,7 +178,7 @@ def test_every_fault_is_refused(fault: str) -> None:
 
 @pytest.fixture
 def ring() -> tuple[Exchange, Plans]:
-    exchange = exchange_of("full", 9, 9, 3, "contiguous", "contiguous", "ring")
+    exchange = exchange_of(ShardedPattern.of_self_attention("full", 9, 3, "contiguous"), "ring")
     return exchange, unrolled(exchange, False)
 
 
@@ -213,7 +214,7 @@ def test_a_deadlock_is_refused() -> None:
 
 
 def test_a_gradient_that_stays_away_is_refused() -> None:
-    exchange = exchange_of("causal", 24, 24, 3, "zigzag", "zigzag", "ring")
+    exchange = exchange_of(ShardedPattern.of_self_attention("causal", 24, 3, "zigzag"), "ring")
     plans = unrolled(exchange, backward=True)
     Faults(exchange, plans, Random(0)).gradients_lost()
     with pytest.raises(
@@ -230,6 +231,6 @@ def test_a_plan_over_its_bound_is_refused(monkeypatch: pytest.MonkeyPatch, ring:
 
 
 def test_a_proof_is_kept() -> None:
-    exchange = exchange_of("causal", 1_000_000, 1_000_000, 8, "zigzag", "zigzag", "ring")
+    exchange = exchange_of(ShardedPattern.of_self_attention("causal", 1_000_000, 8, "zigzag"), "ring")
     assert prove(exchange, 3) is prove(exchange, 3)
     assert prove(exchange, 3)[0].keys == 250_000

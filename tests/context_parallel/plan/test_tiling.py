@@ -9,6 +9,7 @@ import torch
 from ringopt.context_parallel.executor.tiles import TileScores
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.pattern import Kind
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.tiling import LEAST, LEAST_ON_GPU, computed, pieces, queries_at_once
@@ -47,7 +48,7 @@ def test_they_hold_all_that_is_seen(pattern: str) -> None:
 
 def test_equal_masks_are_made_once() -> None:
     """Of the strips of a window. The first queries see all that is before them, and need none."""
-    plan = exchange_of("window(512)", 2048, 2048, 1, "contiguous", "contiguous", "ring")
+    plan = exchange_of(ShardedPattern.of_self_attention("window(512)", 2048, 1, "contiguous"), "ring")
     scores = TileScores(plan.pattern, Mask(), [], 1, range(2), torch.float32, torch.device("cpu"))
     tiles = [tile for block in plan.home_blocks(0) for tile in scores.tiles(block)]
     strips = [tile for tile in tiles if not tile.causal]

@@ -47,21 +47,21 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
 def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     """Raises CommandError for a scale that leaves too few rows."""
     from ringopt.tools.benchmarks.lab.link_lab import as_ranks
-    from ringopt.tools.benchmarks.workers.dilated import on_a_rank
+    from ringopt.tools.benchmarks.workers.dilated import DilatedSizes, on_a_rank
     from ringopt.tools.common.command import CommandError
 
     if arguments.scale > 64:
         raise CommandError(f"--scale {arguments.scale}: the shortest segment has {LENGTHS[0]} rows; 64 at most")
-    segments = [length // arguments.scale for length in LENGTHS]
+    segments = tuple(length // arguments.scale for length in LENGTHS)
     rows: list[Row] = []
     for beside, length, heads, dim, ranks in progress.track(CASES, description="cases"):
-        case = (length // arguments.scale, heads, dim, segments, RATES, beside == "dense SDPA", arguments.repeats)
-        found = as_ranks(ranks, on_a_rank, *case, timeout=3600.0)
-        row: Row = {"beside": beside, "length": case[0], "heads": heads, "dim": dim, "ranks": ranks}
+        case = DilatedSizes(length // arguments.scale, heads, dim, segments, RATES, dense=beside == "dense SDPA")
+        found = as_ranks(ranks, on_a_rank, case, arguments.repeats, timeout=3600.0)
+        row: Row = {"beside": beside, "length": case.length, "heads": heads, "dim": dim, "ranks": ranks}
         row |= {key: max(rank[key] for rank in found) for key in ("seconds", "memory", "error", "sent")}
         other = found[0]["dense"] if beside == "dense SDPA" else rows[0]["seconds"] if rows else None
         if beside == "1 rank":
-            other = max(alone["seconds"] for alone in as_ranks(1, on_a_rank, *case, timeout=3600.0))
+            other = max(alone["seconds"] for alone in as_ranks(1, on_a_rank, case, arguments.repeats, timeout=3600.0))
         row |= {"other": other, "ratio": row["seconds"] / other if other else None, "flops": FLOPS[beside]}
         rows.append(row)
     return Result(TITLE, COLUMNS, rows, _totals(rows), _sentences(rows), NOTES, KEYS)

@@ -59,7 +59,8 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         row |= {key: max(rank[key] for rank in found) for key in ("bytes", "seconds")}
         row["error"] = max(abs(rank["loss"] / one["loss"] - 1) for rank in found)
         rows.append(row | {"share": row["bytes"] / one["bytes"] * ranks})
-    return Result(_title(*model), COLUMNS, rows, _totals(rows), _sentences(rows), NOTES, KEYS)
+    title = _title(arguments.length, arguments.layers, arguments.heads * HEAD)
+    return Result(title, COLUMNS, rows, _totals(rows), _sentences(rows), NOTES, KEYS)
 
 
 def _title(length: int, layers: int, width: int) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.merge_lse import merge_
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.plan_of import Plan
 from ringopt.cost.choose import Case
 from ringopt.cost.simulate import Heads, simulate
@@ -24,8 +25,7 @@ from ringopt.hardware.devices import Link
 from ringopt.hardware.rates import Rates, Speed
 from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows
 from ringopt.kernels.choose import choose_kernel
-from ringopt.ops import operators
-from ringopt.ops.ring import VERSION
+from ringopt.tools.benchmarks.lab.inserted import inserted
 from ringopt.tools.benchmarks.workers.overlap_rank import Mute, begin_rank, in_turns, nothing, together
 
 HEADS, DIM = 8, 64
@@ -105,14 +105,9 @@ class Call:
 
     def seconds(self, mesh: Mesh) -> tuple[float, float]:
         """Of the operator without a gradient, and of its backward."""
-        length = FEW * self.ranks
-        place = (self.layout, self.layout, self.strategy, "auto", mesh.name, VERSION)
+        sharded = ShardedPattern.of_self_attention("full", FEW * self.ranks, self.ranks, self.layout)
+        attend = inserted(sharded, self.strategy, DIM**-0.5, mesh.name)
         q, k, v, dout = (torch.randn(1, HEADS, FEW, DIM) for _ in range(4))
-
-        def attend(*operands: Tensor) -> Tensor:
-            how: tuple[Any, ...] = (length, length, "full", "", [], 0.0, DIM**-0.5, *place)
-            out: Tensor = operators.ring_attention(*operands, [], None, None, *how)[0]
-            return out
 
         def forward() -> Tensor:
             with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,29 +22,30 @@ SAMPLED = 16
 WARM = 8  # rows of a first call, which loads what all calls need
 
 
+@dataclass(frozen=True)
+class DilatedSizes:
+    """One attention of `heads` heads of `dim`; `dense`: and SDPA of the same, beside it."""
+
+    length: int
+    heads: int
+    dim: int
+    segments: tuple[int, ...]
+    rates: tuple[int, ...]
+    dense: bool
+
+
 @torch.no_grad()
-def on_a_rank(
-    rank: int,
-    ranks: int,
-    length: int,
-    heads: int,
-    dim: int,
-    segments: Sequence[int],
-    rates: Sequence[int],
-    dense: bool,
-    repeats: int,
-) -> Row:
+def on_a_rank(rank: int, ranks: int, case: DilatedSizes, repeats: int) -> Row:
     """Seconds of the median call, peak memory over the inputs, error, bytes sent; "dense": seconds of SDPA."""
     begin_rank()
     draw = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, heads, length, dim, generator=draw) for _ in range(3)]
-    (own,) = layout_of("contiguous", length, ranks).ranges(rank)
+    whole = [torch.randn(1, case.heads, case.length, case.dim, generator=draw) for _ in range(3)]
+    (own,) = layout_of("contiguous", case.length, ranks).ranges(rank)
     local = [x[:, :, own.start : own.stop].clone() for x in whole]
 
-    def dilated(rows: int = length) -> Tensor:
-        operands = (x[:, :, :rows] for x in local)
-        out: Tensor = ringopt.attention(*operands, segment_lengths=segments, dilation_rates=rates)  # type: ignore[arg-type]
-        return out
+    def dilated(rows: int = case.length) -> Tensor:
+        q, k, v = (x[:, :, :rows] for x in local)
+        return ringopt.attention(q, k, v, segment_lengths=case.segments, dilation_rates=case.rates)
 
     dilated(WARM)
     before = reset_peak()
@@ -52,10 +54,10 @@ def on_a_rank(
     memory = (resident("VmHWM") - before) / sum(x.nbytes for x in local)
     sent = sum(event.bytes for event in traffic.events if event.kind == "posted")
     places = own.start + torch.randint(len(own), (SAMPLED,), generator=draw)
-    error = max(apart(whole, out[:, :, int(t) - own.start], int(t), segments, rates) for t in places)
+    error = max(apart(whole, out[:, :, int(t) - own.start], int(t), case.segments, case.rates) for t in places)
     del out
     found: Row = {"memory": memory, "sent": sent, "error": error, "seconds": seconds(dilated, repeats)}
-    if dense:
+    if case.dense:
         q, k, v = whole
         found["dense"] = seconds(lambda: F.scaled_dot_product_attention(q, k, v), repeats)
     return found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
 from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.plan_of import Plan
@@ -24,8 +25,7 @@ from ringopt.distributed.mesh import Mesh, register
 from ringopt.distributed.process import ProcessMesh
 from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates
-from ringopt.ops import operators
-from ringopt.ops.ring import VERSION
+from ringopt.tools.benchmarks.lab.inserted import inserted
 from ringopt.tools.benchmarks.lab.names import OURS, TORCH
 from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.peers import Run, all_gather, torch_ring
@@ -122,14 +122,8 @@ class Problem:
 
     def operator(self, pattern: str, strategy: str, layout: str, mesh: Mesh) -> Run:
         """What the compiler inserts."""
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            lengths = (self.length, self.length)
-            how: tuple[Any, ...] = ("", [], 0.0, DIM**-0.5, layout, layout, strategy, "auto", mesh.name, VERSION)
-            out: Tensor = operators.ring_attention(q, k, v, [], None, None, *lengths, pattern, *how)[0]
-            return out
-
-        return run
+        sharded = ShardedPattern.of_self_attention(pattern, self.length, self.mesh.size, layout)
+        return inserted(sharded, strategy, DIM**-0.5, mesh.name)
 
     def all_gather(self, pattern: str) -> Entrant:
         mine = layout_of("contiguous", self.length, self.mesh.size).ranges(self.mesh.rank)[0]

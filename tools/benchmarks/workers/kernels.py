@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.merge_lse import Merged, merge_
 from ringopt.context_parallel.geometry.pattern import Kind
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Block, Exchange
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows, accumulator
@@ -183,7 +184,8 @@ class VirtualRing:
 
     def __init__(self, case: KernelCase, kernel: Kernel, given: Sequence[Tensor]):
         layout = "zigzag" if case.causal else "contiguous"
-        self.plan: Exchange = exchange_of(case.pattern, case.length, case.length, case.ranks, layout, layout, "ring")
+        sharded = ShardedPattern.of_self_attention(case.pattern, case.length, case.ranks, layout)
+        self.plan: Exchange = exchange_of(sharded, "ring")
         self.kernel = kernel
         self.q, self.k, self.v, self.dout = given
         self.blocks = [
@@ -228,8 +230,8 @@ class VirtualRing:
         out, lse = (x.to(accumulator(x.dtype), copy=True) for x in self.saved)
         for blocks in self.blocks:
             for block in blocks[1:]:
-                part = rows(out, block.queries), rows(lse, block.queries)
-                merge_(*part, *(x.clone() for x in part))
+                part, its = rows(out, block.queries), rows(lse, block.queries)
+                merge_(part, its, part.clone(), its.clone())
 
 
 def rows(x: Tensor, taken: range) -> Tensor:

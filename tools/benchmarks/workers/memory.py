@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.queues import Queue
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import Layout, layout_of
 from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.plan_of import Plan
 from ringopt.context_parallel.plan.strategies import MERGE
@@ -23,8 +24,7 @@ from ringopt.cost.memory import Memory, memory_of
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.errors import OptionError
-from ringopt.ops import operators
-from ringopt.ops.ring import VERSION
+from ringopt.tools.benchmarks.lab.inserted import inserted
 from ringopt.tools.benchmarks.lab.names import FEW, PATTERNS, STRATEGIES
 from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.peers import Run
@@ -83,16 +83,9 @@ class Planned:
 
     def on(self, mesh: Mesh) -> Run:
         """What the compiler inserts."""
-        case = self.case
-        place: tuple[Any, ...] = (*(layout.name for layout in self.layouts), self.strategy, "auto", mesh.name, VERSION)
-        how = (case.pattern, "", [], 0.0, case.heads.key_dim**-0.5, *place)
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            lengths = (case.q_length, case.kv_length)
-            out: Tensor = operators.ring_attention(q, k, v, [], None, None, *lengths, *how)[0]
-            return out
-
-        return run
+        case, (queries, keys) = self.case, self.layouts
+        sharded = ShardedPattern(case.pattern, case.q_length, case.kv_length, mesh.size, queries.name, keys.name)
+        return inserted(sharded, self.strategy, case.heads.key_dim**-0.5, mesh.name)
 
 
 def on_a_rank(rank: int, ranks: int, length: int, done: Queue[str]) -> list[Row]:

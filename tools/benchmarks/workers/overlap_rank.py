@@ -16,6 +16,7 @@ from torch import Tensor
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.buffers import KVShape
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.context_parallel.plan.prove import prove
@@ -51,7 +52,7 @@ class OverlapCase:
     @property
     def plan(self) -> Exchange:
         layout = "zigzag" if self.pattern == "causal" else "contiguous"
-        return exchange_of(self.pattern, self.length, self.length, self.ranks, layout, layout, "ring")
+        return exchange_of(ShardedPattern.of_self_attention(self.pattern, self.length, self.ranks, layout), "ring")
 
 
 class Mute(Wrapped):

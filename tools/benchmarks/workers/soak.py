@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import Replicated, layout_of
 from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan import concurrency
 from ringopt.context_parallel.plan.plan_of import NAMES
@@ -23,8 +24,7 @@ from ringopt.distributed.intra_node import messages as local_links
 from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, Transfer, register
 from ringopt.errors import OptionError
-from ringopt.ops import operators
-from ringopt.ops.ring import VERSION
+from ringopt.tools.benchmarks.lab.inserted import inserted
 from ringopt.tools.benchmarks.lab.names import TIMEOUT
 from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.result import Row
@@ -95,13 +95,17 @@ class Drawn:
         windows = [f"window({window})", f"window({window},both)"]
         # A row that sees no other: all that needs no exchange.
         pattern = "window(1)" if strategy == "local" else draw.choice(["full", "causal", "causal", *windows])
-        how = (pattern, layout, strategy, draw.random() < 0.5, draw.getrandbits(31))
-        return cls(length, other, (kv_heads * groups, kv_heads), *how)
+        heads, several, seed = (kv_heads * groups, kv_heads), draw.random() < 0.5, draw.getrandbits(31)
+        return cls(length, other, heads, pattern, layout, strategy, several, seed)
 
     @property
     def layouts(self) -> tuple[str, str]:
         """Of queries, of keys."""
         return Replicated.name if self.strategy == MERGE else self.layout, self.layout
+
+    def sharded(self, ranks: int) -> ShardedPattern:
+        queries, keys = self.layouts
+        return ShardedPattern(self.pattern, self.q_length, self.kv_length, ranks, queries, keys)
 
     def operands(self) -> list[Tensor]:
         """q, k, v and the gradient of the output, whole."""
@@ -127,10 +131,9 @@ class Case:
         """Of one forward and backward. Raises OptionError, on all ranks alike and before the first message, where the
         strategy cannot do it."""
         drawn = self.drawn
-        what = (drawn.q_length, drawn.kv_length, drawn.pattern, "")
-        how = (0.0, SCALE, *drawn.layouts, drawn.strategy, "auto", mesh.name, VERSION)
+        attend = inserted(drawn.sharded(mesh.size), drawn.strategy, SCALE, mesh.name)
         with patch.object(concurrency, "PIECE", 1 if drawn.several else concurrency.PIECE):
-            out, _lse = operators.ring_attention(*self._leaves, [], None, None, *what, [], *how)
+            out = attend(*self._leaves)
             dq, dk, dv = torch.autograd.grad(out, self._leaves, self._dout)
         if drawn.strategy == MERGE:
             dq = mesh.all_reduce(dq, "dq")
