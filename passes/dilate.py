@@ -86,7 +86,7 @@ class Dilate(Rewrite[fx.Node, Site]):
 
 
 def told(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
-    """For the report, of the length at hand."""
+    """Notes for the report, at the length of the example inputs."""
     pairs = heads * (length * (length + 1) // 2 if dilation.causal else length * length)
     part = dilation.pairs(length, heads) / pairs
     name = "causal" if dilation.causal else "full"

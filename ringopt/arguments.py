@@ -16,7 +16,7 @@ from ringopt.options import KernelName
 
 
 def check_operands(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
-    """What one rank can tell of its own rows; what has to fit over all ranks they compare (recognize/crosscheck.py)."""
+    """What one rank can check on its shard; what has to match over all ranks they compare (recognize/crosscheck.py)."""
     if not all(isinstance(x, Tensor) for x in (query, key, value)):
         kinds = ", ".join(type(x).__name__ for x in (query, key, value))
         raise OptionError(f"attention takes tensors as query, key, value; found {kinds}")

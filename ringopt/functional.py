@@ -181,7 +181,7 @@ def _alone(asked: _Asked, pattern: str) -> Tensor:
 
 
 def _spread(asked: _Asked, pattern: str, ranks: Mesh, way: _Way) -> Tensor:
-    """Over the rows of all `ranks`, once they have told each other what they hold."""
+    """Over the tokens of all `ranks`, once they have exchanged which ones they hold."""
     (query, key, value), sinks, layout = asked.operands, asked.sinks, way.layout
     seed, (mask, sources) = _seed(query, asked.dropout_p), _mask(asked.attn_mask)
     given = [query, key, value, *sources, *([] if sinks is None else [sinks])]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, both beside a shortcut."""
+    """Causal attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()

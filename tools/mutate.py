@@ -1,4 +1,4 @@
-"""Plants faults in the engine, one at a time, and tells which the tests notice (mutation testing).
+"""Plants faults in the engine, one at a time, and shows which the tests notice (mutation testing).
 
     python -m ringopt.tools.mutate --count 300 --results faults.jsonl
     python -m ringopt.tools.mutate --only ringopt/dims --tests tests/dims tests/sharding

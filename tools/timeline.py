@@ -108,7 +108,7 @@ TICKS = 8  # about
 
 
 def drawn(spans: Sequence[Span]) -> str:
-    """An SVG: three rows a rank, time from left to right; a span that is pointed at tells what it is."""
+    """An SVG: three rows a rank, time from left to right; each span has a tooltip."""
     from html import escape
 
     ranks = sorted({span.rank for span in spans})

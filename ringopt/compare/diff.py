@@ -86,7 +86,7 @@ def _attribute(module: object, path: str) -> object:
 
 
 def differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Two known values of different bits; of different shape is told elsewhere."""
+    """Whether two known values of one shape have different bits; shapes are compared elsewhere."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.is_meta or other.is_meta:

@@ -52,7 +52,7 @@ class NodeView:
     shape       such as f32[1, 10, 4]
     placement   "replicated", "S(1)", "local" (each rank its own, such as a part of a sum), or "?" where the graph does
                 not tell
-    bytes_sent  by this rank, forward; None where it cannot be told (ranks or sizes are open)
+    bytes_sent  by this rank, forward; None where it is not known (ranks or sizes are symbolic)
     flops       of products, on this rank; None likewise
     """
 
@@ -101,7 +101,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GraphTotals:
-    """Of one side: None where the part of some node cannot be told."""
+    """Sums over one graph; None where the part of some node is not known."""
 
     nodes: int
     sites: int

@@ -103,7 +103,7 @@ class Reader:
 
     # ---- what is sent and computed ----------------------------------------------------------------------------------
     def number(self, size: Any) -> int:
-        """Raises Open where it cannot be told."""
+        """Raises Open where it is not known."""
         known = size if isinstance(size, int) else size.node.expr.xreplace(self.rows)
         if not isinstance(known, int) and not known.is_Integer:
             raise Open(f"size {known}")
@@ -113,7 +113,7 @@ class Reader:
         return SizedCall.of(node, ranks, self.rank, number=self.number, most=PLANNED)
 
     def bytes_sent(self, node: fx.Node) -> int | None:
-        """None where it cannot be told: ranks or sizes are open, or these ranks cannot run it."""
+        """None where it is not known: ranks or sizes are symbolic, or these ranks cannot run it."""
         if not sends(node):
             return 0
         try:
@@ -148,7 +148,7 @@ class Reader:
         return SiteView(pattern, arguments["strategy"], layout, kernel, reason, drawn)
 
     def dilated_strategies(self, node: fx.Node) -> str:
-        """What becomes of each pattern, or "" where that cannot be told."""
+        """The strategy of each pattern, or "" where that is not known."""
         try:
             return dilated_plan(self.call(node, self.ranks)).strategies if self.ranks is not None else ""
         except (Open, PlanError, OptionError):
@@ -172,7 +172,7 @@ def pattern_text(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def described_pattern(name: str, arguments: Mapping[str, Any]) -> str:
-    """The structure, and "mask" beside it where more than that hides keys or changes scores."""
+    """The structure, joined with "mask" where more than that hides keys or changes scores."""
     more = arguments.get("attn_mask") is not None or bool(arguments.get("mask"))
     structure = pattern_text(name, arguments)
     return (f"{structure} & mask" if structure != "full" else "mask") if more else structure

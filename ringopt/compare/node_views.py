@@ -35,7 +35,7 @@ def views_of(program: Program, ranks: int | None = None) -> list[NodeView]:
 
 
 def called_inputs(program: Program) -> dict[str, str]:
-    """What the program calls its placeholders and its outputs, where a signature tells."""
+    """What the program calls its placeholders and its outputs, where it has a signature."""
     if isinstance(program, FileProgram):
         return program.called
     if not isinstance(program, ExportedProgram):
@@ -145,7 +145,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def results_of(node: fx.Node) -> Any:
-    """The value of a node; of one with several results that a file does not keep together, what reads them tells."""
+    """The value of a node; of one with several results that a file does not keep together, those of its getitems."""
     value = value_of(node)
     if value is None and node.users and all(op_name(user) == "getitem" for user in node.users):
         parts = {user.args[1]: value_of(user) for user in node.users}

@@ -53,7 +53,7 @@ ALIKE = frozenset(("capture", *(step.name for step in UNDERSTAND)))
 
 @dataclass(frozen=True)
 class Compiled:
-    """What becomes of a graph. Inputs and outputs are told by their places.
+    """What becomes of a graph. Inputs and outputs are numbered by position.
 
     graph         to be compiled in its place; None where the graph itself is best, and all but the report is empty
     report        what was done and why
@@ -238,7 +238,7 @@ def ask_numbers_of(context: Context) -> None:
 def line_of_passes(
     begin: Callable[[], Captured], context: Context, dump: Dump, passed: Callback, logged: bool = True
 ) -> Captured | Report:
-    """What `begin` gives, which tells the context what is known of it, its graph behind all passes; the report alone
+    """What `begin` gives, which fills the context with what is known, its graph after all passes; the report alone
     where it is refused as a whole."""
     steps = chosen_line(context.options, context.mesh.size)
     context.notes += switched_off(context.options)

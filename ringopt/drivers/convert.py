@@ -199,7 +199,7 @@ LOST = (
 
 
 def lost_in_export(program: ExportedProgram) -> list[str]:
-    """What torch.export leaves out without a word, as far as the source lines of the nodes tell."""
+    """What torch.export leaves out silently, as far as the source lines of the nodes show."""
     found: dict[str, str] = {}
     for node in program.graph.nodes:
         for line in (node.meta.get("stack_trace") or "").splitlines():
@@ -320,7 +320,7 @@ def rebuilt(program: ExportedProgram, gm: fx.GraphModule, sites: Mapping[str, Si
 
 
 def note(node: fx.Node, sites: Mapping[str, SiteInfo]) -> None:
-    """What a file is to tell of a node beyond its operator: placement, and the site that it was made from."""
+    """Writes into a node what a file keeps of it beyond its operator: placement, and the site that it was made from."""
     if node.op != "call_function":
         return
     # Of several results a file keeps the meta of the node that makes them.
@@ -345,7 +345,7 @@ def renamed(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSign
 
 
 def provenance(options: Mapping[str, Any] | Options | None, report: Report) -> dict[str, Any]:
-    """What a file tells of its making."""
+    """What a file records of its making."""
     chosen = Options.of(options)
     kept = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
     return {

@@ -43,7 +43,7 @@ class Failure:
 
 
 def is_foreseen(error: Exception) -> bool:
-    """Whether an open size decides something, so that fixing it at the sizes at hand helps."""
+    """Whether a symbolic size decides something, so that specializing it helps."""
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
@@ -55,7 +55,7 @@ def is_passed_on(error: Exception) -> bool:
 
 
 def failure_of(error: Exception, where: str) -> Failure:
-    """Of an error in pass `where`, told in the log unless it was foreseen."""
+    """The failure that an error in pass `where` is; logged unless it was foreseen."""
     sentence = f"{where} failed with {type(error).__name__}: {first_line(error)}"
     if is_foreseen(error):
         return Failure(first_line(error), foreseen=True)

@@ -52,7 +52,7 @@ class Captured:
     claims: Sequence[Claim]
 
     def begin(self, context: Context) -> fx.GraphModule:
-        """The graph, of which `context` is told what is known."""
+        """The graph; what is known of it goes into `context`."""
         context.values, context.regions = known(self.graph), self.regions
         return self.graph
 

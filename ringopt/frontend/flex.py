@@ -77,7 +77,7 @@ def example(node: Any) -> Any:
 
 
 def refusal_of_flex(node: fx.Node) -> Refusal | None:
-    """Only the output is understood, not what is said of the softmax beside it."""
+    """Why a call cannot be captured: only its output is supported, not the logsumexp or maximum of its softmax."""
     wanted = [user for user in node.users if user.target is not operator.getitem or (user.args[1] != 0 and user.users)]
     options = FlexArgs(*node.args).options
     if wanted or options.get("OUTPUT_LOGSUMEXP") or options.get("OUTPUT_MAX"):

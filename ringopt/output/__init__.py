@@ -1,1 +1,1 @@
-"""What leaves the process: text for terminals and pages, and files that a training leaves beside its work."""
+"""What leaves the process: text for terminals and pages, and files written during a training."""

@@ -1,4 +1,4 @@
-"""Files that a training leaves beside its work (traces, dumps, records): no disk may end it."""
+"""Files written during a training (traces, dumps, records): an error of the disk never ends it."""
 
 from __future__ import annotations
 

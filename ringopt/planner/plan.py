@@ -200,7 +200,7 @@ class PlanRequest:
 def predicted(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], asked: PlanRequest, progress: Callable[[int, int], None]
 ) -> Plan:
-    """`plan`, and `tell(done, of)` after each part of the work."""
+    """The plan; `progress(done, of)` is called after each part of the work."""
     sizes = [(n, p) for n in asked.lengths for p in asked.world_sizes if n >= 2 * p]
     parts, points = 1 + len(sizes) + len(asked.world_sizes), list[Point]()
     # What is read off traces is the same in every strategy; their few ranks are on one node.

@@ -149,7 +149,7 @@ def shapes_of_pairs(node: fx.Node, dims: tuple[int, int]) -> Iterator[Shape]:
 def sharded(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, mesh: PretendedMesh
 ) -> list[Compiled]:
-    """What becomes of each graph at the sizes at hand."""
+    """Each graph that Dynamo captures, compiled for the sizes of these inputs."""
     run = DryRun(options, mesh, dynamic=False)
     torch.compiler.reset()
     args, kwargs = tree_map_only(torch.Tensor, unmarked, (args, kwargs))

@@ -57,7 +57,7 @@ def left_outputs(graph: fx.Graph, context: Context) -> Iterator[Output]:
 
 
 class Figures:
-    """Sizes as numbers: open ones as they are for the inputs at hand, on this rank."""
+    """Sizes as numbers: symbolic ones by their hints, the sizes of the example inputs, on this rank."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh):
         self.mesh = mesh

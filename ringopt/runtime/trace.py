@@ -213,7 +213,7 @@ class Trace:
         self._written = time.monotonic()
 
     def called(self) -> None:
-        """To be told at every call."""
+        """Writes the file where that is due; runs at every call of the program."""
         if not self._stopped and time.monotonic() - self._written > EVERY:
             self.write()
 

@@ -1,4 +1,4 @@
-"""The legacy profiler, for it alone tells every allocation on the CPU."""
+"""The legacy profiler, which alone records every allocation on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensors do not tell in public: their memory, their writes, their kind."""
+"""What tensors have no public name for: their storage, their version counter, their kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An earlier run of the same table beside this one."""
+"""An earlier run of the same table, compared with this one."""
 
 from __future__ import annotations
 

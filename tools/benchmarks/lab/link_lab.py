@@ -145,7 +145,7 @@ class LinkLab:
         timeout: float = 300.0,
         meanwhile: Callable[[LinkLab], object] | None = None,
     ) -> list[Outcome]:
-        """As `run`, but tells how each rank ended. `meanwhile` is called here while they work: the place to cut, mend
+        """As `run`, but returns how each rank ended. `meanwhile` is called here while they work: the place to cut, mend
         and kill. Ranks still at work after `timeout` seconds are killed."""
         places = [
             (self.namespace(rank), environment(rank, self.ranks, "10.77.0.1", PORT, INTERFACE))

@@ -192,7 +192,7 @@ def manual_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @_form()
 def returns_weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention probabilities returned beside the output."""
+    """The attention probabilities as a second output."""
     weights = (q @ k.transpose(-2, -1) / math.sqrt(DEPTH)).softmax(-1)
     return weights @ v, weights
 

@@ -79,7 +79,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
 
 @contextmanager
 def following(progress: Progress, total: int) -> Iterator[Queue[str]]:
-    """A queue in which processes tell what they have done, shown as it comes."""
+    """A queue of what processes have done, shown as it comes."""
     from ringopt.tools.benchmarks.lab.link_lab import context
 
     done: Queue[str] = context().Queue()
@@ -130,7 +130,7 @@ def totals(rows: list[Row]) -> Row:
 
 
 def least(rows: list[Row], way: str, pattern: str, ranks: int) -> Row:
-    """Who holds least of all, which peer does of the peers, and what the ring holds beside each."""
+    """Who holds least of all, which peer does of the peers, and what the ring holds compared with each."""
     here = [row for row in rows if (row["pattern"], row["ranks"]) == (pattern, ranks) and row[way] is not None]
     held = {row["strategy"]: row[way] for row in here}
     some_peers = [peer for peer in PEERS if peer in held]

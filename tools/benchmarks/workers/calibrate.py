@@ -88,7 +88,7 @@ def touch() -> float:
 
 @dataclass(frozen=True)
 class Call:
-    """An attention of few rows whose messages go nowhere, so that what is fixed about it can be told."""
+    """An attention of few rows whose messages go nowhere, so that its fixed cost can be measured."""
 
     ranks: int
     strategy: str

@@ -85,7 +85,7 @@ class Contest:
 
 
 def rows_of(case: KernelCase, names: Sequence[str], repeats: int, refusals: dict[str, str]) -> list[Row]:
-    """A row for each of `names` that can do it; `refusals` is told of the others."""
+    """A row for each of `names` that can do it; `refusals` gets the others."""
     q, k, v, dout = case.operands()
     alone: tuple[Run, Run] = (lambda: [sdpa(case, q, k, v)], backward_of_sdpa(case, q, k, v, dout))
     contest = Contest(case, {SDPA: alone[0]}, {SDPA: alone[1]}, {}, reference(case, q, k, v, dout))
@@ -180,7 +180,7 @@ def synchronized(case: KernelCase, run: Callable[[], object]) -> Callable[[], ob
 
 
 class VirtualRing:
-    """The blocks of a ring's ranks, one rank after the other, with all rows at hand."""
+    """The blocks of a ring's ranks, one rank after the other, all tokens on this device."""
 
     def __init__(self, case: KernelCase, kernel: Kernel, given: Sequence[Tensor]):
         layout = "zigzag" if case.causal else "contiguous"

@@ -89,7 +89,7 @@ class Planned:
 
 
 def on_a_rank(rank: int, ranks: int, length: int, done: Queue[str]) -> list[Row]:
-    """`done` is told of each row, by one rank."""
+    """The rows of one rank; rank 0 puts each into `done`."""
     mesh, rows = begin_rank(), list[Row]()
     for each in everyone(ranks, length):
         rows.append(row_of(mesh, each) | {"error": error(mesh, each)})
