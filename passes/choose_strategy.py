@@ -97,13 +97,13 @@ def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) ->
     if max(queries, keys) >= ranks and strategy == "auto":
         info.whole = "queries" if queries < keys else "keys"
         return None
-    said = f"{at_hand(min(queries, keys))} rows for {ranks} ranks"
+    few = f"{at_hand(min(queries, keys))} rows for {ranks} ranks"
     if strategy != "auto":
         raise OptionError(
-            f"option strategy={strategy!r}: site {info.module or node.name} has {said}; every rank needs a "
+            f"option strategy={strategy!r}: site {info.module or node.name} has {few}; every rank needs a "
             'row. Use fewer ranks, longer inputs, or strategy="auto", which leaves such a site replicated'
         )
-    return f"{said}: every rank needs a row"
+    return f"{few}: every rank needs a row"
 
 
 def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Context) -> None:

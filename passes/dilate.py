@@ -79,13 +79,13 @@ class Dilate(Rewrite[fx.Node, Site]):
             thinned(found.node, found.hidden, pattern, facts)
         call = AttentionCall.of(found.node)
         info.pattern = call.pattern
-        info.notes += filter(None, told(dilation_of(info.pattern), *map(at_hand, shape_of(call.q)[1:3])))
+        info.notes += filter(None, notes_of(dilation_of(info.pattern), *map(at_hand, shape_of(call.q)[1:3])))
 
     def refuse(self, found: Site, refusal: Refusal, facts: Facts) -> None:
         facts.context.sites[found.node].not_dilated = refusal.sentence
 
 
-def told(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
+def notes_of(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
     """Notes for the report, at the length of the example inputs."""
     pairs = heads * (length * (length + 1) // 2 if dilation.causal else length * length)
     part = dilation.pairs(length, heads) / pairs

@@ -98,7 +98,7 @@ def why_not(node: fx.Node, site: Sdpa) -> Refusal | None:
     """Why a call of scaled_dot_product_attention is left as it is, None if it can be rewritten."""
     query, key, value = (shape_of(operand) for operand in (site.query, site.key, site.value))
     rank = len(shape_of(node))
-    if site.enable_gqa and heads_of(key) != heads_of(value):
+    if site.enable_gqa and _heads_of(key) != _heads_of(value):
         return Refusal(f"key {list(key)} and value {list(value)} have different numbers of heads", node)
     if site.attn_mask is not None and len(shape_of(site.attn_mask)) > rank:
         return Refusal(f"the mask {list(shape_of(site.attn_mask))} has more dims than the query {list(query)}", node)
@@ -107,8 +107,7 @@ def why_not(node: fx.Node, site: Sdpa) -> Refusal | None:
     return None
 
 
-def heads_of(shape: tuple[int, ...]) -> int:
-    """The number of heads of a shape [..., H, S, D], 1 for [S, D]."""
+def _heads_of(shape: tuple[int, ...]) -> int:
     return shape[-3] if len(shape) > 2 else 1
 
 
@@ -144,10 +143,10 @@ def operands(graph: fx.Graph, site: Sdpa, lead: tuple[int, ...]) -> list[fx.Node
     """Query, key and value with the leading dims of the output, to which torch broadcasts them. KV heads that are
     shared stay fewer than query heads."""
     given = [site.query, site.key, site.value]
-    shared = site.enable_gqa or all(heads_of(shape_of(operand)) == 1 for operand in given[1:])
+    shared = site.enable_gqa or all(_heads_of(shape_of(operand)) == 1 for operand in given[1:])
     result = []
     for place, operand in enumerate(given):
         own = shared and place > 0
-        heads = (*lead[:-1], heads_of(shape_of(operand))) if own and lead else lead
+        heads = (*lead[:-1], _heads_of(shape_of(operand))) if own and lead else lead
         result.append(expanded(graph, operand, [*heads, *shape_of(operand)[-2:]]))
     return result

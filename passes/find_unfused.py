@@ -103,10 +103,10 @@ class FindUnfused(Rewrite[Candidate, Attempt]):
         graph, context, book = facts.graph, facts.context, facts.once("book", Book)
         for softmax in softmaxes(graph):
             if softmax not in book.part_of.values():
-                tell(softmax, book.refused.get(softmax), context)
+                note_refusal(softmax, book.refused.get(softmax), context)
         context.sort_sites(graph)
         for node in exponentials(graph):
-            leave(node, "its rows are not divided by their plain sum, so they are no softmax", context)
+            _leave_alone(node, "its rows are not divided by their plain sum, so they are no softmax", context)
 
 
 def proved(candidate: Candidate, facts: Facts) -> Proof:
@@ -118,19 +118,18 @@ def proved(candidate: Candidate, facts: Facts) -> Proof:
     return Proof(found, reading, escapes(candidate, found.dropout_p) and facts.context.mesh.size == 1)
 
 
-def tell(softmax: fx.Node, refused: tuple[Candidate, NotAttention] | None, context: Context) -> None:
+def note_refusal(softmax: fx.Node, refused: tuple[Candidate, NotAttention] | None, context: Context) -> None:
     """A softmax without a site: a look-alike is left alone, attention that could not be proved is a refused site."""
     if refused is None:
-        leave(softmax, "what it normalises is no product of two activations", context)
+        _leave_alone(softmax, "what it normalises is no product of two activations", context)
     elif refused[1].look_alike:
-        leave(softmax, refused[1].sentence, context)
+        _leave_alone(softmax, refused[1].sentence, context)
     else:
         info = SiteInfo.at(softmax, "unfused", "mask", True)
         context.sites[refused[0].values.node] = replace(info, refusal=refused[1].sentence)
 
 
-def leave(node: fx.Node, sentence: str, context: Context) -> None:
-    """Notes for the report why `node` stays as it is."""
+def _leave_alone(node: fx.Node, sentence: str, context: Context) -> None:
     what = f"{op_name(node).removeprefix('_')} {list(shape_of(node))}"
     where = f" in {module_path(node)}" if module_path(node) else ""
     context.left_alone.append(Refusal(f"{what}{where}: {sentence}", node))

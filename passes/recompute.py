@@ -55,10 +55,10 @@ class Recompute(Pass):
                 node.meta[POLICY] = region.policy
         if tagged and context.mesh.size > 1:
             count = len({node.meta["ac_graph_id"] for node in tagged})
-            context.notes.append(told(count, exchanges, self.inner_backend, Figures(gm.graph, context.mesh)))
+            context.notes.append(note(count, exchanges, self.inner_backend, Figures(gm.graph, context.mesh)))
 
 
-def told(regions: int, exchanges: Sequence[fx.Node], inner_backend: str, figures: Figures) -> str:
+def note(regions: int, exchanges: Sequence[fx.Node], inner_backend: str, figures: Figures) -> str:
     """The note for the report: how many regions, and the bytes that are kept instead of sent again."""
     checkpointed = f"{regions} checkpointed region{'s' if regions > 1 else ''}"
     if inner_backend == "eager":

@@ -32,7 +32,7 @@ from ringopt.options import InnerBackend
 from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.held_back import held_back
 from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
-from ringopt.overlap.meanwhile import Meanwhile, told
+from ringopt.overlap.meanwhile import Meanwhile, note
 from ringopt.overlap.start_early import beside_of, gap_before
 from ringopt.pipeline import Context, Pass
 
@@ -70,7 +70,7 @@ class Schedule(Pass):
                 node.kwargs = {**node.kwargs, "early": " ".join(ways)}
             info = by_name.get(node.name.removesuffix(f"_{op_name(node)}"))
             if info is not None:
-                info.notes.append(told(ahead, behind, aside, why))
+                info.notes.append(note(ahead, behind, aside, why))
         if context.budget is not None and not unordered:
             sites = [node for node in gm.graph.nodes if attends(node)]
             early = [node for node in sites if "forward" in named(node, "early").split()]

@@ -67,8 +67,8 @@ class StripRepeatKv(Rewrite[fx.Node, Repeated]):
     def check(self, found: Repeated, facts: Facts) -> Refusal | None:
         of_keys, of_values = found.heads
         if of_keys != of_values:
-            said = f"KV heads travel as they are repeated: K has {of_keys} of its own, V {of_values}"
-            return Refusal(said, found.node)
+            sentence = f"KV heads travel as they are repeated: K has {of_keys} of its own, V {of_values}"
+            return Refusal(sentence, found.node)
         return None
 
     def rewrite(self, found: Repeated, facts: Facts) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.distributed.consistency import digest
-from ringopt.drivers.compile import Run, in_order, mesh_for, tell, tell_of_limit, transform
+from ringopt.drivers.compile import Run, in_order, mesh_for, raise_or_warn, tell_of_limit, transform
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
@@ -72,7 +72,7 @@ def ring(
             made = transform(gm, inputs, chosen, mesh, anew)
         _reports.append(made.report)
         log.info("%s", made.report)
-        tell(made.report, chosen)
+        raise_or_warn(made.report, chosen)
         if mesh.size > 1 and not anew:
             tell_of_limit(made.report)
         flat = made.graph

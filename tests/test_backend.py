@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringopt
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import PretendedMesh
-from ringopt.drivers.compile import tell, transform
+from ringopt.drivers.compile import raise_or_warn, transform
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, value_of
 from ringopt.options import Options
@@ -221,7 +221,7 @@ def test_on_refusal_error_says_the_sites():
     gm, inputs = captured(OneValue(), data())
     report = transform(gm, inputs, Options(), mesh_of("pretend:0/2")).report
     with pytest.raises(ringopt.errors.RefusedError, match="have different numbers of heads"):
-        tell(report, Options(on_refusal="error"))
+        raise_or_warn(report, Options(on_refusal="error"))
 
 
 # ---- what is sharded -----------------------------------------------------------------------------------------------

@@ -220,8 +220,8 @@ def on_ranks(folder: Path, p: int) -> dict[str, float]:
             process.kill()
             process.wait()
     if failed is not None:
-        said = (folder / f"{SAID}{failed}").read_text().strip().splitlines() or ["it said nothing"]
-        raise CommandError(f"rank {failed} of {p} failed: {said[-1].removeprefix(ERROR)}")
+        output = (folder / f"{SAID}{failed}").read_text().strip().splitlines() or ["it said nothing"]
+        raise CommandError(f"rank {failed} of {p} failed: {output[-1].removeprefix(ERROR)}")
     found = [json.loads((folder / f"{FOUND}{rank}").read_text()) for rank in range(p)]
     return {name: max(each[name] for each in found) for name in found[0]}
 
@@ -230,8 +230,8 @@ def started(folder: Path, rank: int, p: int) -> subprocess.Popen[str]:
     """One rank, which imports from where this process does; what it says goes to a file."""
     command = [sys.executable, "-m", "ringopt.tools.verify", str(folder), str(rank), str(p)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with (folder / f"{SAID}{rank}").open("w") as said:
-        return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT, text=True)
+    with (folder / f"{SAID}{rank}").open("w") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
 def _one_rank(folder: Path, rank: int, p: int) -> None:

@@ -117,12 +117,12 @@ class Choice:
     def reason(self) -> str:
         """One sentence with the numbers."""
         best, *others = self.estimates
-        told = "; ".join(
+        text = "; ".join(
             f"{one}, {bytes_text(one.bytes)} sent"
             + (f", but holds {bytes_text(one.held)}" if one.held > self.bound else "")
             for one in others
         )
-        beside = f" (others: {told})" if told else ""
+        beside = f" (others: {text})" if text else ""
         return f"strategy {best}, {bytes_text(best.bytes)} sent, predicted{beside}; {self.source}"
 
     @property
@@ -203,8 +203,8 @@ def choose_layout(
     fastest = min(totals.values())
     close = [layout for layout, total in totals.items() if total <= fastest * (1 + CLOSE)]
     best = min(close, key=lambda layout: sum(busiest(case, ranks, layout) for case in cases))
-    told = " and ".join(f"{duration(total)} {layout}" for layout, total in totals.items())
-    return best, f"layout {best}: all sites take {told}, predicted" if len(totals) > 1 else ""
+    text = " and ".join(f"{duration(total)} {layout}" for layout, total in totals.items())
+    return best, f"layout {best}: all sites take {text}, predicted" if len(totals) > 1 else ""
 
 
 Sited = tuple[Case, Hashable, Hashable]  # an attention, and the names of its axes of queries and of keys
@@ -222,12 +222,12 @@ def choose_layouts(
 
     def cost(chosen: Mapping[Hashable, str]) -> tuple[float, tuple[int, int]]:
         """Seconds, and what is less where they are close: pairs of the busiest ranks, then bytes."""
-        told = [(case, text_of(chosen[queries], chosen[keys])) for case, queries, keys in sites]
+        cases = [(case, text_of(chosen[queries], chosen[keys])) for case, queries, keys in sites]
         try:
-            found = [estimated(case, ranks, layout, strategy, rates) for case, layout in told]
+            found = [estimated(case, ranks, layout, strategy, rates) for case, layout in cases]
         except OptionError:
             return math.inf, (0, 0)  # the strategy that is asked for is none in these
-        pairs = sum(busiest(case, ranks, layout) for case, layout in told)
+        pairs = sum(busiest(case, ranks, layout) for case, layout in cases)
         return sum(each.seconds for each in found), (pairs, sum(each.bytes for each in found))
 
     for axis in enough:

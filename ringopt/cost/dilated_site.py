@@ -39,8 +39,8 @@ def dilated_layout(
     }
     fastest = min(totals.values())
     best = next(layout for layout, total in totals.items() if total <= fastest * (1 + CLOSE))
-    told = " and ".join(f"{duration(total)} {layout}" for layout, total in totals.items())
-    return best, f"layout {best}: all sites take {told}, predicted; {rates.source}"
+    text = " and ".join(f"{duration(total)} {layout}" for layout, total in totals.items())
+    return best, f"layout {best}: all sites take {text}, predicted; {rates.source}"
 
 
 def seconds(node: fx.Node, info: SiteInfo, options: SiteOptions, layout: str, ranks: int, rates: Rates) -> float:

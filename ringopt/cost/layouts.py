@@ -70,5 +70,5 @@ def layouts_of_axes(
         return one, why
     enough = {formula(length): long for length, long in zip(every, decided, strict=True)}
     sites = [(case, *map(formula, lengths(node, mesh))) for node, case in cases.items()]
-    chosen, said = choose_layouts(one.name, sites, enough, looked_at(mesh), strategy, rates)
-    return Layouts(one.name, tuple((axes[axis], layout) for axis, layout in chosen.items())), said or why
+    chosen, reason = choose_layouts(one.name, sites, enough, looked_at(mesh), strategy, rates)
+    return Layouts(one.name, tuple((axes[axis], layout) for axis, layout in chosen.items())), reason or why

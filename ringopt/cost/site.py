@@ -60,7 +60,7 @@ def rates_for(mesh: Mesh, *sites: fx.Node) -> Rates:
 def over_nodes(plan: HeadExchange, heads: Heads, rank: int) -> str:
     """What goes within a node and what leaves it, in the forward."""
     sent, away = bytes_sent(plan, heads, rank), bytes_between(plan, heads, rank, plan.node)
-    told = f"nodes of {plan.node} ranks: of {bytes_text(sent)} sent, {bytes_text(away)} leave the node"
+    note = f"nodes of {plan.node} ranks: of {bytes_text(sent)} sent, {bytes_text(away)} leave the node"
     if plan.kv_heads >= plan.node:
-        return told
-    return f"{told}; {plan.kv_heads} KV heads for the {plan.node} ranks of a node: each goes to all that read it"
+        return note
+    return f"{note}; {plan.kv_heads} KV heads for the {plan.node} ranks of a node: each goes to all that read it"

@@ -135,9 +135,9 @@ def transform(
     made = attempted(gm, example_inputs, options, mesh, anew)
     if isinstance(made, Failure) and not anew and shape_env_of(gm) is not None:
         specialize(gm)  # other sizes compile other graphs
-        said, made = made.sentence, attempted(gm, example_inputs, options, mesh)
+        why, made = made.sentence, attempted(gm, example_inputs, options, mesh)
         if not isinstance(made, Failure):
-            notes = (*made.report.notes, f"compiled for these sizes only: {said}")
+            notes = (*made.report.notes, f"compiled for these sizes only: {why}")
             return replace(made, report=replace(made.report, notes=notes))
     if isinstance(made, Failure):
         return Compiled(None, refused(made.refusal, options, mesh, Dump(options, mesh.rank)))
@@ -278,7 +278,7 @@ def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     return call.seed is not None or spelled or backward or (info.masked and plain)
 
 
-def tell(report: Report, options: Options) -> None:
+def raise_or_warn(report: Report, options: Options) -> None:
     """Refusals, as the user asked to hear of them. Without ranks to shard over there is nothing to refuse but to
     dilate."""
     reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]

@@ -28,7 +28,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
-from ringopt.drivers.compile import Compiled, line_of_passes, tell
+from ringopt.drivers.compile import Compiled, line_of_passes, raise_or_warn
 from ringopt.errors import ProgramError
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import sizes_of
@@ -106,7 +106,7 @@ def convert_program(
             return program, report
         raise ProgramError(f"nothing of this program can be sharded: {why}. allow_empty=True keeps it as it is")
     log.info("%s", report)
-    tell(report, chosen)
+    raise_or_warn(report, chosen)
     check_fixed(program)
     gm = for_any_rank(made)
     into_assertions(gm.graph, asked)
@@ -186,9 +186,9 @@ def check_fixed(program: ExportedProgram) -> None:
     env = shape_env_of(program)
     fixed = {symbol: env.replacements[symbol] for symbol in program.range_constraints if symbol in env.replacements}
     if fixed:
-        said = ", ".join(f"{symbol} is {number}" for symbol, number in fixed.items())
+        sizes = ", ".join(f"{symbol} is {number}" for symbol, number in fixed.items())
         raise ProgramError(
-            f"an open size is fixed where a mask or a view is read ({said}); export the program without dynamic_shapes"
+            f"an open size is fixed where a mask or a view is read ({sizes}); export the program without dynamic_shapes"
         )
 
 
@@ -244,8 +244,8 @@ def lowered(
     try:
         made = line_of_passes(begin, context, dump, dump.passed, logged)
     except GuardOnDataDependentSymNode as problem:
-        said = str(problem).splitlines()[0]
-        raise ProgramError(f"something depends on how many rows a rank has: {said}") from problem
+        reason = str(problem).splitlines()[0]
+        raise ProgramError(f"something depends on how many rows a rank has: {reason}") from problem
     if isinstance(made, Report):
         return Compiled(None, made)
     report = report_of(made.graph.graph, context)
@@ -326,11 +326,11 @@ def note(node: fx.Node, sites: Mapping[str, SiteInfo]) -> None:
     # Of several results a file keeps the meta of the node that makes them.
     tells = next(iter(node.users), node) if isinstance(node.meta.get("val"), (list, tuple)) else node
     alone = "local" if tells.meta.get(WHOLE) is None else "replicated"
-    said: dict[str, Any] = {"placement": str(tells.meta.get(PLACEMENT) or alone)}
+    custom: dict[str, Any] = {"placement": str(tells.meta.get(PLACEMENT) or alone)}
     site = sites.get(node.name.removesuffix(f"_{op_name(node)}"))
     if site is not None and op_name(node) in SITES:
-        said["site"] = {"pattern": site.pattern, "refusal": site.refusal}
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), "ringopt": said}
+        custom["site"] = {"pattern": site.pattern, "refusal": site.refusal}
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), "ringopt": custom}
 
 
 def renamed(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:

@@ -135,8 +135,8 @@ def into_assertions(graph: fx.Graph, formulas: Iterable[sympy.Basic]) -> None:
     written = Written(graph)
     with graph.inserting_before(written.inputs[-1].next):
         for formula in formulas:
-            said = f"this program was made for inputs with {formula}"
-            graph.call_function(ASSERT_SCALAR, (written.of(formula), said))
+            message = f"this program was made for inputs with {formula}"
+            graph.call_function(ASSERT_SCALAR, (written.of(formula), message))
     written.give_values()
 
 

@@ -56,7 +56,7 @@ class Meanwhile:
         return f"{', '.join(list(names)[:TOLD])}{more} ({duration(self.seconds)})"
 
 
-def told(ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:
+def note(ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:
     """A sentence for the report: what the exchange of one attention overlaps with, ahead of it, in the backward
     (`behind`), and at its end (`aside`); or `why` it starts with the attention."""
     if why:

@@ -193,6 +193,6 @@ def hidden(pattern: str, mask: Mask) -> Hidden | str:
     of_keys = [condition for condition in conditions if condition not in of_queries]
     axes = axes_of(of_keys)
     if not axes <= {"b", "k"}:
-        said = {"q": "differs by query", "h": "differs by head", "r": "differs by query"}
-        return f"its mask {next(said[axis] for axis in 'qrh' if axis in axes)}, and is no padding of keys"
+        differs = {"q": "differs by query", "h": "differs by head", "r": "differs by query"}
+        return f"its mask {next(differs[axis] for axis in 'qrh' if axis in axes)}, and is no padding of keys"
     return Hidden(bool(bands), *(every(some) if some else None for some in (of_keys, of_queries)))

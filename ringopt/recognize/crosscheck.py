@@ -93,9 +93,9 @@ def reading_of_scores(
     reading = reading_of(scores.conditions, scores.bias, learned, scores.score, scores.nan, known, stops)
     if original is not None and not scores.shifts:
         sizes = {name: at_hand(size) for name, size in known.sizes.items()}
-        said = of_scores(reading, scores, sizes, known.tensors, original)
-        if said:
-            raise NotAttention(said)
+        difference = of_scores(reading, scores, sizes, known.tensors, original)
+        if difference:
+            raise NotAttention(difference)
     return reading
 
 

@@ -74,17 +74,17 @@ class Prover:
 # ---- axes ------------------------------------------------------------------------------------------------------------
 def _check_axes(candidate: Candidate) -> None:
     softmax, keys = candidate.softmax, candidate.keys
-    said = f"over dim {argument(softmax, 1, 'dim')}"
+    where = f"over dim {argument(softmax, 1, 'dim')}"
     if not keys:
-        raise NotAttention(f"{said}: it normalises a single number", True)
+        raise NotAttention(f"{where}: it normalises a single number", True)
     if candidate.key_side is None:
-        raise NotAttention(f"{said}: its axis is none that one operand alone brings to the product below", True)
+        raise NotAttention(f"{where}: its axis is none that one operand alone brings to the product below", True)
     if sorted(candidate.summed) != sorted(keys):
-        raise NotAttention(f"{said}: the values are summed over other axes than the softmax normalises", True)
+        raise NotAttention(f"{where}: the values are summed over other axes than the softmax normalises", True)
     values = candidate.values
     met = prod(size for letter, size in values.sizes().items() if letter in values.contracted)
     if not same(met, candidate.axes.size(keys)):
-        raise NotAttention(f"{said}: {met} weights meet values, of {candidate.axes.size(keys)} keys")
+        raise NotAttention(f"{where}: {met} weights meet values, of {candidate.axes.size(keys)} keys")
 
 
 def check_meaning(candidate: Candidate, roles: Roles) -> None:

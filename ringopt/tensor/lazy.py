@@ -111,8 +111,8 @@ class Shard:
 
     def _meet(self, mesh: Mesh) -> None:
         name, rank = self.spread.name, mesh.rank
-        said = f"rank {rank} reads {name} and waits for the other ranks, which have to read it too"
-        timer = threading.Timer(PATIENCE, log.warning, (said,))
+        sentence = f"rank {rank} reads {name} and waits for the other ranks, which have to read it too"
+        timer = threading.Timer(PATIENCE, log.warning, (sentence,))
         timer.daemon = True
         timer.start()
         try:

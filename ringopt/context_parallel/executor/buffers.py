@@ -202,8 +202,8 @@ class Gradients:
                 if message not in self._sums:
                     self._sums[message] = self._started(message.rows)
                 return find(dict(self._sums[message].pairs()), rows)
-        told = "; ".join(map(str, self._leaving)) or "nothing"
-        raise PlanError(f"gradients of rows {rows} have no way home: the rank sends on {told}")
+        leaving = "; ".join(map(str, self._leaving)) or "nothing"
+        raise PlanError(f"gradients of rows {rows} have no way home: the rank sends on {leaving}")
 
 
 def find(pairs: Mapping[range, Pair], rows: range) -> Pair:

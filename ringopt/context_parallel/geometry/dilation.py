@@ -125,7 +125,7 @@ class Dilation:
             (self.offsets == "torchscale", "torchscale offsets"),
             (self.torchscale_mixing, "torchscale mixing"),
         )
-        return f"dilated({','.join([patterns, *(name for said, name in more if said)])})"
+        return f"dilated({','.join([patterns, *(name for given, name in more if given)])})"
 
     def offset(self, head: int, heads: int, rate: int) -> int:
         return head % rate if self.offsets == "paper" else head // -(-heads // rate)

@@ -41,10 +41,10 @@ def on_nodes(strategy: str, mesh: Mesh) -> str:
     if nodes.size == 0:
         raise OptionError(f"strategy 'hybrid' is over nodes of equally many ranks: {nodes.why}")
     if not 1 < nodes.size < mesh.size:
-        said = f"{nodes.source} has nodes of {nodes.size}, of the {mesh.size} ranks of this mesh"
+        sentence = f"{nodes.source} has nodes of {nodes.size}, of the {mesh.size} ranks of this mesh"
         raise OptionError(
             f"strategy 'hybrid' trades heads within nodes and sends keys between them, so it takes several nodes of "
-            f"several ranks each: {said}. Take 'ulysses' within one node, 'ring' between single ranks, or 'auto'"
+            f"several ranks each: {sentence}. Take 'ulysses' within one node, 'ring' between single ranks, or 'auto'"
         )
     return hybrid(nodes.size)
 

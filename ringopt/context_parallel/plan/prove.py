@@ -247,8 +247,8 @@ def _expect(truth: object, where: str, fault: str, *facts: Any) -> None:
 
 
 def _fault(where: str, fault: str, *facts: Any) -> PlanError:
-    told = fault.format(*map(_told, facts))
-    return PlanError(f"{where}: {told}. This is a fault of ringopt's planner: please report it")
+    facts_text = fault.format(*map(_told, facts))
+    return PlanError(f"{where}: {facts_text}. This is a fault of ringopt's planner: please report it")
 
 
 def _told(fact: Any) -> str:

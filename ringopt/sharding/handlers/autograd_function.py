@@ -174,15 +174,15 @@ class Functions:
 
     def notes(self) -> list[str]:
         """What the backwards gather, for the report."""
-        alive, said = set(self.sharder.graph.nodes), []
+        alive, sentences = set(self.sharder.graph.nodes), []
         for written, (node, _placements, inner) in self.written.items():
             if written not in alive or not inner.gathers:
                 continue
             size = bytes_text(sum(note.bytes for note in inner.gathers))
             ops = ", ".join(sorted({op_name(note.reader) for note in inner.gathers}))
             where = f" ({line})" if (line := source_line(node)) else ""
-            said.append(f"the backward of a custom autograd.Function{where} gathers {size} for {ops}")
-        return said
+            sentences.append(f"the backward of a custom autograd.Function{where} gathers {size} for {ops}")
+        return sentences
 
 
 def needed(results: Iterable[fx.Node]) -> list[fx.Node]:

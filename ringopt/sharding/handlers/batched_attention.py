@@ -65,12 +65,12 @@ def told_apart(node: fx.Node) -> bool:
 def with_numbers(step: Steps, seed: fx.Node, place: Sharded) -> fx.Node:
     """The seed, and behind it the numbers in the whole of the batch rows and heads that this rank has."""
     sizes, device = shape_of(AttentionCall.of(step.node).q)[:2], value_of(step.node).device
-    told = [
+    distinct = [
         step.numbers(place, device) if dim == place.dim else step(aten.arange.default, size, device=device)
         for dim, size in enumerate(sizes)
     ]
     first = step(aten.to.device, step.sharder.replicated(seed), device, torch.int64)
-    return step(aten.cat.default, [step(aten.reshape.default, first, [1]), *told])
+    return step(aten.cat.default, [step(aten.reshape.default, first, [1]), *distinct])
 
 
 def spread(mask: Mask, name: str, shapes: Sequence[Sequence[int]], size: int) -> dict[int, int]:

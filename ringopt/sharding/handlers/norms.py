@@ -157,5 +157,5 @@ def refuse_mixed_statistics(graph: fx.Graph) -> None:
     written = {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
         if named(node, "training") and named(node, "running_mean") in written:
-            said = "two calls of batch_norm update the same running statistics, and one of them cannot be sharded"
-            raise GraphRefused(Refusal(said, node))
+            sentence = "two calls of batch_norm update the same running statistics, and one of them cannot be sharded"
+            raise GraphRefused(Refusal(sentence, node))

@@ -277,8 +277,8 @@ def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, 
         return None
     step = Steps(sharder, node)
     asked = sharder.replicated(rows)
-    for dim, (said, size) in enumerate(zip(once, shape_of(rows), strict=True)):
-        if said is not size:
+    for dim, (wanted, size) in enumerate(zip(once, shape_of(rows), strict=True)):
+        if wanted is not size:
             asked = step(aten.narrow.default, asked, dim, 0, 1)
     flat = step(aten.reshape.default, step(aten.to.dtype, asked, torch.int64), [-1])
     values, layout, group = sharder.values[x], sharder.layout(place.length), sharder.group
