@@ -25,7 +25,7 @@ from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
 from ringopt.frontend.plain_spelling import spell_plainly
-from ringopt.ir.autograd_function import CustomGradient, custom_gradients
+from ringopt.ir.autograd_function import CustomGradient, HigherOrder, custom_gradients
 from ringopt.ir.memory import written_rows
 from ringopt.ir.nodes import op_name
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -67,6 +67,6 @@ PYTHON_CALLS = ("getitem", "_set_grad_enabled", "_enter_autocast", "_exit_autoca
 def refuse_unknown_calls(graph: fx.Graph) -> None:
     """Raises GraphRefused for a call of anything but an ATen operator, or one of a few functions of Python."""
     for node in graph.nodes:
-        plain = isinstance(node.target, (OpOverload, CustomGradient)) or op_name(node) in PYTHON_CALLS
+        plain = isinstance(node.target, (OpOverload, CustomGradient, HigherOrder)) or op_name(node) in PYTHON_CALLS
         if node.op in ("call_module", "call_method") or (node.op == "call_function" and not plain):
             raise GraphRefused(Refusal(f"{node.target} is no ATen operator: what it does to rows is not known", node))

@@ -22,8 +22,10 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
-from ringopt.ir.autograd_function import CustomGradient
-from ringopt.ir.nodes import eliminate_dead_code, is_random, tensor_args
+from ringopt.ir.autograd_function import CustomGradient, HigherOrder, calls_of_graphs
+from ringopt.ir.nodes import eliminate_dead_code, is_random, is_tensor, op_name, shape_of, source_line, tensor_args
+from ringopt.ir.placement import Sharded
+from ringopt.ir.symbolic_sizes import same
 from ringopt.options import Outputs, Shard, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.sharding.composite import in_parts
@@ -77,6 +79,7 @@ class ShardSequence(Pass):
         gm.graph = sharder.finished()
         refuse_mixed_statistics(gm.graph)
         context.gathers += gathers_of(sharder)
+        context.notes += map(said_of_graphs, calls_of_graphs(gm.graph))
 
     def walk(self, sharder: Sharder, functions: Functions, graph: fx.Graph, context: Context) -> list[str]:
         """Places every node; returns the names of those that draw the same random numbers on every rank."""
@@ -95,6 +98,7 @@ class ShardSequence(Pass):
                 # (A handler of a tuple places its elements with it.)
                 sharder.whole(node)
                 random += [node.name] if is_random(node) else []
+                again_in_rows(sharder, node)
             if node in sharder.sources and sharder.placements[node] is None:
                 sharder.begin(node)
         return random
@@ -136,3 +140,24 @@ class ShardSequence(Pass):
     def apart(self, sharder: Sharder, node: fx.Node, context: Context) -> bool:
         """Computes a composite operator on shards, one operator of its decomposition after the other."""
         return in_parts(sharder, node, frozenset(HANDLERS), lambda part: self.spread(sharder, part, context))
+
+
+def again_in_rows(sharder: Sharder, node: fx.Node) -> None:
+    """Has what a higher-order operator gives cut like what it was given, where a dim has as many rows: it may be that
+    nobody demands that by a rule, and the rest would be computed whole."""
+    call = node.args[0] if op_name(node) == "getitem" else None
+    if not isinstance(call, fx.Node) or not isinstance(call.target, HigherOrder) or not is_tensor(node):
+        return
+    for place in filter(None, map(sharder.placements.get, call.args[0])):
+        dims = [dim for dim, size in enumerate(shape_of(node)) if same(size, place.length)]
+        if dims and place.outer == place.inner == 1:
+            dim = place.dim if place.dim in dims else dims[0]
+            sharder.sources[node] = Sharded(dim, 1, place.length, 1)
+            return
+
+
+def said_of_graphs(node: fx.Node) -> str:
+    """For the report: a higher-order operator runs on every rank, and its products are in no figure."""
+    where = f" ({line})" if (line := source_line(node)) else ""
+    unknown = "what the graphs of a higher-order operator do to rows is not known"
+    return f"{op_name(node)}{where} runs whole on every rank: {unknown}"

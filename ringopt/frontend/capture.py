@@ -17,9 +17,9 @@ import torch.fx.traceback
 
 from ringopt.frontend import flex
 from ringopt.frontend.dynamic_shapes import open_value
-from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order
+from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order, with_facts_of_graphs
 from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
-from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.autograd_function import CustomGradient, HigherOrder
 from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.memory import note_memory
 from ringopt.ir.nodes import outputs_of, readable_name, value_of
@@ -175,7 +175,11 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     try:
         flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
         for node in flat.graph.find_nodes(op="call_function", target=operators.custom_gradient.default):
-            give_gradient(node, book.customs[node.args[3]])
+            custom = book.customs[node.args[3]]
+            if isinstance(custom, HigherOrder):
+                put_whole(node, custom)
+            else:
+                give_gradient(node, custom)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = f"a number or a size made by {error.func} is known only when the program runs; all sizes must be fixed"
         raise GraphRefused(Refusal(why)) from error
@@ -208,6 +212,15 @@ def give_gradient(node: fx.Node, custom: Custom) -> None:
         placeholder.meta["val"] = value
     outputs, inputs, saved, _number = node.args
     node.target, node.args = CustomGradient(backward), (outputs, [inputs[k] for k in learned], saved)
+
+
+def put_whole(node: fx.Node, call: HigherOrder) -> None:
+    """Puts a higher-order call in the place of the operator that stood for it. Raises GraphRefused."""
+    like, tensors, _saved, _number = node.args
+    node.target, node.args = with_facts_of_graphs(call, [value_of(x) for x in tensors], node), (tensors,)
+    rename_node(node, call.__name__)
+    for memory in like:
+        node.graph.erase_node(memory)
 
 
 def fake(value: Any, mode: FakeTensorMode) -> Any:

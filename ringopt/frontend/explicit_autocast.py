@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.autograd_function import CustomGradient, HigherOrder
 from ringopt.ir.nodes import is_tensor, op_name, origin, value_of
 from ringopt.ir.refusal import Refusal
 from ringopt.torch_compat.fake_tensors import FakeTensor
@@ -97,6 +97,11 @@ class Casting(fx.Interpreter):
             return None
         if node.op != "call_function":
             return super().run_node(node)
+        if isinstance(node.target, HigherOrder):
+            if self.regions:
+                node.target = node.target.inside(self.regions[-1])  # what is cast in its graphs is cast there
+            node.meta["val"] = [torch.empty_like(x) for x in value_of(node)]
+            return node.meta["val"]
         with self.region(), SeenCasts() as inside:
             value = super().run_node(node)
         if isinstance(node.target, CustomGradient):

@@ -6,8 +6,10 @@ by itself, and a node between them holds the gradient (ir/autograd_function.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,11 +20,22 @@ from torch import Tensor
 
 from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
+from ringopt.ir.autograd_function import HigherOrder, OperandPlace
 from ringopt.ir.checkpoint_regions import Regions, tags
+from ringopt.ir.nodes import is_random, is_write, value_of, written_args
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
 from ringopt.torch_compat.autograd import ENTER_INFERENCE_MODE, EXIT_INFERENCE_MODE, GET_DATA
-from ringopt.torch_compat.schema import HigherOrderOperator
+from ringopt.torch_compat.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from ringopt.torch_compat.fx import make_fx
+from ringopt.torch_compat.pytree import tree_leaves, tree_map_only
+from ringopt.torch_compat.schema import HigherOrderOperator, OpOverload
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 from ringopt.torch_compat.tensors import storage_key, version_of
 
 HIGHER_ORDER = {
@@ -63,7 +76,10 @@ class Custom:
             for place, y in enumerate(self.outputs)
         ]
         saved = [next(values) if isinstance(value, Tensor) else value for value in self.saved]
-        found = Flatten(self.backward, Book()).run(*of_outputs, *saved)
+        book = Book()
+        found = Flatten(self.backward, book).run(*of_outputs, *saved)
+        if any(isinstance(each, HigherOrder) for each in book.customs):
+            raise GraphRefused(Refusal("a higher-order operator in a backward of its own is not sharded yet"))
         return [
             summed_to(gradient, x.shape) if isinstance(gradient, Tensor) else gradient
             for gradient, x in zip(found, self.inputs, strict=True)
@@ -84,7 +100,7 @@ class Book:
     """What is noted of one graph while it is flattened. `inputs`: their memory."""
 
     regions: Regions = field(default_factory=Regions)
-    customs: list[Custom] = field(default_factory=list)
+    customs: list[Custom | HigherOrder] = field(default_factory=list)
     inputs: frozenset[int] = frozenset()
 
 
@@ -106,6 +122,8 @@ class Flatten(fx.Interpreter):
             return self.run_inline(target.name(), args, kwargs)
         if flex.is_flex(target):
             return flex.written_out(*args)
+        if isinstance(target, HigherOrderOperator):
+            return self.run_whole(target, args, kwargs)
         if target is GET_DATA:
             return args[0].detach()  # x.data, which the tracer would take for a constant
         if target is ENTER_INFERENCE_MODE:
@@ -113,6 +131,10 @@ class Flatten(fx.Interpreter):
         if target is EXIT_INFERENCE_MODE:
             return args[0].__exit__(None, None, None)
         return super().call_function(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.running = n
+        return super().run_node(n)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         self.tag()
@@ -175,6 +197,19 @@ class Flatten(fx.Interpreter):
             outputs[k] = x.copy_(outputs[k])
         return tuple(outputs)
 
+    def run_whole(self, operator: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
+        """A higher-order operator as one node, which gives tensors of the kinds that Dynamo has found."""
+        call, tensors = held(operator, args, kwargs)
+        expected = flex.example(self.running)
+        several = type(expected) if isinstance(expected, (tuple, list)) else None
+        like = [
+            torch.empty_strided(*numbers(x), dtype=x.dtype, device=x.device)
+            for x in (expected if several else [expected])
+        ]
+        self.book.customs.append(call)
+        made = operators.custom_gradient(like, tensors, [], len(self.book.customs) - 1)
+        return several(made) if several else made[0]
+
     def refuse_shared(self, written: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
         """Raises GraphRefused where who else has the memory that a Function writes to would not see it written."""
         memory = [storage_key(x) for x in operands]
@@ -210,21 +245,33 @@ def is_inline(target: Any) -> bool:
     return isinstance(target, HigherOrderOperator) and target.name() in INLINE
 
 
-def refuse_higher_order(gm: fx.GraphModule) -> None:
-    """Raises GraphRefused for what cannot be written out in line without losing a gradient."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            understood = is_inline(node.target) or (flex.is_flex(node.target) and module is gm)
-            if isinstance(node.target, HigherOrderOperator) and not understood:
-                name = node.target.name()
-                why = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet")
-                raise GraphRefused(Refusal(why, node))
-            if is_inline(node.target) and node.target.name() == CUSTOM:
-                _refuse_custom(node)
-            if flex.calls_functorch(node):
-                raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))
+def refuse_higher_order(gm: fx.GraphModule, inside: bool = False) -> None:
+    """Raises GraphRefused for what can neither be written out in line without losing a gradient, nor be one node.
+    `inside`: of a region of a program."""
+    for node in gm.graph.nodes:
+        if flex.calls_functorch(node):
+            raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))
+        if is_inline(node.target) and node.target.name() == CUSTOM:
+            _refuse_custom(node)
+        if is_inline(node.target) or node.op == "call_module":
+            graphs = [_graph_or_example(gm, arg) for arg in node.all_input_nodes]
+            graphs += [gm.get_submodule(node.target)] if node.op == "call_module" else []
+            for graph in graphs:
+                if isinstance(graph, fx.GraphModule):
+                    refuse_higher_order(graph, True)
+        elif isinstance(node.target, HigherOrderOperator) and (inside or not flex.is_flex(node.target)):
+            name = node.target.name()
+            why = reason_against(node, partial(_graph_or_example, gm))
+            if why is not None or name in HIGHER_ORDER:
+                said = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet: {why}")
+                raise GraphRefused(Refusal(said, node))
+
+
+def _graph_or_example(gm: fx.GraphModule, value: Any) -> Any:
+    """What a node of Dynamo's graph stands for."""
+    if isinstance(value, fx.Node) and value.op == "get_attr":
+        return attrgetter(str(value.target))(gm)
+    return flex.example(value)
 
 
 def has_custom(gm: fx.GraphModule) -> bool:
@@ -237,3 +284,89 @@ def _refuse_custom(node: fx.Node) -> None:
     if "saved_for_backward_idx" not in node.kwargs:
         why = "a custom autograd.Function is captured by this version of torch in a form that is not known here"
         raise GraphRefused(Refusal(why, node))
+
+
+# ---- higher-order operators that are one node ----------------------------------------------------------------------
+# It is where all that one does follows from its operands and the graphs among its arguments: it gives new tensors and
+# changes nothing. Hooks, effects and kernels that write have no graphs there, or give back what they were given.
+NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)
+
+
+def reason_against(node: fx.Node, value: Callable[[Any], Any]) -> str | None:
+    """Why a call in Dynamo's graph cannot be one node; `value` gives the fake value of a node, or the graph it is."""
+    given = [value(leaf) for leaf in tree_leaves((node.args, node.kwargs))]
+    if not any(isinstance(leaf, fx.GraphModule) for leaf in given):
+        return "it runs no graph of the program"
+    if not all(isinstance(leaf, (Tensor, fx.GraphModule, *NUMBERS)) for leaf in given):
+        return "it is given more than tensors, numbers and graphs"
+    made = tree_leaves(value(node))
+    if not made or not all(isinstance(leaf, Tensor) for leaf in made):
+        return "it gives more than tensors"
+    memory = {storage_key(leaf) for leaf in given if isinstance(leaf, Tensor)}
+    if any(storage_key(leaf) in memory for leaf in made):
+        return "what it gives lies in the memory of what it is given"
+    return None
+
+
+def held(operator: HigherOrderOperator, args: Any, kwargs: Any) -> tuple[HigherOrder, list[Tensor]]:
+    """The call, and its tensors. Sizes that are open become numbers: graphs inside are of these sizes."""
+    tensors: list[Tensor] = []
+
+    def place(tensor: Tensor) -> OperandPlace:
+        tensors.append(tensor)
+        return OperandPlace(len(tensors) - 1)
+
+    arguments = tree_map_only(Tensor, place, (tuple(args), dict(kwargs)))
+    return HigherOrder(operator, tree_map_only(torch.SymInt, int, arguments)), tensors
+
+
+def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.Node) -> HigherOrder:
+    """`call` with what is known of its graphs, as torch traces them. Raises GraphRefused."""
+    # (In a mode of torch's own: for these operators it looks up what to do by the type of the mode.)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with unset_fake_temporarily(), mode, torch.no_grad():
+        given = [torch.empty_strided(*numbers(x), dtype=x.dtype, device=x.device) for x in tensors]
+        try:
+            traced = make_fx(call, tracing_mode="real", _allow_non_fake_inputs=True)(given)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _refused(call, f"{error.func} gives what is known only when it runs", node) from error
+    random = False
+    for graph in _graphs_of(traced):
+        inputs = list(map(value_of, graph.find_nodes(op="placeholder")))
+        for inner in graph.nodes:
+            why = _reason_inside(inner, inputs)
+            if why is not None:
+                raise _refused(call, why, node)
+            random = random or is_random(inner)
+    return HigherOrder(call.operator, call.arguments, random)
+
+
+def numbers(x: Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides; open ones are fixed."""
+    return list(map(int, x.shape)), list(map(int, x.stride()))
+
+
+def _reason_inside(node: fx.Node, inputs: Sequence[Any]) -> str | None:
+    """Why not, of a node in a graph of a call; `inputs` are the values that the graph is given."""
+    if isinstance(node.target, HigherOrderOperator) and not any(arg.op == "get_attr" for arg in node.all_input_nodes):
+        return f"{node.target.name()} in it runs no graph of the program"
+    if not isinstance(node.target, OpOverload):
+        return None
+    if node.target.namespace not in ("aten", "prims"):
+        return f"{node.target} is no ATen operator"
+    if not is_write(node):
+        return None
+    written = list(map(value_of, written_args(node)))
+    if not all(isinstance(x, Tensor) for x in written) or any(x is None for x in inputs):
+        return f"{node.target} writes, and to what is not known"
+    memory = {storage_key(x) for x in inputs if isinstance(x, Tensor)}
+    return f"{node.target} writes to what it is given" if any(storage_key(x) in memory for x in written) else None
+
+
+def _graphs_of(traced: fx.GraphModule) -> Iterator[fx.Graph]:
+    """The graph, and those inside of it."""
+    yield from (module.graph for module in traced.modules() if isinstance(module, fx.GraphModule))
+
+
+def _refused(call: HigherOrder, why: str, node: fx.Node) -> GraphRefused:
+    return GraphRefused(Refusal(f"the higher-order operator {call.__name__} is not sharded yet: {why}", node))

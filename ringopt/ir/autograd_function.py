@@ -1,20 +1,30 @@
-"""The gradient of a custom autograd.Function, as a node of the graph.
+"""Nodes that hold graphs: the gradient of a custom autograd.Function, and a call of a higher-order operator.
 
     y = F.apply(x)   ->   y, saved = forward of F, in line, on detach(x);  y = custom_gradient([y], [x], saved)
 
 The forward is ordinary nodes, without a gradient. The node returns their results; the gradient of its inputs is what
 the backward of F computes, whether or not it is the derivative (straight-through estimators, clipped gradients). That
 backward is a flat graph of its own, sharded with the forward (ringopt/sharding/handlers/autograd_function.py).
+
+    states = scan(step, [start], [tokens], [weight])   ->   states = scan([start, tokens, weight])
+
+What the graphs of torch.cond, scan, while_loop or map do to rows is not known: such an operator runs on replicated
+operands, on every rank alike, and what it gives is replicated. Its gradient is torch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
+
+from ringopt.torch_compat.pytree import tree_map_only
+from ringopt.torch_compat.schema import HigherOrderOperator
 
 
 class CustomGradient:
@@ -47,3 +57,49 @@ class _Apply(torch.autograd.Function):
 def custom_gradients(graph: fx.Graph) -> list[fx.Node]:
     """The nodes of a graph that call a CustomGradient."""
     return [node for node in graph.nodes if isinstance(node.target, CustomGradient)]
+
+
+@dataclass(frozen=True)
+class OperandPlace:
+    """Stands in the arguments for the tensor of this number."""
+
+    number: int
+
+
+class HigherOrder:
+    """`(tensors) -> tensors`.
+
+    arguments  those of `operator`, positional ones and keywords, with an OperandPlace for each tensor
+    random     whether its graphs draw random numbers
+    autocast   the region that it stands in, as _enter_autocast is called; None: that which is open when it runs
+    """
+
+    def __init__(
+        self,
+        operator: HigherOrderOperator,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        random: bool = False,
+        autocast: tuple[Any, ...] | None = None,
+    ):
+        self.operator, self.arguments, self.random, self.autocast = operator, arguments, random, autocast
+        self.__name__ = self.__qualname__ = str(operator.name())
+        self.__module__ = __name__
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        args, kwargs = tree_map_only(OperandPlace, lambda place: tensors[place.number], self.arguments)
+        with nullcontext() if self.autocast is None else _autocast_region(*self.autocast):
+            found = self.operator(*args, **kwargs)
+        return list(found) if isinstance(found, (tuple, list)) else [found]
+
+    def inside(self, autocast: tuple[Any, ...]) -> HigherOrder:
+        """The same call in an autocast region."""
+        return HigherOrder(self.operator, self.arguments, self.random, autocast)
+
+
+def _autocast_region(device: str, dtype: torch.dtype, enabled: bool, _cache: bool | None) -> torch.autocast:
+    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def calls_of_graphs(graph: fx.Graph) -> list[fx.Node]:
+    """The higher-order calls of a graph."""
+    return [node for node in graph.nodes if isinstance(node.target, HigherOrder)]

@@ -25,7 +25,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.autograd_function import CustomGradient, HigherOrder
 from ringopt.ir.nodes import is_random, is_write, named, outputs_of, source_line, value_of
 from ringopt.ir.symbolic_sizes import OPEN, at_hand, formula
 from ringopt.torch_compat.fake_tensors import FakeTensor
@@ -53,6 +53,8 @@ def keeps_order(node: fx.Node) -> bool:
     operator of another library."""
     if isinstance(node.target, CustomGradient):
         return any(map(keeps_order, node.target.backward.graph.nodes))
+    if isinstance(node.target, HigherOrder):
+        return node.target.random
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function" and bool(node.is_impure())
     if is_write(node):
@@ -204,6 +206,9 @@ def _target_text(node: fx.Node) -> str:
     if isinstance(node.target, CustomGradient):
         graph = node.target.backward.graph
         return f"custom_gradient[{_digest(program_of(graph, [x for x in graph.nodes if x.op != 'output']).text)}]"
+    if isinstance(node.target, HigherOrder):
+        args, kwargs = node.target.arguments
+        return f"{node.target.__name__}[{_digest(text([args, kwargs, node.target.autocast], str, at_hand))}]"
     return str(node.target) if isinstance(node.target, OpOverload) else getattr(
         node.target, "__name__", str(node.target)
     )  # fmt: skip
@@ -236,9 +241,23 @@ def text(value: Any, name: Callable[[fx.Node], str], size: Callable[[Any], Any])
         return f"slice{text([value.start, value.stop, value.step], name, size)}"
     if isinstance(value, torch.device):
         return value.type
+    if isinstance(value, fx.GraphModule):
+        return body(value)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def recomputed(node: fx.Node) -> str:
     """The checkpoint policy by which a node is recomputed in the backward; "" outside of checkpoints."""
     return node.meta["recompute"].name if node.meta.get("recompute") is not None else ""
+
+
+def body(gm: fx.GraphModule) -> str:
+    """A graph that an operator runs, its nodes by number."""
+    number = {node: f"%{place}" for place, node in enumerate(gm.graph.nodes)}
+    lines = []
+    for node in gm.graph.nodes:
+        inner = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        what = text(inner, str, at_hand) if isinstance(inner, fx.GraphModule) else ""
+        known = what or ("input" if node.op == "placeholder" else node_text(node, number.__getitem__, at_hand))
+        lines.append(f"{node.op} {known}")
+    return _digest(*lines)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.ir.autograd_function import HigherOrder
 from ringopt.ir.notes import PARAMETER
 from ringopt.ir.symbolic_sizes import plain
 from ringopt.torch_compat import inductor
@@ -39,6 +40,8 @@ def readable_name(name: str) -> str:
 
 def is_random(node: fx.Node) -> bool:
     """Whether the op draws from a default generator."""
+    if isinstance(node.target, HigherOrder):
+        return node.target.random
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.ir.autograd_function import HigherOrder
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.nodes import is_tensor, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
@@ -33,7 +34,10 @@ class LocalValues(fx.Interpreter):
         return self.answers.call(target, args, kwargs, lambda: run(target, args, kwargs))
 
     def run_node(self, node: fx.Node) -> Any:
-        value = super().run_node(node)
+        if isinstance(node.target, HigherOrder):  # on every rank what it is in the program
+            value = [torch.empty_like(x) for x in value_of(node)]
+        else:
+            value = super().run_node(node)
         if node.op == "call_function":
             node.meta["val"] = value
             shape_env = getattr(detect_fake_mode(), "shape_env", None)

@@ -1,0 +1,179 @@
+"""Programs with higher-order operators: these run whole on every rank, the rest on shards, with torch's gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch._higher_order_ops.map import map as mapped
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+import ringopt
+from ringopt.ir.printer import changes, short
+from ringopt.passes import LINE, UNDERSTAND
+from tests.harness.capturing import after
+from tests.harness.models import difference, run
+
+WIDTH, HEADS, ROWS = 16, 2, 11
+
+
+class Model(nn.Module):
+    """Attention, `step(self, value)`, a layer."""
+
+    def __init__(self, step):
+        super().__init__()
+        torch.manual_seed(0)
+        self.step, self.qkv, self.out = step, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.decay, self.weight = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.out(self.step(self, y))
+
+
+def chosen(m, x):
+    return torch.cond(x.sum() > 0, lambda y: (y @ m.weight).sin(), lambda y: y.cos(), (x,))
+
+
+def recurrence(m, x):
+    return scan(lambda state, y: (state * m.decay + y, state + y), torch.zeros_like(x[:, 0]), x, dim=1)[1]
+
+
+def both_states(m, x):
+    last, states = scan(lambda state, y: (state * m.decay + y, state.clone()), torch.zeros_like(x[:, 0]), x, dim=1)
+    return states + last[:, None]
+
+
+def looped(m, x):
+    return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x))[1]
+
+
+def without_gradient(m, x):
+    with torch.no_grad():
+        scale = chosen(m, x)
+    return x * scale
+
+
+def nested(m, x):
+    def inner(y):
+        return torch.cond(y.mean() > 0, lambda z: z * 2, lambda z: z.sin(), (y,))
+
+    return torch.cond(x.sum() > 0, inner, lambda y: inner(y.cos()), (x,))
+
+
+STEPS = {
+    "cond": chosen,
+    "scan": recurrence,
+    "scan with its last state": both_states,
+    "map": lambda m, x: mapped(lambda row, w: row @ w, x.transpose(0, 1).contiguous(), m.weight).transpose(0, 1),
+    "without gradient": without_gradient,
+    "one inside another": nested,
+}
+
+
+def data():
+    return {"x": torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()}
+
+
+def compared(name, autocast=False):
+    """The error of the outputs and of all gradients, and the report."""
+    found = []
+    for ring in (True, False):
+        torch._dynamo.reset()
+        model = Model(STEPS[name])
+        backend = dict(backend="ring", options={"inner_backend": "aot_eager"}) if ring else dict(backend="aot_eager")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(run(torch.compile(model, **backend), model, data()))
+    return difference(*found), ringopt.reports()[-1]
+
+
+@pytest.mark.parametrize("name, p", [(name, 2 + i % 2) for i, name in enumerate(STEPS)])
+def test_on_ranks(ranks, name, p):
+    for error, report in ranks(p, compared, name):
+        assert error < 1e-4 and report.refusal is None
+        assert report.sharded_fraction == 1.0
+        assert any("runs whole on every rank: what the graphs of a higher-order operator" in x for x in report.notes)
+        assert {gather.op for gather in report.gathers} <= {"cond", "scan", "map_impl", "output"}
+
+
+def test_autocast_reaches_the_graphs(ranks):
+    for error, report in ranks(2, compared, "cond", True):
+        assert error < 2e-2 and report.refusal is None
+
+
+def looping():
+    """Compiled and eager; torch itself compiles no gradient of a loop whose length is known only when it runs."""
+    torch._dynamo.reset()
+    model, x = Model(looped), data()["x"]
+    with torch.no_grad():
+        found = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})(x)
+        return float((found - model(x)).abs().max()), ringopt.reports()[-1]
+
+
+def test_a_loop_on_ranks(ranks):
+    for error, report in ranks(2, looping):
+        assert error < 1e-5 and report.refusal is None and report.sharded_fraction == 1.0
+
+
+def dropped():
+    """What the ranks return where a graph draws random numbers."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model = Model(lambda m, x: torch.cond(x.sum() > -1e9, lambda y: F.dropout(y, 0.5), lambda y: y.cos(), (x,)))
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    return compiled(**data()).detach()
+
+
+def test_random_numbers_are_the_same_on_all_ranks(ranks):
+    first, second = ranks(2, dropped)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_the_diff():
+    model, x = Model(chosen), data()["x"].detach()
+    before, _ = after(UNDERSTAND, model, x)
+    now, _ = after(LINE, Model(chosen), x, ranks=2)
+    lines = changes(short(before.graph), short(now.graph)).splitlines()
+    assert_expected_inline("\n".join(lines[next(i for i, line in enumerate(lines) if "%flatten" in line) :]), """\
+- %flatten = flatten(%transpose_3, 2)
++ %flatten = reshape(%transpose_3, [2, -1, 16])
+- %sum_1 = sum(%flatten)
++ %sum_1_sum = sum(%flatten, [0, 1, 2], False, dtype=float32)
++ %sum_1_reduce_from_group = reduce_from_group(%sum_1_sum)
++ %sum_1 = to(%sum_1_reduce_from_group, float32)
+  %gt = gt(%sum_1, 0)
++ %flatten_whole = gather(%flatten, 1, 1, 11, 1, 'zigzag')
+- %cond = cond([%gt, %flatten, %weight])
++ %cond = cond([%gt, %flatten_whole, %weight])
+- %getitem_3 = getitem(%cond, 0)
++ %getitem_6 = getitem(%cond, 0)
++ %getitem_3_rows = scatter(%getitem_6, 1, 1, 11, 1, 5, 'zigzag')
++ %out_weight_beside = getitem(%bucket, 0)
++ %out_bias_beside = getitem(%bucket, 1)
+- %linear_1 = linear(%getitem_3, %out_weight, %out_bias)
++ %linear_1 = linear(%getitem_3_rows, %out_weight_beside, %out_bias_beside)
+- %add = add(%x, %linear_1)
++ %add = add(%x_rows, %linear_1)
++ %add_whole = gather(%add, 1, 1, 11, 1, 'zigzag')
+- return [%add]
++ return [%add_whole]""")
+
+
+def test_other_graphs_are_another_program():
+    other = {"sin": lambda y: y.sin(), "cos": lambda y: y.cos()}
+    texts = set()
+    for inside in other.values():
+        step = lambda m, x, inside=inside: torch.cond(x.sum() > 0, inside, lambda y: y * 1, (x,))  # noqa: E731
+        texts.update(after(UNDERSTAND, Model(step), data()["x"])[1].program.text for _ in range(2))
+    assert len(texts) == 2
+
+
+def test_a_checkpoint_around_one():
+    """It is computed again as torch would."""
+    again = lambda m, x: torch.utils.checkpoint.checkpoint(recurrence, m, x, use_reentrant=False)  # noqa: E731
+    report = ringopt.explain(Model(again), data()["x"], world_size=2)
+    assert report.refusal is None and report.sharded_fraction == 1.0
