@@ -74,11 +74,11 @@ class FindAttention(Rewrite[fx.Node, Called]):
         if node.target is not aten.scaled_dot_product_attention.default:
             return None
         sdpa = Sdpa.of(node)
-        info = SiteInfo.at(node, form_of(node), "causal" if sdpa.is_causal else "full", sdpa.attn_mask is not None)
+        info = SiteInfo.at(node, _form_of(node), "causal" if sdpa.is_causal else "full", sdpa.attn_mask is not None)
         return Called(node, info, sdpa)
 
     def check(self, found: Called, facts: Facts) -> Refusal | None:
-        return why_not(found.node, found.sdpa) if found.sdpa is not None else None
+        return _why_not(found.node, found.sdpa) if found.sdpa is not None else None
 
     def rewrite(self, found: Called, facts: Facts) -> None:
         node = found.node if found.sdpa is None else canonical(facts.graph, found.node, found.sdpa)
@@ -88,14 +88,12 @@ class FindAttention(Rewrite[fx.Node, Called]):
         facts.context.sites[found.node] = replace(found.info, refusal=refusal.sentence)
 
 
-def form_of(node: fx.Node) -> str:
-    """How the program called it, for the report."""
+def _form_of(node: fx.Node) -> str:
     callers = [str(name) for name, _ in node.meta.get("source_fn_stack", [])]
     return "multihead_attention" if any("multi_head_attention" in name for name in callers) else "sdpa"
 
 
-def why_not(node: fx.Node, site: Sdpa) -> Refusal | None:
-    """Why a call of scaled_dot_product_attention is left as it is, None if it can be rewritten."""
+def _why_not(node: fx.Node, site: Sdpa) -> Refusal | None:
     query, key, value = (shape_of(operand) for operand in (site.query, site.key, site.value))
     rank = len(shape_of(node))
     if site.enable_gqa and _heads_of(key) != _heads_of(value):

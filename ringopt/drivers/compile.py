@@ -153,8 +153,8 @@ def transform_open(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
         with without_guards(shape_env):
             made = attempted(gm, example_inputs, options, mesh)
     except GuardAsked as asked:
-        said = f"sizes are open, and one process gains nothing from fixing them: {first_line(asked)}"
-        return Compiled(None, Report(1, notes=(said,)))
+        note = f"sizes are open, and one process gains nothing from fixing them: {first_line(asked)}"
+        return Compiled(None, Report(1, notes=(note,)))
     if isinstance(made, Failure):
         return Compiled(None, refused(made.refusal, options, mesh, Dump(options, mesh.rank)))
     return made
