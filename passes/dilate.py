@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from ringopt.calls import AttentionCall
+from ringopt.calls import AttentionCall, OpCall
 from ringopt.context_parallel.geometry.dilation import Dilation, dilation_of, is_dilated
 from ringopt.dims.origin import origins
 from ringopt.expr.terms import Term, dumps
@@ -139,7 +139,8 @@ def table(node: fx.Node, sources: list[fx.Node], text: str, rows: str, batch: in
     """The condition `text` for each key, [batch, 1, 1, keys], or for each query, [batch, 1, queries, 1]."""
     length = AttentionCall.of(node).rows[1]
     with node.graph.inserting_before(node):
-        column = emit(node.graph, operators.tabulate.default, (sources, text, rows, [batch, 1, length]), node)
+        what = {"sources": sources, "term": text, "rows": rows, "sizes": [batch, 1, length]}
+        column = OpCall.to(operators.tabulate.default, **what).emit(node.graph, node)
         if rows == "q":
             return column
         return emit(node.graph, torch.ops.aten.reshape.default, (column, [batch, 1, 1, length]), node)

@@ -4,8 +4,7 @@
         ->  ringopt::attention(q, k, v, mask, [], None, seed, "full" | "causal", "", dropout_p, scale)
 
 q, k, v become [B, H, S, D]: operands of other ranks are viewed so, those that torch would broadcast are expanded.
-nn.MultiheadAttention (need_weights=False) reaches this pass as scaled_dot_product_attention already, its projection and
-head split beside it.
+nn.MultiheadAttention (need_weights=False) reaches this pass as scaled_dot_product_attention already.
 After: same numbers; every attention that is left alone has a refusal.
 """
 
@@ -73,9 +72,9 @@ class FindAttention(Rewrite[fx.Node, Called]):
             return Called(node, SiteInfo.at(node, "ringopt", AttentionCall.of(node).pattern, False))
         if node.target is not aten.scaled_dot_product_attention.default:
             return None
-        sdpa = Sdpa.of(node)
-        info = SiteInfo.at(node, _form_of(node), "causal" if sdpa.is_causal else "full", sdpa.attn_mask is not None)
-        return Called(node, info, sdpa)
+        sdpa, form = Sdpa.of(node), _form_of(node)
+        pattern, masked = "causal" if sdpa.is_causal else "full", sdpa.attn_mask is not None
+        return Called(node, SiteInfo.at(node, form, pattern, masked), sdpa)
 
     def check(self, found: Called, facts: Facts) -> Refusal | None:
         return _why_not(found.node, found.sdpa) if found.sdpa is not None else None

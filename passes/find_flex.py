@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ringopt.calls import AttentionCall, FlexCall
+from ringopt.calls import AttentionCall, FlexOpCall
 from ringopt.expr.bands import Known
 from ringopt.expr.simplify import substitute
 from ringopt.expr.terms import load, loads, score
@@ -51,7 +51,7 @@ class Called:
     """A call of flex_attention, and what reading its scores gives."""
 
     node: fx.Node
-    call: FlexCall
+    call: FlexOpCall
     found: Read | Refusal
 
 
@@ -68,7 +68,7 @@ class FindFlex(Rewrite[fx.Node, Called]):
         return calls
 
     def match(self, node: fx.Node, facts: Facts) -> Called:
-        call = FlexCall.of(node)
+        call = FlexOpCall.of(node)
         return Called(node, call, read(node, call, facts))
 
     def check(self, found: Called, facts: Facts) -> Refusal | None:
@@ -104,7 +104,7 @@ class FindFlex(Rewrite[fx.Node, Called]):
         facts.context.sort_sites(facts.graph)
 
 
-def read(node: fx.Node, call: FlexCall, facts: Facts) -> Read | Refusal:
+def read(node: fx.Node, call: FlexOpCall, facts: Facts) -> Read | Refusal:
     """Once it is clear that it computes what the program does."""
     try:
         return proved(node, call, facts)
@@ -114,7 +114,7 @@ def read(node: fx.Node, call: FlexCall, facts: Facts) -> Read | Refusal:
         return Refusal(f"flex_attention: {problem.refusal.sentence}", node)
 
 
-def proved(node: fx.Node, call: FlexCall, facts: Facts) -> Read:
+def proved(node: fx.Node, call: FlexOpCall, facts: Facts) -> Read:
     """Raises NotAttention and Unreadable."""
     product, learned = call.product, facts.carries.__getitem__
     cone = Cone(facts.constants, call.sizes, stops={product})

@@ -111,8 +111,7 @@ class FindUnfused(Rewrite[Candidate, Attempt]):
 
 def proved(candidate: Candidate, facts: Facts) -> Proof:
     """Raises NotAttention."""
-    prover = facts.once(Prover, lambda: Prover(facts.constants, facts.carries))
-    found = prover.prove(candidate)
+    found = facts.once(Prover, lambda: Prover(facts.constants, facts.carries)).prove(candidate)
     known = Known(found.known or {}, found.roles.sizes)
     reading = reading_of_scores(found.scores, known, facts.carries.__getitem__, found.original)
     return Proof(found, reading, escapes(candidate, found.dropout_p) and facts.context.mesh.size == 1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from ringopt.ir.autograd_function import custom_gradients
+from ringopt.ir.autograd_function import GradientArguments, custom_gradients
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.memory import LOST, storages
 from ringopt.ir.nodes import origin, outputs_of, value_of
@@ -46,8 +46,8 @@ class Lower(Pass):
         with mode, torch.no_grad(), open_sizes(mode):
             LocalValues(gm, answers).run(*inputs)
             for node in custom_gradients(gm.graph):
-                outputs, _inputs, saved = node.args
-                LocalValues(node.target.backward, answers).run(*map(value_of, (*outputs, *saved)))
+                given = GradientArguments.of(node)
+                LocalValues(node.target.backward, answers).run(*map(value_of, (*given.outputs, *given.saved)))
         for graph in (gm.graph, *(node.target.backward.graph for node in custom_gradients(gm.graph))):
             check_sizes(graph)
         restore_strides(gm.graph)

@@ -22,11 +22,12 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ringopt.calls import DilatedCall, call_over_ranks
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.cost.site import rates_for
 from ringopt.dims.products import is_product
 from ringopt.distributed.mesh import ANY, Mesh
-from ringopt.ir.nodes import named, op_name
+from ringopt.ir.nodes import op_name
 from ringopt.ops.traits import attends, exchanges
 from ringopt.options import InnerBackend
 from ringopt.overlap.async_collectives import Budget
@@ -67,13 +68,13 @@ class Schedule(Pass):
             work = {"forward": ahead, "backward": behind, "home": aside}
             ways = [way for way in work if work[way].pays and work[way].fits and not why]
             if ways:
-                node.kwargs = {**node.kwargs, "early": " ".join(ways)}
+                call_over_ranks(node).replace(early=" ".join(ways)).write(node)
             info = by_name.get(node.name.removesuffix(f"_{op_name(node)}"))
             if info is not None:
                 info.notes.append(note(ahead, behind, aside, why))
         if context.budget is not None and not unordered:
             sites = [node for node in gm.graph.nodes if attends(node)]
-            early = [node for node in sites if "forward" in named(node, "early").split()]
+            early = [node for node in sites if "forward" in call_over_ranks(node).early.split()]
             context.notes += held_back(gm.graph, context.budget, early, context.mesh.size)
 
 
@@ -88,12 +89,13 @@ def why_unordered(mesh: Mesh, inner_backend: InnerBackend) -> str:
 
 def why_not(node: fx.Node, ranks: int) -> str:
     """Why the exchange of an attention cannot start before it, or ""."""
-    if op_name(node) == "dilated_attention":
+    call = call_over_ranks(node)
+    if isinstance(call, DilatedCall):
         sends = dilated_plan_at(node, ranks).strategies != "local"
         return "" if sends else "it sends nothing"
     plan = plan_at(node, ranks)
     if not isinstance(plan, Exchange) or plan.queries_move:
-        return f"strategy {named(node, 'strategy')} sends queries too"
+        return f"strategy {call.strategy} sends queries too"
     return "" if plan.length else "it sends nothing"
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from ringopt.calls import OpCall
 from ringopt.ir.nodes import is_parameter, op_name, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ops import operators
@@ -38,14 +39,20 @@ class SyncGradients(Pass):
     sync_gradients: bool = True
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        copies = [node for node in gm.graph.nodes if op_name(node) == "copy_to_group" and is_parameter(node.args[0])]
+        copies = [node for node in gm.graph.nodes if op_name(node) == "copy_to_group" and is_parameter(copied(node))]
         if not self.sync_gradients:
             for copy in copies:
-                copy.target, copy.args = operators.leave_to_wrapper.default, (copy.args[0], context.mesh.size)
+                OpCall.to(operators.leave_to_wrapper.default, x=copied(copy), ranks=context.mesh.size).write(copy)
             return
         for bucket in buckets(copies):
             if len(bucket) > 1:
                 join(gm.graph, bucket)
+
+
+def copied(copy: fx.Node) -> fx.Node:
+    """The parameter of a `copy_to_group`."""
+    found: fx.Node = OpCall.of(copy)["x"]
+    return found
 
 
 def buckets(copies: list[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -53,7 +60,7 @@ def buckets(copies: list[fx.Node]) -> Iterator[list[fx.Node]]:
     order = {node: place for place, node in enumerate(copies[0].graph.nodes)} if copies else {}
     open_buckets: dict[tuple[torch.dtype, torch.device], list[fx.Node]] = {}
     for copy in sorted(copies, key=lambda copy: min(map(order.__getitem__, copy.users)), reverse=True):
-        value = value_of(copy.args[0])
+        value = value_of(copied(copy))
         bucket = open_buckets.setdefault((value.dtype, value.device), [])
         if value.is_complex():
             continue  # reduced by itself
@@ -66,21 +73,20 @@ def buckets(copies: list[fx.Node]) -> Iterator[list[fx.Node]]:
 
 def size_of(copy: fx.Node) -> int:
     """Bytes of the parameter that is copied."""
-    value = value_of(copy.args[0])
+    value = value_of(copied(copy))
     return int(value.numel() * value.element_size())
 
 
 def join(graph: fx.Graph, bucket: list[fx.Node]) -> None:
     """One node for the copies of a bucket, where its parameters are: at the head of the graph. The copies are what it
     returns."""
-    parameters, group = [copy.args[0] for copy in bucket], bucket[0].args[1]
+    parameters, group = list(map(copied, bucket)), OpCall.of(bucket[0])["group"]
     head = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="placeholder"):
         head.prepend(node)
     with graph.inserting_before(head):
-        made = graph.create_node(
-            "call_function", operators.copy_all_to_group.default, (parameters, group), {}, "bucket"
-        )
+        call = OpCall.to(operators.copy_all_to_group.default, parameters=parameters, group=group)
+        made = call.insert(graph, "bucket")
         made.meta = {PLACEMENT: None, WHOLE: None}
     for i, copy in enumerate(bucket):
         copy.target, copy.args = operator.getitem, (made, i)

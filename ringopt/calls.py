@@ -1,29 +1,89 @@
-"""Calls of the attention operators in a graph, by the names of their arguments: who reads or rewrites one goes through
-these, and nobody else counts positions.
+"""Calls of the operators of ringopt in a graph, by the names of their arguments: who reads, writes or rewrites one goes
+through these, and nobody else counts positions.
 
     call = AttentionCall.of(node)        call.mask_term.score, call.pattern, ...
     call.replace(pattern="causal", mask="").write(node)
 
-The fields of each are the arguments of its operator, in the order of its schema (ringopt/ops/); the backward of an
-operator, and what starts its exchange early, have them too, among others.
+    call = OpCall.of(node)               call["length"], call["layout"]
+    call.of_half(operators.gather_start.default, number=0).insert(graph)
+
+The fields of each class are the arguments of its operator, in the order of its schema (ringopt/ops/); the backward of
+an operator has them too, among others. `OpCall` is of any operator, where a class would say no more than the schema.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.fx as fx
 
 from ringopt.expr.mask import Mask
-from ringopt.ir.nodes import origin, shape_of, value_of
+from ringopt.ir.nodes import emit, origin, shape_of, value_of
 from ringopt.torch_compat.schema import schema_of
 
 C = TypeVar("C", bound="Call")
 Size = Any  # int, torch.SymInt, or a node that gives one
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """Of the operator `target`. `arguments` are all of its schema, defaults included, in its order."""
+
+    target: Any
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def to(cls, target: Any, **arguments: Any) -> OpCall:
+        """Raises TypeError for arguments that the operator has not, and where one is missing that has no default."""
+        schema = schema_of(target).arguments
+        names = [argument.name for argument in schema]
+        lacking = [each.name for each in schema if each.name not in arguments and not each.has_default_value()]
+        if lacking or not arguments.keys() <= set(names):
+            beyond = sorted(arguments.keys() - set(names))
+            raise TypeError(f"{target} takes {', '.join(names)}; without {lacking}, and with {beyond} that it has not")
+        return cls(target, {each.name: arguments.get(each.name, each.default_value) for each in schema})
+
+    @classmethod
+    def of(cls, node: fx.Node) -> OpCall:
+        """The call that `node` makes."""
+        names = [argument.name for argument in schema_of(node.target).arguments]
+        return cls.to(node.target, **dict(zip(names, node.args, strict=False)), **node.kwargs)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def replace(self, **changes: Any) -> OpCall:
+        """With other values of some arguments."""
+        return self.to(self.target, **{**self.arguments, **changes})
+
+    def of_half(self, target: Any, **more: Any) -> OpCall:
+        """Of an operator that has arguments of this one, as its start and its finish have, and `more`."""
+        names = {argument.name for argument in schema_of(target).arguments}
+        return self.to(target, **{**{name: x for name, x in self.arguments.items() if name in names}, **more})
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """By position, for a new node. Defaults at the end are no arguments."""
+        values = [(self.arguments[each.name], each) for each in schema_of(self.target).arguments]
+        while values and values[-1][1].has_default_value() and values[-1][0] == values[-1][1].default_value:
+            values.pop()
+        return tuple(value for value, _argument in values)
+
+    def write(self, node: fx.Node) -> None:
+        """Has `node` called so."""
+        node.target, node.args, node.kwargs = self.target, self.args, {}
+
+    def insert(self, graph: fx.Graph, name: str | None = None) -> fx.Node:
+        """A new node, of which nothing is known yet."""
+        return cast(fx.Node, graph.create_node("call_function", self.target, self.args, {}, name))
+
+    def emit(self, graph: fx.Graph, like: fx.Node) -> fx.Node:
+        """A new node with its fake value, told to come from where `like` comes from."""
+        return emit(graph, self.target, self.args, like)
 
 
 @dataclass(frozen=True)
@@ -108,7 +168,7 @@ class AttentionCall(Call):
 
 
 @dataclass(frozen=True)
-class FlexCall(Call):
+class FlexOpCall(Call):
     """`ringopt::flex`, flex_attention while it is being read: `scores` is what it makes of `product`, q @ k.mT."""
 
     product: fx.Node
@@ -147,6 +207,11 @@ class RingCall(Call):
     def mask_term(self) -> Mask:
         return Mask.parse(self.mask)
 
+    @property
+    def lengths(self) -> tuple[Size, ...]:
+        """Of the whole sequences."""
+        return self.q_length, self.kv_length
+
 
 @dataclass(frozen=True)
 class DilatedCall(Call):
@@ -167,3 +232,14 @@ class DilatedCall(Call):
     version: str
     early: str = ""
     ticket: fx.Node | None = None
+
+    @property
+    def lengths(self) -> tuple[Size, ...]:
+        """Of the whole sequence."""
+        return (self.length,)
+
+
+def call_over_ranks(node: fx.Node) -> RingCall | DilatedCall:
+    """Of an attention over the ranks, or of its backward."""
+    dilated = any(argument.name == "length" for argument in schema_of(node.target).arguments)
+    return DilatedCall.of(node) if dilated else RingCall.of(node)

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.fx as fx
 
-from ringopt.calls import AttentionCall, Call, DilatedCall, RingCall
+from ringopt.calls import AttentionCall, Call, DilatedCall, FlexOpCall, OpCall, RingCall
 from ringopt.ops import operators
 
 FORMS = {
     AttentionCall: ("attention",),
+    FlexOpCall: ("flex",),
     RingCall: ("ring_attention", "ring_attention_backward", "ring_backward_begin"),
     DilatedCall: ("dilated_attention", "dilated_attention_backward"),
 }
@@ -64,3 +65,28 @@ def test_an_operator_that_has_other_arguments_is_an_error() -> None:
     x = graph.placeholder("x")
     with pytest.raises(KeyError):
         AttentionCall.of(graph.call_function(torch.ops.aten.relu.default, (x,)))
+
+
+def test_a_half_has_the_arguments_that_it_shares_and_those_that_are_its_own() -> None:
+    graph = fx.Graph()
+    values = tuple(given("ring_attention_backward").values())
+    body = graph.call_function(operators.ring_attention_backward.default, values)
+    finish = OpCall.of(body).of_half(operators.ring_backward_finish.default, ticket="other")
+    assert finish.args == ("other", *(f"{name} of ring_attention_backward" for name in ("k", "v", "group")))
+    assert OpCall.of(finish.insert(graph)) == finish
+
+
+def test_a_call_of_any_operator_is_written_as_it_is_read() -> None:
+    """Whatever was positional; defaults at the end are left out."""
+    graph = fx.Graph()
+    node = graph.call_function(operators.ring_attention.default, tuple(given("ring_attention").values()))
+    call = OpCall.of(node).replace(early="", ticket=None)
+    call.write(node)
+    assert OpCall.of(node) == call and RingCall.of(node).strategy == call["strategy"]
+    assert len(node.args) == len(dataclasses.fields(RingCall)) - 2 and not node.kwargs
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, {"x": 1, "group": "all", "dim": 0}])
+def test_an_argument_too_few_or_too_many_is_an_error_that_names_all(arguments: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=r"copy_to_group\.default takes x, group"):
+        OpCall.to(operators.copy_to_group.default, **arguments)

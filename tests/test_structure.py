@@ -47,7 +47,6 @@ ONE_ROLE = {
     "on_a_rank": "one a benchmark: what a rank of it measures",
     "rows_of": "one a benchmark: its rows",
     "patched": "one a config of torch: other settings within the context",
-    "Config": "the arguments of an operator that are no tensors: ring attention's and dilated attention's",
     "Operands": "the tensors of one call: ring attention's and dilated attention's",
     "Saved": "what a forward leaves for its backward: ring attention's and dilated attention's",
     "load": "ringopt.load reads a program; the builder of the term Load is called as the others are",

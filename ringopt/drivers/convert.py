@@ -27,6 +27,7 @@ import torch.fx as fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
+from ringopt.calls import OpCall
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
 from ringopt.drivers.compile import Compiled, line_of_passes, raise_or_warn
 from ringopt.errors import ProgramError
@@ -288,7 +289,7 @@ def compare_inputs(program: ExportedProgram, gm: fx.GraphModule, options: Option
     given = [node for spec, node in pairs if spec.kind is InputKind.USER_INPUT and is_tensor(node)]
     names, text = [node.name for node in given], hashlib.blake2b(short(gm.graph).encode(), digest_size=8).hexdigest()
     first = gm.graph.find_nodes(op="call_function", target=operators.rows_here.default)[0]
-    first.args = (*first.args[:3], given, ",".join(names), text, options.check_inputs)
+    OpCall.of(first).replace(inputs=given, names=",".join(names), program=text, when=options.check_inputs).write(first)
 
 
 # ---- from the graph to a program -------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ import torch
 import torch.fx as fx
 import torch.fx.traceback
 
+from ringopt.calls import OpCall
 from ringopt.frontend import flex
 from ringopt.frontend.dynamic_shapes import open_value
 from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order, with_facts_of_graphs
 from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
-from ringopt.ir.autograd_function import CustomGradient, HigherOrder
+from ringopt.ir.autograd_function import CustomGradient, GradientArguments, HigherOrder
 from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.memory import note_memory
 from ringopt.ir.nodes import outputs_of, readable_name, value_of
@@ -175,7 +176,7 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     try:
         flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
         for node in flat.graph.find_nodes(op="call_function", target=operators.custom_gradient.default):
-            custom = book.customs[node.args[3]]
+            custom = book.customs[OpCall.of(node)["number"]]
             if isinstance(custom, HigherOrder):
                 put_whole(node, custom)
             else:
@@ -210,13 +211,15 @@ def give_gradient(node: fx.Node, custom: Custom) -> None:
     backward = traced(gradients, given)
     for placeholder, value in zip(backward.graph.find_nodes(op="placeholder"), given, strict=True):
         placeholder.meta["val"] = value
-    outputs, inputs, saved, _number = node.args
-    node.target, node.args = CustomGradient(backward), (outputs, [inputs[k] for k in learned], saved)
+    call = OpCall.of(node)
+    inputs = [call["inputs"][k] for k in learned]
+    node.target, node.args = CustomGradient(backward), tuple(GradientArguments(call["outputs"], inputs, call["saved"]))
 
 
 def put_whole(node: fx.Node, call: HigherOrder) -> None:
     """Puts a higher-order call in the place of the operator that stood for it. Raises GraphRefused."""
-    like, tensors, _saved, _number = node.args
+    stand_in = OpCall.of(node)
+    like, tensors = stand_in["outputs"], stand_in["inputs"]
     node.target, node.args = with_facts_of_graphs(call, [value_of(x) for x in tensors], node), (tensors,)
     rename_node(node, call.__name__)
     for memory in like:

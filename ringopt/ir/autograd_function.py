@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -52,6 +52,18 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         saved, (outputs, _inputs) = ctx.saved_tensors, ctx.counts
         return (None, None, *[None] * outputs, *ctx.graph(*gradients, *saved), *[None] * len(saved))
+
+
+class GradientArguments(NamedTuple):
+    """Of a node that calls a CustomGradient."""
+
+    outputs: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    saved: Sequence[fx.Node]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> GradientArguments:
+        return cls(*node.args)
 
 
 def custom_gradients(graph: fx.Graph) -> list[fx.Node]:

@@ -21,11 +21,11 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import torch
 import torch.fx as fx
 
+from ringopt.calls import OpCall
 from ringopt.dims.products import is_product
 from ringopt.ir.nodes import op_name, origin, value_of
 from ringopt.ops import operators
@@ -177,12 +177,12 @@ def _values_of(node: fx.Node) -> Sequence[torch.Tensor]:
 
 
 def _halve_gather(node: fx.Node, reader: fx.Node, number: int) -> None:
-    graph, (x, *place, group) = node.graph, node.args
+    graph, call = node.graph, OpCall.of(node)
     with graph.inserting_before(node):
-        start = graph.call_function(operators.gather_start.default, (x, *place, number, group))
+        start = call.of_half(operators.gather_start.default, number=number).insert(graph)
     start.meta = {**origin(node), "val": _ticket_value(value_of(node))}
     with graph.inserting_before(reader):
-        finish = graph.call_function(operators.gather_finish.default, (start, x, *place, group))
+        finish = call.of_half(operators.gather_finish.default, ticket=start).insert(graph)
     finish.meta = {**origin(node), "val": value_of(node)}
     node.replace_all_uses_with(finish)
     graph.erase_node(node)
@@ -190,16 +190,16 @@ def _halve_gather(node: fx.Node, reader: fx.Node, number: int) -> None:
 
 def halve_sum(node: fx.Node, several: Sequence[fx.Node], reader: fx.Node, number: int) -> None:
     """Splits the all-reduce of one value, or of a bucket whose results are `several`."""
-    graph, (given, group) = node.graph, node.args
-    values = _values_of(node)
+    graph, call, values = node.graph, OpCall.of(node), _values_of(node)
     with graph.inserting_before(node):
-        summed = given if isinstance(given, (tuple, list)) else [given]
-        start = graph.call_function(operators.reduce_start.default, (summed, number, group))
+        summed = call["grads"] if op_name(node) == "reduce_bucket" else [call["x"]]
+        begin = OpCall.to(operators.reduce_start.default, grads=summed, number=number, group=call["group"])
+        start = begin.insert(graph)
     start.meta = {**origin(node), "val": _ticket_value(values[0])}
     sizes, dims = [size for value in values for size in value.shape], [value.dim() for value in values]
-    arguments: Any = (start, sizes, dims, values[0].dtype, values[0].device, group)
+    made = {"sizes": sizes, "dims": dims, "dtype": values[0].dtype, "device": values[0].device}
     with graph.inserting_before(reader):
-        finish = graph.call_function(operators.reduce_finish.default, arguments)
+        finish = OpCall.to(operators.reduce_finish.default, ticket=start, **made, group=call["group"]).insert(graph)
         finish.meta = {**origin(node), "val": list(values)}
         result = finish
         if not several:

@@ -31,11 +31,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.calls import OpCall, call_over_ranks
 from ringopt.dims.products import is_product
-from ringopt.ir.nodes import named, op_name, origin, shape_of, value_of
+from ringopt.ir.nodes import op_name, origin, shape_of, value_of
 from ringopt.ops import operators
-from ringopt.ops.dilated import Config as DilatedConfig
-from ringopt.ops.ring import Config
 from ringopt.ops.traits import TABLE, attends, exchanges, is_start, starts_keys, talks
 from ringopt.overlap.async_collectives import Budget, collect_early
 from ringopt.overlap.collective_order import Lockstep
@@ -58,10 +57,6 @@ class Gap:
         return [node for node in self.free if is_product(node)]
 
 
-def _is_dilated(body: fx.Node) -> bool:
-    return op_name(body).startswith("dilated")
-
-
 def gap_before(body: fx.Node) -> Gap:
     """The gap from the exchange before `body` on, or from the last fixed node that K and V depend on: communication,
     random numbers, writes."""
@@ -73,8 +68,8 @@ def gap_before(body: fx.Node) -> Gap:
             between.clear()
         elif node.op not in ("placeholder", "output"):
             between.append(node)
-    lengths = ("length",) if _is_dilated(body) else ("q_length", "kv_length")
-    taken = [named(body, name) for name in ("k", "v", *lengths)]  # by `ring_start`, `dilated_start`
+    call = call_over_ranks(body)
+    taken = (call.k, call.v, *call.lengths)  # by `ring_start`, `dilated_start`
     needed = sources_among(between, [x for x in taken if isinstance(x, fx.Node)])
     last = max((place for place, node in enumerate(between) if node in needed and is_fixed(node)), default=-1)
     rest = between[last + 1 :]
@@ -95,7 +90,7 @@ def start_early(graph: fx.Graph) -> None:
     attention that do not depend on it are computed before it as well."""
     bodies = [node for node in graph.nodes if attends(node)]
     for number, body in enumerate(bodies):
-        if (way := attends(body)) in named(body, "early").split():
+        if (way := attends(body)) in call_over_ranks(body).early.split():
             beside = beside_of(body) if way == "forward" else []
             if any(map(is_product, beside)):
                 for node in beside:
@@ -119,16 +114,12 @@ def _start(body: fx.Node, gap: Gap, number: int) -> None:
     first = gap.free[0] if gap.free else body
     for node in gap.needed:
         first.prepend(node)
-    fields = (DilatedConfig if _is_dilated(body) else Config)._fields
-    config = [named(body, name) for name in fields[: fields.index("early")]]
-    backward, traits = attends(body) == "backward", TABLE[op_name(body)]
-    k, v = named(body, "k"), named(body, "v")
-    heads = shape_of(named(body, "q"))[1]
-    begin = getattr(operators, traits.start).default
+    call, begin = OpCall.of(body), getattr(operators, TABLE[op_name(body)].start).default
+    asked = {"q_heads": shape_of(call["q"])[1], "backward": attends(body) == "backward", "number": number}
     with body.graph.inserting_before(first):
-        ticket = body.graph.call_function(begin, (k, v, heads, backward, number, *config))
-    ticket.meta = {**origin(body), "val": value_of(k).new_empty((), dtype=torch.int64, device="cpu")}
-    body.args = (*body.args, ticket)
+        ticket = call.of_half(begin, **asked).insert(body.graph)
+    ticket.meta = {**origin(body), "val": value_of(call["k"]).new_empty((), dtype=torch.int64, device="cpu")}
+    call.replace(ticket=ticket).write(body)
     if "eager_input_vals" in body.meta:  # where Inductor reads how the operands lie in memory
         values, keywords = body.meta["eager_input_vals"]
         body.meta["eager_input_vals"] = ((*values, value_of(ticket)), keywords)
@@ -141,7 +132,7 @@ def finish_late(graph: fx.Graph) -> None:
     for body in graph.find_nodes(op="call_function", target=operators.ring_attention_backward.default):
         parts = {user.args[1]: user for user in body.users}
         grads = [parts[i] for i in (1, 2) if i in parts]
-        if "home" not in named(body, "early").split() or not grads:
+        if "home" not in call_over_ranks(body).early.split() or not grads:
             continue
         nodes = list(graph.nodes)
         after = list(takewhile(_movable, nodes[nodes.index(body) + 1 :]))
@@ -154,17 +145,16 @@ def finish_late(graph: fx.Graph) -> None:
 
 def part_home(body: fx.Node, parts: dict[Any, fx.Node], place: fx.Node) -> None:
     """Splits `body` into a start and a finish before `place`. `parts`: its results, by index."""
-    graph, (dq, dk, dv, dsources) = body.graph, value_of(body)
+    graph, call, (dq, dk, dv, dsources) = body.graph, OpCall.of(body), value_of(body)
     ticket_value = dk.new_empty((), dtype=torch.int64, device="cpu")
     with graph.inserting_before(body):
-        begin = graph.call_function(operators.ring_backward_begin.default, body.args, dict(body.kwargs))
+        begin = call.of_half(operators.ring_backward_begin.default).insert(graph)
         results = [graph.call_function(operator.getitem, (begin, number)) for number in range(3)]
     begin.meta = {**body.meta, "val": (dq, ticket_value, dsources)}
     for node, value in zip(results, (dq, ticket_value, dsources), strict=True):
         node.meta = {**origin(body), "val": value}
-    keys = (named(body, "k"), named(body, "v"), named(body, "group"))
     with graph.inserting_before(place):
-        finish = graph.call_function(operators.ring_backward_finish.default, (results[1], *keys))
+        finish = call.of_half(operators.ring_backward_finish.default, ticket=results[1]).insert(graph)
         home = [graph.call_function(operator.getitem, (finish, number)) for number in range(2)]
     finish.meta = {**origin(body), "val": (dk, dv)}
     for node, value in zip(home, (dk, dv), strict=True):

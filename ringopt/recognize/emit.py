@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.calls import AttentionCall
+from ringopt.calls import AttentionCall, OpCall
 from ringopt.dims.rules import rule_of
 from ringopt.expr.simplify import substitute
 from ringopt.expr.terms import Term, constant, dumps, loads
@@ -230,4 +230,4 @@ def tabulated(graph: fx.Graph, term: Term, axes: Mapping[str, int], like: fx.Nod
     rows = "k" if "k" in term.axes else "q"
     sizes = [axes[name] if name in term.axes else 1 for name in ("b", "h", rows)]
     text = json.dumps(dumps(substitute(term, sources=numbers)), separators=(",", ":"))
-    return emit(graph, operators.tabulate.default, (sources, text, rows, sizes), like)
+    return OpCall.to(operators.tabulate.default, sources=sources, term=text, rows=rows, sizes=sizes).emit(graph, like)

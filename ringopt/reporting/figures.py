@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.calls import OpCall
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.mesh import Mesh
-from ringopt.ir.nodes import is_tensor, source_line, value_of
+from ringopt.ir.nodes import is_tensor, outputs_of, source_line, value_of
 from ringopt.ir.notes import PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
@@ -51,7 +52,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
 def left_outputs(graph: fx.Graph, context: Context) -> Iterator[Output]:
     """For the report: outputs that every rank has only its shard of, with the bytes of the gathered tensor."""
     for place, where in context.left.items():
-        value = value_of(graph.output_node().args[0][place])
+        value = value_of(outputs_of(graph)[place])
         size = prod(where.size) * value.element_size()
         yield Output(where.name, context.options.outputs, str(where.placement), where.layout, size)
 
@@ -67,8 +68,8 @@ class Figures:
             for size in [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ()):
                 self.known[formula(size)] = at_hand(size)
         for node in graph.find_nodes(op="call_function", target=operators.rows_here.default):
-            length, layout = node.args[:2]
-            plan = layout_of(layout, self(length), mesh.size)
+            call = OpCall.of(node)
+            plan = layout_of(call["layout"], self(call["length"]), mesh.size)
             self.known[formula(value_of(node))] = count(plan.ranges(mesh.rank))
 
     def __call__(self, size: Any) -> int:

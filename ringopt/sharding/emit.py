@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.calls import OpCall
 from ringopt.context_parallel.geometry.layouts import layouts_of, text_of
 from ringopt.ir.nodes import named, shape_of, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
@@ -38,6 +39,10 @@ class Steps:
     def __call__(self, op: Any, *args: Any, placement: Sharded | None = None, **kwargs: Any) -> fx.Node:
         return self.sharder.step(op, *args, like=self.node, placement=placement, **kwargs)
 
+    def over_ranks(self, op: Any, placement: Sharded | None = None, **arguments: Any) -> fx.Node:
+        """An operator of ringopt, by the names of its arguments but its group."""
+        return self(op, *OpCall.to(op, **arguments, group=self.sharder.group).args, placement=placement)
+
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self(aten.to.dtype, x, dtype, placement=x.meta[PLACEMENT])
 
@@ -50,17 +55,17 @@ class Steps:
     # ---- between the ranks -----------------------------------------------------------------------------------------
     def total(self, partial: fx.Node) -> fx.Node:
         """Partial sums to their sum, replicated."""
-        return self(operators.reduce_from_group.default, partial, self.sharder.group)
+        return self.over_ranks(operators.reduce_from_group.default, x=partial)
 
     def parts(self, partial: fx.Node) -> fx.Node:
         """[ranks, ...]: what every rank has, replicated."""
         mine = self(aten.unsqueeze.default, partial, 0)
-        ranks, group = self.sharder.ranks, self.sharder.group
-        return self(operators.gather.default, mine, 0, 1, ranks, 1, "contiguous", group)
+        rows = self.sharder.factors(Sharded(0, 1, self.sharder.ranks, 1))
+        return self.over_ranks(operators.gather.default, x=mine, **rows, layout="contiguous")
 
     def beside(self, x: fx.Node) -> fx.Node:
         """A replicated value for use beside sharded ones: their gradients of it are summed over the ranks."""
-        return self(operators.copy_to_group.default, x, self.sharder.group)
+        return self.over_ranks(operators.copy_to_group.default, x=x)
 
     def fetch(
         self, x: fx.Node, place: Sharded, wanted: Wanted, out: Sharded | None, of: fx.Node | None = None
@@ -74,8 +79,11 @@ class Steps:
             local: Any = len(wanted.rows(layout, sharder.ranks)[sharder.rank])
         else:
             local = wanted.length if wanted.everywhere else sharder.rows(wanted.length, layout)
-        args = (x, *sharder.factors(place), wanted.form, wanted.numbers, local, layouts, sharder.group)
-        return sharder.call(target, args, of, out) if of is not None else self(target, *args, placement=out)
+        given = {"x": x, **sharder.factors(place), "form": wanted.form, "numbers": wanted.numbers}
+        given |= {"local": local, "layout": layouts}
+        if of is not None:
+            return sharder.over_ranks(target, of, out, **given)
+        return self.over_ranks(target, placement=out, **given)
 
     def layouts(self, place: Sharded, out: Sharded | None) -> str:
         """Of a sequence that is sharded as `place`, and of what is made of its rows. Where they differ, the report
@@ -92,7 +100,7 @@ class Steps:
 
     def cut(self, whole: fx.Node, place: Sharded, placement: Sharded | None = None) -> fx.Node:
         """This rank's rows of `whole`, noted as `placement`."""
-        return self(operators.scatter.default, *self.sharder.scatter_args(whole, place), placement=placement)
+        return self.over_ranks(operators.scatter.default, placement, x=whole, **self.sharder.cut(place))
 
     # ---- the result --------------------------------------------------------------------------------------------------
     def done(self, value: fx.Node, placement: Sharded | None = None, of: fx.Node | None = None) -> bool:

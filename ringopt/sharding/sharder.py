@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.calls import OpCall
 from ringopt.dims.rule import Rule, ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.memory import viewed
@@ -176,16 +177,16 @@ class Sharder:
         value = value_of(node)
         assert self.reader is not None
         self.gathers.append(GatherNote(node, self.reader, at_hand(value.numel()) * value.element_size()))
-        args = self.gather_args(self.values[node], placement)
-        return self.call(operators.gather.default, args, node, None, name=f"{node.name}_whole")
+        given = {"x": self.values[node], **self.factors(placement), "layout": self.layout(placement.length)}
+        return self.over_ranks(operators.gather.default, node, None, "whole", **given)
 
     def beside(self, node: fx.Node) -> fx.Node:
         """The whole value, used beside sharded ones: each rank's gradient of it is a part, so they are summed."""
         whole = self.replicated(node)
         if not self.carries[node]:
             return whole
-        target, name = operators.copy_to_group.default, f"{node.name}_beside"
-        return self.once(node, "beside", lambda: self.call(target, (whole, self.group), node, None, name=name))
+        target = operators.copy_to_group.default
+        return self.once(node, "beside", lambda: self.over_ranks(target, node, None, "beside", x=whole))
 
     def sharded(self, node: fx.Node, placement: Sharded) -> fx.Node:
         """This rank's rows of the value."""
@@ -206,9 +207,13 @@ class Sharder:
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
         if any(map(is_open, (*old, *new))) or placement.length < self.least(placement.length):
             return None
-        layouts = map(self.layout, (held.length, placement.length))
-        args = (self.values[node], held.dim, old, new, self.rows(placement.length), *layouts, self.group)
-        return self.call(operators.respread.default, args, node, placement, name=f"{node.name}_respread")
+        given = {"x": self.values[node], "dim": held.dim, "old": old, "new": new, **self.from_to(held, placement)}
+        return self.over_ranks(operators.respread.default, node, placement, "respread", **given)
+
+    def from_to(self, held: Sharded, placement: Sharded) -> dict[str, Any]:
+        """Arguments of operators that lay rows out anew: the layouts, and what a rank has of the new one."""
+        old, new = held.length, placement.length
+        return {"local": self.rows(new), "old_layout": self.layout(old), "new_layout": self.layout(new)}
 
     def is_whole(self, node: fx.Node) -> bool:
         """Whether a sharded value has been gathered for another reader."""
@@ -217,13 +222,13 @@ class Sharder:
     def turn(self, node: fx.Node, held: Sharded, placement: Sharded) -> fx.Node:
         """All of the dim along which the value is sharded, and this rank's part of another."""
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
-        layouts = map(self.layout, (held.length, placement.length))
-        args = (self.values[node], held.dim, old, placement.dim, new, self.rows(placement.length), *layouts, self.group)
-        return self.call(operators.turn.default, args, node, placement, name=f"{node.name}_turned")
+        given = {"x": self.values[node], "dim": held.dim, "old": old, "new_dim": placement.dim, "new": new}
+        given |= self.from_to(held, placement)
+        return self.over_ranks(operators.turn.default, node, placement, "turned", **given)
 
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
-        args = self.scatter_args(self.replicated(node), placement)
-        return self.call(operators.scatter.default, args, node, placement, name=f"{node.name}_rows")
+        cut = self.cut(placement)
+        return self.over_ranks(operators.scatter.default, node, placement, "rows", x=self.replicated(node), **cut)
 
     def rows(self, length: int, layout: str = "") -> int | fx.Node:
         """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open. `layout`:
@@ -236,8 +241,9 @@ class Sharder:
             if not self.asks and not length >= self.least(length):
                 raise AssertionError(f"{length} rows are too few for {self.ranks} ranks in layout {layout}")
             some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
-            args: Any = (length, layout, self.group, [some], "", "", "never")
-            node = self.graph.create_node("call_function", operators.rows_here.default, args, {}, "rows_here")
+            asked = {"inputs": [some], "names": "", "program": "", "when": "never"}
+            call = OpCall.to(operators.rows_here.default, length=length, layout=layout, group=self.group, **asked)
+            node = call.insert(self.graph, "rows_here")
             node.meta[PLACEMENT] = node.meta[WHOLE] = None
             self.asked[key] = node
         return self.asked[key]
@@ -322,6 +328,13 @@ class Sharder:
         new.meta[PLACEMENT], new.meta[WHOLE], new.meta[NAMED] = placement, value_of(like), name or like.name
         return new
 
+    def over_ranks(
+        self, target: Any, like: fx.Node, placement: Sharded | None, suffix: str = "", **arguments: Any
+    ) -> fx.Node:
+        """An operator of ringopt, by the names of its arguments but its group: the value of `like` in another form."""
+        call = OpCall.to(target, **arguments, group=self.group)
+        return self.call(target, call.args, like, placement, name=f"{like.name}_{suffix}" if suffix else None)
+
     def step(self, target: Any, *args: Any, like: fx.Node, placement: Sharded | None = None, **kwargs: Any) -> fx.Node:
         """A node on the way to the value of `like`, of a shape of its own."""
         name = f"{like.name}_{schema_of(target).name.split('::')[1]}"
@@ -339,8 +352,14 @@ class Sharder:
             new[node].meta = node.meta
         return clean
 
-    def factors(self, placement: Sharded) -> tuple[int, int, int, int]:
-        return placement.dim, placement.outer, placement.length, placement.inner
+    def factors(self, placement: Sharded) -> dict[str, Any]:
+        """Arguments of operators on rows: where these are."""
+        return {name: getattr(placement, name) for name in ("dim", "outer", "length", "inner")}
+
+    def cut(self, placement: Sharded) -> dict[str, Any]:
+        """And what a rank has of them."""
+        length = placement.length
+        return {**self.factors(placement), "local": self.rows(length), "layout": self.layout(length)}
 
     def gather_args(self, rows: fx.Node, placement: Sharded) -> tuple[Any, ...]:
         """Of ringopt::gather."""

@@ -43,7 +43,7 @@ class Site:
     def block(self, rows: range, keys: range) -> torch.Tensor:
         """The additive mask that pattern and terms make."""
         b, h, q, k = self.sizes
-        visible = seen(pattern_of(self.node.args[7], q, k), rows, keys)
+        visible = seen(pattern_of(AttentionCall.of(self.node).pattern, q, k), rows, keys)
         added = self.mask.additive(ScoreBlock(b, h, rows, keys), self.sources, torch.float32)
         return added.masked_fill(~visible, -math.inf)
 
@@ -56,8 +56,9 @@ class Remember(Pass):
     writes = ("values",)
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        self.masks = {node.name: node.args[3].name for node in context.sites if node.args[3] is not None}
-        self.flags = {node.name: node.args[7] for node in context.sites}
+        calls = {node.name: AttentionCall.of(node) for node in context.sites}
+        self.masks = {name: call.attn_mask.name for name, call in calls.items() if call.attn_mask is not None}
+        self.flags = {name: call.pattern for name, call in calls.items()}
         self.graph = fx.Graph()
         self.graph.output(self.graph.graph_copy(gm.graph, {}))
         context.values = {node: getattr(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")}
@@ -78,7 +79,7 @@ def classified(module: nn.Module, *args: object) -> tuple[list[Site], Context]:
     sites = []
     for node, info in context.sites.items():
         given = values[remember.masks[node.name]] if node.name in remember.masks else None
-        sources = [values[source.name] for source in node.args[4]]
+        sources = [values[source.name] for source in AttentionCall.of(node).sources]
         sites.append(Site(info, node, given, remember.flags[node.name], sources))
     return sites, context
 
@@ -90,7 +91,7 @@ def blocks(size: int, step: int) -> list[range]:
 def assert_same_mask(site: Site) -> None:
     """In every block: hidden where the program hides, else the same bits; and true verdicts."""
     b, h, q, k = site.sizes
-    assert site.node.args[3] is None
+    assert AttentionCall.of(site.node).attn_mask is None
     given = site.given
     if given is None:
         given = torch.ones(q, k, dtype=torch.bool)

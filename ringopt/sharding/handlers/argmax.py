@@ -30,7 +30,8 @@ def amax(sharder: Sharder, node: fx.Node) -> bool:
     if not _reduced_over(sharder, node, dims):
         return False
     step, largest = Steps(sharder, node), op_name(node) in ("amax", "max")
-    found = step(operators.extreme.default, sharder.values[node.args[0]], dims, largest, sharder.group)
+    x = sharder.values[node.args[0]]
+    found = step.over_ranks(operators.extreme.default, x=x, dims=dims, largest=largest)
     return step.done(found if keeps_dims(node) else step(aten.squeeze.dims, found, dims))
 
 

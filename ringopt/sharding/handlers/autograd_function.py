@@ -19,7 +19,7 @@ from functools import partial
 
 import torch.fx as fx
 
-from ringopt.ir.autograd_function import CustomGradient
+from ringopt.ir.autograd_function import CustomGradient, GradientArguments
 from ringopt.ir.nodes import is_random, op_name, source_line, tensor_args, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
@@ -119,7 +119,7 @@ class Functions:
         """Writes `node` and its results. A replicated one may yet be wanted in rows: then `node` is written once more,
         and `twice` tells when both stayed."""
         sharder, users = self.sharder, getitems(node) or []
-        placements = self.decided.get(node) or [sharder.placements[y] for y in node.args[0]]
+        placements = self.decided.get(node) or [sharder.placements[y] for y in GradientArguments.of(node).outputs]
         written = self.write(node, placements)
         sharder.set(node, written, None)
         for user in users:
@@ -130,13 +130,14 @@ class Functions:
 
     def climb(self, node: fx.Node, user: fx.Node, wanted: Sharded) -> fx.Node | None:
         """Rows of the one result that is used; None where the backward would have to gather for it."""
-        placements = [wanted if number == user.args[1] else None for number in range(len(node.args[0]))]
+        outputs = GradientArguments.of(node).outputs
+        placements = [wanted if number == user.args[1] else None for number in range(len(outputs))]
         written = self.write(node, placements, may_gather=False)
         return written and self.sharder.call(operator.getitem, (written, user.args[1]), user, wanted)
 
     def write(self, node: fx.Node, placements: Places, may_gather: bool = True) -> fx.Node | None:
         """`node` with its outputs placed so."""
-        sharder, (outputs, inputs, saved) = self.sharder, node.args
+        sharder, (outputs, inputs, saved) = self.sharder, GradientArguments.of(node)
         graph = node.target.backward.graph
         inner = Backward(graph, sharder)
         places = graph.find_nodes(op="placeholder")

@@ -93,5 +93,7 @@ def home(sharder: Sharder, node: fx.Node, columns: Sharded, rows: Sharded, rank:
     if back is not None and back.dim != columns.dim and enough_rows(sharder, back.length):
         sharder.set(node, sharder.turn(node, columns, back), back)
         return
-    whole = Steps(sharder, node)(operators.gather.default, *sharder.gather_args(sharder.values[node], columns))
+    layout = sharder.layout(columns.length)
+    step, given = Steps(sharder, node), {"x": sharder.values[node], **sharder.factors(columns), "layout": layout}
+    whole = step.over_ranks(operators.gather.default, **given)
     sharder.set(node, whole, None)

@@ -71,25 +71,12 @@ def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Want
     if place.outer * place.inner > 1 or not batched or not enough_rows(sharder, out.length):
         return False
     step = Steps(sharder, node)
-    weight, bias = (sharder.beside(each) if is_tensor(each) else None for each in (weight, bias))
-    made = step(
-        operators.convolve_rows.default,
-        sharder.values[x],
-        weight,
-        bias,
-        place.dim,
-        place.length,
-        wanted.numbers,
-        moves.stride,
-        moves.padding,
-        moves.dilation,
-        named(node, "groups"),
-        sharder.rows(out.length),
-        step.layouts(place, out),
-        sharder.group,
-        placement=out,
-    )
-    return step.done(made, out)
+    small = {"weight": sharder.beside(weight), "bias": sharder.beside(bias) if is_tensor(bias) else None}
+    held = {"dim": place.dim, "length": place.length, "numbers": wanted.numbers}
+    how = {"stride": moves.stride, "padding": moves.padding, "dilation": moves.dilation}
+    made = {"local": sharder.rows(out.length), "layout": step.layouts(place, out), "groups": named(node, "groups")}
+    given = {"x": sharder.values[x], **small, **held, **how, **made}
+    return step.done(step.over_ranks(operators.convolve_rows.default, out, **given), out)
 
 
 def sizes(given: Any, count: int) -> list[int]:
@@ -237,9 +224,8 @@ def cumsum(sharder: Sharder, node: fx.Node) -> bool:
         return False
     step = Steps(sharder, node)
     x = step(aten.to.dtype, sharder.values[node.args[0]], wide_dtype(value_of(node)), placement=place)
-    layout, group = sharder.layout(place.length), sharder.group
-    total = step(operators.running_sum.default, x, place.dim, place.length, False, layout, group, placement=place)
-    return step.done(total, place)
+    held = {"dim": place.dim, "length": place.length, "layout": sharder.layout(place.length)}
+    return step.done(step.over_ranks(operators.running_sum.default, place, x=x, **held, backwards=False), place)
 
 
 NEIGHBOURS: dict[str, Handler] = {

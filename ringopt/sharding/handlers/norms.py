@@ -49,7 +49,7 @@ class Statistics(Steps):
     def peak(self) -> fx.Node:
         """The largest element. It has no gradient: what is made with it does not depend on it."""
         detached = self.local(aten.detach.default, self.x)
-        return self(operators.extreme.default, detached, self.dims, True, self.sharder.group)
+        return self.over_ranks(operators.extreme.default, x=detached, dims=self.dims, largest=True)
 
     def moments(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         """The mean, what is left of this rank's elements without it, and the sum of the squares of that."""
@@ -140,7 +140,7 @@ def vector_norm(sharder: Sharder, node: fx.Node) -> bool:
     sizes = step.local(aten.abs.default, step.x)
     if order == 1:
         return step.reduced(step.summed(sizes))
-    return step.reduced(step(operators.extreme.default, sizes, step.dims, True, sharder.group))
+    return step.reduced(step.over_ranks(operators.extreme.default, x=sizes, dims=step.dims, largest=True))
 
 
 NORMS: dict[str, Handler] = {

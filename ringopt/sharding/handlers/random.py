@@ -21,7 +21,7 @@ def dropout(sharder: Sharder, node: fx.Node) -> bool:
     x = node.args[0]
     placement, step = sharder.placements[x], Steps(sharder, node)
     seed = step(aten.randint.default, SEEDS, [], dtype=torch.int64, device=value_of(x).device)
-    both = step(operators.dropout.default, sharder.values[x], seed, named(node, "p"), sharder.group)
+    both = step.over_ranks(operators.dropout.default, x=sharder.values[x], seed=seed, p=named(node, "p"))
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, placement), placement)
     return True
 

@@ -281,8 +281,9 @@ def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, 
         if wanted is not size:
             asked = step(aten.narrow.default, asked, dim, 0, 1)
     flat = step(aten.reshape.default, step(aten.to.dtype, asked, torch.int64), [-1])
-    values, layout, group = sharder.values[x], sharder.layout(place.length), sharder.group
-    picked = step(operators.look_up_rows.default, values, flat, place.dim, place.length, layout, group)
+    dim, length, layout = place.dim, place.length, sharder.layout(place.length)
+    given = {"x": sharder.values[x], "rows": flat, "dim": dim, "length": length, "layout": layout}
+    picked = step.over_ranks(operators.look_up_rows.default, **given)
     order = step(aten.arange.default, count, device=value_of(rows).device)
     return picked, step(aten.expand.default, step(aten.reshape.default, order, once), list(shape_of(rows)))
 
