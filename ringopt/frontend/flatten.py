@@ -263,8 +263,8 @@ def refuse_higher_order(gm: fx.GraphModule, inside: bool = False) -> None:
             name = node.target.name()
             why = reason_against(node, partial(_graph_or_example, gm))
             if why is not None or name in HIGHER_ORDER:
-                said = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet: {why}")
-                raise GraphRefused(Refusal(said, node))
+                sentence = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet: {why}")
+                raise GraphRefused(Refusal(sentence, node))
 
 
 def _graph_or_example(gm: fx.GraphModule, value: Any) -> Any:
