@@ -361,15 +361,6 @@ class Sharder:
         length = placement.length
         return {**self.factors(placement), "local": self.rows(length), "layout": self.layout(length)}
 
-    def gather_args(self, rows: fx.Node, placement: Sharded) -> tuple[Any, ...]:
-        """Of ringopt::gather."""
-        return (rows, *self.factors(placement), self.layout(placement.length), self.group)
-
-    def scatter_args(self, whole: fx.Node, placement: Sharded) -> tuple[Any, ...]:
-        """Of ringopt::scatter."""
-        length = placement.length
-        return (whole, *self.factors(placement), self.rows(length), self.layout(length), self.group)
-
     def describe(self, note: GatherNote) -> str:
         placement = self.placements[note.value]
         reader = (
