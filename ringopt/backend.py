@@ -26,7 +26,7 @@ from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.report import Report
 from ringopt.runtime.graph_boundary import Boundary, examples
-from ringopt.runtime.input_check import CheckedInputs, Compared, call_of
+from ringopt.runtime.input_check import CheckedInputs, Compared, Places, call_of
 from ringopt.runtime.mask_guards import Made, Watched
 from ringopt.runtime.trace import trace_to, with_trace
 from ringopt.runtime.verify import Original, Verified
@@ -82,7 +82,8 @@ def ring(
         if made.left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, made.given, made.left)
         if made.program is not None and made.order is not None and mesh.size > 1:
-            compared = Compared(made.program, made.order.inputs, names, bool(made.draws_random), operators)
+            places = Places(made.order.inputs, made.batch, made.local)
+            compared = Compared(made.program, places, names, bool(made.draws_random), operators)
             run = CheckedInputs(run, mesh, compared, chosen.check_inputs)
         if flat is not None and chosen.trace is not None:
             run = with_trace(run, trace_to(chosen.trace, mesh.rank))

@@ -16,7 +16,7 @@ Shard = Literal["model", "attention"]
 Strategy = Literal["auto", "local", "halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses", "hybrid"]
 LayoutName = Literal["auto", "contiguous", "zigzag"]
 Inputs = Literal["global", "local"]
-CheckInputs = Literal["first", "always", "never"]
+CheckInputs = Literal["every", "first", "always", "never"]
 Outputs = Literal["gather", "lazy", "local"]
 KernelName = Literal["auto", "flash", "cudnn", "efficient", "flash_cpu", "math"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
@@ -37,7 +37,9 @@ class Options:
     layout          which rows a rank holds; "auto" takes zigzag where a causal site gains balance from it
     inputs          "global": every rank passes whole inputs; "local": its rows of those that carry the sequence, each
                     as ringopt.from_rows makes it, which says along which dim they are cut
-    check_inputs    when the inputs are compared over the ranks: every rank must pass the same full batch
+    check_inputs    when the inputs are compared over the ranks, for every rank must pass the same full batch: "first",
+                    byte by byte at the first call; "every", and digests of the batch at each one that follows;
+                    "always", byte by byte at each, parameters too
     outputs         what is returned of values whose rows are spread: "gather" whole tensors; "lazy" ones that are
                     gathered when they are read, by all ranks alike; "local" this rank's rows of them
     sync_gradients  True: every rank has the complete gradients of parameters; False: their mean over the ranks is the
@@ -62,7 +64,7 @@ class Options:
     strategy: Strategy = "auto"
     layout: LayoutName = "auto"
     inputs: Inputs = "global"
-    check_inputs: CheckInputs = "first"
+    check_inputs: CheckInputs = "every"
     outputs: Outputs = "gather"
     sync_gradients: bool = True
     kernel: KernelName = "auto"

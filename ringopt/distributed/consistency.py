@@ -14,6 +14,11 @@ from ringopt.errors import RingMismatchError
 from ringopt.ir.canonical_order import Program
 
 WORDS = 4  # int64 words of a digest
+ADVICE = (
+    "Under backend='ring' every rank passes the same full batch and holds the same parameters. If each rank loads its "
+    "own data, pass options={'mesh': mesh['cp']}, so that only the ranks of one sequence share it; if it loads its "
+    "rows of one batch, ringopt.from_rows makes whole inputs of them"
+)
 
 
 def compare_ranks(
@@ -39,11 +44,8 @@ def compare_ranks(
     if odd:
         where = "; ".join(f"{names[i]} on ranks {sorted(ranks)}" for i, ranks in _by_row(odd).items())
         raise RingMismatchError(
-            f"inputs differ from those of rank 0: {where}. Under backend='ring' every rank passes the same full batch "
-            "and holds the same parameters. If each rank loads its own data, pass options={'mesh': mesh['cp']}, so "
-            "that only the ranks of one sequence share it; if it loads its rows of one batch, ringopt.from_rows makes "
-            "whole inputs of them; if parameters or random number generators (dropout) differ, call torch.manual_seed "
-            "with one number on all ranks before building the model"
+            f"inputs differ from those of rank 0: {where}. {ADVICE}; if parameters or random number generators "
+            "(dropout) differ, call torch.manual_seed with one number on all ranks before building the model"
         )
 
 

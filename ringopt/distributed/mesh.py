@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,7 +88,8 @@ class Mesh(ABC):
         # After an error no one waits for these any more, and yet the transport may still write into their buffers.
         self.in_flight: set[Pending] = set()
         self.recent = Recent()
-        self._within = threading.local()  # whether this thread is within a program
+        # Of this thread: whether it is within a program, and what is due before its next message.
+        self._within = threading.local()
         # Backwards of autograd that have begun the backward of a program and are not over (runtime/input_check.py).
         self.backwards: set[int] = set()
 
@@ -161,7 +162,10 @@ class Mesh(ABC):
                 if not within:
                     self.begin_program()
                 yield
+                if not within:
+                    self.settle()
         except (RingError, StopRecomputationError):
+            self.settle()  # which all ranks have begun
             raise
         except BaseException as error:
             if not within:  # else the outer program handles it
@@ -171,6 +175,18 @@ class Mesh(ABC):
             raise
         finally:
             self._within.program = within
+            if not within:
+                self._within.due = None
+
+    def due_before_message(self, settle: Callable[[], None]) -> None:
+        """`settle` is called before the next message of this thread, or at the end of the program that it is in. It
+        may raise errors of ringopt, on all ranks alike."""
+        self._within.due = settle
+
+    def settle(self) -> None:
+        due, self._within.due = getattr(self._within, "due", None), None
+        if due is not None:
+            due()
 
     def attend(self) -> None:  # noqa: B027 (most transports have threads)
         """Serves messages that have arrived. Long computations call it now and then, for transports without threads."""
@@ -198,6 +214,7 @@ class Mesh(ABC):
         pending = Pending(self, [buffer for _, buffer in (*sends, *receives)], label)
         if sends or receives:
             with self.held():
+                self.settle()
                 self.recent.note("posted", label, [peer for peer, _ in (*sends, *receives)], sent)
                 log_event("posted", label, self.rank, sent, received, len(sends))
                 self.in_flight.add(pending)
@@ -210,6 +227,7 @@ class Mesh(ABC):
             return [x.clone()]
         moved = x.nbytes * (self.size - 1)
         with self.held():
+            self.settle()
             self.recent.note("all_gather", label, sent=moved)
             began, gathered = time.monotonic(), self._all_gather(x, label)
         self.recent.note("done", label)
@@ -222,6 +240,7 @@ class Mesh(ABC):
             return x.clone(memory_format=torch.contiguous_format)
         moved = 2 * x.nbytes * (self.size - 1) // self.size
         with self.held():
+            self.settle()
             self.recent.note("all_reduce", label, sent=moved)
             began, total = time.monotonic(), self._all_reduce(x, label)
         self.recent.note("done", label)
@@ -235,6 +254,7 @@ class Mesh(ABC):
         if self.size > 1 and x.numel():
             moved = 2 * x.nbytes * (self.size - 1) // self.size
             with self.held():
+                self.settle()
                 self.recent.note("posted", label, "all", moved)
                 log_event("posted", label, self.rank, moved, moved, 2 * (self.size - 1))
                 self.in_flight.add(pending)
@@ -248,6 +268,7 @@ class Mesh(ABC):
             return [x.clone() for _ in range(self.size)], Pending(self, [], label)
         moved = x.nbytes * (self.size - 1)
         with self.held():
+            self.settle()
             self.recent.note("posted", label, "all", moved)
             log_event("posted", label, self.rank, moved, moved, self.size - 1)
             parts, transfer = self._start_all_gather(x, label)

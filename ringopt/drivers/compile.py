@@ -24,6 +24,7 @@ from ringopt.frontend.open_floats import floats_as_tensors
 from ringopt.ir.canonical_order import Program
 from ringopt.ir.io_order import Order, Reordered
 from ringopt.ir.nodes import is_parameter, requires_grad, shape_of, value_of
+from ringopt.ir.notes import OF_PROGRAM
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused
 from ringopt.ir.site import SiteInfo
@@ -63,6 +64,7 @@ class Compiled:
     given         inputs of which it takes this rank's rows
     left          outputs that are to be lazy
     local         outputs that are this rank's rows
+    batch         inputs that are no parameters, buffers or attributes of the model
     relied_on     inputs whose numbers were read
     claims        what was taken for granted of block tables among the inputs
     averaged      inputs of whose gradients the mean is left to a wrapper
@@ -79,6 +81,7 @@ class Compiled:
     given: Mapping[int, Spread] = field(default_factory=dict)
     left: Mapping[int, Spread] = field(default_factory=dict)
     local: Mapping[int, Spread] = field(default_factory=dict)
+    batch: Sequence[int] = ()
     relied_on: Sequence[int] = ()
     claims: Sequence[Claim] = ()
     averaged: Sequence[int] = ()
@@ -99,6 +102,7 @@ class Compiled:
             given={i: context.given[node] for i, node in inputs if node in context.given},
             left=context.left if options.outputs == "lazy" else {},
             local=context.left if options.outputs == "local" else {},
+            batch=[i for i, node in inputs if not (is_parameter(node) or node.meta.get(OF_PROGRAM))],
             relied_on=[i for i, node in inputs if node in context.relied_on],
             claims=made.claims,
             averaged=[] if options.sync_gradients else [i for i, node in inputs if is_parameter(node)],

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ringopt.distributed.mesh import Mesh, PretendedMesh
+from ringopt.distributed.roll_call.entrance import COMPILES, enter
 from ringopt.errors import PlanError, RingError, first_line
 from ringopt.torch_compat.dynamo import TorchDynamoException
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
@@ -65,12 +66,13 @@ def failure_of(error: Exception, where: str) -> Failure:
 
 
 def agreed(mesh: Mesh, mine: Failure | None) -> Failure | None:
-    """That of this rank, or of another where this one has none. Every rank of `mesh` comes here, or none."""
+    """That of this rank, or of another where this one has none. Every rank of `mesh` comes here, or none: raises
+    RingMismatchError where another calls a graph that it has compiled."""
     if isinstance(mesh, PretendedMesh) or mesh.size == 1:
         return mine
     with unset_fake_temporarily():  # graphs are made while others are traced
-        flags = mesh.all_gather(torch.tensor([_kind(mine)], device=mesh.device), "compiled")
-    return mine or _failure_elsewhere([int(flag) for flag in flags])
+        kinds = enter(mesh, COMPILES, _kind(mine))
+    return mine or _failure_elsewhere(kinds)
 
 
 def _failure_elsewhere(kinds: Sequence[int]) -> Failure | None:

@@ -19,6 +19,7 @@ from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.roll_call.batch import Batch, begin
 from ringopt.errors import PlanError
 from ringopt.ops.tags import ON_HOST
 from ringopt.torch_compat.symbolic_shapes import unbacked_size
@@ -34,16 +35,20 @@ _compared: WeakKeyDictionary[Mesh, set[tuple[int, str]]] = WeakKeyDictionary()
     schema="(SymInt length, str layout, str group, Tensor[] inputs, str names, str program, str when) -> SymInt",
 )
 def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:
-    """`names` are parted by commas; `when` is "first", "always" or "never", as the option check_inputs. Raises, on
-    every rank alike, RingMismatchError where they differ and PlanError where some rank would have too few rows."""
+    """`names` are parted by commas; `when` is as the option check_inputs. Raises, on every rank alike,
+    RingMismatchError where they differ (of a digest: before the next message) and PlanError where some rank would have
+    too few rows."""
     mesh = mesh_of(group)
     if mesh.size == 1 and length > 0:
         return length
-    compared = _compared.setdefault(mesh, set())
-    if names and (when == "always" or (when == "first" and (mesh.rank, program) not in compared)):
+    known, asked = (mesh.rank, program), _compared.setdefault(mesh, set())
+    first = known not in asked
+    if names and (when == "always" or (when != "never" and first)):
         compare_ranks(mesh, digest(program.encode()), names.split(","), inputs)
-        compared.add((mesh.rank, program))
+        asked.add(known)
     check_enough(length, layout, mesh.size)
+    if names and when == "every" and not first:
+        begin(mesh, Batch(digest(program.encode())[0], names.split(","), inputs, {}))
     return count(layout_of(layout, length, mesh.size).ranges(mesh.rank))
 
 

@@ -1,12 +1,12 @@
 """Do all ranks run the same program on the same inputs?
 
-Asked before a graph first runs: a loader that feeds each rank its own batch, or parameters seeded apart, would give
-numbers that look right and are not.
+Asked before a graph first runs, and of the batch at every call: a loader that feeds each rank its own batch, or
+parameters seeded apart, would give numbers that look right and are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,9 @@ import torch
 
 from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.mesh import Mesh, registered
+from ringopt.distributed.roll_call.batch import Batch, begin
+from ringopt.distributed.roll_call.entrance import COMPARES, enter
+from ringopt.distributed.roll_call.origins import origins_of, version
 from ringopt.distributed.standing import Call
 from ringopt.ir.canonical_order import Program
 from ringopt.tensor.lazy import Lazy
@@ -23,11 +26,21 @@ from ringopt.torch_compat.fake_tensors import FakeTensor
 
 
 @dataclass(frozen=True)
+class Places:
+    """Of a graph: `inputs` in the order of the program, of which `batch` are what it is called with, no parameters and
+    buffers; `local`, outputs that are this rank's rows, and no other's."""
+
+    inputs: Sequence[int]
+    batch: Collection[int]
+    local: Collection[int]
+
+
+@dataclass(frozen=True)
 class Compared:
     """What all ranks are to have alike.
 
     program    the graph before it was sharded
-    places     the inputs, in its order
+    places     of inputs and outputs
     names      of the inputs
     random     whether the graph draws numbers that must be the same on every rank: then the states of the random number
                generators are compared too
@@ -35,20 +48,22 @@ class Compared:
     """
 
     program: Program
-    places: Sequence[int]
+    places: Places
     names: Sequence[str]
     random: bool = False
     operators: Mapping[str, int] = field(default_factory=dict)
 
 
 class CheckedInputs:
-    """The compiled graph; its inputs are compared over the ranks at the first call, or at every call, as `when` says
-    (option check_inputs)."""
+    """The compiled graph; its inputs are compared over the ranks as `when` says (option check_inputs): at the first
+    call, or at every call, or all at the first and digests of the batch at every one that follows."""
 
     def __init__(self, run: Callable[..., Any], mesh: Mesh, compared: Compared, when: str):
         self.run, self.mesh, self.when = run, mesh, when
         self.program, self.random, self.operators = compared.program, compared.random, compared.operators
-        self.places, self.names = tuple(compared.places), tuple(compared.names[place] for place in compared.places)
+        self.places, self.names = compared.places, tuple(compared.names[place] for place in compared.places.inputs)
+        self.batch = [place for place in self.places.inputs if place in self.places.batch]
+        self.names_in_batch = [compared.names[place] for place in self.batch]
         self.digest = digest(self.program.text.encode())
         self.asked = False
 
@@ -56,25 +71,59 @@ class CheckedInputs:
         if any(isinstance(x, FakeTensor) for x in inputs):
             return self.run(*inputs)  # torch looks what comes out, as it does between the parts of a graph under DDP
         mesh = registered(self.mesh.name) or self.mesh  # as the operators look it up
-        ordered = [inputs[place] for place in self.places]
+        ordered = [inputs[place] for place in self.places.inputs]
         with mesh.held():
             mesh.stands(call_of("calls a compiled graph", self.digest, ordered, self.operators), publish=not self.asked)
             return self.checked(mesh, inputs)
 
     def checked(self, mesh: Mesh, inputs: Sequence[Any]) -> Any:
         end_broken_backward(mesh)
-        if self.when == "always" or (self.when == "first" and not self.asked):
-            states = [("the random number generator", torch.get_rng_state())] if self.random else []
-            if self.random and torch.cuda.is_available():
-                states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
-            names = (*self.names, *(name for name, _ in states))
-            values = [_compared(value) for value in (*(inputs[place] for place in self.places), *dict(states).values())]
-            compare_ranks(mesh, self.digest, names, values, self.program)
-            self.asked = True
+        if self.when == "always" or (self.when != "never" and not self.asked):
+            self.compare(mesh, inputs)
+            self.asked, digested = True, False
+        else:
+            digested = self.when == "every"
         with mesh.unbroken():
+            before = [version(inputs[place]) for place in self.batch]
+            if digested:
+                begin(mesh, self.batch_of(mesh, inputs))
             outputs = self.run(*inputs)
+        if self.when == "every":
+            origins_of(mesh).note(self.made(inputs, before, outputs))
         watch_backward(mesh, outputs)
         return outputs
+
+    def compare(self, mesh: Mesh, inputs: Sequence[Any]) -> None:
+        """All that goes in, parameters and generators too."""
+        if self.when == "every":
+            enter(mesh, COMPARES)
+        states = [("the random number generator", torch.get_rng_state())] if self.random else []
+        if self.random and torch.cuda.is_available():
+            states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
+        names = (*self.names, *(name for name, _ in states))
+        values = [_compared(value) for value in (*(inputs[place] for place in self.places.inputs), *dict(states).values())]
+        compare_ranks(mesh, self.digest, names, values, self.program)
+
+    def batch_of(self, mesh: Mesh, inputs: Sequence[Any]) -> Batch:
+        given, origins = [inputs[place] for place in self.batch], origins_of(mesh)
+        made = {place: origin for place, x in enumerate(given) if (origin := origins.of(x)) is not None}
+        return Batch(self.digest[0], self.names_in_batch, [_compared(x) for x in given], made)
+
+    def made(
+        self, inputs: Sequence[Any], before: Sequence[int | None], outputs: Sequence[Any]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a call has returned, and what it has written of its batch: ranks that called alike have it alike."""
+        given = {id(x) for x in inputs}
+        for place, x in enumerate(outputs):
+            if place not in self.places.local and id(x) not in given and is_plain(x):
+                yield f"output {place}", x
+        for place, then in zip(self.batch, before, strict=True):
+            if is_plain(inputs[place]) and version(inputs[place]) != then:
+                yield f"input {place}", inputs[place]
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, Lazy)
 
 
 def call_of(doing: str, program: Sequence[int], inputs: Sequence[Any], operators: Mapping[str, int]) -> Call:

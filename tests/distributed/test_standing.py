@@ -35,9 +35,11 @@ class Drops(torch.nn.Module):
 HOW = ("shape", "dtype", "train", "grad")
 
 
-def unequal(how: str, folder: str) -> tuple[str, float]:
+def unequal(how: str, folder: str, check: str = "first") -> tuple[str, float]:
     """A second call that differs on rank 1 from that of rank 0, after one that did not."""
-    options = {"inner_backend": "aot_eager", "timeout": 170.0 + HOW.index(how), "dump": folder}
+    torch._dynamo.reset()
+    timeout = (170.0 if check == "first" else 180.0) + HOW.index(how)  # a mesh of its own, for it may end
+    options = {"inner_backend": "aot_eager", "timeout": timeout, "dump": folder, "check_inputs": check}
     model = Drops().eval()
     compiled = torch.compile(model, backend="ring", options=options, dynamic=False)
     x, odd = torch.ones(2, 8, 8), dist.get_rank() == 1
@@ -82,6 +84,16 @@ def test_what_differs_after_the_first_call_is_named(ranks: Ranks, tmp_path: Path
     assert (
         text.startswith("rank 0 of mesh world, process ") and "MainThread" in text and "calls a compiled graph" in text
     )
+
+
+@pytest.mark.parametrize("how", ["train", "grad"])
+def test_where_batches_are_compared_it_is_told_at_once(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    """And no mesh ends."""
+    expected = re.escape(TOLD[how]).replace(r"\{\}", "(calls|compiles) a (compiled )?graph")
+    (said, _), (other, _) = ranks(2, unequal, how, str(tmp_path), "every")
+    assert re.search(expected, said), (said, other)
+    assert all("RingMismatchError" in found or "do not begin the same call" in found for found in (said, other))
+    assert not list(tmp_path.glob("ringopt-*.txt"))
 
 
 def test_calls_told_apart() -> None:

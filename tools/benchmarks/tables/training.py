@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         one = alone.setdefault(checkpointed, found[0])
         row = {**size, "checkpointed": checkpointed, "ranks": ranks}
         row["sent"] = sum(rank["sent"] for rank in found) / ranks
-        row |= {key: max(rank[key] for rank in found) for key in ("bytes", "seconds")}
+        row |= {key: max(rank[key] for rank in found) for key in ("bytes", "seconds", "compared")}
         row["error"] = max(abs(rank["loss"] / one["loss"] - 1) for rank in found)
         rows.append(row | {"share": row["bytes"] / one["bytes"] * ranks})
     title = _title(arguments.length, arguments.layers, arguments.heads * HEAD)
@@ -96,10 +96,12 @@ COLUMNS = (
     Column("peak,\nMiB", lambda row: f"{row['bytes'] / MIB:,.0f}"),
     Column("of one process\ndivided by ranks", lambda row: f"{row['share']:.0%}"),
     Column("s", lambda row: f"{row['seconds']:.1f}"),
+    Column("batches\ncompared in", lambda row: f"{row['compared'] / row['seconds']:.2%}"),
     Column("sent,\nMiB", lambda row: f"{row['sent'] / MIB:,.0f}"),
     Column("error", lambda row: f"{row['error']:.0e}"),
 )
 NOTES = (
     "peak: resident memory of the second step above what was resident before it, of the rank that has most.",
+    "batches compared in: of the step, the part that digests of the inputs take, and waiting for those of the others.",
     "error: of the loss, from that of one process, relative.",
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -11,6 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ringopt
+from ringopt.distributed.roll_call import batch
+from ringopt.runtime import input_check
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank
 from ringopt.tools.common.resident import give_back, reset_peak, resident
@@ -68,8 +73,8 @@ class Llama(nn.Module):
 
 
 def on_a_rank(rank: int, ranks: int, length: int, layers: int, width: int, checkpointed: bool, backend: str) -> Row:
-    """Of the second step, when all is compiled: seconds, and the peak of resident memory above what was resident
-    before it, gradients included there."""
+    """Of the second step, when all is compiled: seconds, of which some were spent on comparing batches, and the peak
+    of resident memory above what was resident before it, gradients included there."""
     begin_rank()
     give_back()
     model = Llama(layers, width, checkpointed)
@@ -83,7 +88,25 @@ def on_a_rank(rank: int, ranks: int, length: int, layers: int, width: int, check
 
     step()
     before, began = reset_peak(), time.perf_counter()
-    with ringopt.record_traffic() as traffic:
+    with ringopt.record_traffic() as traffic, comparing() as spent:
         loss = step()
-    seconds = time.perf_counter() - began
-    return {"bytes": resident("VmHWM") - before, "seconds": seconds, "loss": loss, "sent": traffic.bytes_sent}
+    seconds, sent = time.perf_counter() - began, traffic.bytes_sent
+    return {"bytes": resident("VmHWM") - before, "seconds": seconds, "loss": loss, "sent": sent, "compared": sum(spent)}
+
+
+@contextmanager
+def comparing() -> Iterator[list[float]]:
+    """The seconds that the ranks spend on comparing their batches, with what they wait for each other in it."""
+    spent: list[float] = []
+
+    def clocked(function: Callable[..., None]) -> Callable[..., None]:
+        def run(*given: object) -> None:
+            began = time.perf_counter()
+            function(*given)
+            spent.append(time.perf_counter() - began)
+
+        return run
+
+    begun = mock.patch.object(input_check, "begin", clocked(batch.begin))
+    with begun, mock.patch.object(batch, "settle", clocked(batch.settle)):
+        yield spent

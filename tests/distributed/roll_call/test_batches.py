@@ -1,0 +1,187 @@
+"""Ranks whose batches come apart after the first call: an error of that call, on all ranks, that names what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from ringopt.distributed.roll_call import batch as batches
+from ringopt.errors import RingMismatchError
+
+Ranks = Callable[..., list[Any]]
+
+N = 24
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(16, 16), nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, mask: Tensor, scale: float, extra: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.embed(ids) * scale + extra.sum()
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+
+def batch(step: int, length: int = N) -> dict[str, Any]:
+    source = torch.Generator().manual_seed(step)
+    return {
+        "ids": torch.randint(0, 16, (2, length), generator=source),
+        "mask": torch.rand(2, 1, length, length, generator=source).lt(0.8).logical_or(torch.eye(length).bool()),
+        "scale": 1.0 + step,
+        "extra": torch.zeros(0, 3),
+    }
+
+
+def one_element(given: dict[str, Any]) -> None:
+    given["ids"][1, 17] = (given["ids"][1, 17] + 1) % 16
+
+
+def in_the_mask(given: dict[str, Any]) -> None:
+    given["mask"][1, 0, 5, 6] ^= True
+
+
+def in_a_scalar(given: dict[str, Any]) -> None:
+    given["scale"] += 2**-20
+
+
+def another_length(given: dict[str, Any]) -> None:
+    given |= batch(2, N + 4)
+
+
+def rows_of_nothing(given: dict[str, Any]) -> None:
+    given["extra"] = torch.zeros(0, 5)
+
+
+CHANGES = {each.__name__: each for each in (one_element, in_the_mask, in_a_scalar, another_length, rows_of_nothing)}
+EQUAL = ""
+
+
+def trained(steps: list[str], odd: int, options: dict[str, Any]) -> list[str]:
+    """What each step says on this rank; rank `odd` is given another batch in those that are no EQUAL ones."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model().double()
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager", "timeout": 60.0, **options})
+    said = []
+    for step, change in enumerate(steps):
+        given = batch(step, N + 8 if step == 1 else N)  # so that lengths are open
+        if change and dist.get_rank() == odd:
+            CHANGES[change](given)
+        try:
+            expected = model(**given)
+            found = compiled(**given)
+            torch.testing.assert_close(found, expected)
+            found.square().mean().backward()
+            said.append("")
+        except (RingMismatchError, BackendCompilerFailed) as error:
+            said.append(str(error))
+    return said
+
+
+TOLD = {
+    "one_element": "ids on ranks [{odd}] (other numbers in [2, 24] int64)",
+    "in_the_mask": "mask on ranks [{odd}] (other numbers in [2, 1, 24, 24] bool)",
+    "in_a_scalar": "scale on ranks [{odd}] (other numbers in [] float64)",
+    "another_length": "ids on ranks [{odd}] (rank {odd}: [2, 28] int64, rank 0: [2, 24] int64)",
+    "rows_of_nothing": "[0, 5] float32",  # which compiles another graph, on one rank
+}
+
+
+def check(results: list[list[str]], steps: list[str], odd: int) -> None:
+    for said in results:
+        for change, sentence in zip(steps, said, strict=True):
+            assert bool(sentence) == bool(change), (change, sentence)
+            assert not change or TOLD[change].format(odd=odd) in sentence, (change, sentence)
+
+
+def test_a_batch_that_differs_on_one_rank(ranks: Ranks) -> None:
+    """And the mesh goes on: the next call, with equal batches, has the numbers of one process."""
+    steps = [EQUAL, EQUAL, *(step for change in TOLD for step in (change, EQUAL))]
+    check(ranks(2, trained, steps, 1, {}), steps, 1)
+
+
+def test_of_three_ranks_the_odd_one_is_named(ranks: Ranks) -> None:
+    steps = [EQUAL, EQUAL, "in_the_mask", "one_element", EQUAL]
+    check(ranks(3, trained, steps, 2, {}), steps, 2)
+
+
+def test_it_is_not_asked_where_options_say_so(ranks: Ranks) -> None:
+    """Nobody hears of it, and the numbers are neither rank's."""
+    with pytest.raises(AssertionError, match="not close"):
+        ranks(2, trained, [EQUAL, EQUAL, "in_a_scalar"], 1, {"check_inputs": "first"})
+
+
+# ---- what ranks hold alike ------------------------------------------------------------------------------------------
+class Cached(nn.Module):
+    """Takes what it has returned, and writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, seen: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state.add_(1)
+        q = self.inner(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return out + seen.mean() + state.sum(), seen * 2
+
+
+def returned_again(outputs: str) -> tuple[list[str], list[str]]:
+    """What comes back from a call is not read again, on no rank; who holds a copy of it holds the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    options = {"inner_backend": "aot_eager", "outputs": outputs}
+    compiled, rank = torch.compile(Cached(), backend="ring", options=options, dynamic=False), dist.get_rank()
+    x, seen, state, said = torch.randn(1, N, 16), torch.randn(3, 5), torch.zeros(2), []
+    read: list[str] = []
+    original = batches.word_of
+
+    def noted(x: Tensor) -> Tensor:
+        read.append(str(tuple(x.shape)))
+        return original(x)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(batches, "word_of", noted)
+        for step in range(6):
+            if step == 3 and rank == 1:
+                seen = seen.clone()
+            if step == 4 and rank == 1:
+                seen[0, 0] += 1
+            if step == 5 and rank == 1:
+                state = state + 1
+            read.append(f"{step}:")
+            try:
+                x, seen = compiled(x, seen, state)
+                said.append("")
+            except RingMismatchError as error:
+                said.append(str(error))
+                x, seen, state = (dist_copy(t) for t in (x, seen, state))
+    return said, read
+
+
+def dist_copy(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.broadcast(x, 0)
+    return x
+
+
+@pytest.mark.parametrize("outputs", ["gather", "lazy"])
+def test_what_a_call_has_made_is_not_read_again(ranks: Ranks, outputs: str) -> None:
+    for rank, (said, read) in enumerate(ranks(2, returned_again, outputs)):
+        assert [bool(sentence) for sentence in said] == [False, False, False, False, True, True], said
+        assert "seen on ranks [1] (other numbers in [3, 5] float32)" in said[4]
+        assert "state on ranks [1] (other numbers in [2] float32)" in said[5]
+        until = " ".join(read).partition("3:")[0]
+        assert until.strip() == "0: 1: 2:", (rank, read)
