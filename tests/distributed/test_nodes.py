@@ -1,7 +1,10 @@
-"""Which ranks share a node, as the launcher says."""
+"""Which ranks share a node, as the launcher says; and programs on several, made of namespaces."""
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,17 @@ import ringopt
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.plan_of import on_nodes, plan_of
 from ringopt.cost.message_bytes import Sizes, bytes_sent
+from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import ANY, PretendedMesh
 from ringopt.distributed.nodes import Nodes, nodes_from, nodes_of
 from ringopt.distributed.submesh import SubMesh
-from ringopt.errors import OptionError
+from ringopt.errors import OptionError, RingCommError
 from ringopt.hardware.devices import LINKS, Link
 from ringopt.hardware.profile import load, store
 from ringopt.hardware.rates import cautious
 from tests.context_parallel.reference import assert_near
+from tests.distributed.reading import READS
+from tests.harness.nodes import NodeLab, needs_nodes
 from tests.harness.threads import ThreadMesh, run_on_threads
 
 
@@ -159,3 +165,106 @@ def chosen_by_auto(folder: str) -> str:
         dist.barrier()
         load.cache_clear()
         return str(trained({"timeout": 77.0})["site"].strategy)  # of a mesh that has agreed on no rates yet
+
+
+# ---- several nodes --------------------------------------------------------------------------------------------------
+PATIENT, TIMEOUT = 40.0, 8.0  # seconds; TCP tries again ever later: behind a link that was down for 10, up to 13
+
+
+def begun(timeout: float, **options: Any) -> tuple[Model, Any, Tensor]:
+    dist.init_process_group("gloo")
+    torch._dynamo.reset()
+    model, x = made()
+    options = {"inner_backend": "aot_eager", "timeout": timeout, **options}
+    return model, torch.compile(model, backend="ring", options=options), x
+
+
+def near_and_far(rank: int, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Of a training step: loss and gradients, what was chosen; of which ranks the memory is read; what this process is
+    called."""
+    model, compiled, x = begun(PATIENT, **options)
+    loss = compiled(x)
+    loss.backward()
+    links = process_mesh(None, PATIENT)._links
+    return {
+        "numbers": [x.tolist() for x in (loss.detach(), *(x.grad for x in model.parameters()))],
+        "site": ringopt.reports()[-1].sites[0],
+        "near": sorted(links.lines) if links is not None else [],
+        "name": (socket.gethostname(), os.getpid()),
+    }
+
+
+@needs_nodes
+@pytest.mark.parametrize(("nodes", "each"), [(2, 1), (3, 1), (2, 2)])
+def test_on_several_nodes(nodes: int, each: int) -> None:
+    """Numbers are those of one process; memory is read within a node, and not of the process that has its number on
+    another."""
+    options = {"strategy": "hybrid"} if each > 1 else {}
+    with NodeLab(nodes, each) as lab:
+        results = lab.values(near_and_far, options)
+    model, x = made()
+    loss = model(x)
+    loss.backward()
+    for rank, found in enumerate(results):
+        for got, right in zip(found["numbers"], [loss.detach(), *(x.grad for x in model.parameters())], strict=True):
+            assert_near(torch.tensor(got, dtype=torch.float64), right, 1e-10)
+        node = rank // each
+        mates = [peer for peer in range(node * each, (node + 1) * each) if peer != rank] if READS else []
+        assert found["near"] == mates
+        assert found["name"] == (f"node{node}", results[rank % each]["name"][1])
+        assert found["site"].strategy == ("hybrid(2)" if each > 1 else found["site"].strategy)
+
+
+def steps(rank: int, ranks: int, folder: str, seconds: float, timeout: float) -> tuple[int, float, float, str]:
+    """Training steps until all agree that `seconds` are over since the second: how many, the farthest loss, the longest
+    step, and the error that ended them, or "". Touches a file when two are done."""
+    model, compiled, x = begun(timeout)
+    expected, mesh = model(x).item(), process_mesh(None, timeout)
+    number, farthest, longest, begin, last = 0, 0.0, 0.0, float("inf"), time.monotonic()
+    try:
+        while True:
+            loss = compiled(x)
+            loss.backward()
+            farthest = max(farthest, abs(loss.item() / expected - 1))
+            over = mesh.all_reduce(torch.tensor(float(time.monotonic() - begin > seconds)), "enough")
+            now, number = time.monotonic(), number + 1
+            longest, last = max(longest, now - last if number > 2 else 0.0), now
+            if over > 0:
+                return number, farthest, longest, ""
+            if number == 2:
+                begin = now
+                Path(folder, str(rank)).touch()
+    except RingCommError as error:
+        return number, farthest, time.monotonic() - last, str(error)
+
+
+def cut_for(seconds: float, folder: Path) -> Any:
+    def meanwhile(lab: NodeLab) -> None:
+        until = time.monotonic() + 60
+        while len(list(folder.iterdir())) < lab.nodes * lab.ranks and time.monotonic() < until:
+            time.sleep(0.02)
+        lab.cut(1)
+        time.sleep(seconds)
+        lab.mend(1)
+
+    return meanwhile
+
+
+@needs_nodes
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(10.0, marks=pytest.mark.zoo)])
+def test_a_link_that_comes_back_costs_time_and_nothing_else(seconds: float, tmp_path: Path) -> None:
+    with NodeLab(2, 1) as lab:
+        results = lab.values(steps, str(tmp_path), seconds + 2, PATIENT, meanwhile=cut_for(seconds, tmp_path))
+    for number, farthest, longest, error in results:
+        assert not error and number > 2
+        assert farthest < 1e-12 and longest > 0.7 * seconds
+
+
+@needs_nodes
+def test_a_link_that_stays_down_is_an_error_on_both_nodes(tmp_path: Path) -> None:
+    with NodeLab(2, 1) as lab:
+        results = lab.values(steps, str(tmp_path), 60.0, TIMEOUT, meanwhile=cut_for(TIMEOUT + 4, tmp_path))
+    for rank, (_, farthest, seconds, error) in enumerate(results):
+        assert farthest < 1e-12
+        assert f"rank {rank} of 2" in error and "failed after" in error
+        assert seconds < TIMEOUT + 6
