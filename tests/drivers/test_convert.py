@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.utils.checkpoint import checkpoint
 
 import ringopt
+from ringopt.distributed.roll_call.batch import LABEL
 from ringopt.drivers.convert import convert_program
 from ringopt.errors import PlanError, RingMismatchError
 from tests import zoo
@@ -118,12 +119,12 @@ class MixingRows(Mixer):
 
 
 def mixed(file: Path) -> tuple[list[Tensor], int]:
-    """Outputs and gradients; and the bytes that a second forward sends."""
+    """Outputs and gradients; and the bytes that a second forward sends, but for the digests of its inputs."""
     module = ringopt.load(file).module()
     found = run(lambda x: module(x), module, {"x": rows(17).double()})
     with torch.no_grad(), ringopt.record_traffic() as traffic:
         module(rows(17).double())
-    return found, traffic.bytes_sent
+    return found, sum(event.bytes for event in traffic.events if event.label != LABEL)
 
 
 def test_ops_that_mix_rows_are_exact(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
@@ -169,9 +170,12 @@ def test_bytes_are_those_that_were_sent(ranks: Callable[..., list[Any]], tmp_pat
         assert ringopt.diff(after, tmp_path / "shifted.pt2", world_size=p).after.bytes_sent == sent
 
 
-def error_of(file: Path, n: int, alike: bool) -> str:
+def error_of(file: Path, n: int, *alike: bool) -> str:
+    """Of so many calls, one after the other."""
+    program = ringopt.load(file).module()
     try:
-        ringopt.load(file).module()(rows(n, seed=1 if alike else dist.get_rank()))
+        for each in alike:
+            program(rows(n, seed=1 if each else dist.get_rank()))
     except (PlanError, RingMismatchError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -182,6 +186,9 @@ def test_ranks_with_other_inputs_are_told(ranks: Callable[..., list[Any]], tmp_p
     torch.export.save(ringopt.convert(exported(n=15), {"check_inputs": "never"}), tmp_path / "trusting.pt2")
     for said in ranks(2, error_of, tmp_path / "checked.pt2", 15, False):
         assert said.startswith("RingMismatchError: inputs differ from those of rank 0: x on ranks [1]")
+    for said in ranks(2, error_of, tmp_path / "checked.pt2", 15, True, True, False, True):
+        assert "x on ranks [1] (other numbers in [" in said
+    assert ranks(2, error_of, tmp_path / "checked.pt2", 15, True, True) == ["", ""]
     assert ranks(2, error_of, tmp_path / "trusting.pt2", 15, False) == ["", ""]
 
 

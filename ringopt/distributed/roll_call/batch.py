@@ -83,22 +83,31 @@ def words_of(mesh: Mesh, batch: Batch) -> Tensor:
 
 def settle(mesh: Mesh, batch: Batch, parts: Sequence[Tensor], pending: Pending) -> None:
     pending.wait()
-    if mesh.device.type == "cpu":
+    if on_host(mesh):
         judge(mesh, batch, [part.tolist() for part in parts], at_hand=True)
         return
-    gathered = torch.stack(list(parts))
-    table = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-    table.copy_(gathered, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
+    found = without_waiting(torch.stack(list(parts)))
     # Only what the host knows of the inputs is kept: their memory is not held.
     told = replace(batch, inputs=[Told(text) for text in batch.told()])
+    _late.setdefault(mesh, {})[mesh.rank] = lambda: judge(mesh, told, found(), at_hand=False)
 
-    def answer() -> None:
+
+def on_host(mesh: Mesh) -> bool:
+    return mesh.device.type == "cpu"
+
+
+def without_waiting(x: Tensor) -> Callable[[], Any]:
+    """Brings `x` from a device to the host; what is returned waits until it is there, and gives it."""
+    table = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    table.copy_(x, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> Any:
         arrived.synchronize()
-        judge(mesh, told, table.tolist(), at_hand=False)
+        return table.tolist()
 
-    _late.setdefault(mesh, {})[mesh.rank] = answer
+    return read
 
 
 class Told(str):

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ringopt.distributed.roll_call import batch as batches
+from ringopt.distributed.roll_call.batch import Batch
 from ringopt.errors import RingMismatchError
+from tests.harness.threads import run_on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -185,3 +187,25 @@ def test_what_a_call_has_made_is_not_read_again(ranks: Ranks, outputs: str) -> N
         assert "state on ranks [1] (other numbers in [2] float32)" in said[5]
         until = " ".join(read).partition("3:")[0]
         assert until.strip() == "0: 1: 2:", (rank, read)
+
+
+# ---- on a device ----------------------------------------------------------------------------------------------------
+def test_a_device_answers_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of what was not read, which is gone by then, nothing is claimed."""
+    monkeypatch.setattr(batches, "without_waiting", lambda x: x.tolist)
+    monkeypatch.setattr(batches, "on_host", lambda mesh: False)
+
+    def body(mesh: Any) -> list[str]:
+        said = []
+        for x, y, made in ((0, 0, {}), (0, mesh.rank, {1: 5 + mesh.rank}), (mesh.rank, 0, {}), (0, 0, {}), (0, 0, {})):
+            try:
+                with mesh.unbroken():
+                    batches.begin(mesh, Batch(7, ["x", "y"], [torch.tensor([x]), torch.tensor([y])], made))
+                said.append("")
+            except RingMismatchError as error:
+                said.append(str(error))
+        return said
+
+    for said in run_on_threads(2, body):
+        assert [bool(sentence) for sentence in said] == [False, False, False, True, False]
+        assert "x on ranks [1] (other numbers in [1] int64)" in said[3] and "y on ranks" not in said[3]
