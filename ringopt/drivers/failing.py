@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ringopt.distributed.mesh import Mesh, PretendedMesh
-from ringopt.distributed.roll_call.entrance import COMPILES, enter
+from ringopt.distributed.roll_call.entrance import COMPILES, enter_together
 from ringopt.errors import PlanError, RingError, first_line
 from ringopt.torch_compat.dynamo import TorchDynamoException
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
@@ -71,7 +71,7 @@ def agreed(mesh: Mesh, mine: Failure | None) -> Failure | None:
     if isinstance(mesh, PretendedMesh) or mesh.size == 1:
         return mine
     with unset_fake_temporarily():  # graphs are made while others are traced
-        kinds = enter(mesh, COMPILES, _kind(mine))
+        kinds = enter_together(mesh, COMPILES, _kind(mine))
     return mine or _failure_elsewhere(kinds)
 
 

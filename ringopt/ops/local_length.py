@@ -19,7 +19,7 @@ from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
-from ringopt.distributed.roll_call.batch import Batch, begin
+from ringopt.distributed.roll_call.batch import Batch, begin_batch
 from ringopt.errors import PlanError
 from ringopt.ops.tags import ON_HOST
 from ringopt.torch_compat.symbolic_shapes import unbacked_size
@@ -48,7 +48,7 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
         asked.add(known)
     check_enough(length, layout, mesh.size)
     if names and when == "every" and not first:
-        begin(mesh, Batch(digest(program.encode())[0], names.split(","), inputs, {}))
+        begin_batch(mesh, Batch(digest(program.encode())[0], names.split(","), inputs, {}))
     return count(layout_of(layout, length, mesh.size).ranges(mesh.rank))
 
 

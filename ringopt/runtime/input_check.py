@@ -15,8 +15,8 @@ import torch
 
 from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.mesh import Mesh, registered
-from ringopt.distributed.roll_call.batch import Batch, begin
-from ringopt.distributed.roll_call.entrance import COMPARES, enter
+from ringopt.distributed.roll_call.batch import Batch, begin_batch
+from ringopt.distributed.roll_call.entrance import COMPARES, enter_together
 from ringopt.distributed.roll_call.origins import origins_of, version
 from ringopt.distributed.standing import Call
 from ringopt.ir.canonical_order import Program
@@ -86,7 +86,7 @@ class CheckedInputs:
         with mesh.unbroken():
             before = [version(inputs[place]) for place in self.batch]
             if digested:
-                begin(mesh, self.batch_of(mesh, inputs))
+                begin_batch(mesh, self.batch_of(mesh, inputs))
             outputs = self.run(*inputs)
         if self.when == "every":
             origins_of(mesh).note(self.made(inputs, before, outputs))
@@ -96,7 +96,7 @@ class CheckedInputs:
     def compare(self, mesh: Mesh, inputs: Sequence[Any]) -> None:
         """All that goes in, parameters and generators too."""
         if self.when == "every":
-            enter(mesh, COMPARES)
+            enter_together(mesh, COMPARES)
         states = [("the random number generator", torch.get_rng_state())] if self.random else []
         if self.random and torch.cuda.is_available():
             states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))

@@ -1,8 +1,8 @@
 """Do all ranks call with the same batch? Each call brings a digest of its inputs, which travels beside its compute.
 
-`begin` starts the message when the call begins. It is waited for before the first other message of the call, so no
-rank waits for it that has something to compute, and none sends anything of a call in which the ranks differ. A device
-is not waited for at all: what has arrived is read when the next call begins.
+`begin_batch` starts the message when the call begins. It is waited for before the first other message of the call, so
+no rank waits for it that has something to compute, and none sends anything of a call in which the ranks differ. A
+device is not waited for at all: what has arrived is read when the next call begins.
 
 What a compiled graph has returned, or written, is not read again when it comes back (a cache of keys and values grows
 with every call): it is known by which call has made it. Ranks that differ in that, and hold their inputs still, look
@@ -51,14 +51,14 @@ class Batch:
 _late: WeakKeyDictionary[Mesh, dict[int, Callable[[], None]]] = WeakKeyDictionary()
 
 
-def begin(mesh: Mesh, batch: Batch) -> None:
+def begin_batch(mesh: Mesh, batch: Batch) -> None:
     """All ranks together. Raises RingMismatchError, on all ranks alike, then or before the next message of this call;
-    from a device at the next `begin`."""
+    from a device at the next `begin_batch`."""
     late = _late.setdefault(mesh, {}).pop(mesh.rank, None)
     if late is not None:
         late()
     parts, pending = mesh.start_all_gather(words_of(mesh, batch), LABEL)
-    mesh.due_before_message(partial(settle, mesh, batch, parts, pending))
+    mesh.due_before_message(partial(settle_batch, mesh, batch, parts, pending))
 
 
 def slot_of(place: int) -> int:
@@ -81,15 +81,15 @@ def words_of(mesh: Mesh, batch: Batch) -> Tensor:
     return words
 
 
-def settle(mesh: Mesh, batch: Batch, parts: Sequence[Tensor], pending: Pending) -> None:
+def settle_batch(mesh: Mesh, batch: Batch, parts: Sequence[Tensor], pending: Pending) -> None:
     pending.wait()
     if on_host(mesh):
-        judge(mesh, batch, [part.tolist() for part in parts], at_hand=True)
+        judge_batch(mesh, batch, [part.tolist() for part in parts], at_hand=True)
         return
     found = without_waiting(torch.stack(list(parts)))
     # Only what the host knows of the inputs is kept: their memory is not held.
     told = replace(batch, inputs=[Told(text) for text in batch.told()])
-    _late.setdefault(mesh, {})[mesh.rank] = lambda: judge(mesh, told, found(), at_hand=False)
+    _late.setdefault(mesh, {})[mesh.rank] = lambda: judge_batch(mesh, told, found(), at_hand=False)
 
 
 def on_host(mesh: Mesh) -> bool:
@@ -117,7 +117,7 @@ class Told(str):
         return str(self)
 
 
-def judge(mesh: Mesh, batch: Batch, found: Sequence[Sequence[int]], at_hand: bool) -> None:
+def judge_batch(mesh: Mesh, batch: Batch, found: Sequence[Sequence[int]], at_hand: bool) -> None:
     """`at_hand`: the inputs are still what they were. Raises RingMismatchError where the ranks `found` unlike words."""
     check_begun(mesh, found)
     odd = slots_apart(found)

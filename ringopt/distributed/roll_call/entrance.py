@@ -23,7 +23,7 @@ BEGUN, ASIDE, FREE = range(3)  # of which the third and those that follow hold d
 COMPILES, COMPARES = 1, 2  # begun; a call is told by the digest of its program
 
 
-def enter(mesh: Mesh, begun: int, aside: int = 0) -> list[int]:
+def enter_together(mesh: Mesh, begun: int, aside: int = 0) -> list[int]:
     """What each rank says aside, when all have begun the same. Raises RingMismatchError on all ranks alike."""
     found = [part.tolist() for part in mesh.all_gather(header(mesh, begun, aside), "entrance")]
     check_begun(mesh, found)

@@ -24,7 +24,7 @@ def word_of(x: Tensor) -> Tensor:
     """One int64 on the device of `x`."""
     data = bytes_in_order(x)
     split = len(data) // 4 * 4
-    numbers, rest = aligned(data[:split]), data[split:]
+    numbers, rest = aligned_numbers(data[:split]), data[split:]
     split = len(numbers) // ROW * ROW
     total = of_rows(numbers[:split].view(-1, ROW))
     for tail in (numbers[split:], rest):
@@ -45,7 +45,7 @@ def bytes_in_order(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def aligned(data: Tensor) -> Tensor:
+def aligned_numbers(data: Tensor) -> Tensor:
     """As numbers of 32 bits; a copy where a view of a byte in the midst of one gives none."""
     return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
 

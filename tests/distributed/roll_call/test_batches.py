@@ -200,7 +200,7 @@ def test_a_device_answers_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> N
         for x, y, made in ((0, 0, {}), (0, mesh.rank, {1: 5 + mesh.rank}), (mesh.rank, 0, {}), (0, 0, {}), (0, 0, {})):
             try:
                 with mesh.unbroken():
-                    batches.begin(mesh, Batch(7, ["x", "y"], [torch.tensor([x]), torch.tensor([y])], made))
+                    batches.begin_batch(mesh, Batch(7, ["x", "y"], [torch.tensor([x]), torch.tensor([y])], made))
                 said.append("")
             except RingMismatchError as error:
                 said.append(str(error))

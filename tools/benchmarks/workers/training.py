@@ -107,6 +107,6 @@ def comparing() -> Iterator[list[float]]:
 
         return run
 
-    begun = mock.patch.object(input_check, "begin", clocked(batch.begin))
-    with begun, mock.patch.object(batch, "settle", clocked(batch.settle)):
+    begun = mock.patch.object(input_check, "begin_batch", clocked(batch.begin_batch))
+    with begun, mock.patch.object(batch, "settle_batch", clocked(batch.settle_batch)):
         yield spent
