@@ -101,7 +101,8 @@ class CheckedInputs:
         if self.random and torch.cuda.is_available():
             states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
         names = (*self.names, *(name for name, _ in states))
-        values = [_compared(value) for value in (*(inputs[place] for place in self.places.inputs), *dict(states).values())]
+        given = [inputs[place] for place in self.places.inputs]
+        values = [_compared(value) for value in (*given, *dict(states).values())]
         compare_ranks(mesh, self.digest, names, values, self.program)
 
     def batch_of(self, mesh: Mesh, inputs: Sequence[Any]) -> Batch:
