@@ -11,6 +11,7 @@ from ringopt.passes.canonicalize import Canonicalize
 from ringopt.passes.choose_strategy import ChooseStrategy
 from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.dilate import Dilate
+from ringopt.passes.draw_by_position import DrawByPosition
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.find_flex import FindFlex
 from ringopt.passes.find_softmax import FindSoftmax
@@ -36,6 +37,7 @@ UNDERSTAND = (
     StripRepeatKv(),  # K and V have only their own heads
     ClassifyMask(),  # no [n, n] mask is left: a pattern, and a term evaluated block by block
     Dilate(),  # where options ask for it, self-attention is dilated or says why not
+    DrawByPosition(),  # random numbers are the same on any number of ranks
 )
 
 ALONE = (*UNDERSTAND, Lower())  # of one process: nothing is spread, and outputs have their strides

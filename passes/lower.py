@@ -34,10 +34,10 @@ class Lower(Pass):
     """Gives every node the local size of its placement, and outputs the strides and aliasing of eager."""
 
     name = "lower"
-    reads = ("sites", "given", "pairs", "left")
+    reads = ("sites", "given", "pairs", "left", "drawn")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        if not context.shards:
+        if not context.shards and not context.drawn:
             return
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         values = map(value_of, gm.graph.nodes)

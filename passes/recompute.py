@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ringopt.ir.nodes import is_random, value_of
 from ringopt.ir.notes import POLICY
+from ringopt.ops import operators
 from ringopt.ops.traits import sends
 from ringopt.options import InnerBackend
 from ringopt.pipeline import Context, Pass
@@ -75,6 +76,7 @@ def size_of(node: fx.Node, figures: Figures) -> int:
 
 
 def is_seed(node: fx.Node) -> bool:
-    """A random number by itself, from which an operator draws many."""
+    """A random number by itself, or a few, from which operators draw many."""
     value = value_of(node)
-    return is_random(node) and isinstance(value, torch.Tensor) and not value.dim()
+    few = node.target is operators.seeds.default or (isinstance(value, torch.Tensor) and not value.dim())
+    return is_random(node) and few

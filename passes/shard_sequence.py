@@ -26,6 +26,7 @@ from ringopt.ir.autograd_function import CustomGradient, HigherOrder, calls_of_g
 from ringopt.ir.nodes import eliminate_dead_code, is_random, is_tensor, op_name, shape_of, source_line, tensor_args
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import same
+from ringopt.ops import operators
 from ringopt.options import Outputs, Shard, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.sharding.composite import in_parts
@@ -35,6 +36,7 @@ from ringopt.sharding.handlers.batched_attention import told_apart
 from ringopt.sharding.handlers.by_columns import MIXED
 from ringopt.sharding.handlers.demands import Demand, sources, worked_on
 from ringopt.sharding.handlers.norms import refuse_mixed_statistics
+from ringopt.sharding.handlers.random import place_seeds
 from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
 from ringopt.sharding.outputs import gathers_of, leave
@@ -94,6 +96,8 @@ class ShardSequence(Pass):
                 context.left = leave(sharder, node, self.outputs, context.given, places)
             elif isinstance(node.target, CustomGradient):
                 functions.place(node)
+            elif node.target is operators.seeds.default:
+                place_seeds(sharder, node)
             elif node not in sharder.values and not self.spread(sharder, node, context):
                 # (A handler of a tuple places its elements with it.)
                 sharder.whole(node)

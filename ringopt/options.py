@@ -21,6 +21,7 @@ Outputs = Literal["gather", "lazy", "local"]
 KernelName = Literal["auto", "flash", "cudnn", "efficient", "flash_cpu", "math"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
 DilationOffsets = Literal["paper", "torchscale"]
+Random = Literal["position", "torch"]
 OnRefusal = Literal["warn", "error", "ignore"]
 
 LONGEST = 10**9  # seconds: 30 years, of which a process group still makes a deadline
@@ -49,6 +50,9 @@ class Options:
                     (ringopt/context_parallel/geometry/dilation.py): another function than the
                     model's own; None: they stay as they are
     dilation_offsets   where the heads begin in a segment: "paper" (j mod r) or "torchscale" (j // ceil(heads / r))
+    random          "position": random numbers follow from the position of each element and a seed, so they are equal on
+                    any number of ranks (ringopt/ops/draws.py); "torch": they are those of torch's own stream, which on
+                    shards is another on each rank
     inner_backend   what compiles the sharded graph
     timeout         seconds until a message that does not arrive is an error
     on_refusal      what happens when an attention site cannot be sharded
@@ -71,6 +75,7 @@ class Options:
     segment_lengths: tuple[int, ...] | None = None
     dilation_rates: tuple[int, ...] | None = None
     dilation_offsets: DilationOffsets = "paper"
+    random: Random = "position"
     inner_backend: InnerBackend = "inductor"
     timeout: float = 600.0
     on_refusal: OnRefusal = "warn"

@@ -42,6 +42,7 @@ class Context:
     values             tensors known when the graph is compiled (constants and buffers of the program), by node
     relied_on          of these, the ones whose numbers the transformed graph takes for granted
     sites              the attention nodes, in order
+    drawn              random ops that are drawn by position
     replicated_random  ops that every rank must draw the same random numbers for
     carries            which values carry a gradient, from the choice of strategies on
     notes              what else the report says of the graph
@@ -67,6 +68,7 @@ class Context:
     sites: dict[fx.Node, SiteInfo] = field(default_factory=dict)
     left_alone: list[Refusal] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
     replicated_random: list[str] = field(default_factory=list)
     carries: dict[fx.Node, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -23,7 +23,7 @@ from ringopt.frontend.flex_block_masks import Claim
 from ringopt.frontend.open_floats import floats_as_tensors
 from ringopt.ir.canonical_order import Program
 from ringopt.ir.io_order import Order, Reordered
-from ringopt.ir.nodes import is_parameter, requires_grad, shape_of, value_of
+from ringopt.ir.nodes import draws, is_parameter, is_random, requires_grad, shape_of, value_of
 from ringopt.ir.notes import OF_PROGRAM
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused
@@ -40,7 +40,7 @@ from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
 from ringopt.torch_compat import dynamo
-from ringopt.torch_compat.symbolic_shapes import GuardAsked, without_guards
+from ringopt.torch_compat.symbolic_shapes import GuardAsked, ShapeEnv, without_guards
 from ringopt.torch_compat.tracing import compilation_of_frame
 
 log = logger(__name__)
@@ -58,6 +58,7 @@ class Compiled:
 
     graph         to be compiled in its place; None where the graph itself is best, and all but the report is empty
     report        what was done and why
+    drawn         whether random numbers are drawn by position
     draws_random  what draws random numbers that must be the same on every rank
     program       the text that the ranks compare
     order         the canonical one of inputs and outputs, which a partitioner and autograd follow
@@ -75,6 +76,7 @@ class Compiled:
 
     graph: fx.GraphModule | None
     report: Report
+    drawn: bool = False
     draws_random: Sequence[str] = ()
     program: Program | None = None
     order: Order | None = None
@@ -96,6 +98,7 @@ class Compiled:
         return cls(
             made.graph,
             report,
+            drawn=bool(context.drawn),
             draws_random=context.replicated_random,
             program=context.program,
             order=context.canonical,
@@ -157,6 +160,9 @@ def transform_open(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
         with without_guards(shape_env):
             made = attempted(gm, example_inputs, options, mesh)
     except GuardAsked as asked:
+        if draws_here(gm, example_inputs, shape_env, options):  # as many ranks draw, so does one process
+            specialize(gm)
+            return transform(gm, example_inputs, options, mesh)
         note = f"sizes are open, and one process gains nothing from fixing them: {first_line(asked)}"
         return Compiled(None, Report(1, notes=(note,)))
     if isinstance(made, Failure):
@@ -225,6 +231,8 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
     if sites or context.given or context.pairs:
         return Compiled.of(made, report, context)
+    if context.drawn:  # nothing is spread, so nothing is compared
+        return replace(Compiled.of(made, report, context), program=None)
     return Compiled(None, report)
 
 
@@ -237,6 +245,17 @@ def ask_numbers_of(context: Context) -> None:
             bare = call.attn_mask is None and call.sinks is None and call.seed is None and not any(call.mask_term.terms)
             if not bare or not (call.pattern == "full" or (call.pattern == "causal" and same(*call.rows))):
                 raise GuardAsked(f"{info.module or 'attention'} is written out for one length ({info.pattern})")
+
+
+def draws_here(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeEnv, options: Options) -> bool:
+    """Whether random numbers are to be drawn by position, which one process does as many ranks do."""
+    if options.random == "torch":
+        return False
+    try:
+        flat = capture(gm, example_inputs, shape_env).graph
+    except GraphRefused:
+        return False
+    return any(is_random(node) and draws(node) for node in flat.graph.nodes)
 
 
 def line_of_passes(

@@ -45,6 +45,13 @@ def is_random(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a random operator draws, as it is called: not where it has no `dropout_p`, or does not train."""
+    given = arguments_of(node)
+    trains = given.get("train", given.get("training", True)) is not False  # None: yes
+    return trains and given.get("dropout_p") != 0.0 and not ("train" in given and given["p"] == 0)
+
+
 def value_of(node: Any) -> Any:
     """The fake value recorded when the graph was captured; None for an argument that is no node."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None

@@ -13,6 +13,7 @@ from ringopt.ops import (
     convolution,
     custom_gradient,
     dilated,
+    draws,
     dropout,
     fetch_rows,
     flex,
@@ -28,8 +29,8 @@ from ringopt.ops.traits import check_rows
 from ringopt.torch_compat.schema import names_of_all_operators
 
 DEFINED_BY = (
-    all_to_all, argmax, async_gather, attention, collectives, convolution, custom_gradient, dilated, dropout,
-    fetch_rows, flex, gradient_buckets, local_length, prefix_sum, reshard, ring, ring_backward_split, tabulate,
+    all_to_all, argmax, async_gather, attention, collectives, convolution, custom_gradient, dilated, draws,
+    dropout, fetch_rows, flex, gradient_buckets, local_length, prefix_sum, reshard, ring, ring_backward_split, tabulate,
 )  # fmt: skip
 operators = torch.ops.ringopt
 # Here, for an operator without a row is known to nobody who counts, orders or compares.

@@ -29,7 +29,7 @@ from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose_kernel
-from ringopt.ops.ring import EARLY, agree_on_seed, misfit_of, misfit_of_extras, misfit_of_rows
+from ringopt.ops.ring import EARLY, agree_on_seeds, misfit_of, misfit_of_extras, misfit_of_rows
 from ringopt.ops.tags import ON_HOST
 
 CONFIG = (
@@ -87,7 +87,7 @@ def dilated_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     given, config = operands_of(q, k, v, seen, sinks, seed), Config(*rest)
     attention, mesh = prepare("dilated_attention", given, seen, config)
     if seed is not None:
-        agree_on_seed(mesh, seed)
+        agree_on_seeds(mesh, seed)
     with mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         return attend_dilated(attention, mesh, given, begun(k, v, False, config))
 

@@ -113,7 +113,7 @@ def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     given, config = arguments_of_forward(arguments)
     site = prepare("ring_attention", given, config)
     if given.seed is not None:
-        agree_on_seed(site.mesh, given.seed)
+        agree_on_seeds(site.mesh, given.seed)
     with site.mesh.unbroken(), torch.autocast(given.q.device.type, enabled=False):
         return attend(site.attention, site.mesh, given, begun(given, False, config))
 
@@ -320,14 +320,15 @@ def misfit_of_extras(given: Operands, dropout_p: float) -> str:
     return ""
 
 
-def agree_on_seed(mesh: Mesh, seed: Tensor) -> None:
-    """At every call, for generators that ran apart would give every rank another mask, and no error. Raises
+def agree_on_seeds(mesh: Mesh, seeds: Tensor) -> None:
+    """At every call, for generators that ran apart would have every rank draw others, and no error. Raises
     RingMismatchError on all ranks alike."""
-    seeds = [int(part) for part in mesh.all_gather(seed.detach().to(mesh.device).reshape(1), "seed")]
-    if len(set(seeds)) > 1:
+    found = [part.tolist() for part in mesh.all_gather(seeds.detach().to(mesh.device).reshape(-1), "seed")]
+    if any(each != found[0] for each in found):
+        shown = [each[0] if len(each) == 1 else f"{each[0]}, ..." for each in found]
         raise RingMismatchError(
-            f"ring_attention: the ranks drop weights by seeds {seeds}, and must do so by one. Seed the random number "
-            "generators of all ranks alike, and draw from them alike"
+            f"the ranks draw random numbers by seeds {shown}, and must do so by one. Seed the random number generators "
+            "of all ranks alike, and draw from them alike"
         )
 
 

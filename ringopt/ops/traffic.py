@@ -193,6 +193,11 @@ def seed_compared(call: SizedCall) -> int:
     return 8 * (call.ranks - 1) if call.arguments["seed"] is not None else 0
 
 
+def seeds_compared(call: SizedCall) -> Sending:
+    """At every call of a program that draws, each rank tells the others its seeds."""
+    return Sending("told", call["given"].bytes)
+
+
 def ring(call: SizedCall) -> Sending:
     """Messages of the forward plan, and the comparison of a dropout seed."""
     return Sending("moved", bytes_sent(ring_plan(call), heads_of(call), call.rank) + seed_compared(call), grows=True)

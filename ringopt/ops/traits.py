@@ -117,6 +117,9 @@ TABLE: dict[str, Traits] = {
     "extreme": Traits(sends=traffic.extremes, gradient=conjugates.count_of_equals),
     "running_sum": Traits(sends=traffic.sums_of_chunks, gradient=conjugates.running_sum),
     "dropout": Traits(silent=True),  # the seed is read on the host
+    "seeds": alone(capturable=True),
+    "agreed_seeds": Traits(sends=traffic.seeds_compared),
+    "draw": alone(capturable=True),
     "custom_gradient": alone(capturable=True),
 }  # fmt: skip
 

@@ -19,7 +19,6 @@ from ringopt.expr.simplify import substitute
 from ringopt.expr.terms import Term, constant, dumps, loads
 from ringopt.ir.nodes import emit, is_aten, op_name, shape_of, value_of
 from ringopt.ops import operators
-from ringopt.ops.dropout import SEEDS
 from ringopt.recognize.candidates import Candidate, Roles
 from ringopt.recognize.prove import Found
 from ringopt.recognize.reading import Reading
@@ -34,8 +33,9 @@ def with_positive_scale(graph: fx.Graph, q: fx.Node, scale: float) -> tuple[fx.N
 
 def draw_seed(graph: fx.Graph, like: fx.Node) -> fx.Node:
     """One random number, the same on every rank, that all dropped weights follow from."""
-    device = value_of(like).device
-    return emit(graph, aten.randint.default, (SEEDS, []), like, {"dtype": torch.int64, "device": device})
+    with value_of(like).fake_mode:
+        seeds = emit(graph, operators.seeds.default, (1, value_of(like).device), like)
+    return emit(graph, aten.select.int, (seeds, 0, 0), like)
 
 
 def emit_found(graph: fx.Graph, found: Found, reading: Reading) -> fx.Node:

@@ -1,7 +1,8 @@
 """`verify=True`: what was compiled is held against the program it was made from, before its first result is returned.
 
     found    = compiled(copies of the inputs), and the gradients of random cotangents
-    expected = the program as Dynamo gave it, whole on every rank, with the same inputs and cotangents
+    expected = the program as Dynamo gave it, whole on every rank, with the same inputs and cotangents; one that draws
+               random numbers by position as one process has it, not compiled further
     result   = compiled(inputs)
 
 It works on copies, so buffers, gradients and generators are those of one call. A value may differ by what its dtype
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
+from ringopt.ir.nodes import draws, is_random
 from ringopt.ir.placement import Spread
+from ringopt.ops import operators
 from ringopt.output.printable import logger
 from ringopt.tensor.lazy import Lazy, cut, spread, whole
 from ringopt.torch_compat.autograd import no_autocast, unseen
@@ -53,6 +56,16 @@ class Original:
         graph.output(graph.graph_copy(program.graph, {}))
         self.run, self.names = fx.GraphModule(program, graph), tuple(names)
         self.dtypes, self.outputs = dtypes_of(program), _output_names(program)
+        self.draws = False
+
+    def drawn_by_position(self, alone: fx.GraphModule) -> None:
+        """The program draws random numbers by position: it is `alone`, what one process makes of it, that draws the
+        same. (The graph before anybody compiled it draws by torch's own stream.)"""
+        self.run, self.draws = alone, not any(map(_draws_by_stream, alone.graph.nodes))
+
+
+def _draws_by_stream(node: fx.Node) -> bool:
+    return is_random(node) and node.target is not operators.seeds.default and draws(node)
 
 
 class Verified:
@@ -90,12 +103,14 @@ class Verified:
             return
         before = _generator_states()
         found = self.values(inputs, compiled=True)
+        after = _generator_states() if self.original.draws else before
         _restore_generators(before)
         expected = self.values(inputs)
-        if not all(map(torch.equal, before, _generator_states())):
+        if not all(map(torch.equal, after, _generator_states())):
             log.warning(
-                "verify: nothing was compared, for the program draws random numbers (dropout), and ranks draw others "
-                "than one process does. Verify it with dropout 0, or after model.eval()"
+                "verify: nothing was compared, for the program draws random numbers (dropout) by torch's own stream, "
+                "and ranks draw others than one process does. Verify it with options={'random': 'position'}, with "
+                "dropout 0, or after model.eval()"
             )
             return
         dtypes = self.original.dtypes | ambient(inputs)
@@ -103,6 +118,7 @@ class Verified:
         apart = self.over_ranks(distances(found, expected))
         if any(error > allowed[name] for name, (error, _) in apart.items()):
             eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+            _restore_generators(before)
             rounded = distances(self.values(inputs, shaken=eps), expected)
             allowed = {name: max(bound, ROUNDINGS * rounded[name]) for name, bound in allowed.items()}
         wrong = [Apart(name, *found, allowed[name]) for name, found in apart.items() if not found[0] <= allowed[name]]

@@ -185,10 +185,11 @@ def is_unstable(flat: fx.GraphModule, inputs: list[Any], expected: Values) -> bo
 
 
 def with_seed(gm: fx.GraphModule) -> fx.GraphModule:
-    """Threads share one generator, which ranks do not: the seed is a number instead."""
+    """Threads share one generator, which ranks do not: seeds are numbers instead."""
     for node in gm.graph.nodes:
-        if node.target is torch.ops.aten.randint.default:
-            node.target, node.args, node.kwargs = torch.ops.aten.full.default, ([], 5), {"dtype": torch.int64}
+        if node.target is torch.ops.ringopt.seeds.default:
+            given = {"dtype": torch.int64}
+            node.target, node.args, node.kwargs = torch.ops.aten.arange.start, (5, 5 + node.args[0]), given
     gm.recompile()
     return gm
 

@@ -163,7 +163,7 @@ def test_ranks_that_differ() -> None:
     told = refused(3, lambda rank: Case(dropout_p=0.2 if rank == 1 else 0.1))
     assert "rank 1 has dropout_p=0.2, but ranks 0, 2 have dropout_p=0.1" in told
     told = refused(2, lambda rank: Case(dropout_p=0.1), seed=lambda rank: 5 + rank)
-    assert "the ranks drop weights by seeds [5, 6], and must do so by one" in told
+    assert "the ranks draw random numbers by seeds [5, 6], and must do so by one" in told
     told = refused(3, lambda rank: Case(sinks=torch.ones(1 + (rank == 2), HEADS)))
     assert 'rank 2 has sinks="[2, 4]", but ranks 0, 1 have sinks="[1, 4]"' in told
 

@@ -155,6 +155,7 @@ CALLS: dict[str, Callable[[At], Tensor]] = {
     "convolve_rows": convolved,
     "extreme": lambda at: ops.extreme(given(at.rows(), 3, 5), [0, 1], True, at.group),
     "running_sum": lambda at: ops.running_sum(given(2, at.rows(), 3), 1, at.n, False, at.layout, at.group),
+    "agreed_seeds": lambda at: ops.agreed_seeds(torch.tensor([3, 5]), at.group),
     "dropout": lambda at: ops.dropout(given(5), torch.tensor(3), 0.5, at.group)[0],
     "ring": ring("ring"),
     "ring, full": ring("ring", "full"),

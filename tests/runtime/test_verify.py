@@ -69,11 +69,11 @@ class Counting(nn.Module):
         return F.dropout(weights @ v, self.dropout, self.training).square().mean()
 
 
-def buffers_after(verify, dropout):
+def buffers_after(verify, dropout, random="position"):
     """Two calls: loss, gradients, buffers, and what was said."""
     model = Counting(dropout)
     with Heard() as heard:
-        call = compiled(model, verify=verify)
+        call = compiled(model, verify=verify, random=random)
         torch.manual_seed(3)
         for _ in range(2):
             found = run(call, model, {"x": torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(1))})
@@ -83,16 +83,20 @@ def buffers_after(verify, dropout):
 def nothing_else_changes():
     verified, said = buffers_after(True, 0.0)
     plain, silent = buffers_after(False, 0.0)
-    random, warned = buffers_after(True, 0.5)
+    random, compared = buffers_after(True, 0.5)
     unverified, _ = buffers_after(False, 0.5)
+    by_stream, warned = buffers_after(True, 0.5, "torch")
+    unverified_stream, _ = buffers_after(False, 0.5, "torch")
+    assert "values agree" in compared[0] and len(compared) == 1
     assert "values agree" in said[0] and len(said) == 1 and not silent
     assert "draws random numbers (dropout)" in warned[0] and "model.eval()" in warned[0]
-    return [all(map(torch.equal, *pair)) for pair in ((verified, plain), (random, unverified))]
+    pairs = (verified, plain), (random, unverified), (by_stream, unverified_stream)
+    return [all(map(torch.equal, *pair)) for pair in pairs]
 
 
 @pytest.mark.parametrize("p", (1, 2))
 def test_buffers_and_generators_are_those_of_one_call(ranks, p):
-    assert ranks(p, nothing_else_changes) == [[True, True]] * p
+    assert ranks(p, nothing_else_changes) == [[True, True, True]] * p
 
 
 def every_way():

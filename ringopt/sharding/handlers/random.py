@@ -1,4 +1,4 @@
-"""Random numbers of a shard."""
+"""Random numbers of a shard, by option `random`: by position, or each rank's own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def dropout(sharder: Sharder, node: fx.Node) -> bool:
     both = step.over_ranks(operators.dropout.default, x=sharder.values[x], seed=seed, p=named(node, "p"))
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, placement), placement)
     return True
+
+
+def place_seeds(sharder: Sharder, node: fx.Node) -> None:
+    """Seeds, drawn by every rank and compared at every call."""
+    sharder.whole(node)
+    step = Steps(sharder, node)
+    sharder.set(node, step(operators.agreed_seeds.default, sharder.values[node], sharder.group), None)
 
 
 DRAWS: dict[str, Handler] = {"dropout": dropout}

@@ -97,7 +97,7 @@ def dropped_on_the_way(m, x, weights, experts):
     return grouped_mm(F.dropout(x[order], 0.5, True), m.wide, ends(experts))[back(order)]
 
 
-def test_what_is_dropped_between_experts_is_drawn_by_each_rank():
+def test_what_is_dropped_between_experts_is_drawn_by_each_rank_from_the_stream_of_torch():
     """Experts that change nothing: of each element comes back nothing or twice as much, to its own place."""
     model = Experts(dropped_on_the_way, chosen=1).double()
     for matrix in (model.out.weight, *model.wide):
@@ -105,7 +105,7 @@ def test_what_is_dropped_between_experts_is_drawn_by_each_rank():
     nn.init.zeros_(model.out.bias)
     x = torch.randn(2, 64, D, dtype=torch.float64)
     gm, given = captured(model, x)
-    made = [transform(gm, given, Options(layout="contiguous"), Seat(rank, 2)) for rank in range(2)]
+    made = [transform(gm, given, Options(layout="contiguous", random="torch"), Seat(rank, 2)) for rank in range(2)]
     assert {gather.op for gather in made[0].report.gathers} == {"output"} and made[0].report.sharded_fraction == 1
     (out,), (other,) = run_on_threads(2, lambda mesh: made[mesh.rank].graph(*given))
     assert torch.equal(out, other)

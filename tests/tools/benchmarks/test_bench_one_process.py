@@ -101,6 +101,7 @@ MASKS = {
     "gqa": triangle,
     "sdpa-causal": triangle,
     "sdpa-gqa": triangle,
+    "dropout-values": triangle,
     "alibi": slopes,
     "padding": lambda kept: kept.bool()[:, None, None],
 }

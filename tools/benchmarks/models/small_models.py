@@ -18,13 +18,19 @@ WIDTH = HEADS * DEPTH
 @dataclass(frozen=True)
 class Case:
     """`mask(layer, scores [B, H, S, S], kept [B, S])` gives the scores to normalise. `fused`: by
-    F.scaled_dot_product_attention, which is told nothing but `is_causal`."""
+    F.scaled_dot_product_attention, which is told nothing but `is_causal`. In training, weights are dropped with
+    probability `dropout`, and values of the results with `values`."""
 
     mask: Callable[[Attention, Tensor, Tensor], Tensor] = lambda layer, scores, kept: scores
     kv_heads: int = HEADS
     dropout: float = 0.0
+    values: float = 0.0
     fused: bool = False
     is_causal: bool = False
+
+    @property
+    def draws(self) -> bool:
+        return self.dropout > 0 or self.values > 0
 
 
 class Attention(nn.Module):
@@ -50,7 +56,7 @@ class Attention(nn.Module):
         else:
             heads = self.spelled_out(q, k, v, kept)
         mixed: Tensor = self.out(heads.transpose(1, 2).flatten(2))
-        return mixed
+        return F.dropout(mixed, self.case.values, self.training)
 
     def spelled_out(self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
         if self.case.kv_heads < HEADS:
@@ -95,6 +101,7 @@ CASES = {
     "padding": Case(_padding),
     "alibi": Case(_alibi),
     "dropout": Case(dropout=0.1),
+    "dropout-values": Case(fused=True, is_causal=True, values=0.1),
     "gqa": Case(_causal, kv_heads=2),
 }
 

@@ -1,0 +1,271 @@
+"""Random operators as draws by position: one form an operator (passes/draw_by_position.py).
+
+A form `(draw) -> node` emits what stands in the place of `draw.node`, with the dtype semantics of torch's operator; or
+None where it has none.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from ringopt.ir.nodes import emit, named, origin, shape_of, value_of
+from ringopt.ir.symbolic_sizes import formula, is_open
+from ringopt.ops import operators
+from ringopt.torch_compat.schema import schema_of
+
+aten = torch.ops.aten
+
+REGION = ("recompute", "ac_graph_id")  # of a checkpoint, in which what all draws read does not lie
+
+
+class Seeds:
+    """The seeds of a graph, one node a device; and the positions along its dims, one node each."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.last = next(reversed(graph.find_nodes(op="placeholder")), None)  # of those that stand before all draws
+        self.of: dict[torch.device, fx.Node] = {}
+        self.counts: dict[fx.Node, int] = {}
+        self.positions: dict[Any, fx.Node] = {}
+
+    def adopt(self, node: fx.Node) -> None:
+        """A node of seeds of its own, as attention draws one."""
+        for user in list(node.users):
+            user.args = (self.shared(node), 0, self.next(node))
+        self.graph.erase_node(node)
+
+    def draw(self, like: fx.Node) -> fx.Node:
+        """int64, no dims: a stream of its own."""
+        return emit(self.graph, aten.select.int, (self.shared(like), 0, self.next(like)), like)
+
+    def next(self, like: fx.Node) -> int:
+        """The number of the next draw on the device of `like`."""
+        number = self.counts.setdefault(self.shared(like), 0)
+        self.counts[self.shared(like)] += 1
+        return number
+
+    def shared(self, like: fx.Node) -> fx.Node:
+        """The seeds of all draws on the device of `like`."""
+        device = _device_of(like)
+        if device not in self.of:
+            with self.graph.inserting_after(self.last):
+                node = self.last = self.graph.call_function(operators.seeds.default, (0, device))
+            node.meta = _outside(like)
+            with _mode_of(like):  # more than are read, for there may be any number
+                node.meta["val"] = torch.empty(2**20, dtype=torch.int64, device=device)
+            self.of[device] = node
+        return self.of[device]
+
+    def finish(self) -> None:
+        """As many seeds are drawn as there are draws."""
+        for node, count in self.counts.items():
+            node.args = (count, node.args[1])
+            node.meta["val"] = value_of(node)[:count].clone()
+
+    def along(self, size: Any, behind: int, like: fx.Node) -> fx.Node:
+        """[size, 1, ...]: the positions along a dim with `behind` dims behind it."""
+        key = (formula(size), behind, _device_of(like))
+        if key not in self.positions:
+            device = {"device": _device_of(like)}
+            with self.graph.inserting_after(self.last):
+                node = self.last = emit(self.graph, aten.arange.default, (size,), like, device)
+                node.meta = {**_outside(like), "val": value_of(node)}
+            if behind:
+                with self.graph.inserting_after(node):
+                    node = self.last = emit(self.graph, aten.reshape.default, (node, [-1] + [1] * behind), node)
+            self.positions[key] = node
+        return self.positions[key]
+
+
+class Draw:
+    """One random operator. `without_gradient` are operands that autograd gives a gradient of zeros."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, seeds: Seeds, carries: dict[fx.Node, bool]):
+        self.graph, self.node, self.seeds, self.carries = graph, node, seeds, carries
+        self.value, self.mode = _first_value(node), _mode_of(node)
+        self.without_gradient: list[fx.Node] = []
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument, by its name in the schema."""
+        return named(self.node, name)
+
+    def __call__(self, target: Any, *args: Any) -> fx.Node:
+        return emit(self.graph, target, args, self.node)
+
+    def numbers(self, kind: str, *numbers: float, dtype: torch.dtype, shape: Sequence[Any] | None = None) -> fx.Node:
+        """Drawn for each element of `shape`, by default that of the operator's result, and laid out in memory as it."""
+        sizes = shape_of(self.node) if shape is None else shape
+        strides = self.value.stride()
+        order = list(range(len(sizes)))
+        if shape is None and not self.value.is_contiguous():
+            order.sort(key=lambda dim: -strides[dim])
+        logical, count = [1] * len(sizes), 1
+        for dim in reversed(range(len(sizes))):
+            logical[dim], count = count, count * sizes[dim]
+        places = [self.seeds.along(sizes[dim], len(order) - 1 - at, self.node) for at, dim in enumerate(order)]
+        seed, by = self.seeds.draw(self.node), [logical[dim] for dim in order]
+        drawn = self(operators.draw.default, seed, places, by, count, kind, list(map(float, numbers)), dtype)
+        if order == sorted(order):
+            return drawn
+        return self(aten.permute.default, drawn, [order.index(dim) for dim in range(len(order))])
+
+    def cast(self, x: fx.Node) -> fx.Node:
+        """To the dtype of the operator's result."""
+        kind = self.value.dtype
+        return x if value_of(x).dtype == kind else self(aten.to.dtype, x, kind)
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Whether it draws by the default generator, and real numbers."""
+    takes = any(arg.name == "generator" for arg in schema_of(node.target).arguments)
+    value = _first_value(node)
+    real = value.layout is torch.strided and not value.is_complex()
+    return real and not (takes and named(node, "generator") is not None)
+
+
+def _first_value(node: fx.Node) -> Tensor:
+    value = value_of(node)
+    found: Tensor = value[0] if isinstance(value, (tuple, list)) else value
+    return found
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    return _first_value(node).device
+
+
+def _mode_of(node: fx.Node) -> Any:
+    return _first_value(node).fake_mode  # type: ignore[attr-defined]
+
+
+def _outside(like: fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in origin(like).items() if key not in REGION}
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+def dropped(draw: Draw, feature: bool = False) -> fx.Node | None:
+    """bool: what is kept; of whole features, dims behind the second are dropped alike."""
+    shape = shape_of(draw.node)
+    sizes = [size if dim < 2 else 1 for dim, size in enumerate(shape)] if feature else None
+    return draw.numbers("kept", draw["p"], dtype=torch.bool, shape=sizes)
+
+
+def dropout(draw: Draw, feature: bool = False) -> fx.Node | None:
+    """In two products, as native_dropout has it: x * kept * (1 / (1 - p))."""
+    x, p = draw["input"], draw["p"]
+    if p == 1:
+        return draw(aten.mul.Scalar, x, 0)
+    return draw(aten.mul.Scalar, draw(aten.mul.Tensor, x, dropped(draw, feature)), 1 / (1 - p))
+
+
+def native_dropout(draw: Draw) -> tuple[fx.Node, fx.Node] | None:
+    """The result and what was kept."""
+    if any(user.target is not operator.getitem for user in draw.node.users):
+        return None
+    x, p, kept = draw["input"], draw["p"], dropped(draw)
+    made = draw(aten.mul.Scalar, draw(aten.mul.Tensor, x, kept), 1 / (1 - p) if p < 1 else 0)
+    assert kept is not None
+    return made, kept
+
+
+ALPHA = 1.7580993408473766  # of SELU: minus its value far to the left
+
+
+def alpha_dropout(draw: Draw, feature: bool = False) -> fx.Node | None:
+    """Dropped values are -ALPHA; then mean and variance are restored (Klambauer et al. 2017)."""
+    x, p = draw["input"], draw["p"]
+    if p == 1:
+        return draw(aten.mul.Scalar, x, 0)
+    a = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+    kept = draw(aten.to.dtype, dropped(draw, feature), draw.value.dtype)
+    shift = draw(aten.add.Scalar, draw(aten.mul.Scalar, draw(aten.sub.Scalar, kept, 1), ALPHA * a), ALPHA * a * p)
+    return draw(aten.add.Tensor, draw(aten.mul.Tensor, x, draw(aten.mul.Scalar, kept, a)), shift)
+
+
+# ---- numbers of a distribution ---------------------------------------------------------------------------------------
+def distribution(kind: str, *names: str, given: Sequence[float] = ()) -> Callable[[Draw], fx.Node | None]:
+    """Whose parameters are arguments of the operator."""
+
+    def form(draw: Draw) -> fx.Node | None:
+        numbers = [draw[name] for name in names] or given
+        real = draw.value.is_floating_point() or kind == "geometric"
+        if not real or not all(isinstance(number, (int, float)) for number in numbers):
+            return None
+        return draw.numbers(kind, *numbers, dtype=draw.value.dtype)
+
+    return form
+
+
+def bernoulli(draw: Draw) -> fx.Node | None:
+    """With the probability that is given as a number, or by element as a tensor."""
+    arguments = schema_of(draw.node.target).arguments
+    p = draw["p"] if any(arg.name == "p" for arg in arguments) else draw["self"]
+    if not isinstance(p, fx.Node):
+        return draw.cast(draw.numbers("kept", 1 - p, dtype=torch.bool))
+    if not value_of(p).is_floating_point():
+        return None
+    draw.without_gradient += [p] if draw.carries[p] else []
+    wide = torch.float64 if value_of(p).dtype == torch.float64 else torch.float32
+    below = draw(aten.lt.Tensor, draw.numbers("uniform", 0, 1, dtype=wide), draw(aten.detach.default, p))
+    return draw(aten.to.dtype, below, draw.value.dtype)
+
+
+def integers(low: str, high: str) -> Callable[[Draw], fx.Node | None]:
+    """From `low`, which may be no argument, to below `high`."""
+
+    def form(draw: Draw) -> fx.Node | None:
+        first = draw[low] if any(arg.name == low for arg in schema_of(draw.node.target).arguments) else 0
+        last = draw[high] if any(arg.name == high for arg in schema_of(draw.node.target).arguments) else None
+        if not isinstance(first, int) or not isinstance(last, int) or is_open(last) or not 0 < last - first < 2**62:
+            return None
+        among = draw(aten.remainder.Scalar, draw.numbers("whole", dtype=torch.int64), last - first)
+        return draw.cast(draw(aten.add.Scalar, among, first) if first else among)
+
+    return form
+
+
+def normal(draw: Draw) -> fx.Node | None:
+    """With mean and deviation as tensors that learn nothing, or numbers."""
+    mean, deviation = draw["mean"], draw["std"]
+    if any(isinstance(x, fx.Node) and draw.carries[x] for x in (mean, deviation)):
+        return None
+    drawn = draw.numbers("normal", 0, 1, dtype=draw.value.dtype)
+    times = aten.mul.Tensor if isinstance(deviation, fx.Node) else aten.mul.Scalar
+    plus = aten.add.Tensor if isinstance(mean, fx.Node) else aten.add.Scalar
+    return draw.cast(draw(plus, draw(times, drawn, deviation), mean))
+
+
+def rrelu(draw: Draw) -> fx.Node | None:
+    """Values that are not above 0 are multiplied with random numbers."""
+    x = draw["self"]
+    slope = draw.numbers("uniform", draw["lower"], draw["upper"], dtype=draw.value.dtype)
+    return draw(aten.where.self, draw(aten.gt.Scalar, x, 0), x, draw(aten.mul.Tensor, x, slope))
+
+
+Form = Callable[[Draw], fx.Node | tuple[fx.Node, ...] | None]
+
+FORMS: dict[str, Form] = {
+    "dropout": dropout,
+    "feature_dropout": lambda draw: dropout(draw, feature=True),
+    "alpha_dropout": alpha_dropout,
+    "feature_alpha_dropout": lambda draw: alpha_dropout(draw, feature=True),
+    "native_dropout": native_dropout,
+    **dict.fromkeys(("rand", "rand_like"), distribution("uniform", given=(0, 1))),
+    **dict.fromkeys(("randn", "randn_like"), distribution("normal", given=(0, 1))),
+    **dict.fromkeys(("randint", "randint_like"), integers("low", "high")),
+    "bernoulli": bernoulli,
+    "uniform": distribution("uniform", "from", "to"),
+    "normal_functional": distribution("normal", "mean", "std"),
+    "log_normal": distribution("log_normal", "mean", "std"),
+    "cauchy": distribution("cauchy", "median", "sigma"),
+    "exponential": distribution("exponential", "lambd"),
+    "geometric": distribution("geometric", "p"),
+    "normal": normal,
+    "rrelu": rrelu,
+}

@@ -1,0 +1,220 @@
+"""Random numbers by position: like chance, the same wherever they are drawn from, and in compiled code too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringopt.distributed.consistency import RingMismatchError
+from ringopt.ops import operators
+from ringopt.ops.draws import DIGITS, KINDS
+from tests.harness.threads import run_on_threads
+
+SEED, OTHER = torch.tensor([4728736676111368444, 1313131313131313131])
+MILLION = (100, 100, 100)
+
+
+def strides_of(sizes: Sequence[int]) -> list[int]:
+    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+
+
+def draw(
+    kind: str,
+    *numbers: float,
+    sizes: Sequence[int] = MILLION,
+    seed: Tensor = SEED,
+    dtype: torch.dtype = torch.float32,
+    part: Sequence[slice] = (),
+    count: int = 0,
+) -> Tensor:
+    """All of a tensor, or `part` of it."""
+    part = part or [slice(None)] * len(sizes)
+    rows = [torch.arange(size)[cut] for size, cut in zip(sizes, part, strict=True)]
+    places = [each.view(-1, *(1,) * (len(sizes) - 1 - dim)) for dim, each in enumerate(rows)]
+    count = count or math.prod(sizes)
+    found: Tensor = operators.draw(seed, places, strides_of(sizes), count, kind, list(numbers), dtype)
+    return found
+
+
+# ---- like chance -----------------------------------------------------------------------------------------------------
+def near(found: float, expected: float, deviation: float, count: int) -> bool:
+    return abs(found - expected) < 4.5 * deviation / math.sqrt(count)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
+def test_a_share_of_p_is_dropped(p: float) -> None:
+    kept = draw("kept", p, dtype=torch.bool)
+    assert near(float(kept.double().mean()), 1 - p, math.sqrt(p * (1 - p)), kept.numel())
+    assert draw("kept", 0.0, dtype=torch.bool).all() and not draw("kept", 1.0, dtype=torch.bool).any()
+
+
+def test_numbers_are_evenly_spread() -> None:
+    """Chi-square over 1000 bins, and the distance of Kolmogorov and Smirnov."""
+    x = draw("uniform", 0, 1, dtype=torch.float64).flatten()
+    n = len(x)
+    assert float(x.min()) >= 0 and float(x.max()) < 1
+    counts = torch.histc(x, 1000, 0, 1)
+    chi = float(((counts - n / 1000) ** 2).sum() / (n / 1000))
+    assert abs(chi - 999) < 4.5 * math.sqrt(2 * 999)
+    at = torch.arange(n, dtype=torch.float64)
+    x = x.sort().values
+    assert float(torch.maximum((x - at / n).abs(), (x - (at + 1) / n).abs()).max()) < 2 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_numbers_are_normal(dtype: torch.dtype) -> None:
+    x = draw("normal", 0, 1, dtype=dtype).double().flatten()
+    n = len(x)
+    for power, (expected, variance) in {1: (0, 1), 2: (1, 2), 3: (0, 15), 4: (3, 96)}.items():
+        assert near(float((x**power).mean()), expected, math.sqrt(variance), n)
+    x = (x.sort().values / math.sqrt(2)).erf() / 2 + 0.5
+    assert float((x - torch.arange(n, dtype=torch.float64) / n).abs().max()) < 2 / math.sqrt(n)
+
+
+MOMENTS = {  # mean and variance
+    "uniform": ((2.0, 5.0), 3.5, 9 / 12),
+    "normal": ((1.0, 2.0), 1.0, 4.0),
+    "log_normal": ((0.0, 0.5), math.exp(0.125), math.exp(0.25) * (math.exp(0.25) - 1)),
+    "exponential": ((2.0,), 0.5, 0.25),
+    "geometric": ((0.25,), 4.0, 0.75 / 0.0625),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MOMENTS)
+def test_mean_and_variance(name: str, dtype: torch.dtype) -> None:
+    numbers, mean, variance = MOMENTS[name]
+    x = draw(name, *numbers, dtype=dtype).double()
+    assert near(float(x.mean()), mean, math.sqrt(variance), x.numel())
+    assert abs(float(x.var()) / variance - 1) < 0.02
+
+
+def test_the_median_of_cauchy() -> None:
+    x = draw("cauchy", 3.0, 2.0, dtype=torch.float64)
+    assert near(float((x < 3).double().mean()), 0.5, 0.5, x.numel())
+    assert near(float((x < 5).double().mean()), 0.75, 0.44, x.numel())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_of_16_bits_one_is_not_reached(dtype: torch.dtype) -> None:
+    x = draw("uniform", 0, 1, dtype=dtype)
+    assert x.dtype == dtype and float(x.max()) < 1
+    assert len(x.unique()) == 2 ** DIGITS[dtype]
+
+
+def test_neighbours_and_streams_know_nothing_of_each_other() -> None:
+    """Along each dim, and between seeds: some of a generator, and such as differ in a bit. (In one of the lowest bits,
+    streams have the same numbers at other places, in one of the highest similar ones: of two seeds that all others of
+    63 bits are as likely for, that is never seen.)"""
+    x = draw("uniform", 0, 1, dtype=torch.float64) - 0.5
+    n = x.numel()
+    for dim in range(3):
+        for step in (1, 2, 4, 32):
+            both = x.narrow(dim, 0, 100 - step) * x.narrow(dim, step, 100 - step)
+            assert near(float(both.mean()), 0, 1 / 12, both.numel()), (dim, step)
+    drawn = torch.randint(2**63 - 1, (12,), generator=torch.Generator().manual_seed(1))
+    for seed in (*drawn, *(SEED ^ (1 << bit) for bit in (20, 31, 32, 40, 50))):
+        y = draw("uniform", 0, 1, seed=seed, dtype=torch.float64) - 0.5
+        assert near(float((x * y).mean()), 0, 1 / 12, n), int(seed)
+        assert near(float((x * y.roll(1, 2)).mean()), 0, 1 / 12, n), int(seed)
+    sums = x.sum(2), x.sum(1), x.sum(0)
+    assert all(abs(float(each.var()) / (100 / 12) - 1) < 4.5 * math.sqrt(2 / each.numel()) for each in sums)
+    spectrum = torch.fft.fft2(x[0]).abs() / math.sqrt(100 * 100 / 12)
+    assert float(spectrum.max()) < 5  # no period in either direction
+
+
+def test_whole_numbers_have_62_random_bits() -> None:
+    x = draw("whole", dtype=torch.int64)
+    shares = torch.stack([((x >> bit) & 1).double().mean() for bit in range(62)])
+    assert float(x.min()) >= 0 and not int((x >> 62).max())
+    assert float((shares - 0.5).abs().max()) < 4.5 * 0.5 / 1000
+    assert near(float(((x >> 31) % 2 == x % 2).double().mean()), 0.5, 0.5, x.numel())
+
+
+# ---- the same --------------------------------------------------------------------------------------------------------
+def numbers_of(kind: str) -> tuple[float, ...]:
+    return {"kept": (0.3,), "exponential": (1.0,), "geometric": (0.3,), "whole": ()}.get(kind, (0.5, 2.0))
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    return {"kept": torch.bool, "whole": torch.int64}.get(kind, torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_is_that_part_of_the_whole(kind: str) -> None:
+    """Also of rows that are not in order, and of more elements than eager code draws at a time."""
+    numbers, dtype, sizes = numbers_of(kind), dtype_of(kind), (3, 70, 301)
+    whole = draw(kind, *numbers, sizes=sizes, dtype=dtype)
+    for part in ((slice(1, 2), slice(5, 50), slice(None)), (slice(None), slice(1, 70, 3), slice(7, 8))):
+        found = draw(kind, *numbers, sizes=sizes, dtype=dtype, part=part)
+        torch.testing.assert_close(found, whole[part], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_code_draws_the_same(kind: str) -> None:
+    """At a size where C++ may reason about its loops, and that no vector divides."""
+    torch._dynamo.reset()
+    numbers, dtype = numbers_of(kind), dtype_of(kind)
+
+    def program(seed: Tensor) -> Tensor:
+        return draw(kind, *numbers, sizes=(7, 133), seed=seed, dtype=dtype)
+
+    compiled = torch.compile(program, fullgraph=True)
+    for seed in (SEED, OTHER):
+        torch.testing.assert_close(compiled(seed), program(seed), rtol=1e-12, atol=1e-12)
+
+
+def test_the_hash_is_that_of_32_bit_arithmetic() -> None:
+    """triple32 in Python's unbounded integers: shifts are logical, products wrap. Places above 32 bits have a key."""
+    most = 2**32 - 1
+
+    def word(seed: int, at: int) -> int:
+        key = (seed >> 32) ^ ((at >> 32) * 0xC2B2AE35 & most)
+        x = (at & most) ^ (seed & most)
+        x = (x ^ x >> 17) * 0xED5AD4BB & most
+        x = (x ^ x >> 11 ^ key) * 0xAC4C1B51 & most
+        x = (x ^ x >> 15) * 0x31848BAB & most
+        return x ^ x >> 14
+
+    seed = int(SEED)
+    sizes = (3, 2**33)
+    found = draw("uniform", 0, 1, sizes=(4, 9))
+    places = [torch.arange(3).view(-1, 1), torch.arange(2**32 - 2, 2**32 + 3)]
+    far = operators.draw(SEED, places, [sizes[1], 1], 3 * sizes[1], "uniform", [0.0, 1.0], torch.float32)
+    for row in range(3):
+        for column in range(5):
+            assert float(found[row, column]) == (word(seed, 9 * row + column) >> 8) / 2**24
+            assert float(far[row, column]) == (word(seed, sizes[1] * row + 2**32 - 2 + column) >> 8) / 2**24
+
+
+def test_where_places_are_few_their_upper_half_changes_nothing() -> None:
+    sizes = (5, 7)
+    assert torch.equal(draw("uniform", 0, 1, sizes=sizes), draw("uniform", 0, 1, sizes=sizes, count=2**40))
+    assert draw("uniform", 0, 1, sizes=()).shape == () and draw("uniform", 0, 1, sizes=(3, 0)).shape == (3, 0)
+
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+def test_seeds_follow_from_the_generator() -> None:
+    cpu = torch.device("cpu")
+    torch.manual_seed(3)
+    first, second = operators.seeds(4, cpu), operators.seeds(4, cpu)
+    torch.manual_seed(3)
+    assert torch.equal(operators.seeds(4, cpu), first) and len({*first.tolist(), *second.tolist()}) == 8
+    torch.manual_seed(3)
+    assert torch.equal(torch.compile(lambda: operators.seeds(4, cpu) + 0)(), first), "also in compiled code"
+
+
+def test_seeds_that_differ_are_told_on_every_rank() -> None:
+    def body(mesh: object) -> str:
+        try:
+            operators.agreed_seeds(torch.tensor([3, mesh.rank]), mesh.name)  # type: ignore[attr-defined]
+        except RingMismatchError as error:
+            return str(error)
+        return ""
+
+    told = run_on_threads(2, body)
+    assert told[0] == told[1] and "the ranks draw random numbers by seeds ['3, ...', '3, ...']" in told[0]

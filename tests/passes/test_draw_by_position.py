@@ -1,0 +1,231 @@
+"""Random operators by position: every one is the same on any number of ranks, forward and backward, and has the shape,
+dtype, strides and distribution of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringopt.distributed.lookup import mesh_of
+from ringopt.drivers.compile import Compiled, transform
+from ringopt.ir.nodes import is_random, op_name
+from ringopt.options import Options
+from tests.harness.threads import run_on_threads
+from tests.harness.translation import Seat, Values, captured, difference, values_and_gradients, with_seed
+
+N, D = 13, 8
+
+
+class Program(nn.Module):
+    """Attention, then `draw` of what comes out of it."""
+
+    def __init__(self, draw: Callable[[Any, Tensor], Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out, self.draw = nn.Linear(D, 3 * D), nn.Linear(D, D), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unsqueeze(1) for y in self.into(x).chunk(3, -1))
+        y = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+        return self.draw(self, y)
+
+
+def data(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, N, D, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def twice(m: Any, y: Tensor) -> Tensor:
+    return F.dropout(F.dropout(y, 0.3), 0.3) + F.dropout(m.out.weight, 0.5).sum()
+
+
+def transposed(m: Any, y: Tensor) -> Tensor:
+    """Values that lie in another order in memory."""
+    z = y.transpose(1, 2)
+    return F.dropout(z, 0.5).transpose(1, 2) * torch.rand_like(z).transpose(1, 2)
+
+
+def in_place(m: Any, y: Tensor) -> Tensor:
+    z = y * 1
+    F.dropout(z, 0.4, inplace=True)
+    noise = torch.empty_like(z).normal_(1, 2).mul_(torch.empty_like(z).uniform_(2, 3))
+    return z + noise + torch.empty_like(z).exponential_(3.0)
+
+
+def other_dtypes(m: Any, y: Tensor) -> Tensor:
+    rows = torch.rand(y.shape[:2], dtype=torch.bfloat16) + torch.randn(y.shape[:2], dtype=torch.float16)
+    return y * rows.unsqueeze(-1).to(y.dtype) + F.dropout(y.to(torch.bfloat16), 0.1).to(y.dtype)
+
+
+def given_as_tensors(m: Any, y: Tensor) -> Tensor:
+    return y * torch.bernoulli(y.sigmoid()) + torch.normal(y.detach(), 2.0) + torch.normal(1.0, y.detach().exp())
+
+
+def flattened(m: Any, y: Tensor) -> Tensor:
+    return F.dropout(y.flatten(0, 1), 0.3).view_as(y) + torch.randint(3, 9, (2 * N, D)).view_as(y)
+
+
+DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "dropout": lambda m, y: F.dropout(y, 0.3),
+    "several": twice,
+    "all": lambda m, y: F.dropout(y, 1.0) + F.alpha_dropout(y, 1.0, True),
+    "alpha": lambda m, y: F.alpha_dropout(y, 0.3, True),
+    "features": lambda m, y: F.dropout1d(y, 0.3) + F.dropout2d(y.unsqueeze(0), 0.3).squeeze(0),
+    "alpha, features": lambda m, y: F.feature_alpha_dropout(y, 0.3, True),
+    "native": lambda m, y: torch.native_dropout(y, 0.3, True)[0] + torch.native_dropout(y, 0.3, True)[1],
+    "rand and randn": lambda m, y: y * torch.rand_like(y) + torch.randn(2, N, D, dtype=y.dtype),
+    "whole numbers": lambda m, y: y * torch.randint_like(y, 3, 9) + torch.randint(7, (2, N, 1)),
+    "gumbel": lambda m, y: F.gumbel_softmax(y, hard=False),
+    "others": lambda m, y: y + torch.empty_like(y).log_normal_(0, 0.5) + torch.empty_like(y).geometric_(0.3),
+    "rrelu": lambda m, y: F.rrelu(y, 0.1, 0.9, training=True),
+    "a shape of its own": lambda m, y: y + torch.rand(()) + torch.rand(D),
+    "transposed": transposed,
+    "in place": in_place,
+    "other dtypes": other_dtypes,
+    "given as tensors": given_as_tensors,
+    "flattened": flattened,
+}
+
+
+def made_for(gm: Any, given: list[Any], p: int, **options: Any) -> list[Compiled]:
+    if p == 1:
+        return [transform(gm, given, Options(**options), mesh_of("pretend:0/1"))]
+    return [transform(gm, given, Options(**options), Seat(rank, p)) for rank in range(p)]
+
+
+def run_on(p: int, gm: Any, given: list[Any], **options: Any) -> list[Values]:
+    graphs = [with_seed(made.graph) for made in made_for(gm, given, p, **options) if made.graph is not None]
+    assert len(graphs) == p
+    return run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], given))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_same_on_any_number_of_ranks(name: str) -> None:
+    gm, given = captured(Program(DRAWS[name]).double(), data())
+    (alone,) = run_on(1, gm, given)
+    for p in (2, 3):
+        for found in run_on(p, gm, given):
+            assert not difference(alone, found, 1e-10), p
+    report = made_for(gm, given, 2)[0].report
+    assert {gather.op for gather in report.gathers} == {"output"} and report.sharded_fraction == 1, report
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_in_any_layout(layout: str) -> None:
+    gm, given = captured(Program(twice).double(), data())
+    (alone,) = run_on(1, gm, given)
+    assert not any(difference(alone, found, 1e-10) for found in run_on(4, gm, given, layout=layout))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_shapes_dtypes_and_strides_are_those_of_torch(name: str) -> None:
+    """Of the results, of the gradients, and of which inputs have one."""
+    gm, given = captured(Program(DRAWS[name]).double(), data())
+    (outputs, gradients), (expected, others) = run_on(1, gm, given)[0], values_and_gradients(gm, given)
+    for found, right in zip((*outputs, *gradients), (*expected, *others), strict=True):
+        assert (found is None) == (right is None)
+        if isinstance(right, Tensor):
+            assert (found.shape, found.dtype, found.stride()) == (right.shape, right.dtype, right.stride())
+
+
+MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "all of it": lambda x: F.dropout(x, 1.0),
+    "alpha": lambda x: F.alpha_dropout(x, 0.3, True),
+    "features": lambda x: F.feature_dropout(x, 0.3, True) if hasattr(F, "feature_dropout") else F.dropout1d(x, 0.3),
+    "alpha, features": lambda x: F.feature_alpha_dropout(x, 0.3, True),
+    "native": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli of a number": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "whole numbers": lambda x: torch.randint_like(x, -3, 9),
+    "uniform": lambda x: torch.empty_like(x).uniform_(-2, 3),
+    "normal": lambda x: torch.empty_like(x).normal_(1, 2),
+    "normal around": lambda x: torch.normal(x.detach(), 0.5),
+    "exponential": lambda x: torch.empty_like(x).exponential_(2.0),
+    "geometric": lambda x: torch.empty_like(x).geometric_(0.3),
+    "rrelu": lambda x: F.rrelu(x, 0.1, 0.9, training=True),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_the_distribution_is_that_of_torch(name: str) -> None:
+    x = torch.randn(60, 50, 20, generator=torch.Generator().manual_seed(1))
+
+    class Alone(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return MEANS[name](x)
+
+    gm, given = captured(Alone(), x)
+    made = made_for(gm, given, 1)[0].graph
+    assert made is not None
+    torch.manual_seed(2)
+    found, expected = made(*given)[0].flatten().double(), gm(*given)[0].flatten().double()
+    spread = float(expected.std()) / (len(expected) / (20 if "features" in name else 1)) ** 0.5
+    assert abs(float(found.mean() - expected.mean())) <= 6 * spread
+    assert abs(float(found.std() - expected.std())) <= 0.05 * float(expected.std())
+    for share in (0.1, 0.5, 0.9):
+        below = float((found <= expected.quantile(share)).double().mean())
+        assert abs(below - float((expected <= expected.quantile(share)).double().mean())) < 0.03
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+def test_each_call_and_each_draw_has_its_own() -> None:
+    """And as many numbers are drawn from the generator, whatever the number of ranks is."""
+
+    def draw(m: Any, y: Tensor) -> Tensor:
+        return torch.stack([torch.rand_like(y), torch.rand_like(y)]) + 0 * y
+
+    gm, given = captured(Program(draw).double(), data())
+    (made,) = made_for(gm, given, 1)
+    assert made.graph is not None and made.drawn
+    torch.manual_seed(7)
+    first, second = made.graph(*given)[0], made.graph(*given)[0]
+    torch.manual_seed(7)
+    assert torch.equal(made.graph(*given)[0], first)
+    draws = [*first.detach(), *second.detach()]
+    apart = [float((x == y).double().mean()) for i, x in enumerate(draws) for y in draws[:i]]
+    assert max(apart) == 0
+    drawn = [node for one in (made, *made_for(gm, given, 3)) for node in one.graph.graph.nodes if is_random(node)]  # type: ignore[union-attr]
+    assert [(op_name(node), node.args[0]) for node in drawn if op_name(node) == "seeds"] == [("seeds", 2)] * 4
+
+
+def test_what_does_not_drop_is_left_as_it_was() -> None:
+    gm, given = captured(Program(lambda m, y: F.dropout(y, 0.0) + F.alpha_dropout(y, 0.3, False)).double(), data())
+    made = made_for(gm, given, 2)[0]
+    assert not made.drawn and not [note for note in made.report.notes if "stream" in note]
+
+
+def test_without_attention_too() -> None:
+    """One process and many draw alike; nothing is compared, for nothing is spread."""
+    gm, given = captured(nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, D)).double(), data())
+    (alone,) = run_on(1, gm, given)
+    assert all(made.program is None for made in made_for(gm, given, 2))
+    assert not any(difference(alone, found, 1e-12) for found in run_on(2, gm, given))
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        ("multinomial", lambda m, y: y + torch.multinomial(torch.ones(N), N).view(N, 1)),
+        ("randperm", lambda m, y: y + torch.randperm(D)),
+        ("poisson", lambda m, y: y + torch.poisson(torch.ones(N, 1))),
+    ],
+)
+def test_what_has_no_form_is_drawn_by_every_rank_alike(name: str, draw: Callable[[Any, Tensor], Tensor]) -> None:
+    gm, given = captured(Program(draw).double(), data())
+    made = made_for(gm, given, 2)[0]
+    assert f"{name} draws by torch's own stream, whole and alike on every rank" in made.report.notes
+    assert made.draws_random == [name]
+
+
+def test_by_the_stream_of_torch_where_that_is_asked_for() -> None:
+    gm, given = captured(Program(DRAWS["rand and randn"]).double(), data())
+    made = made_for(gm, given, 2, random="torch")[0]
+    assert made.graph is not None and not made.drawn
+    names = [op_name(node) for node in made.graph.graph.nodes]
+    assert "seeds" not in names and {"rand", "randn"} <= set(names)

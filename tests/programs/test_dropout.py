@@ -1,0 +1,160 @@
+"""A transformer that trains with dropout everywhere has the same loss and the same gradients on any number of ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ringopt
+from tests.harness.models import VOCAB, run
+
+WIDTH, HEADS = 16, 2
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """Torch's, in its training form: dropout of weights, of both branches, and in the feed-forward."""
+
+    def __init__(self, p: float):
+        super().__init__(WIDTH, HEADS, 2 * WIDTH, dropout=p, batch_first=True)
+
+
+class Transformer(nn.Module):
+    def __init__(self, p: float = 0.2, checkpointed: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.p, self.checkpointed = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB), p, False
+        self.layers, self.checkpointed = nn.ModuleList([Layer(p), Layer(p)]), checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.dropout(self.embed(ids), self.p, self.training)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        weights = torch.softmax(x @ x.mT / WIDTH**0.5, -1)  # spelled out
+        x = x + F.dropout(weights, self.p, self.training) @ x
+        if self.training:
+            x = x + 0.1 * torch.randn_like(x)
+        return F.cross_entropy(self.head(F.alpha_dropout(x, self.p, self.training)).flatten(0, 1), ids.flatten())
+
+
+def ids_of(n: int) -> Tensor:
+    return torch.randint(VOCAB, (2, n), generator=torch.Generator().manual_seed(n))
+
+
+def steps(inner_backend: str, lengths: tuple[int, ...], checkpointed: bool, **options: Any) -> tuple[list[Tensor], int]:
+    """Loss and gradients of training steps; and where the generator is afterwards."""
+    torch._dynamo.reset()
+    model = Transformer(checkpointed=checkpointed).double()
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": inner_backend, **options})
+    torch.manual_seed(5)
+    found = [run(compiled, model, {"ids": ids_of(n)}) for n in lengths]
+    assert ringopt.reports()[-1].refusal is None
+    return [x for step in found for x in step], int(torch.randint(2**62, ()))
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "eager": ("eager", (13, 13), False),
+    "aot_eager, checkpointed": ("aot_eager", (13, 13), True),
+    "open lengths": ("aot_eager", (13, 17, 22), False),
+    "inductor": ("inductor", (13, 13), False),
+}
+
+
+@cache
+def alone(name: str) -> tuple[list[Tensor], int]:
+    """Of one process."""
+    return steps(*CASES[name])
+
+
+@pytest.mark.parametrize("p", [2, 3, pytest.param(4, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_on_any_number_of_ranks(ranks: Any, name: str, p: int) -> None:
+    expected, state = alone(name)
+    for found, after in ranks(p, steps, *CASES[name], timeout=600):
+        assert after == state, "as many numbers are drawn from the generator"
+        for one, other in zip(found, expected, strict=True):
+            assert float((one - other).abs().max()) < 1e-12 * max(1.0, float(other.abs().max()))
+
+
+def test_however_it_is_compiled() -> None:
+    """Seeds are drawn as by eager code; what a checkpoint computes again is what it computed."""
+    plain = steps(*CASES["eager"])
+    for name in ("aot_eager, checkpointed", "inductor"):
+        found = alone(name)
+        assert found[1] == plain[1]
+        for one, other in zip(found[0], plain[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_steps_differ_and_a_seed_reproduces_them() -> None:
+    (first, *_), again = steps(*CASES["eager"]), steps(*CASES["eager"])
+    half = len(first) // 2
+    assert all(map(torch.equal, first, again[0]))
+    assert not torch.equal(first[0], first[half])
+
+
+def by_stream() -> Tensor:
+    return steps("eager", (13,), False, random="torch")[0][0]
+
+
+def test_the_stream_of_torch_is_another_on_each_number_of_ranks(ranks: Any) -> None:
+    (one,), (two, other) = ranks(1, by_stream), ranks(2, by_stream)
+    assert torch.equal(two, other) and not torch.isclose(one, two)
+
+
+def out_of_step(rank: int) -> str:
+    """One rank draws a number by itself between two steps."""
+    from torch import distributed as dist
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), SelfAttention(), nn.Dropout(0.5))
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "eager"})
+    x = torch.ones(1, 8, WIDTH)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    compiled(x)
+    if dist.get_rank() == rank:
+        torch.rand(())
+    try:
+        compiled(x)
+    except ringopt.errors.RingMismatchError as error:
+        return str(error)
+    return ""
+
+
+class SelfAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unsqueeze(1)
+        return F.scaled_dot_product_attention(y, y, y, is_causal=True).squeeze(1)
+
+
+def test_generators_that_ran_apart_are_an_error_on_all_ranks(ranks: Any) -> None:
+    told = ranks(2, out_of_step, 1)
+    assert told[0] == told[1] and "the ranks draw random numbers by seeds" in told[0]
+
+
+def converted(path: str) -> list[Tensor]:
+    model = ringopt.load(path).module()
+    torch.manual_seed(5)
+    loss = model(ids_of(13))
+    loss.backward()
+    return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
+
+
+def test_in_a_file_for_any_number_of_ranks(ranks: Any, tmp_path: Any) -> None:
+    model = Transformer().double()
+    exported = torch.export.export(model, (ids_of(13),))
+    path = str(tmp_path / "out.pt2")
+    torch.export.save(ringopt.convert(exported), path)
+    expected = converted(path)
+    for found in ranks(3, converted, path):
+        for one, other in zip(found, expected, strict=True):
+            assert float((one - other).abs().max()) < 1e-12 * max(1.0, float(other.abs().max()))
