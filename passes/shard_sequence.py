@@ -22,19 +22,18 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
-from ringopt.ir.autograd_function import CustomGradient, HigherOrder, calls_of_graphs
-from ringopt.ir.nodes import eliminate_dead_code, is_random, is_tensor, op_name, shape_of, source_line, tensor_args
-from ringopt.ir.placement import Sharded
-from ringopt.ir.symbolic_sizes import same
+from ringopt.ir.autograd_function import CustomGradient, calls_of_graphs
+from ringopt.ir.nodes import eliminate_dead_code, is_random, tensor_args
 from ringopt.ops import operators
 from ringopt.options import Outputs, Shard, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.sharding.composite import in_parts
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.handlers.autograd_function import Functions, Places
-from ringopt.sharding.handlers.batched_attention import told_apart
+from ringopt.sharding.handlers.batched_attention import batch_rows_differ
 from ringopt.sharding.handlers.by_columns import MIXED
 from ringopt.sharding.handlers.demands import Demand, sources, worked_on
+from ringopt.sharding.handlers.higher_order import again_in_rows, note_of_graphs
 from ringopt.sharding.handlers.norms import refuse_mixed_statistics
 from ringopt.sharding.handlers.random import place_seeds
 from ringopt.sharding.handlers.registry import HANDLERS, across
@@ -81,7 +80,7 @@ class ShardSequence(Pass):
         gm.graph = sharder.finished()
         refuse_mixed_statistics(gm.graph)
         context.gathers += gathers_of(sharder)
-        context.notes += map(said_of_graphs, calls_of_graphs(gm.graph))
+        context.notes += map(note_of_graphs, calls_of_graphs(gm.graph))
 
     def walk(self, sharder: Sharder, functions: Functions, graph: fx.Graph, context: Context) -> list[str]:
         """Places every node; returns the names of those that draw the same random numbers on every rank."""
@@ -116,7 +115,7 @@ class ShardSequence(Pass):
     def in_windows(self, context: Context) -> Iterator[tuple[bool, Iterator[Demand]]]:
         """The same of q, k and v, for each site; and whether it may be spread over the batch instead."""
         for node in self.sharded_sites(context):
-            parts = not is_dilated(AttentionCall.of(node).pattern) and not told_apart(node)
+            parts = not is_dilated(AttentionCall.of(node).pattern) and not batch_rows_differ(node)
             yield parts, operands(node, context.sites[node])
 
     def sharded_sites(self, context: Context) -> Iterator[fx.Node]:
@@ -144,24 +143,3 @@ class ShardSequence(Pass):
     def apart(self, sharder: Sharder, node: fx.Node, context: Context) -> bool:
         """Computes a composite operator on shards, one operator of its decomposition after the other."""
         return in_parts(sharder, node, frozenset(HANDLERS), lambda part: self.spread(sharder, part, context))
-
-
-def again_in_rows(sharder: Sharder, node: fx.Node) -> None:
-    """Has what a higher-order operator gives cut like what it was given, where a dim has as many rows: it may be that
-    nobody demands that by a rule, and the rest would be computed whole."""
-    call = node.args[0] if op_name(node) == "getitem" else None
-    if not isinstance(call, fx.Node) or not isinstance(call.target, HigherOrder) or not is_tensor(node):
-        return
-    for place in filter(None, map(sharder.placements.get, call.args[0])):
-        dims = [dim for dim, size in enumerate(shape_of(node)) if same(size, place.length)]
-        if dims and place.outer == place.inner == 1:
-            dim = place.dim if place.dim in dims else dims[0]
-            sharder.sources[node] = Sharded(dim, 1, place.length, 1)
-            return
-
-
-def said_of_graphs(node: fx.Node) -> str:
-    """For the report: a higher-order operator runs on every rank, and its products are in no figure."""
-    where = f" ({line})" if (line := source_line(node)) else ""
-    unknown = "what the graphs of a higher-order operator do to rows is not known"
-    return f"{op_name(node)}{where} runs whole on every rank: {unknown}"

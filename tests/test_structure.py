@@ -49,6 +49,7 @@ ONE_ROLE = {
     "patched": "one a config of torch: other settings within the context",
     "Operands": "the tensors of one call: ring attention's and dilated attention's",
     "Saved": "what a forward leaves for its backward: ring attention's and dilated attention's",
+    "Config": "the arguments of one call that are no tensors: ring attention's and dilated attention's",
     "load": "ringopt.load reads a program; the builder of the term Load is called as the others are",
 }
 

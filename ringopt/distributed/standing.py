@@ -93,7 +93,7 @@ def differences(store: Store, name: str, rank: int, size: int, mine: Call, patie
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(patience + PATIENCE)
-    return told_apart(rank, dict(found))
+    return differences_of_calls(rank, dict(found))
 
 
 def publish(store: Store, name: str, rank: int, call: Call, ended: bool = False) -> None:
@@ -104,7 +104,7 @@ def publish(store: Store, name: str, rank: int, call: Call, ended: bool = False)
         store.set(f"ringopt {name} ended {rank}", "")
 
 
-def told_apart(rank: int, calls: Mapping[int, Call]) -> str:
+def differences_of_calls(rank: int, calls: Mapping[int, Call]) -> str:
     """How the calls of the other ranks differ from that of `rank`: a sentence, "" where they do not."""
     mine, found = calls[rank], []
     for peer, call in sorted(calls.items()):

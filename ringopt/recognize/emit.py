@@ -34,7 +34,7 @@ def with_positive_scale(graph: fx.Graph, q: fx.Node, scale: float) -> tuple[fx.N
 def draw_seed(graph: fx.Graph, like: fx.Node) -> fx.Node:
     """One random number, the same on every rank, that all dropped weights follow from."""
     with value_of(like).fake_mode:
-        seeds = emit(graph, operators.seeds.default, (1, value_of(like).device), like)
+        seeds = OpCall.to(operators.seeds.default, count=1, device=value_of(like).device).emit(graph, like)
     return emit(graph, aten.select.int, (seeds, 0, 0), like)
 
 

@@ -124,6 +124,7 @@ class CheckedInputs:
 
 
 def is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor that this rank holds as a whole."""
     return isinstance(value, torch.Tensor) and not isinstance(value, Lazy)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.calls import OpCall
 from ringopt.ir.nodes import emit, named, origin, shape_of, value_of
 from ringopt.ir.symbolic_sizes import formula, is_open
 from ringopt.ops import operators
@@ -56,7 +57,7 @@ class Seeds:
         device = _device_of(like)
         if device not in self.of:
             with self.graph.inserting_after(self.last):
-                node = self.last = self.graph.call_function(operators.seeds.default, (0, device))
+                node = self.last = OpCall.to(operators.seeds.default, count=0, device=device).insert(self.graph)
             node.meta = _outside(like)
             with _mode_of(like):  # more than are read, for there may be any number
                 node.meta["val"] = torch.empty(2**20, dtype=torch.int64, device=device)
@@ -66,7 +67,7 @@ class Seeds:
     def finish(self) -> None:
         """As many seeds are drawn as there are draws."""
         for node, count in self.counts.items():
-            node.args = (count, node.args[1])
+            OpCall.of(node).replace(count=count).write(node)
             node.meta["val"] = value_of(node)[:count].clone()
 
     def along(self, size: Any, behind: int, like: fx.Node) -> fx.Node:
@@ -111,7 +112,9 @@ class Draw:
             logical[dim], count = count, count * sizes[dim]
         places = [self.seeds.along(sizes[dim], len(order) - 1 - at, self.node) for at, dim in enumerate(order)]
         seed, by = self.seeds.draw(self.node), [logical[dim] for dim in order]
-        drawn = self(operators.draw.default, seed, places, by, count, kind, list(map(float, numbers)), dtype)
+        stream: dict[str, Any] = {"seed": seed, "places": places, "strides": by, "count": count}
+        drawn_as: dict[str, Any] = {"kind": kind, "numbers": list(map(float, numbers)), "dtype": dtype}
+        drawn = OpCall.to(operators.draw.default, **stream, **drawn_as).emit(self.graph, self.node)
         if order == sorted(order):
             return drawn
         return self(aten.permute.default, drawn, [order.index(dim) for dim in range(len(order))])

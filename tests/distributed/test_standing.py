@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ringopt.distributed import standing
 from ringopt.distributed.groups import met_group
 from ringopt.distributed.lookup import DEFAULT_TIMEOUT, process_mesh
-from ringopt.distributed.standing import MOST, Call, Recent, told_apart
+from ringopt.distributed.standing import MOST, Call, Recent, differences_of_calls
 from ringopt.errors import RingCommError
 from tests.distributed.reading import needs_reading
 
@@ -99,11 +99,11 @@ def test_where_batches_are_compared_it_is_told_at_once(ranks: Ranks, tmp_path: P
 def test_calls_told_apart() -> None:
     one = Call("calls a compiled graph", "1", ("[2] int64",), True, {"dropout": 2, "linear": 1})
     two = Call("compiles a graph", "2", ("[3] int64",), True, {"linear": 1})
-    assert told_apart(0, {0: one, 1: two, 2: one}) == (
+    assert differences_of_calls(0, {0: one, 1: two, 2: one}) == (
         "This rank calls a compiled graph; rank 1 compiles a graph with inputs [3] int64 where this rank has [2] "
         "int64; another graph (without dropout)"
     )
-    assert told_apart(1, {0: one, 1: one}) == ""
+    assert differences_of_calls(1, {0: one, 1: one}) == ""
 
 
 def test_events_are_few_and_cost_little(tmp_path: Path) -> None:

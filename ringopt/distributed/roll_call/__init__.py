@@ -1,1 +1,1 @@
-"""Whether all ranks begin the same, with the same inputs, told in one short message before any other of a call."""
+"""Whether all ranks begin the same, with the same inputs, in one short message before any other of a call."""

@@ -39,8 +39,8 @@ class Batch:
     inputs: Sequence[Any]
     made: dict[int, int]
 
-    def told(self) -> list[str]:
-        """Of each input what the host knows."""
+    def described(self) -> list[str]:
+        """What the host knows of each input: shape and dtype, or the value of what is no tensor."""
         return [
             f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" if isinstance(x, Tensor) else repr(x)
             for x in self.inputs
@@ -67,10 +67,11 @@ def slot_of(place: int) -> int:
 
 
 def words_of(mesh: Mesh, batch: Batch) -> Tensor:
+    """The message of this rank, int64 [WIDTH]: what is begun, which words stand for inputs not read, the digests."""
     host, read, aside = [0] * WIDTH, list[tuple[int, Tensor]](), 0
-    for place, (value, told) in enumerate(zip(batch.inputs, batch.told(), strict=True)):
+    for place, (value, text) in enumerate(zip(batch.inputs, batch.described(), strict=True)):
         slot, made = slot_of(place), batch.made.get(place)
-        host[slot] = host[slot] * STEP + digest(f"{told} {made}".encode())[0]
+        host[slot] = host[slot] * STEP + digest(f"{text} {made}".encode())[0]
         if made is not None:
             aside |= 1 << slot
         elif isinstance(value, Tensor) and value.numel():
@@ -82,17 +83,19 @@ def words_of(mesh: Mesh, batch: Batch) -> Tensor:
 
 
 def settle_batch(mesh: Mesh, batch: Batch, parts: Sequence[Tensor], pending: Pending) -> None:
+    """Waits for the message and judges it; from a device, leaves that to the next call. Raises RingMismatchError."""
     pending.wait()
     if on_host(mesh):
         judge_batch(mesh, batch, [part.tolist() for part in parts], at_hand=True)
         return
     found = without_waiting(torch.stack(list(parts)))
     # Only what the host knows of the inputs is kept: their memory is not held.
-    told = replace(batch, inputs=[Told(text) for text in batch.told()])
-    _late.setdefault(mesh, {})[mesh.rank] = lambda: judge_batch(mesh, told, found(), at_hand=False)
+    known = replace(batch, inputs=[Described(text) for text in batch.described()])
+    _late.setdefault(mesh, {})[mesh.rank] = lambda: judge_batch(mesh, known, found(), at_hand=False)
 
 
 def on_host(mesh: Mesh) -> bool:
+    """Whether tensors of the mesh are read without waiting for a device."""
     return mesh.device.type == "cpu"
 
 
@@ -110,8 +113,8 @@ def without_waiting(x: Tensor) -> Callable[[], Any]:
     return read
 
 
-class Told(str):
-    """What was told of an input, in its place."""
+class Described(str):
+    """The description of an input, in its place."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -133,15 +136,17 @@ def judge_batch(mesh: Mesh, batch: Batch, found: Sequence[Sequence[int]], at_han
 
 
 def slots_apart(found: Sequence[Sequence[int]]) -> list[int]:
+    """The words of inputs in which the messages of the ranks differ."""
     return [slot for slot in range(FREE, WIDTH) if len({words[slot] for words in found}) > 1]
 
 
 def difference(mesh: Mesh, batch: Batch, found: Sequence[Sequence[int]], odd: Sequence[int]) -> str:
-    told = batch.told()
-    texts = [json.loads(text) for text in texts_of_all(mesh, json.dumps(told))]
-    said = []
+    """The sentence of the error: which inputs differ, on which ranks, and how. All ranks together."""
+    mine = batch.described()
+    texts = [json.loads(text) for text in texts_of_all(mesh, json.dumps(mine))]
+    sentences = []
     for slot in odd:
-        places = [place for place in range(len(told)) if slot_of(place) == slot]
+        places = [place for place in range(len(mine)) if slot_of(place) == slot]
         ranks = [rank for rank, words in enumerate(found) if words[slot] != found[0][slot]]
         unlike = [place for place in places if any(texts[rank][place] != texts[0][place] for rank in ranks)]
         which = " or ".join(batch.names[place] for place in unlike or places)
@@ -151,5 +156,6 @@ def difference(mesh: Mesh, batch: Batch, found: Sequence[Sequence[int]], odd: Se
             for rank in ranks
             if texts[rank][place] != texts[0][place]
         )
-        said.append(f"{which} on ranks {ranks} ({held or f'other numbers in {texts[0][places[0]]}'})")
-    return f"inputs differ from those of rank 0, which they did not in an earlier call: {'; '.join(said)}. {ADVICE}"
+        sentences.append(f"{which} on ranks {ranks} ({held or f'other numbers in {texts[0][places[0]]}'})")
+    found_apart = "; ".join(sentences)
+    return f"inputs differ from those of rank 0, which they did not in an earlier call: {found_apart}. {ADVICE}"

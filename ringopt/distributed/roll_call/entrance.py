@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh
-from ringopt.distributed.standing import Call, told_apart
+from ringopt.distributed.standing import Call, differences_of_calls
 from ringopt.errors import RingMismatchError
 
 WIDTH = 16  # words
 BEGUN, ASIDE, FREE = range(3)  # of which the third and those that follow hold digests
-COMPILES, COMPARES = 1, 2  # begun; a call is told by the digest of its program
+COMPILES, COMPARES = 1, 2  # begun; a call is named by the digest of its program
 
 
 def enter_together(mesh: Mesh, begun: int, aside: int = 0) -> list[int]:
@@ -31,16 +31,18 @@ def enter_together(mesh: Mesh, begun: int, aside: int = 0) -> list[int]:
 
 
 def header(mesh: Mesh, begun: int, aside: int, digests: Sequence[int] = ()) -> Tensor:
+    """A message, int64 [WIDTH], filled up with zeros."""
     words = [begun, aside, *digests]
     return torch.tensor([*words, *[0] * (WIDTH - len(words))], dtype=torch.int64, device=mesh.device)
 
 
 def check_begun(mesh: Mesh, found: Sequence[Sequence[int]]) -> None:
+    """Raises RingMismatchError, on all ranks alike, where the ranks have begun different things."""
     if len({words[BEGUN] for words in found}) == 1:
         return
     calls = [Call(**json.loads(text)) for text in texts_of_all(mesh, json.dumps(asdict(mesh.recent.call)))]
     calls = [Call(**{**asdict(call), "inputs": tuple(call.inputs)}) for call in calls]
-    apart = told_apart(mesh.rank, dict(enumerate(calls))) or "their graphs differ"
+    apart = differences_of_calls(mesh.rank, dict(enumerate(calls))) or "their graphs differ"
     raise RingMismatchError(
         f"the ranks do not begin the same call: {apart}. Every rank must make the same calls, each with the same full "
         "batch and in the same mode (train or eval, with gradients or without)"

@@ -1,4 +1,4 @@
-"""Which call has made a tensor: what a compiled graph has returned, or written, is told by that, and not read again."""
+"""Which call has made a tensor: what a compiled graph returned or wrote is known by that, and not read again."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ _origins: WeakKeyDictionary[Mesh, dict[int, Origins]] = WeakKeyDictionary()
 
 
 def origins_of(mesh: Mesh) -> Origins:
+    """Those of the rank that asks."""
     return _origins.setdefault(mesh, {}).setdefault(mesh.rank, Origins())
 
 

@@ -34,6 +34,7 @@ def word_of(x: Tensor) -> Tensor:
 
 
 def of_rows(rows: Tensor) -> Tensor:
+    """The word of int32 [count, ROW]."""
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
     for part in rows.split(1 if rows.device.type == "cpu" else ROWS_ON_DEVICE) if len(rows) else ():
         sums, count = (part * factors(rows.device)).sum(1), len(part)
@@ -42,6 +43,7 @@ def of_rows(rows: Tensor) -> Tensor:
 
 
 def bytes_in_order(x: Tensor) -> Tensor:
+    """uint8 [bytes], in the order of the elements."""
     return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

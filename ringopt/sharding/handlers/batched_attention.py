@@ -39,7 +39,7 @@ def attended(sharder: Sharder, node: fx.Node) -> bool:
     sources, sinks, seed = call.sources, call.sinks, call.seed
     found = (sharder.placements[x] for x in call.operands)
     place = next((at for at in found if at is not None and at.dim < 2), None)
-    if place is None or told_apart(node) or not same(shape_of(call.q)[place.dim], shape_of(call.k)[place.dim]):
+    if place is None or batch_rows_differ(node) or not same(shape_of(call.q)[place.dim], shape_of(call.k)[place.dim]):
         return False
     if is_dilated(call.pattern) and seed is not None:  # it numbers what it drops from the first row of the batch on
         return False
@@ -57,8 +57,8 @@ def attended(sharder: Sharder, node: fx.Node) -> bool:
     return True
 
 
-def told_apart(node: fx.Node) -> bool:
-    """Whether a mask that is read whole tells rows of the batch apart."""
+def batch_rows_differ(node: fx.Node) -> bool:
+    """Whether a mask that is read whole may differ from row to row of the batch."""
     return AttentionCall.of(node).attn_mask is not None
 
 

@@ -29,8 +29,8 @@ def dropout(sharder: Sharder, node: fx.Node) -> bool:
 def place_seeds(sharder: Sharder, node: fx.Node) -> None:
     """Seeds, drawn by every rank and compared at every call."""
     sharder.whole(node)
-    step = Steps(sharder, node)
-    sharder.set(node, step(operators.agreed_seeds.default, sharder.values[node], sharder.group), None)
+    agreed = Steps(sharder, node).over_ranks(operators.agreed_seeds.default, given=sharder.values[node])
+    sharder.set(node, agreed, None)
 
 
 DRAWS: dict[str, Handler] = {"dropout": dropout}
