@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOOR = ROOT / "ringopt/torch_compat"
 PACKAGES = {"torch", "functorch", "torchgen"}
-# Of the standard library's named tuples, whose methods have to differ from the names of fields.
-NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}
+# Documented by the standard library: of named tuples, whose methods have to differ from the names of fields, and the
+# end of a fork.
+STANDARD = {"_asdict", "_fields", "_make", "_replace", "_exit"}
 # Settings that torch documents, which an example spells as its readers have to.
 DOCUMENTED = {"torch._dynamo", "torch._dynamo.config.optimize_ddp"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "attrgetter"}
@@ -87,7 +88,7 @@ def private_uses(tree: ast.AST, own: set[str], of_torch: set[str]) -> Iterator[t
     aliases, told = names_of_torch(tree), docstrings(tree)
 
     def foreign(name: str) -> bool:
-        return is_private(name) and name not in NAMED_TUPLE and (name in of_torch or name not in own)
+        return is_private(name) and name not in STANDARD and (name in of_torch or name not in own)
 
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
