@@ -110,7 +110,7 @@ qkv
 (no module)
   + %bucket = ringopt::copy_all_to_group([%out_weight, %out_bias, %qkv_weight, %qkv_bias], 'pretend:0/4')  # (f32[8, 8], f32[8], f32[24, 8], f32[24]) replicated
   - %scaled_dot_product_attention = scaled_dot_product_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, None, 0, True)
-  + %attention_ring_attention = ringopt::ring_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, [], None, None, 16, 16, 'causal', '', [], 0, 0.353553, 'zigzag', 'zigzag', 'ring', 'flash_cpu', 'pretend:0/4', early='backward')
+  + %attention_ring_attention = ringopt::ring_attention(%unsqueeze, %unsqueeze_1, %unsqueeze_2, [], None, None, 16, 16, 'causal', '', [], 0, 0.353553, 'zigzag', 'zigzag', 'ring', 'flash_cpu', 'pretend:0/4', 'backward')
       shape: f32[1, 1, 16, 8] -> (f32[1, 1, 4, 8], f32[1, 1, 4])
       placement: replicated -> S(2)
       bytes sent: 0 -> 640

@@ -29,7 +29,7 @@ def once(runs: dict[str, Any], repeats: int) -> dict[str, Times]:
 
 
 def rows_on_a_rank(rank: int, ranks: int) -> list[dict[str, Any]]:
-    with patch.object(exchange_ranks, "together", once), patch.object(exchange_ranks, "begin"):
+    with patch.object(exchange_ranks, "together", once), patch.object(exchange_ranks, "begin_rank"):
         return exchange_ranks.on_a_rank(rank, ranks, list(exchange.PATTERNS.values()), 64, 2, 1)
 
 
