@@ -90,7 +90,7 @@ class Hoisted(Rank):
         self.place.mesh = mesh
         with ExitStack() as stack:
             if slept:
-                stack.enter_context(patch.object(ring, "choose", lambda *_: (Sleeping(), "")))
+                stack.enter_context(patch.object(ring, "choose_kernel", lambda *_: (Sleeping(), "")))
                 stack.enter_context(SleptProducts())  # type: ignore[no-untyped-call]
             if not backward:
                 return [run()]
