@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch.fx as fx
 
 from ringopt.frontend.functionalize import instead
-from ringopt.ir.nodes import draws, is_random, op_name, requires_grad
+from ringopt.ir.nodes import draws_by_stream, op_name, requires_grad
 from ringopt.ops import operators
 from ringopt.options import Random
 from ringopt.pipeline import Context, Pass
@@ -43,7 +43,7 @@ class DrawByPosition(Pass):
         for node in list(graph.nodes):
             if node.target is operators.seeds.default:
                 seeds.adopt(node)
-            elif is_random(node) and draws(node):
+            elif draws_by_stream(node):
                 if not rewrite(graph, node, seeds, carries):
                     context.notes.append(f"{node.name} draws by torch's own stream, whole and alike on every rank")
                     continue
@@ -56,9 +56,9 @@ class DrawByPosition(Pass):
 def rewrite(graph: fx.Graph, node: fx.Node, seeds: Seeds, carries: dict[fx.Node, bool]) -> bool:
     """Whether there is a form in which `node` is drawn by position."""
     form = FORMS.get(op_name(node))
-    draw = Draw(graph, node, seeds, carries)
     if form is None or not is_plain(node):
         return False
+    draw = Draw(graph, node, seeds, carries)
     with graph.inserting_before(node), draw.mode:
         made = form(draw)
         if made is None:
@@ -67,9 +67,15 @@ def rewrite(graph: fx.Graph, node: fx.Node, seeds: Seeds, carries: dict[fx.Node,
             made = instead(graph, operand, made, node)
     if isinstance(made, tuple):
         for user in list(node.users):
-            user.replace_all_uses_with(made[user.args[1]])
-            graph.erase_node(user)
+            replace(graph, user, made[user.args[1]], carries)
+        graph.erase_node(node)
     else:
-        node.replace_all_uses_with(made)
-    graph.erase_node(node)
+        replace(graph, node, made, carries)
     return True
+
+
+def replace(graph: fx.Graph, node: fx.Node, made: fx.Node, carries: dict[fx.Node, bool]) -> None:
+    """`made` is read in the place of `node`, by other draws too."""
+    node.replace_all_uses_with(made)
+    carries[made] = carries[node]
+    graph.erase_node(node)

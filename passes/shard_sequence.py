@@ -23,7 +23,7 @@ import torch.fx as fx
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.ir.autograd_function import CustomGradient, calls_of_graphs
-from ringopt.ir.nodes import eliminate_dead_code, is_random, tensor_args
+from ringopt.ir.nodes import draws, eliminate_dead_code, tensor_args
 from ringopt.ops import operators
 from ringopt.options import Outputs, Shard, Strategy
 from ringopt.pipeline import Context, Pass
@@ -100,7 +100,7 @@ class ShardSequence(Pass):
             elif node not in sharder.values and not self.spread(sharder, node, context):
                 # (A handler of a tuple places its elements with it.)
                 sharder.whole(node)
-                random += [node.name] if is_random(node) else []
+                random += [node.name] if draws(node) else []
                 again_in_rows(sharder, node)
             if node in sharder.sources and sharder.placements[node] is None:
                 sharder.begin(node)

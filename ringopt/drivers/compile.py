@@ -23,7 +23,7 @@ from ringopt.frontend.flex_block_masks import Claim
 from ringopt.frontend.open_floats import floats_as_tensors
 from ringopt.ir.canonical_order import Program
 from ringopt.ir.io_order import Order, Reordered
-from ringopt.ir.nodes import draws, is_parameter, is_random, requires_grad, shape_of, value_of
+from ringopt.ir.nodes import draws, is_parameter, requires_grad, shape_of, value_of
 from ringopt.ir.notes import OF_PROGRAM
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused
@@ -255,7 +255,7 @@ def draws_here(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: Sha
         flat = capture(gm, example_inputs, shape_env).graph
     except GraphRefused:
         return False
-    return any(is_random(node) and draws(node) for node in flat.graph.nodes)
+    return any(map(draws, flat.graph.nodes))
 
 
 def line_of_passes(

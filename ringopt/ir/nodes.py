@@ -46,10 +46,17 @@ def is_random(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a random operator draws, as it is called: not where it has no `dropout_p`, or does not train."""
+    """Whether a node draws random numbers, as it is called: not where it has no `dropout_p`, or does not train."""
+    if not is_random(node):
+        return False
     given = arguments_of(node)
     trains = given.get("train", given.get("training", True)) is not False  # None: yes
     return trains and given.get("dropout_p") != 0.0 and not ("train" in given and given["p"] == 0)
+
+
+def draws_by_stream(node: fx.Node) -> bool:
+    """Whether it draws its numbers themselves from a default generator, and not seeds, as operators of ringopt do."""
+    return draws(node) and getattr(node.target, "namespace", "") != "ringopt"
 
 
 def value_of(node: Any) -> Any:

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
-from ringopt.ir.nodes import draws, is_random
+from ringopt.ir.nodes import draws_by_stream
 from ringopt.ir.placement import Spread
-from ringopt.ops import operators
 from ringopt.output.printable import logger
 from ringopt.tensor.lazy import Lazy, cut, spread, whole
 from ringopt.torch_compat.autograd import no_autocast, unseen
@@ -61,11 +60,7 @@ class Original:
     def drawn_by_position(self, alone: fx.GraphModule) -> None:
         """The program draws random numbers by position: it is `alone`, what one process makes of it, that draws the
         same. (The graph before anybody compiled it draws by torch's own stream.)"""
-        self.run, self.draws = alone, not any(map(_draws_by_stream, alone.graph.nodes))
-
-
-def _draws_by_stream(node: fx.Node) -> bool:
-    return is_random(node) and node.target is not operators.seeds.default and draws(node)
+        self.run, self.draws = alone, not any(map(draws_by_stream, alone.graph.nodes))
 
 
 class Verified:

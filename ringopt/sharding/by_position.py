@@ -16,10 +16,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.calls import OpCall
-from ringopt.ir.nodes import emit, named, origin, shape_of, value_of
+from ringopt.ir.nodes import arguments_of, emit, named, origin, shape_of, value_of
 from ringopt.ir.symbolic_sizes import formula, is_open
 from ringopt.ops import operators
-from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -127,10 +126,9 @@ class Draw:
 
 def is_plain(node: fx.Node) -> bool:
     """Whether it draws by the default generator, and real numbers."""
-    takes = any(arg.name == "generator" for arg in schema_of(node.target).arguments)
     value = _first_value(node)
     real = value.layout is torch.strided and not value.is_complex()
-    return real and not (takes and named(node, "generator") is not None)
+    return real and arguments_of(node).get("generator") is None
 
 
 def _first_value(node: fx.Node) -> Tensor:
@@ -207,8 +205,8 @@ def distribution(kind: str, *names: str, given: Sequence[float] = ()) -> Callabl
 
 def bernoulli(draw: Draw) -> fx.Node | None:
     """With the probability that is given as a number, or by element as a tensor."""
-    arguments = schema_of(draw.node.target).arguments
-    p = draw["p"] if any(arg.name == "p" for arg in arguments) else draw["self"]
+    given = arguments_of(draw.node)
+    p = given["p"] if "p" in given else given["self"]
     if not isinstance(p, fx.Node):
         return draw.cast(draw.numbers("kept", 1 - p, dtype=torch.bool))
     if not value_of(p).is_floating_point():
@@ -223,8 +221,8 @@ def integers(low: str, high: str) -> Callable[[Draw], fx.Node | None]:
     """From `low`, which may be no argument, to below `high`."""
 
     def form(draw: Draw) -> fx.Node | None:
-        first = draw[low] if any(arg.name == low for arg in schema_of(draw.node.target).arguments) else 0
-        last = draw[high] if any(arg.name == high for arg in schema_of(draw.node.target).arguments) else None
+        given = arguments_of(draw.node)
+        first, last = given.get(low, 0), given.get(high)
         if not isinstance(first, int) or not isinstance(last, int) or is_open(last) or not 0 < last - first < 2**62:
             return None
         among = draw(aten.remainder.Scalar, draw.numbers("whole", dtype=torch.int64), last - first)

@@ -89,6 +89,10 @@ DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "other dtypes": other_dtypes,
     "given as tensors": given_as_tensors,
     "flattened": flattened,
+    "of probabilities that are drawn": lambda m, y: y * torch.bernoulli(torch.rand_like(y)),
+    "around means that are drawn": lambda m, y: y * torch.normal(torch.rand(2, N, D, dtype=y.dtype), 1.0),
+    "of probabilities that are dropped": lambda m, y: y * torch.bernoulli(F.dropout(y.sigmoid() * 0.5, 0.3)),
+    "of a draw of two results": lambda m, y: y + torch.bernoulli(torch.native_dropout(y.sigmoid() / 2, 0.3, True)[0]),
 }
 
 
@@ -137,7 +141,7 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "all of it": lambda x: F.dropout(x, 1.0),
     "alpha": lambda x: F.alpha_dropout(x, 0.3, True),
-    "features": lambda x: F.feature_dropout(x, 0.3, True) if hasattr(F, "feature_dropout") else F.dropout1d(x, 0.3),
+    "features": lambda x: torch.feature_dropout(x, 0.3, True),
     "alpha, features": lambda x: F.feature_alpha_dropout(x, 0.3, True),
     "native": lambda x: torch.native_dropout(x, 0.3, True)[0],
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),

@@ -20,7 +20,7 @@ from functools import partial
 import torch.fx as fx
 
 from ringopt.ir.autograd_function import CustomGradient, GradientArguments
-from ringopt.ir.nodes import is_random, op_name, source_line, tensor_args, value_of
+from ringopt.ir.nodes import draws, op_name, source_line, tensor_args, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.report import bytes_text
@@ -99,7 +99,7 @@ class Backward(Sharder):
                 self.keep(node)
             elif node not in self.values and not self.spread(node):
                 self.whole(node)
-                self.random += [node.name] if is_random(node) else []
+                self.random += [node.name] if draws(node) else []
 
     def spread(self, node: fx.Node) -> bool:
         if node in self.understood:
