@@ -101,3 +101,12 @@ def bytes_of(value: Any) -> Any:
         return b""
     # A copy, for numpy() forbids its tensor's memory to be resized, which FSDP does to parameters.
     return value.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).cpu().numpy().data
+
+
+def texts_of_all(mesh: Mesh, mine: str, label: str) -> list[str]:
+    """The text of every rank, in rank order. All ranks come here together; `label` names their two messages."""
+    data = mine.encode()
+    lengths = mesh.all_gather(torch.tensor([len(data)], device=mesh.device), label)
+    padded = data.ljust(max(int(length) for length in lengths), b"\0")
+    sent = torch.tensor(list(padded), dtype=torch.uint8, device=mesh.device)
+    return [bytes(part.tolist()).rstrip(b"\0").decode() for part in mesh.all_gather(sent, label)]

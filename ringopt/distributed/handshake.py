@@ -6,7 +6,6 @@ accepted, with no error and wrong numbers.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Hashable
 from typing import TypeAlias
@@ -14,13 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ringopt.distributed.consistency import digest, texts_of_all
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RingMismatchError
 
 Value: TypeAlias = int | float | str | bool
 Key: TypeAlias = tuple[tuple[str, Value], ...]
-
-WORDS = 4  # int64 words of the digest
 
 # The keys that have been compared, per mesh. Ranks that are threads of one process share a mesh, hence the rank.
 _agreed: WeakKeyDictionary[Mesh, set[Hashable]] = WeakKeyDictionary()
@@ -36,20 +34,16 @@ def agree(mesh: Mesh, key: Key) -> None:
     if (mesh.rank, key) in agreed:
         return
     if mesh.size > 1:
-        text = json.dumps(key).encode()
-        digest = hashlib.blake2b(text, digest_size=8 * WORDS).digest()
-        words = [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, len(digest), 8)]
-        headers = mesh.all_gather(torch.tensor([len(text), *words], device=mesh.device), "handshake")
+        text = json.dumps(key)
+        headers = mesh.all_gather(torch.tensor(digest(text.encode()), device=mesh.device), "handshake")
         if not all(torch.equal(headers[0], header) for header in headers):
-            raise RingMismatchError(_difference(_gather_keys(mesh, text, max(int(header[0]) for header in headers))))
+            raise RingMismatchError(_difference([_named(found) for found in texts_of_all(mesh, text, "handshake")]))
     agreed.add((mesh.rank, key))
 
 
-def _gather_keys(mesh: Mesh, text: bytes, length: int) -> list[dict[str, str]]:
-    """The keys of all ranks, with values as JSON; `length` is that of the longest, so that messages have one size."""
-    padded = torch.tensor(list(text.ljust(length)), dtype=torch.uint8, device=mesh.device)
-    parts = [bytes(part.tolist()) for part in mesh.all_gather(padded, "handshake")]
-    return [{field: json.dumps(value) for field, value in json.loads(part)} for part in parts]
+def _named(text: str) -> dict[str, str]:
+    """The fields of a key, with values as JSON."""
+    return {field: json.dumps(value) for field, value in json.loads(text)}
 
 
 def _difference(keys: list[dict[str, str]]) -> str:

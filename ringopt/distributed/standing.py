@@ -40,6 +40,12 @@ class Call:
     gradients: bool = False
     operators: Mapping[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Call:
+        """What `json.dumps(asdict(call))` says."""
+        read = json.loads(text)
+        return cls(**{**read, "inputs": tuple(read["inputs"])})
+
 
 class Recent:
     """The last events of a rank, and its current call. `folder`: where they are written; "" is the system's folder for
@@ -85,8 +91,7 @@ def differences(store: Store, name: str, rank: int, size: int, mine: Call, patie
                 time.sleep(PAUSE)
             for peer in range(size):
                 if peer != rank and store.check([key := f"ringopt {name} stands {peer}"]):
-                    read = json.loads(store.get(key))
-                    found[peer] = Call(**{**read, "inputs": tuple(read["inputs"])})
+                    found[peer] = Call.from_json(store.get(key))
         except RuntimeError:  # the process that keeps the store is gone
             return
 

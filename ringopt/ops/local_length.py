@@ -48,7 +48,7 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
         asked.add(known)
     check_enough(length, layout, mesh.size)
     if names and when == "every" and not first:
-        begin_batch(mesh, Batch(digest(program.encode())[0], names.split(","), inputs, {}))
+        begin_batch(mesh, Batch.of(digest(program.encode())[0], names.split(","), inputs, {}))
     return count(layout_of(layout, length, mesh.size).ranges(mesh.rank))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.mesh import Mesh, registered
-from ringopt.distributed.roll_call.batch import Batch, begin_batch
+from ringopt.distributed.roll_call.batch import Batch, begin_batch, described
 from ringopt.distributed.roll_call.entrance import COMPARES, enter_together
 from ringopt.distributed.roll_call.origins import origins_of, version
 from ringopt.distributed.standing import Call
@@ -95,8 +95,7 @@ class CheckedInputs:
 
     def compare(self, mesh: Mesh, inputs: Sequence[Any]) -> None:
         """All that goes in, parameters and generators too."""
-        if self.when == "every":
-            enter_together(mesh, COMPARES)
+        enter_together(mesh, COMPARES)
         states = [("the random number generator", torch.get_rng_state())] if self.random else []
         if self.random and torch.cuda.is_available():
             states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
@@ -108,7 +107,7 @@ class CheckedInputs:
     def batch_of(self, mesh: Mesh, inputs: Sequence[Any]) -> Batch:
         given, origins = [inputs[place] for place in self.batch], origins_of(mesh)
         made = {place: origin for place, x in enumerate(given) if (origin := origins.of(x)) is not None}
-        return Batch(self.digest[0], self.names_in_batch, [_compared(x) for x in given], made)
+        return Batch.of(self.digest[0], self.names_in_batch, [_compared(x) for x in given], made)
 
     def made(
         self, inputs: Sequence[Any], before: Sequence[int | None], outputs: Sequence[Any]
@@ -131,8 +130,7 @@ def is_plain(value: Any) -> bool:
 def call_of(doing: str, program: Sequence[int], inputs: Sequence[Any], operators: Mapping[str, int]) -> Call:
     """Of the inputs, those that are no parameters."""
     given = [x for x in inputs if isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter)]
-    sizes = tuple(f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in given)
-    return Call(doing, str(program[0]), sizes, torch.is_grad_enabled(), operators)
+    return Call(doing, str(program[0]), tuple(map(described, given)), torch.is_grad_enabled(), operators)
 
 
 def watch_backward(mesh: Mesh, outputs: Sequence[Any]) -> None:

@@ -61,7 +61,7 @@ def test_what_is_agreed_is_not_asked_again() -> None:
     with record_traffic() as traffic:
         run_on_threads(3, body)
     assert [event.label for event in traffic.of(1).events] == ["handshake"] * 2
-    assert {event.bytes for event in traffic.events} == {2 * 5 * 8}, "five words to each of two others"
+    assert {event.bytes for event in traffic.events} == {2 * 4 * 8}, "four words to each of two others"
 
 
 def test_another_mesh_asks_anew() -> None:

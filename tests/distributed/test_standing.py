@@ -86,11 +86,11 @@ def test_what_differs_after_the_first_call_is_named(ranks: Ranks, tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("how", ["train", "grad"])
-def test_where_batches_are_compared_it_is_told_at_once(ranks: Ranks, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "when"), [("train", "every"), ("grad", "every"), ("train", "always")])
+def test_where_batches_are_compared_it_is_told_at_once(ranks: Ranks, tmp_path: Path, how: str, when: str) -> None:
     """And no mesh ends."""
     expected = re.escape(TOLD[how]).replace(r"\{\}", "(calls|compiles) a (compiled )?graph")
-    (said, _), (other, _) = ranks(2, unequal, how, str(tmp_path), "every")
+    (said, _), (other, _) = ranks(2, unequal, how, str(tmp_path), when)
     assert re.search(expected, said), (said, other)
     assert all("RingMismatchError" in found or "do not begin the same call" in found for found in (said, other))
     assert not list(tmp_path.glob("ringopt-*.txt"))

@@ -16,14 +16,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ringopt.distributed.consistency import ADVICE, digest
+from ringopt.distributed.consistency import ADVICE, digest, texts_of_all
 from ringopt.distributed.mesh import Mesh, Pending
-from ringopt.distributed.roll_call.entrance import ASIDE, FREE, WIDTH, check_begun, header, texts_of_all
+from ringopt.distributed.roll_call.entrance import (
+    ASIDE,
+    FREE,
+    WIDTH,
+    check_begun,
+    header,
+    judge_later,
+    on_host,
+    settle_late,
+)
 from ringopt.distributed.roll_call.tensor_digest import MODULUS, STEP, signed, word_of
 from ringopt.errors import RingMismatchError
 
@@ -32,31 +40,32 @@ LABEL = "inputs"
 
 @dataclass(frozen=True)
 class Batch:
-    """`inputs` of a call of `program`; `made`, by place, digests of where inputs come from that are not read."""
+    """`inputs` of a call of `program`, and `texts` of what the host knows of them; `made`, by place, digests of where
+    inputs come from that are not read."""
 
     program: int
     names: Sequence[str]
     inputs: Sequence[Any]
+    texts: Sequence[str]
     made: dict[int, int]
 
-    def described(self) -> list[str]:
-        """What the host knows of each input: shape and dtype, or the value of what is no tensor."""
-        return [
-            f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" if isinstance(x, Tensor) else repr(x)
-            for x in self.inputs
-        ]
+    @classmethod
+    def of(cls, program: int, names: Sequence[str], inputs: Sequence[Any], made: dict[int, int]) -> Batch:
+        """The batch, with the texts of its inputs."""
+        return cls(program, names, inputs, [described(x) for x in inputs], made)
 
 
-# What a device has not answered yet. Ranks that are threads of one process share a mesh, hence the rank.
-_late: WeakKeyDictionary[Mesh, dict[int, Callable[[], None]]] = WeakKeyDictionary()
+def described(value: Any) -> str:
+    """Shape and dtype of a tensor, or the value of what is none."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
 def begin_batch(mesh: Mesh, batch: Batch) -> None:
     """All ranks together. Raises RingMismatchError, on all ranks alike, then or before the next message of this call;
-    from a device at the next `begin_batch`."""
-    late = _late.setdefault(mesh, {}).pop(mesh.rank, None)
-    if late is not None:
-        late()
+    from a device at what is begun next."""
+    settle_late(mesh)
     parts, pending = mesh.start_all_gather(words_of(mesh, batch), LABEL)
     mesh.due_before_message(partial(settle_batch, mesh, batch, parts, pending))
 
@@ -69,7 +78,7 @@ def slot_of(place: int) -> int:
 def words_of(mesh: Mesh, batch: Batch) -> Tensor:
     """The message of this rank, int64 [WIDTH]: what is begun, which words stand for inputs not read, the digests."""
     host, read, aside = [0] * WIDTH, list[tuple[int, Tensor]](), 0
-    for place, (value, text) in enumerate(zip(batch.inputs, batch.described(), strict=True)):
+    for place, (value, text) in enumerate(zip(batch.inputs, batch.texts, strict=True)):
         slot, made = slot_of(place), batch.made.get(place)
         host[slot] = host[slot] * STEP + digest(f"{text} {made}".encode())[0]
         if made is not None:
@@ -89,14 +98,8 @@ def settle_batch(mesh: Mesh, batch: Batch, parts: Sequence[Tensor], pending: Pen
         judge_batch(mesh, batch, [part.tolist() for part in parts], at_hand=True)
         return
     found = without_waiting(torch.stack(list(parts)))
-    # Only what the host knows of the inputs is kept: their memory is not held.
-    known = replace(batch, inputs=[Described(text) for text in batch.described()])
-    _late.setdefault(mesh, {})[mesh.rank] = lambda: judge_batch(mesh, known, found(), at_hand=False)
-
-
-def on_host(mesh: Mesh) -> bool:
-    """Whether tensors of the mesh are read without waiting for a device."""
-    return mesh.device.type == "cpu"
+    known = replace(batch, inputs=())  # their memory is not held
+    judge_later(mesh, lambda: judge_batch(mesh, known, found(), at_hand=False))
 
 
 def without_waiting(x: Tensor) -> Callable[[], Any]:
@@ -111,13 +114,6 @@ def without_waiting(x: Tensor) -> Callable[[], Any]:
         return table.tolist()
 
     return read
-
-
-class Described(str):
-    """The description of an input, in its place."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def judge_batch(mesh: Mesh, batch: Batch, found: Sequence[Sequence[int]], at_hand: bool) -> None:
@@ -142,11 +138,10 @@ def slots_apart(found: Sequence[Sequence[int]]) -> list[int]:
 
 def difference(mesh: Mesh, batch: Batch, found: Sequence[Sequence[int]], odd: Sequence[int]) -> str:
     """The sentence of the error: which inputs differ, on which ranks, and how. All ranks together."""
-    mine = batch.described()
-    texts = [json.loads(text) for text in texts_of_all(mesh, json.dumps(mine))]
+    texts = [json.loads(text) for text in texts_of_all(mesh, json.dumps(batch.texts), LABEL)]
     sentences = []
     for slot in odd:
-        places = [place for place in range(len(mine)) if slot_of(place) == slot]
+        places = [place for place in range(len(batch.texts)) if slot_of(place) == slot]
         ranks = [rank for rank, words in enumerate(found) if words[slot] != found[0][slot]]
         unlike = [place for place in places if any(texts[rank][place] != texts[0][place] for rank in ranks)]
         which = " or ".join(batch.names[place] for place in unlike or places)

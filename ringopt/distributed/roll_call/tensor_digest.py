@@ -26,17 +26,17 @@ def word_of(x: Tensor) -> Tensor:
     split = len(data) // 4 * 4
     numbers, rest = aligned_numbers(data[:split]), data[split:]
     split = len(numbers) // ROW * ROW
-    total = of_rows(numbers[:split].view(-1, ROW))
+    total = of_rows(numbers[:split].view(-1, ROW), 1 if x.device.type == "cpu" else ROWS_ON_DEVICE)
     for tail in (numbers[split:], rest):
         if len(tail):
             total = total * signed(STEP) + (tail * factors(x.device)[: len(tail)]).sum()
     return total
 
 
-def of_rows(rows: Tensor) -> Tensor:
-    """The word of int32 [count, ROW]."""
+def of_rows(rows: Tensor, at_a_time: int) -> Tensor:
+    """The word of int32 [count, ROW], so many rows in one operator."""
     total = torch.zeros((), dtype=torch.int64, device=rows.device)
-    for part in rows.split(1 if rows.device.type == "cpu" else ROWS_ON_DEVICE) if len(rows) else ():
+    for part in rows.split(at_a_time) if len(rows) else ():
         sums, count = (part * factors(rows.device)).sum(1), len(part)
         total = total * signed(STEP**count) + (sums * powers(rows.device)[-count:]).sum()
     return total

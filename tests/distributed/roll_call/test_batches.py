@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ringopt.distributed.roll_call import batch as batches
+from ringopt.distributed.roll_call import entrance
 from ringopt.distributed.roll_call.batch import Batch
 from ringopt.errors import RingMismatchError
 from tests.harness.threads import run_on_threads
@@ -190,17 +191,53 @@ def test_what_a_call_has_made_is_not_read_again(ranks: Ranks, outputs: str) -> N
 
 
 # ---- on a device ----------------------------------------------------------------------------------------------------
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "without_waiting", lambda x: x.tolist)
+    for module in (batches, entrance):
+        monkeypatch.setattr(module, "on_host", lambda mesh: False)
+
+
+def test_a_device_answers_when_a_rank_compiles_next_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks come to the late judgement first, whatever they begin."""
+    as_on_a_device(monkeypatch)
+
+    def body(mesh: Any) -> str:
+        with mesh.unbroken():
+            batches.begin_batch(mesh, Batch.of(7, ["x"], [torch.tensor([mesh.rank])], {}))
+            mesh.all_reduce(torch.ones(1))  # the first other message, before which the words have come
+        with pytest.raises(RingMismatchError) as raised:
+            if mesh.rank:
+                entrance.enter_together(mesh, entrance.COMPILES)
+            else:
+                batches.begin_batch(mesh, Batch.of(7, ["x"], [torch.tensor([0])], {}))
+        return str(raised.value)
+
+    assert all("x on ranks [1] (other numbers in [1] int64)" in sentence for sentence in run_on_threads(2, body))
+
+
+def test_on_a_device_no_message_says_what_else_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank does not read it."""
+    as_on_a_device(monkeypatch)
+
+    def body(mesh: Any) -> str:
+        with pytest.raises(RingMismatchError) as raised:
+            entrance.enter_together(mesh, (entrance.COMPILES, entrance.COMPARES)[mesh.rank])
+        return str(raised.value)
+
+    for sentence in run_on_threads(2, body):
+        assert "rank 0 compiles a graph, rank 1 calls a graph for the first time" in sentence
+
+
 def test_a_device_answers_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of what was not read, which is gone by then, nothing is claimed."""
-    monkeypatch.setattr(batches, "without_waiting", lambda x: x.tolist)
-    monkeypatch.setattr(batches, "on_host", lambda mesh: False)
+    as_on_a_device(monkeypatch)
 
     def body(mesh: Any) -> list[str]:
         said = []
         for x, y, made in ((0, 0, {}), (0, mesh.rank, {1: 5 + mesh.rank}), (mesh.rank, 0, {}), (0, 0, {}), (0, 0, {})):
             try:
                 with mesh.unbroken():
-                    batches.begin_batch(mesh, Batch(7, ["x", "y"], [torch.tensor([x]), torch.tensor([y])], made))
+                    batches.begin_batch(mesh, Batch.of(7, ["x", "y"], [torch.tensor([x]), torch.tensor([y])], made))
                 said.append("")
             except RingMismatchError as error:
                 said.append(str(error))

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.distributed.roll_call import tensor_digest
-from ringopt.distributed.roll_call.tensor_digest import MODULUS, ROW, STEP, factors, signed, word_of
+from ringopt.distributed.roll_call.tensor_digest import MODULUS, ROW, STEP, factors, of_rows, signed, word_of
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -38,7 +37,7 @@ def by_hand(x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("count", [1, 3, 1000, ROW, 2 * ROW + 777])
-def test_it_is_what_it_says(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_what_it_says(count: int) -> None:
     x = torch.randint(0, 255, (4 * count + 3,), dtype=torch.uint8)
     assert word(x) == by_hand(x)
     assert bool((factors(torch.device("cpu")) % 2 == 1).all()) and STEP % 2 == 1
@@ -47,15 +46,7 @@ def test_it_is_what_it_says(count: int, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("rows", [1, 2, 64])
 def test_a_device_takes_more_rows_at_a_time_and_comes_to_the_same(rows: int) -> None:
     x = torch.randint(-9, 9, (5, ROW), dtype=torch.int32)
-
-    class Device(str):
-        type = "cuda"
-
-    total = torch.zeros((), dtype=torch.int64)
-    for part in x.split(rows):
-        sums, count = (part * factors(x.device)).sum(1), len(part)
-        total = total * signed(STEP**count) + (sums * tensor_digest.powers(x.device)[-count:]).sum()
-    assert int(total) == by_hand(x)
+    assert int(of_rows(x, rows)) == by_hand(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,4 +111,4 @@ def test_it_takes_little_memory() -> None:
         if event.name == "[memory]":
             held += event.cpu_memory_usage
             most = max(most, held)
-    assert most <= 4 * 8 * ROW, most
+    assert 0 < most <= 4 * 8 * ROW, most
