@@ -90,7 +90,7 @@ def notes_of(dilation: Dilation, heads: int, length: int) -> tuple[str, str]:
     pairs = heads * (length * (length + 1) // 2 if dilation.causal else length * length)
     part = dilation.pairs(length, heads) / pairs
     name = "causal" if dilation.causal else "full"
-    return f"computes {part:.1%} of the FLOPs of {name} attention", dilation.told_left_out(length, heads)
+    return f"computes {part:.1%} of the FLOPs of {name} attention", dilation.sentence_of_left_out(length, heads)
 
 
 def readable(node: fx.Node, info: SiteInfo) -> Hidden | str:

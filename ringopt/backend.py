@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from ringopt.distributed.consistency import digest
 from ringopt.distributed.lookup import mesh_of
-from ringopt.drivers.compile import Run, in_order, mesh_for, raise_or_warn, tell_of_limit, transform
+from ringopt.drivers.compile import Run, in_order, mesh_for, raise_or_warn, warn_of_limit, transform
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
@@ -76,7 +76,7 @@ def ring(
         log.info("%s", made.report)
         raise_or_warn(made.report, chosen)
         if mesh.size > 1 and not anew:
-            tell_of_limit(made.report)
+            warn_of_limit(made.report)
         flat = made.graph
         with left_open(gm):
             compiler = partial(inner, options=chosen, mode=mode, budget=made.budget)

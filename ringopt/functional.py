@@ -236,9 +236,10 @@ def _by_rate(
         of_heads = mask
         if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
             of_heads = mask.index_select(-3, torch.tensor(heads, device=mask.device))
-        how |= {"sinks": sinks[..., heads] if isinstance(sinks, Tensor) else sinks, "dilation_rates": (rate,)}
+        of_sinks = sinks[..., heads] if isinstance(sinks, Tensor) else sinks
+        own = {**how, "sinks": of_sinks, "dilation_rates": (rate,)}
         q, k, v = query[:, heads], key[:, kv_heads], value[:, kv_heads]
-        outs.append(attention(q, k, v, of_heads, enable_gqa=True, **how))
+        outs.append(attention(q, k, v, of_heads, enable_gqa=True, **own))
     order = sorted(range(len(rates)), key=[head for heads in found.values() for head in heads].__getitem__)
     return torch.cat(outs, 1)[:, order]
 
@@ -255,7 +256,7 @@ def _dilated(asked: _Asked, dilation: Dilation, mesh: Mesh | None, way: _Way) ->
         )
     length = held["query"][0] if alone else _length(mesh, layout, "query", held["query"])
     seen = padding_of(asked.attn_mask, query.shape[0], length)
-    if sentence := dilation.told_left_out(length, query.shape[1]):
+    if sentence := dilation.sentence_of_left_out(length, query.shape[1]):
         warnings.warn(sentence, stacklevel=3)
     if seed is not None:
         seed = torch.full_like(seed, held["seed"][0])

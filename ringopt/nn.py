@@ -82,7 +82,7 @@ class DilatedAttention(nn.Module):
         if query.shape[1] != key.shape[1] and not enable_gqa:
             raise OptionError(f"{query.shape[1]} query heads over {key.shape[1]} KV heads need enable_gqa=True")
         compiling = torch.compiler.is_compiling()
-        if not compiling and (sentence := self.dilation.told_left_out(query.shape[2], query.shape[1])):
+        if not compiling and (sentence := self.dilation.sentence_of_left_out(query.shape[2], query.shape[1])):
             warnings.warn(sentence, stacklevel=2)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         seed = torch.randint(SEEDS, (), dtype=torch.int64, device=query.device) if dropout_p > 0 else None

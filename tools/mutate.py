@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -29,15 +30,10 @@ from typing import Any
 
 from ringopt.tools.common.faults import Fault, faults_of
 
-ENGINE = [
-    "passes",
-    *(
-        f"ringopt/{room}"
-        for room in ("context_parallel", "cost", "dims", "distributed", "expr", "ir", "kernels", "ops", "overlap")
-    ),
-    *(f"ringopt/{room}" for room in ("recognize", "sharding", "tensor")),
-]
+ROOMS = "context_parallel cost dims distributed expr ir kernels ops overlap recognize sharding tensor"
+ENGINE = ["passes", *(f"ringopt/{room}" for room in ROOMS.split())]
 ROOT = Path(__file__).resolve().parents[1]
+NOTHING, ENDED = 5, 70  # exit codes: pytest has found no test; an error of this program
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
 
 
@@ -169,6 +165,7 @@ def _record(copy: Path, kept: Path, tests: Sequence[str]) -> int:
     import coverage
     import pytest
 
+    broken: set[str] = set()
     measured = coverage.Coverage(data_file=None, include=[f"{copy}/ringopt/*", f"{copy}/passes/*"], config_file=False)
     seconds: dict[str, float] = {}
 
@@ -178,6 +175,8 @@ def _record(copy: Path, kept: Path, tests: Sequence[str]) -> int:
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
+            if report.failed:
+                broken.add(report.nodeid)
 
     measured.start()
     code = pytest.main([*PYTEST, "--maxfail=1000", *tests], plugins=[Plugin()])
@@ -186,9 +185,11 @@ def _record(copy: Path, kept: Path, tests: Sequence[str]) -> int:
     lines: dict[str, dict[str, list[str]]] = {}
     for file in data.measured_files():
         name = str(Path(file).resolve().relative_to(copy.resolve()))
-        found = {str(line): sorted(filter(None, names)) for line, names in data.contexts_by_lineno(file).items()}
+        # A test that fails without a fault would notice every one.
+        found = {str(line): sorted({*names} - broken - {""}) for line, names in data.contexts_by_lineno(file).items()}
         lines[name] = {line: names for line, names in found.items() if names}
-    kept.write_text(json.dumps({"lines": lines, "seconds": seconds}))
+    sound = {test: duration for test, duration in seconds.items() if test not in broken}
+    kept.write_text(json.dumps({"lines": lines, "seconds": sound}))
     return int(code)
 
 
@@ -211,6 +212,8 @@ def _planted(copy: Path, file: str, fault: Fault, tests: Sequence[str], limit: f
         code = _forked(copy, lambda: int(pytest.main([*PYTEST, *tests], plugins=[Plugin()])), 5 * limit + 60)
     finally:
         (copy / file).write_text(before, encoding="utf-8")
+    if code in (NOTHING, ENDED):
+        raise SystemExit(f"{file}:{fault.line}: {fault.what}: the tests did not run (exit code {code})")
     noticed = None if code == 0 else log.read_text() if log.exists() else "time" if code is None else "collection"
     return Outcome(file, fault.line, fault.what, noticed, len(tests), round(time.monotonic() - start, 1))
 
@@ -221,7 +224,7 @@ def _forked(copy: Path, work: Callable[[], int], limit: float | None) -> int | N
 
     child = os.fork()
     if child == 0:
-        code = 70
+        code, shown = ENDED, os.fdopen(os.dup(2), "w")
         try:
             os.setsid()
             quiet = os.open(os.devnull, os.O_WRONLY)
@@ -233,7 +236,10 @@ def _forked(copy: Path, work: Callable[[], int], limit: float | None) -> int | N
             for name in [name for name in sys.modules if name.partition(".")[0] in ("ringopt", "tests")]:
                 del sys.modules[name]
             code = work()
+        except BaseException:
+            traceback.print_exc(file=shown)
         finally:
+            shown.flush()
             os._exit(code)
     end = None if limit is None else time.monotonic() + limit
     while True:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from ringopt.runtime.verify import Values
 
 # The files of FOLDER: the converted program, what it has to compute, modules to import, where the processes meet; and
-# of each rank what it found and what it said.
-PROGRAM, EXPECTED, IMPORTS, STORE, FOUND, SAID = "program.pt2", "expected.pt", "imports.json", "store", "found", "said"
+# of each rank what it found and what it printed.
+PROGRAM, EXPECTED, IMPORTS, STORE = "program.pt2", "expected.pt", "imports.json", "store"
+FOUND, OUTPUT = "found", "output"
 ERROR = "ringopt: error: "
 MOST = max(8, os.cpu_count() or 1)  # processes
 
@@ -220,7 +221,7 @@ def on_ranks(folder: Path, p: int) -> dict[str, float]:
             process.kill()
             process.wait()
     if failed is not None:
-        output = (folder / f"{SAID}{failed}").read_text().strip().splitlines() or ["it said nothing"]
+        output = (folder / f"{OUTPUT}{failed}").read_text().strip().splitlines() or ["it said nothing"]
         raise CommandError(f"rank {failed} of {p} failed: {output[-1].removeprefix(ERROR)}")
     found = [json.loads((folder / f"{FOUND}{rank}").read_text()) for rank in range(p)]
     return {name: max(each[name] for each in found) for name in found[0]}
@@ -230,7 +231,7 @@ def started(folder: Path, rank: int, p: int) -> subprocess.Popen[str]:
     """One rank, which imports from where this process does; what it says goes to a file."""
     command = [sys.executable, "-m", "ringopt.tools.verify", str(folder), str(rank), str(p)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with (folder / f"{SAID}{rank}").open("w") as output:
+    with (folder / f"{OUTPUT}{rank}").open("w") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 

@@ -143,8 +143,8 @@ class GraphDiff:
         return tuple(change for change in self.changes if change.is_site)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"schema": 1, "same", "counts": {kind: number}, "before", "after": Totals, "changes": [...]} with all fields
-        of Change, NodeView, SiteView and Aspect under their names; `changes` has no "same" nodes but sites."""
+        """{"schema": 1, "same", "counts": {kind: number}, "before", "after": GraphTotals, "changes": [...]} with all
+        fields of Change, NodeView, SiteView and Aspect under their names; `changes` has no "same" nodes but sites."""
         shown = [change for change in self.changes if change.kind != "same" or change.is_site]
         return {
             "schema": SCHEMA_VERSION,
@@ -220,8 +220,8 @@ def reroutes(before: NodeView, after: NodeView, found: Alignment) -> list[Aspect
     changed = []
     for number, (one, other) in enumerate(zip(before.inputs, after.inputs, strict=True)):
         if found.counterpart(one) not in (other, made_by(other, found)):
-            counted = f"input {number}" if len(before.inputs) > 1 else "input"
-            changed.append(Aspect(counted, _placed([one], found.before.items), _placed([other], found.after.items)))
+            name = f"input {number}" if len(before.inputs) > 1 else "input"
+            changed.append(Aspect(name, _placed([one], found.before.items), _placed([other], found.after.items)))
     return changed
 
 

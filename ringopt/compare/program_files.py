@@ -255,7 +255,7 @@ class GraphReader:
         if kind in ("as_sym_ints", "as_sym_bools", "as_sym_floats"):
             return [self.number_or_node(kind.removesuffix("s"), part) for part in stored]
         readers: dict[str, Callable[[Any], Any]] = {
-            "as_none": lambda _said: None,
+            "as_none": lambda _stored: None,
             "as_float": float,  # "-Infinity" is a string in JSON
             "as_floats": lambda numbers: list(map(float, numbers)),
             "as_tensors": lambda parts: [self.nodes[part["name"]] for part in parts],

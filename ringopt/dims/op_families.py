@@ -2,7 +2,8 @@
 
 Tables of rules by operator (in dims, recognize, sharding, frontend and passes) take names from here, so that a name
 that one of them knows is known to all; tests/dims/test_op_families.py holds them to it. A table may add names of its
-own. """
+own.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Mesh(ABC):
     def size(self) -> int: ...
 
     @property
-    def teller(self) -> int:
+    def logging_rank(self) -> int:
         """The rank under which events are recorded."""
         return self.rank
 
@@ -368,4 +368,4 @@ def known() -> list[str]:
 def program_until_here(mesh: Mesh) -> None:
     """Logs that the program computed until now. Operators that find messages in flight call it first; else the time of
     what runs before them would count as that of their first block."""
-    log_event("computed", PROGRAM, mesh.teller)
+    log_event("computed", PROGRAM, mesh.logging_rank)

@@ -35,8 +35,8 @@ class SubMesh(Mesh):
         return len(self.ranks)
 
     @property
-    def teller(self) -> int:
-        return self.whole.teller
+    def logging_rank(self) -> int:
+        return self.whole.logging_rank
 
     def held(self) -> AbstractContextManager[None]:
         return self.whole.held()

@@ -320,7 +320,7 @@ def raise_or_warn(report: Report, options: Options) -> None:
     log.warning(message)
 
 
-def tell_of_limit(report: Report) -> None:
+def warn_of_limit(report: Report) -> None:
     """Before Dynamo compiles no more of a frame, and says so in words that have nothing of ranks."""
     before, limit = compilation_of_frame(), dynamo.recompile_limit()
     if before is None or before + 1 != limit:

@@ -2,7 +2,8 @@
 
 Bands of k - q, of all keys or of every d-th (dilated windows), a prefix of keys that all queries see, a window with
 attention sinks, chunks, and, where the values are known at compile time, packed sequences and lists of blocks. A
-pattern replaces conditions only where it hides what they hide and nothing else. """
+pattern replaces conditions only where it hides what they hide and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Readers of a term: `evaluate` computes a block of it, `show` prints it for users.
 
 `evaluate` runs the ATen ops of the program on block-shaped coordinates, so a block is bitwise equal to that block of
-the dense mask, and autograd reaches the loaded tensors through it. """
+the dense mask, and autograd reaches the loaded tensors through it.
+"""
 
 from __future__ import annotations
 

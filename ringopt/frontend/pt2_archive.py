@@ -65,7 +65,7 @@ def load_with_provenance(path: str | Path, *, trusted: bool = False) -> tuple[Ex
     checked(path, trusted)
     check_readers(path)
     extra = {PROVENANCE: ""}
-    with told_causes() as causes:
+    with logged_causes() as causes:
         try:
             program = torch.export.load(path, extra_files=extra)
         except Exception as error:
@@ -90,7 +90,7 @@ def provenance_of(path: Path, text: str, trusted: bool) -> dict[str, Any] | None
 
 
 @contextmanager
-def told_causes() -> Iterator[list[BaseException]]:
+def logged_causes() -> Iterator[list[BaseException]]:
     """The exceptions that torch.export logs and then hides behind one of its own."""
     found: list[BaseException] = []
 

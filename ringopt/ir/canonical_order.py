@@ -75,12 +75,12 @@ def canonical_order(graph: fx.Graph, in_place: bool = False) -> tuple[list[fx.No
     outputs = outputs_of(graph)
     places = list(range(len(outputs)))
     if not in_place:
-        colors.tell_apart([x for x in outputs if isinstance(x, fx.Node)])
+        colors.distinguish([x for x in outputs if isinstance(x, fx.Node)])
         places.sort(key=lambda place: colors.key(outputs[place]))
     visit((x for place in places for x in nodes_in(outputs[place])), found)
     rest = [node for node in graph.nodes if node not in found and node.op != "output"]
     last = [node for node in rest if is_write(node)]
-    colors.tell_apart(rest)
+    colors.distinguish(rest)
     visit((x for node in sorted(last, key=colors.key) for x in node.all_input_nodes), found)
     ends = [node for node in rest if node not in found and not is_write(node)]
     visit(sorted(ends, key=lambda node: (any(user not in last for user in node.users), colors.key(node))), found)
@@ -130,8 +130,8 @@ class Colors:
             return f"{type(value).__name__} {text(value, str, at_hand)}", ""
         return f"node {self.labels[value]}", self.of[value]
 
-    def tell_apart(self, nodes: Sequence[fx.Node]) -> None:
-        """Refines until the hashes of `nodes` differ, or no round tells more of them apart: nodes that compute the same
+    def distinguish(self, nodes: Sequence[fx.Node]) -> None:
+        """Refines until the hashes of `nodes` differ, or no round distinguishes more of them: nodes that compute the same
         from the same values differ by their users, and by the other operands of these."""
         wanted, known = len(set(nodes)), 0
         while len({self.of[node] for node in nodes}) < wanted and known < (count := len(set(self.of.values()))):

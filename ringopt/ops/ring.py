@@ -325,7 +325,8 @@ def agree_on_seeds(mesh: Mesh, seeds: Tensor) -> None:
     RingMismatchError on all ranks alike."""
     found = [part.tolist() for part in mesh.all_gather(seeds.detach().to(mesh.device).reshape(-1), "seed")]
     if any(each != found[0] for each in found):
-        shown = [each[0] if len(each) == 1 else f"{each[0]}, ..." for each in found]
+        place = next(place for place, seeds_there in enumerate(zip(*found, strict=True)) if len({*seeds_there}) > 1)
+        shown = [each[place] for each in found]
         raise RingMismatchError(
             f"the ranks draw random numbers by seeds {shown}, and must do so by one. Seed the random number generators "
             "of all ranks alike, and draw from them alike"

@@ -11,7 +11,7 @@ from ringopt.ir.nodes import is_parameter, op_name, requires_grad
 from ringopt.ops.traits import gradient_name, sends
 from ringopt.overlap.async_collectives import Budget, advance_all, collectives_of, gathered_bytes
 from ringopt.overlap.in_flight import first_bytes
-from ringopt.overlap.meanwhile import TOLD
+from ringopt.overlap.meanwhile import SHOWN
 from ringopt.report import bytes_text
 
 CONJUGATES = {"gather": "gather", "reduce_from_group": "sum"}  # collectives in the backward of a conversion
@@ -26,15 +26,15 @@ def held_back(graph: fx.Graph, budget: Budget, early: Sequence[fx.Node], ranks: 
     found = advance_all(collectives_of(copy), held, budget.in_flight)
     if found:
         names = [f"{op_name(one.node)} of {one.node.all_input_nodes[0].name} ({bytes_text(one.size)})" for one in found]
-        more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         yield (
-            f"held back: {', '.join(names[:TOLD])}{more}, for up to {bytes_text(max(one.under_way for one in found))} "
+            f"held back: {', '.join(names[:SHOWN])}{more}, for up to {bytes_text(max(one.under_way for one in found))} "
             f"would be under way, and at most {bytes_text(budget.in_flight)} may be"
         )
     if large := too_large(graph, budget.in_flight):
-        more = f" and {len(large) - TOLD} more" if len(large) > TOLD else ""
+        more = f" and {len(large) - SHOWN} more" if len(large) > SHOWN else ""
         yield (
-            f"held back in the backward: {', '.join(large[:TOLD])}{more}, for at most {bytes_text(budget.in_flight)} "
+            f"held back in the backward: {', '.join(large[:SHOWN])}{more}, for at most {bytes_text(budget.in_flight)} "
             "may be under way; others may be too"
         )
 

@@ -14,7 +14,7 @@ from ringopt.overlap.in_flight import allowed
 from ringopt.overlap.reorder import product_flops
 from ringopt.report import bytes_text
 
-TOLD = 3  # names in a sentence
+SHOWN = 3  # names in a sentence
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Meanwhile:
 
     def __str__(self) -> str:
         names = dict.fromkeys((module_path(node) or op_name(node)).rsplit(".", 1)[-1] for node in self.products)
-        more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
-        return f"{', '.join(list(names)[:TOLD])}{more} ({duration(self.seconds)})"
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        return f"{', '.join(list(names)[:SHOWN])}{more} ({duration(self.seconds)})"
 
 
 def note(ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:

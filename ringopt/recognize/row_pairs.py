@@ -4,7 +4,8 @@
 
 Whatever the weights are, they are computed query by query: a rank with its shard of the queries, and replicated keys
 and values, computes its shard of y. Found by two axes of a product, one from each operand, and another product that
-sums one of them away. Nothing is proved here: sharding does only what its rules allow. """
+sums one of them away. Nothing is proved here: sharding does only what its rules allow.
+"""
 
 from __future__ import annotations
 

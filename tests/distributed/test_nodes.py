@@ -93,7 +93,7 @@ def test_some_ranks_talk_by_the_mesh_of_all() -> None:
         total = circle.all_reduce(torch.tensor([10**mesh.rank]))
         with pytest.raises(ValueError, match=r"rank . of 2 cannot exchange messages with rank 3"):
             circle.exchange([(3, torch.ones(1))], [])
-        return [circle.rank, circle.size, circle.teller, int(total)]
+        return [circle.rank, circle.size, circle.logging_rank, int(total)]
 
     assert run_on_threads(4, body) == [[0, 2, 0, 101], [0, 2, 1, 1010], [1, 2, 2, 101], [1, 2, 3, 1010]]
 

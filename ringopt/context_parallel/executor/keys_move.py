@@ -76,7 +76,7 @@ class KeysForward(Task):
         """The blocks of the rank's own keys."""
         for block in self.exchange.home_blocks(self.mesh.rank):
             self.compute(block)
-        log_event("computed", "forward 0", self.mesh.teller)
+        log_event("computed", "forward 0", self.mesh.logging_rank)
 
 
 class KeysBackward(BlockBackward):
@@ -97,7 +97,7 @@ class KeysBackward(BlockBackward):
         """The blocks of the rank's own keys."""
         for block in self.attention.exchange.home_blocks(self.mesh.rank):
             self.compute(block)
-        log_event("computed", label, self.mesh.teller)
+        log_event("computed", label, self.mesh.logging_rank)
 
     def operands(self, tile: Tile) -> tuple[TileInputs, WholeRows]:
         rows, saved, (k, v) = self.tiles.local.slice(tile.queries), self.saved, self.held.pair(tile.keys)

@@ -133,7 +133,7 @@ class Run:
         for task, block in blocks:
             task.compute(block)
         if blocks:
-            log_event("computed", f"{self.way} {number}{self.name}", self.mesh.teller)
+            log_event("computed", f"{self.way} {number}{self.name}", self.mesh.logging_rank)
 
     def drop(self, number: int) -> None:
         for task in self.tasks:

@@ -158,7 +158,7 @@ class Dilation:
         """Rows that no head keeps, and (row, head) that no pattern keeps: their output is 0."""
         return _left_out(self, length, heads)
 
-    def told_left_out(self, length: int, heads: int) -> str:
+    def sentence_of_left_out(self, length: int, heads: int) -> str:
         """A sentence on `left_out`, "" where all are kept."""
         rows, places = self.left_out(length, heads)
         if not places:

@@ -247,13 +247,13 @@ def _expect(truth: object, where: str, fault: str, *facts: Any) -> None:
 
 
 def _fault(where: str, fault: str, *facts: Any) -> PlanError:
-    facts_text = fault.format(*map(_told, facts))
+    facts_text = fault.format(*map(_fact_text, facts))
     return PlanError(f"{where}: {facts_text}. This is a fault of ringopt's planner: please report it")
 
 
-def _told(fact: Any) -> str:
+def _fact_text(fact: Any) -> str:
     if isinstance(fact, range):
         return rows_text([fact])
     if isinstance(fact, (tuple, list)):
-        return ", ".join(map(_told, fact)) or "nothing"
+        return ", ".join(map(_fact_text, fact)) or "nothing"
     return str(fact)

@@ -4,7 +4,8 @@ The name of a listening Unix socket is public, so any process of the machine can
 user of the other end, and a peer authenticates itself by what only ranks know: each has drawn a secret, which went to
 the others through the process group. A token is a keyed hash of caller and callee; secrets are drawn for one mesh, so
 that no token can be replayed. A thread accepts connections: those of other users, closed or silent ones hold up
-nothing. """
+nothing.
+"""
 
 from __future__ import annotations
 

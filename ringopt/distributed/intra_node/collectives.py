@@ -52,7 +52,8 @@ class LocalCollectives:
         """Sums `x`, 1-D and contiguous, in place: the same bits on all ranks and in every run.
 
         A short one is gathered, and added in the order of the ranks. Of a long one each rank sums a chunk, and sends
-        the result to the others (reduce-scatter, then all-gather), so that it reads 2 (p - 1) / p of its size. """
+        the result to the others (reduce-scatter, then all-gather), so that it reads 2 (p - 1) / p of its size.
+        """
         x, links, lines = x.detach(), self._links, self._links.lines.values()
         size = len(lines) + 1
         if x.nbytes <= local_links.SHORT:

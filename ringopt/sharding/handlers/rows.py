@@ -268,7 +268,7 @@ def from_whole(sharder: Sharder, node: fx.Node, rows: fx.Node, dim: int) -> bool
 def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The rows asked for, from their owners, and what `rows` is as an index into these. None where so many are asked
     for that every rank would hold more than its shard: then the sequence is better gathered."""
-    x, once = node.args[0], said_once(rows)
+    x, once = node.args[0], without_repeats(rows)
     count, place = prod(once), sharder.placements[x]
     numbers = value_of(rows).dtype in (torch.int32, torch.int64)
     if place is None or place.outer * place.inner > 1 or not numbers:
@@ -288,7 +288,7 @@ def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, 
     return picked, step(aten.expand.default, step(aten.reshape.default, order, once), list(shape_of(rows)))
 
 
-def said_once(rows: fx.Node) -> list[int]:
+def without_repeats(rows: fx.Node) -> list[int]:
     """The sizes of an index without what `expand` repeats, which strides of 0 tell."""
     return [1 if stride == 0 else size for size, stride in zip(shape_of(rows), value_of(rows).stride(), strict=True)]
 

@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.backend import inner
+from ringopt.calls import call_over_ranks
 from ringopt.distributed.mesh import Mesh, register
 from ringopt.drivers.compile import transform
-from ringopt.ir.nodes import op_name
+from ringopt.kernels.choose import choose_kernel
 from ringopt.ops import ring
+from ringopt.ops.traits import attends
 from ringopt.options import Options
 from ringopt.runtime.graph_boundary import examples
 from ringopt.tools.benchmarks.lab.numbers import distance
@@ -90,7 +92,7 @@ class Hoisted(Rank):
         self.place.mesh = mesh
         with ExitStack() as stack:
             if slept:
-                stack.enter_context(patch.object(ring, "choose_kernel", lambda *_: (Sleeping(), "")))
+                stack.enter_context(patch.object(ring, choose_kernel.__name__, lambda *_: (Sleeping(), "")))
                 stack.enter_context(SleptProducts())  # type: ignore[no-untyped-call]
             if not backward:
                 return [run()]
@@ -130,8 +132,10 @@ def compiled(model: Model, x: Tensor, mesh: Mesh, early: bool) -> Callable[[], T
         made = transform(gm, inputs, options, mesh)
         assert made.graph is not None, made.report
         for node in made.graph.graph.nodes:
-            if op_name(node) == "ring_attention" and not early:
-                node.kwargs = {name: given for name, given in node.kwargs.items() if name != "early"}
+            if attends(node) and not early:
+                call_over_ranks(node).replace(early="").write(node)
+        starts = [call_over_ranks(node).early for node in made.graph.graph.nodes if attends(node)]
+        assert starts and all(map(bool, starts)) == early, starts
         run = inner(made.graph, examples(inputs, made.given), options, None, made.budget)
         runs.append(lambda: run(*inputs))
         return run

@@ -52,6 +52,7 @@ def rows(x: Tensor) -> Tensor:
 
 def called(run: Callable[..., Tensor], operands: list[Tensor], training: bool) -> Callable[[], object]:
     """A call of the forward, and in training of the backward."""
+
     def call() -> None:
         with torch.set_grad_enabled(training):
             out = run(*operands)

@@ -54,7 +54,7 @@ def attend_dilated(
     for whole in wholes(attention, mesh.rank, given):
         whole.merge_into(out, lse)
         mesh.attend()
-    log_event("computed", "forward 0", mesh.teller)
+    log_event("computed", "forward 0", mesh.logging_rank)
     run_alone(run, first)
     for cut in cuts:
         cut.merge_into(out, lse)
@@ -82,7 +82,7 @@ def attend_dilated_backward(
     for whole in wholes(attention, mesh.rank, given):
         whole.add_gradients(dout, saved, totals)
         mesh.attend()
-    log_event("computed", "backward 0", mesh.teller)
+    log_event("computed", "backward 0", mesh.logging_rank)
     run_alone(run, first)
     for cut in cuts:
         cut.add_gradients(totals)

@@ -65,7 +65,7 @@ def expand_kv_heads(x: Tensor, term: DilatedTerm) -> Tensor:
 
 
 def collected(dx: Tensor, term: DilatedTerm) -> Tensor:
-    """The gradient of `x` from that of `spread(x, term)`."""
+    """The gradient of `x` from that of `expand_kv_heads(x, term)`."""
     if term.spread is None:
         return dx
     place = torch.tensor(term.spread, device=dx.device)
