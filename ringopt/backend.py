@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from ringopt.distributed.consistency import digest
 from ringopt.distributed.lookup import mesh_of
-from ringopt.drivers.compile import Run, in_order, mesh_for, raise_or_warn, warn_of_limit, transform
+from ringopt.drivers.compile import Run, in_order, mesh_for, raise_or_warn, transform, warn_of_limit
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of

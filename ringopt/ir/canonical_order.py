@@ -131,7 +131,7 @@ class Colors:
         return f"node {self.labels[value]}", self.of[value]
 
     def distinguish(self, nodes: Sequence[fx.Node]) -> None:
-        """Refines until the hashes of `nodes` differ, or no round distinguishes more of them: nodes that compute the same
+        """Refines until the hashes of `nodes` differ, or no round changes that: nodes that compute the same
         from the same values differ by their users, and by the other operands of these."""
         wanted, known = len(set(nodes)), 0
         while len({self.of[node] for node in nodes}) < wanted and known < (count := len(set(self.of.values()))):
