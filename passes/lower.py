@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from ringopt.ir.autograd_function import GradientArguments, custom_gradients
+from ringopt.ir.autograd_function import GradientArguments, calls_of_graphs, custom_gradients, operands_of
 from ringopt.ir.fake_cache import Answers
-from ringopt.ir.memory import LOST, storages
+from ringopt.ir.memory import LOST, laying_out, lies_in_order, storages
 from ringopt.ir.nodes import origin, outputs_of, value_of
 from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, Memory
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -56,26 +56,27 @@ class Lower(Pass):
 
 
 def restore_strides(graph: fx.Graph) -> None:
-    """As the captured program had them (its values say so no longer: the passes have put others in their places)."""
+    """As the captured program had them (its values say so no longer: the passes have put others in their places), of
+    outputs and of what graphs of higher-order operators read, whose views were made for that."""
     output = graph.output_node()
-
-    def restored(node: fx.Node, stride: tuple[int, ...]) -> fx.Node:
-        if value_of(node).stride() == stride:
-            return node
-        order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
-        if value_of(node).permute(order).is_contiguous():
-            return node  # the original was a view into something larger, which is not made here
-        back = [order.index(dim) for dim in range(len(order))]
-        for target, args in ((aten.permute, (order,)), (aten.contiguous, ()), (aten.permute, (back,))):
-            with graph.inserting_before(output):
-                new = graph.call_function(target.default, (node, *args))
-            new.meta = {**node.meta, "val": target.default(value_of(node), *args)}
-            node = new
-        return node
-
     found = zip(outputs_of(graph), output.meta[STRIDES], strict=True)
-    outputs = [restored(x, stride) if stride is not None else x for x, stride in found]
+    outputs = [restored(x, stride, output) if stride is not None else x for x, stride in found]
     output.args = (tuple(outputs) if isinstance(output.args[0], (tuple, list)) else outputs[0],)
+    for call in calls_of_graphs(graph):
+        operands = zip(operands_of(call), call.target.strides, strict=True)
+        call.args = ([restored(x, stride, call) for x, stride in operands],)
+
+
+def restored(node: fx.Node, stride: tuple[int, ...], reader: fx.Node) -> fx.Node:
+    """The value in the order that `stride` has in memory, made before its reader."""
+    if lies_in_order(value_of(node), stride):
+        return node
+    for target, args in laying_out(stride):
+        with reader.graph.inserting_before(reader):
+            new = reader.graph.call_function(target, (node, *args))
+        new.meta = {**node.meta, "val": target(value_of(node), *args)}
+        node = new
+    return node
 
 
 def keep_memory(graph: fx.Graph, context: Context) -> None:

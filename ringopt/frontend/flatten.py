@@ -7,7 +7,7 @@ by itself, and a node between them holds the gradient (ir/autograd_function.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -22,7 +22,7 @@ from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.ir.autograd_function import HigherOrder, OperandPlace
 from ringopt.ir.checkpoint_regions import Regions, tags
-from ringopt.ir.nodes import is_random, is_write, value_of, written_args
+from ringopt.ir.nodes import is_random, is_write, op_name, value_of, written_args
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
 from ringopt.torch_compat.autograd import ENTER_INFERENCE_MODE, EXIT_INFERENCE_MODE, GET_DATA
@@ -338,7 +338,7 @@ def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.
             if why is not None:
                 raise _refused(call, why, node)
             random = random or is_random(inner)
-    return HigherOrder(call.operator, call.arguments, random)
+    return replace(call, random=random, strides=[x.stride() for x in given])
 
 
 def numbers(x: Tensor) -> tuple[list[int], list[int]]:
@@ -354,6 +354,8 @@ def _reason_inside(node: fx.Node, inputs: Sequence[Any]) -> str | None:
         return None
     if node.target.namespace not in ("aten", "prims"):
         return f"{node.target} is no ATen operator"
+    if op_name(node) == "as_strided":
+        return "as_strided in it reads memory that may lie otherwise here"
     if not is_write(node):
         return None
     written = list(map(value_of, written_args(node)))

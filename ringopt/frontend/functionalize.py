@@ -18,6 +18,7 @@ import torch.fx as fx
 
 from ringopt.dims.op_families import SPLITS
 from ringopt.dims.undone_views import PARTS, undone
+from ringopt.ir.memory import laying_out
 from ringopt.ir.nodes import (
     carries_gradient,
     is_aten,
@@ -229,14 +230,9 @@ class Functional:
         dims = [dim for dim, size in enumerate(there.shape) if not same(size, 1)]
         if all(same(found.stride(dim), there.stride(dim)) for dim in dims):
             return new
-        order = sorted(range(there.dim()), key=there.stride().__getitem__, reverse=True)
-        back = [order.index(dim) for dim in range(len(order))]
-        how = {"memory_format": torch.contiguous_format}
-        for target, args, kwargs in ((aten.permute, (order,), {}), (aten.clone, (), how), (aten.permute, (back,), {})):
-            if target is aten.permute and order == back == list(range(len(order))):
-                continue
-            found = target.default(found, *args, **kwargs)
-            new = self.emit(target.default, (new, *args), kwargs, node)
+        for target, args in laying_out(there.stride()):
+            found = target(found, *args)
+            new = self.emit(target, (new, *args), {}, node)
             new.meta["val"] = found
         return new
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,23 +78,24 @@ class OperandPlace:
     number: int
 
 
+@dataclass(eq=False)
 class HigherOrder:
     """`(tensors) -> tensors`.
 
     arguments  those of `operator`, positional ones and keywords, with an OperandPlace for each tensor
     random     whether its graphs draw random numbers
+    strides    how each tensor lies in memory: views in its graphs may hold for that order of dims only
     autocast   the region that it stands in, as _enter_autocast is called; None: that which is open when it runs
     """
 
-    def __init__(
-        self,
-        operator: HigherOrderOperator,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        random: bool = False,
-        autocast: tuple[Any, ...] | None = None,
-    ):
-        self.operator, self.arguments, self.random, self.autocast = operator, arguments, random, autocast
-        self.__name__ = self.__qualname__ = str(operator.name())
+    operator: HigherOrderOperator
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    random: bool = False
+    strides: Sequence[tuple[int, ...]] = ()
+    autocast: tuple[Any, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.__name__ = self.__qualname__ = str(self.operator.name())
         self.__module__ = __name__
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -105,7 +106,7 @@ class HigherOrder:
 
     def inside(self, autocast: tuple[Any, ...]) -> HigherOrder:
         """The same call in an autocast region."""
-        return HigherOrder(self.operator, self.arguments, self.random, autocast)
+        return replace(self, autocast=autocast)
 
 
 def _autocast_region(device: str, dtype: torch.dtype, enabled: bool, _cache: bool | None) -> torch.autocast:
@@ -115,3 +116,9 @@ def _autocast_region(device: str, dtype: torch.dtype, enabled: bool, _cache: boo
 def calls_of_graphs(graph: fx.Graph) -> list[fx.Node]:
     """The higher-order calls of a graph."""
     return [node for node in graph.nodes if isinstance(node.target, HigherOrder)]
+
+
+def operands_of(call: fx.Node) -> Sequence[fx.Node]:
+    """The tensors that a higher-order call is given."""
+    tensors: Sequence[fx.Node] = call.args[0]
+    return tensors

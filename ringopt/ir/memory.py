@@ -1,4 +1,4 @@
-"""Aliasing of outputs: which inputs and outputs of a graph share a storage.
+"""Aliasing of outputs: which inputs and outputs of a graph share a storage; and the order of dims in memory.
 
     return st.add_(1)            is the buffer itself: all references see the same object
     return x.mul_(2)[:, 1:]      is a view of the input, in which the caller sees later writes
@@ -11,7 +11,7 @@ pass that replaces a value can make the views of it again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from ringopt.ir.nodes import outputs_of, value_of
 from ringopt.ir.notes import MEMORY, VIEW_OF, Memory
 from ringopt.ir.refusal import Refusal
 from ringopt.torch_compat.tensors import storage_key
+
+aten = torch.ops.aten
 
 LOST = "{} is returned, which lies in the memory of another value that the caller has; as shards it would not"
 
@@ -66,7 +68,7 @@ def line(node: fx.Node) -> Iterator[fx.Node]:
 
 def written_rows(graph: fx.Graph, held: Container[fx.Node]) -> Refusal | None:
     """A refusal where the graph writes in place to one of the sharded inputs `held`."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         if node.args[0] in held:
             reason = f"the program writes to {node.args[0].name}, of which every rank holds its rows"
             return Refusal(reason, node)
@@ -91,3 +93,26 @@ def base_of(memory: Memory, nodes: list[fx.Node]) -> fx.Node | Refusal:
     if not common or (memory[0] == "input" and common[-1].op != "placeholder"):
         return Refusal(LOST.format(nodes[0].name), nodes[0])
     return common[-1] if memory[0] == "input" else common[0]
+
+
+# ---- the order of dims in memory ------------------------------------------------------------------------------------
+def order_of(stride: Sequence[Any]) -> list[int]:
+    """The dims from the one whose elements lie furthest apart to the one whose elements lie side by side."""
+    return sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+
+
+def laying_out(stride: Sequence[Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Operators, with what they are called with beside the tensor, that lay it out in the order of `stride`: views that
+    merge dims can then be made as of the tensor that has this stride. A view into something larger has gaps besides,
+    which are not made."""
+    order = order_of(stride)
+    back = [order.index(dim) for dim in range(len(order))]
+    copied: list[tuple[Any, tuple[Any, ...]]] = [(aten.contiguous.default, ())]
+    if order == sorted(order):
+        return copied
+    return [(aten.permute.default, (order,)), *copied, (aten.permute.default, (back,))]
+
+
+def lies_in_order(value: torch.Tensor, stride: Sequence[Any]) -> bool:
+    """Whether `laying_out` is not needed."""
+    return value.stride() == tuple(stride) or value.permute(order_of(stride)).is_contiguous()

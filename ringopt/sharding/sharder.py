@@ -21,7 +21,7 @@ import torch.fx as fx
 from ringopt.calls import OpCall
 from ringopt.dims.rule import Rule, ViewRule
 from ringopt.dims.rules import rule_of
-from ringopt.ir.memory import viewed
+from ringopt.ir.memory import laying_out, viewed
 from ringopt.ir.nodes import (
     eliminate_dead_code,
     is_aten,
@@ -157,13 +157,9 @@ class Sharder:
         whole = self.replicated(node)
         if self.placements[node] is None:
             return whole
-        stride = value_of(node).stride()
-        order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
-        back = [order.index(dim) for dim in range(len(order))]
-        for target, args in ((aten.permute, (order,)), (aten.contiguous, ()), (aten.permute, (back,))):
-            if target is aten.contiguous or order != sorted(order):
-                whole = self.call(target.default, (whole, *args), node, None)
-                whole.meta[WHOLE] = None
+        for target, args in laying_out(value_of(node).stride()):
+            whole = self.call(target, (whole, *args), node, None)
+            whole.meta[WHOLE] = None
         return whole
 
     def viewed(self, node: fx.Node, base: fx.Node) -> fx.Node:

@@ -65,6 +65,15 @@ def nested(m, x):
     return torch.cond(x.sum() > 0, inner, lambda y: inner(y.cos()), (x,))
 
 
+def turned(m, x):
+    """The graphs view their operand as only the order that it has in memory allows."""
+
+    def rows(y):
+        return y.transpose(1, 2).view(2, -1).sin().view(2, ROWS, WIDTH)
+
+    return torch.cond(x.sum() > 0, rows, lambda y: rows(y).cos(), ((x * m.decay).transpose(1, 2),))
+
+
 STEPS = {
     "cond": chosen,
     "scan": recurrence,
@@ -72,6 +81,7 @@ STEPS = {
     "map": lambda m, x: mapped(lambda row, w: row @ w, x.transpose(0, 1).contiguous(), m.weight).transpose(0, 1),
     "without gradient": without_gradient,
     "one inside another": nested,
+    "views inside": turned,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ringopt.ir.autograd_function import HigherOrder
+from ringopt.ir.autograd_function import HigherOrder, operands_of
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, source_line
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import same
@@ -17,7 +17,7 @@ def again_in_rows(sharder: Sharder, node: fx.Node) -> None:
     call = node.args[0] if op_name(node) == "getitem" else None
     if not isinstance(call, fx.Node) or not isinstance(call.target, HigherOrder) or not is_tensor(node):
         return
-    for place in filter(None, map(sharder.placements.get, call.args[0])):
+    for place in filter(None, map(sharder.placements.get, operands_of(call))):
         dims = [dim for dim, size in enumerate(shape_of(node)) if same(size, place.length)]
         if dims and place.outer == place.inner == 1:
             dim = place.dim if place.dim in dims else dims[0]
