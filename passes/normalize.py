@@ -6,6 +6,7 @@
     with autocast(bf16): linear(x, w)     ->   linear(to(x, bf16), to(w, bf16))
     dropout(x, 0.1, False)                ->   x
     type_as(x, y), x.view_as(y), x.T      ->   to(x, bf16), reshape(x, [2, 3]), permute(x, [1, 0])
+    x.as_strided([3], [2])                ->   as_strided(reshape(x, [-1]), [3], [2])
     x[hidden] = 0                         ->   masked_fill(x, hidden, 0)
     rand_like(x)                          ->   rand([2, 3])
     cat([torch.tensor([]), x], -2)        ->   clone(x)

@@ -7,7 +7,10 @@ import torch
 import torch.fx as fx
 
 from ringopt.frontend.functionalize import instead
+from ringopt.ir.memory import order_of
 from ringopt.ir.nodes import argument, emit, is_aten, named, op_name, origin, requires_grad, shape_of, value_of
+from ringopt.ir.notes import STANDS_FOR, VIEW_OF
+from ringopt.ir.refusal import GraphRefused, Refusal
 
 aten = torch.ops.aten
 
@@ -22,6 +25,7 @@ def spell_plainly(graph: fx.Graph) -> None:
     draw_by_shape(graph)
     fill_where_masked(graph)
     join_what_has_entries(graph)
+    count_in_memory(graph)
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
@@ -135,6 +139,25 @@ def join_what_has_entries(graph: fx.Graph) -> None:
             if value_of(joined).stride() == value_of(node).stride():
                 node.replace_all_uses_with(joined)
                 graph.erase_node(node)
+
+
+def count_in_memory(graph: fx.Graph) -> None:
+    """`as_strided` counts elements as its operand has them in memory, where passes may lay that out otherwise: it is
+    given the vector of them. Raises GraphRefused where it could read more than the operand."""
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        x = node.args[0]
+        captured = value_of(x.meta.get(STANDS_FOR, x))
+        order = order_of(captured.stride())
+        if captured.storage_offset() or not captured.permute(order).is_contiguous():
+            why = "as_strided reads memory around its operand, which is a part of something larger"
+            raise GraphRefused(Refusal(why, node))
+        shared = {VIEW_OF: 0} if VIEW_OF in node.meta else {}
+        with graph.inserting_before(node):
+            for target, args in ((aten.permute.default, order), (aten.reshape.default, [-1])):
+                if target is aten.reshape.default or order != sorted(order):
+                    x = emit(graph, target, (x, args), node)
+                    x.meta.update(shared)
+        node.args = (x, *node.args[1:])
 
 
 def _is_empty_vector(node: fx.Node) -> bool:

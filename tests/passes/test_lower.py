@@ -37,6 +37,27 @@ def test_outputs_of_attention_that_was_spelled_out_keep_their_strides(program, p
         assert [out.stride() for out in found[: len(expected)]] == expected
 
 
+def strided(q, k, v):
+    """What as_strided reads depends on the order that its operand has in memory."""
+    y, _ = heads_first(q, k, v)
+    z = (y * 2).transpose(1, 3).clone(memory_format=torch.preserve_format)
+    return y, y.as_strided((BATCH, 5), (ROWS, 1), 1).sin(), torch.as_strided(z, (3, ROWS), (ROWS, 2)).cos()
+
+
+def test_elements_by_their_places_in_memory():
+    verdict = validate_function(2, strided, given())
+    assert verdict.wrong == "" and [site.refusal for site in verdict.report.sites] == [None]
+    compiled = torch.compile(strided, backend="ring", options={"inner_backend": "eager"})
+    for found, expected in zip(compiled(*given()), strided(*given()), strict=True):
+        assert (found - expected).abs().max() < 1e-12
+
+
+def test_memory_around_an_operand_is_not_read():
+    around = lambda q, k, v: heads_first(q, k, v)[0][:, 1:].as_strided((2, 2), (1, 1), 0)  # noqa: E731
+    refusal = validate_function(2, around, given()).report.refusal
+    assert "as_strided reads memory around its operand" in refusal
+
+
 def test_a_view_behind_a_graph_break_on_one_process():
     """SDPA lays its output out as queries were given, and matmul does not."""
 
