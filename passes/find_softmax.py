@@ -27,10 +27,10 @@ from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.softmax import (
     SUMMED,
+    VIEWS,
     alike,
     divides_rows,
     is_bool,
-    is_view,
     log_weights,
     split_sum,
     summed_dim,
@@ -141,7 +141,7 @@ class Finder:
             source = source.args[0]
         if is_bool(source):
             return source
-        while op_name(source) in CASTS or is_view(source):
+        while op_name(source) in CASTS or op_name(source) in VIEWS:
             source = source.args[0]
             if is_bool(source):
                 return emit(self.graph, aten.ne.Scalar, (node, 0), like)

@@ -6,7 +6,6 @@ padded or repeated has no entry in the rule.
 
 from __future__ import annotations
 
-import torch
 import torch.fx as fx
 
 from ringopt.dims.op_families import CONCATENATIONS, EXPANSIONS, MOVES, RESHAPES, SLICES, SPLITS, TRANSPOSES
@@ -16,12 +15,14 @@ from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
 
 # ---- views ---------------------------------------------------------------------------------------------------------
 def view(node: fx.Node) -> Rule:
-    """Dims are split and merged by their factors. `view(dtype)` reads the same bits as another type: where sizes
-    change, the last dim is the one that does not run along."""
-    if isinstance(node.args[1] if len(node.args) > 1 else None, torch.dtype):  # the same bits, read as another type
-        rank = len(shape_of(node))
-        return Rule((same_dims(rank, () if shape_of(node) == shape_of(node.args[0]) else (rank - 1,)),))
+    """Dims are split and merged by their factors."""
     return ViewRule(old=shape_of(node.args[0]), new=shape_of(node))
+
+
+def view_dtype(node: fx.Node) -> Rule:
+    """Of a dtype of another size, the last dim is the one that does not run along."""
+    rank = len(shape_of(node))
+    return Rule((same_dims(rank, () if shape_of(node) == shape_of(node.args[0]) else (rank - 1,)),))
 
 
 def transpose(node: fx.Node) -> Rule:
@@ -153,6 +154,7 @@ def with_last(node: fx.Node) -> Rule:
 
 VIEWS: dict[str, RuleOf] = {
     **dict.fromkeys(RESHAPES, view),
+    "view_dtype": view_dtype,
     **dict.fromkeys(TRANSPOSES, transpose),
     "permute": permute,
     **dict.fromkeys(MOVES, movedim),

@@ -26,7 +26,7 @@ UNCHANGED = frozenset(
     {"contiguous", "to", "type_as", "flatten", "positive", "real", "conj", "conj_physical", "resolve_conj"}
     | {"resolve_neg", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"}
 )
-CUTS = (aten.detach.default, aten.view.dtype)  # views without a gradient
+CUTS = ("detach", "view_dtype")  # views without a gradient
 DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
 
@@ -88,7 +88,7 @@ class ExplicitDetach:
         if self.given[node] and memory is not None:
             self.known.add(memory)
         shared = [arg for arg in targets if memory is not None and storage(arg) == memory]
-        if shared and (node.target in CUTS or self.cut.intersection(shared)):
+        if shared and (op_name(node) in CUTS or self.cut.intersection(shared)):
             self.cut.add(node)
 
     def check(self, node: fx.Node) -> None:

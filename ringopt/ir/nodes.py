@@ -21,8 +21,11 @@ ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recomp
 
 
 def op_name(node: fx.Node) -> str:
-    """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for other nodes."""
+    """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for other nodes. `view(dtype)`,
+    which reads the same bits as another type, is no view of dims: it is "view_dtype"."""
     target = node.target
+    if target is torch.ops.aten.view.dtype:
+        return "view_dtype"
     if isinstance(target, OpOverload):
         return schema_of(target).name.split("::")[1]
     return getattr(target, "__name__", "") if node.op == "call_function" else ""
@@ -158,7 +161,7 @@ def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 NEW = ("new_empty", "new_zeros", "new_ones", "new_full")
-WITHOUT_GRADIENT = frozenset({"detach", *LIKE, *NEW})
+WITHOUT_GRADIENT = frozenset({"detach", "view_dtype", *LIKE, *NEW})
 
 
 def carries_gradient(node: fx.Node, given: bool) -> bool:
@@ -166,7 +169,7 @@ def carries_gradient(node: fx.Node, given: bool) -> bool:
     value = value_of(node)
     if node.op in ("placeholder", "get_attr"):
         return isinstance(value, torch.Tensor) and value.requires_grad
-    if node.op != "call_function" or op_name(node) in WITHOUT_GRADIENT or node.target is torch.ops.aten.view.dtype:
+    if node.op != "call_function" or op_name(node) in WITHOUT_GRADIENT:
         return False
     outputs = value if isinstance(value, (tuple, list)) else [value]
     return given and any(

@@ -103,8 +103,6 @@ def slice_(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
 def reshape(reader: ElementReader, node: fx.Node, index: Index) -> Place | None:
     """Dims are matched in groups of equal product; a group is one flat number, taken apart into the source's dims."""
     old, new = shape_of(node.args[0]), shape_of(node)
-    if value_of(node).dtype != value_of(node.args[0]).dtype:
-        return None  # the bits of other numbers
     result: list[Term] = []
     out = 0
     while len(result) < len(old):

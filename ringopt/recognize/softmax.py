@@ -79,11 +79,6 @@ def log_weights(node: fx.Node) -> tuple[fx.Node, int] | None:
     return (logits, dims[0]) if len(dims) == 1 else None
 
 
-def is_view(node: fx.Node) -> bool:
-    """Of the same numbers: a view as another dtype has others."""
-    return op_name(node) in VIEWS and value_of(node).dtype == value_of(node.args[0]).dtype
-
-
 def same_dtype(one: fx.Node, other: fx.Node) -> bool:
     """Whether both are multiplied in one dtype."""
     return bool(value_of(one).dtype == value_of(other).dtype)

@@ -54,6 +54,27 @@ def test_other_convolutions_are_computed_by_rows_of_the_picture(how):
     assert sharded((8, 8), **how) > 0.99
 
 
+class Bits(nn.Module):
+    """A query of the bits of what a convolution of patches gives."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv1d(3, WIDTH, 2, 2)
+
+    def forward(self, image):
+        x = self.patches(image).unflatten(1, (HEADS, -1)).transpose(2, 3)
+        bits = self.patches(image).view(torch.int64) % 7
+        q = bits.unflatten(1, (HEADS, -1)).transpose(2, 3).to(x.dtype)
+        return F.scaled_dot_product_attention(q, x, x)
+
+
+def test_bits_of_patches_are_no_patches():
+    image = torch.randn(2, 3, 22, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    verdict = validate(2, Bits().double(), image)
+    assert not verdict.wrong and not verdict.report.refusal
+
+
 def test_a_vision_transformer_of_transformers():
     verdict = validate(3, *build("vit", 0, torch.float64))
     assert not verdict.wrong and verdict.report.sharded_fraction > 0.99
