@@ -23,6 +23,7 @@ from ringopt.ops import (
     reshard,
     ring,
     ring_backward_split,
+    scan,
     tabulate,
 )
 from ringopt.ops.traits import check_rows
@@ -30,7 +31,8 @@ from ringopt.torch_compat.schema import names_of_all_operators
 
 DEFINED_BY = (
     all_to_all, argmax, async_gather, attention, collectives, convolution, custom_gradient, dilated, draws,
-    dropout, fetch_rows, flex, gradient_buckets, local_length, prefix_sum, reshard, ring, ring_backward_split, tabulate,
+    dropout, fetch_rows, flex, gradient_buckets, local_length, prefix_sum, reshard, ring, ring_backward_split, scan,
+    tabulate,
 )  # fmt: skip
 operators = torch.ops.ringopt
 # Here, for an operator without a row is known to nobody who counts, orders or compares.

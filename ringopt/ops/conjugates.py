@@ -77,3 +77,9 @@ def back(call: SizedCall, name: str, **dims: object) -> SizedCall:
 def attention_backward(call: SizedCall) -> SizedCall:
     """Of ring_attention and dilated_attention. Its first result is the gradient of the queries."""
     return call.conjugate(f"{call.name}_backward", call.arguments["q"])
+
+
+def scan_backward(call: SizedCall) -> SizedCall:
+    """Of scan, where all its operands have gradients."""
+    operands = [*call.arguments["init"], *call.arguments["xs"], *call.arguments["consts"]]
+    return call.conjugate("scan_backward", operands, grads=call.value, wanted=list(range(len(operands))))

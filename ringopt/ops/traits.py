@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch.fx as fx
 
-from ringopt.dims.products import is_counted, summed
 from ringopt.ir.nodes import op_name
 from ringopt.ops import conjugates, traffic, work
 from ringopt.ops.sized_call import SizedCall
@@ -121,6 +120,9 @@ TABLE: dict[str, Traits] = {
     "agreed_seeds": Traits(sends=traffic.seeds_compared),
     "draw": alone(capturable=True),
     "custom_gradient": alone(capturable=True),
+    # ---- scans
+    "scan": alone(flops=work.steps, gradient=conjugates.scan_backward, capturable=True),
+    "scan_backward": alone(flops=work.steps_back, capturable=True),
 }  # fmt: skip
 
 
@@ -214,10 +216,7 @@ def flops_of(node: fx.Node, call: SizedCall) -> int:
         return traits.flops(call) if traits.flops is not None else 0
     if op_name(node) == "scaled_dot_product_attention":
         return work.sdpa(call)
-    if not is_counted(node):
-        return 0
-    operand, first = summed(node)
-    return 2 * call.result.count * int(call.sized(operand).count_from(first))
+    return work.product(node, call)
 
 
 # ---- completeness ----------------------------------------------------------------------------------------------------

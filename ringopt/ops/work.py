@@ -7,12 +7,17 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+import torch.fx as fx
+
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.cost.simulate import pairs_of
-from ringopt.ops.sized_call import SizedCall
+from ringopt.dims.products import is_counted, summed
+from ringopt.ops.sized_call import Operand, SizedCall
 from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
+from ringopt.scans.body import Body, from_text
+from ringopt.scans.trace import OperandKind, sized
 
 
 def attention(call: SizedCall) -> int:
@@ -74,3 +79,32 @@ def windows(call: SizedCall) -> int:
 def windows_back(call: SizedCall) -> int:
     """The gradients of the rows and of the weight."""
     return 4 * int(call["grad"].count * call["weight"].count_from(1))
+
+
+# ---- scans -----------------------------------------------------------------------------------------------------------
+def product(node: fx.Node, call: SizedCall) -> int:
+    """FLOPs of an operator of ATen; 0 for what is no product."""
+    if not is_counted(node):
+        return 0
+    operand, first = summed(node)
+    return 2 * call.result.count * int(call.sized(operand).count_from(first))
+
+
+def step_of(call: SizedCall) -> Body:
+    """The body of a scan, each value with its sizes."""
+    device = from_text(call["body"]).device
+    rows = [OperandKind(x.sizes[1:], x.dtype, device) for x in call["xs"]]
+    init, consts = ([OperandKind(x.sizes, x.dtype, device) for x in call[name]] for name in ("init", "consts"))
+    return sized(call["body"], (*init, *rows, *consts))
+
+
+def steps(call: SizedCall) -> int:
+    """FLOPs of a scan: those of a step, so many times."""
+    nodes = step_of(call).module.graph.nodes
+    first: Operand = call["xs"][0]
+    return first.size(0) * sum(product(node, SizedCall.of(node, 1, 0)) for node in nodes)
+
+
+def steps_back(call: SizedCall) -> int:
+    """The states again, and two products for each."""
+    return 3 * steps(call)

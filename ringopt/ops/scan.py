@@ -1,0 +1,89 @@
+"""`ringopt::scan`: a recurrence, one step after the other, on one device.
+
+    scan(init, xs, consts, body) -> [*last carries, *ys]     # xs and ys are stacked along dim 0, a row a step
+    carry_t, y_t = body(carry_{t-1}, x_t, consts)
+
+`body` is the text of a graph (ringopt/scans/body.py). No step is fine: the carries come back as they went in, and the
+ys are empty. The backward is an operator of its own; it makes the states again, and walks back over the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringopt.scans.body import from_text
+from ringopt.scans.steps import Recurrence, ResultGradients
+
+OPERANDS = "Tensor[] init, Tensor[] xs, Tensor[] consts, str body"
+
+
+@torch.library.custom_op("ringopt::scan", mutates_args=(), schema=f"({OPERANDS}) -> Tensor[]")
+def scan(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str) -> list[Tensor]:
+    """The last carries, then the ys stacked along dim 0. Raises NoBody."""
+    finals, ys = Recurrence(body, xs, consts).run(init)
+    return [*finals, *ys]
+
+
+@scan.register_fake
+def _(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str) -> list[Tensor]:
+    return fake_results(init, xs, consts, body)
+
+
+def fake_results(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str) -> list[Tensor]:
+    """A step is run on fakes, for sizes may be open."""
+    step, rows = from_text(body), [x.new_empty(x.shape[1:]) for x in xs]
+    found = step.module(*init, *rows, *consts)
+    finals = [x.new_empty(x.shape) for x in init]
+    return [*finals, *(y.new_empty((xs[0].shape[0], *y.shape)) for y in found[step.carries :])]
+
+
+@torch.library.custom_op(
+    "ringopt::scan_backward", mutates_args=(), schema=f"(Tensor[] grads, {OPERANDS}, int[] wanted) -> Tensor[]"
+)
+def scan_backward(
+    grads: list[Tensor], init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str, wanted: list[int]
+) -> list[Tensor]:
+    """Gradients of the operands `wanted`, places among (init, xs, consts); `grads` are those of the floating results,
+    in their order."""
+    steps = Recurrence(body, xs, consts)
+    carried = floating(init)
+    given = ResultGradients(grads[: len(carried)], grads[len(carried) :], init)
+    found = steps.gradients(steps.states(init), given, [place for place in wanted if place >= len(init)])
+    of_init = dict(zip(carried, found.init, strict=True))
+    return [{**of_init, **found.others}[place] for place in wanted]
+
+
+@scan_backward.register_fake
+def _(grads: Any, init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str, wanted: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in ([*init, *xs, *consts][place] for place in wanted)]
+
+
+def floating(tensors: Sequence[Tensor]) -> list[int]:
+    """Places of those that can have a gradient."""
+    return [place for place, x in enumerate(tensors) if x.is_floating_point()]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    init, xs, consts, ctx.body = inputs
+    ctx.counts, ctx.results = (len(init), len(xs)), floating(output)
+    ctx.save_for_backward(*init, *xs, *consts)
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    carries, xs = ctx.counts
+    parts = slice(0, carries), slice(carries, carries + xs), slice(carries + xs, None)
+    saved = list(ctx.saved_tensors)
+    needed = [need for part in ctx.needs_input_grad[:3] for need in part]
+    wanted = [place for place in floating(saved) if needed[place]]
+    given = [grads[place] for place in ctx.results]
+    found = scan_backward(given, *(saved[part] for part in parts), ctx.body, wanted)
+    everything = dict(zip(wanted, found, strict=True))
+    gradients = [everything.get(place) for place in range(len(saved))]
+    return *(gradients[part] for part in parts), None
+
+
+scan.register_autograd(_backward, setup_context=_setup)

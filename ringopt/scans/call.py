@@ -1,0 +1,61 @@
+"""The call of `ringopt::scan` in a graph, by the names of its arguments.
+
+    call = ScanCall.of(node)                       call.init, call.xs, call.consts, call.body.module
+    finals, ys = ScanCall(init, xs, consts, text).emit(graph, like)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from ringopt.calls import OpCall
+from ringopt.ir.nodes import origin, value_of
+from ringopt.scans.body import Body, from_text
+from ringopt.scans.trace import Kinds, kinds_of
+
+
+@dataclass(frozen=True)
+class ScanCall:
+    """`text` is that of the body; `init`, `xs` and `consts` are its operands, xs stacked along dim 0."""
+
+    init: Sequence[fx.Node]
+    xs: Sequence[fx.Node]
+    consts: Sequence[fx.Node]
+    text: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> ScanCall:
+        """Of a node that calls `ringopt::scan`."""
+        call = OpCall.of(node)
+        return cls(call["init"], call["xs"], call["consts"], call["body"])
+
+    @property
+    def body(self) -> Body:
+        return from_text(self.text)
+
+    @property
+    def kinds(self) -> Kinds:
+        """Of the operands of a step; an open size is the one at hand."""
+        return kinds_of(*([value_of(x) for x in part] for part in (self.init, self.xs, self.consts)))
+
+    def emit(self, graph: fx.Graph, like: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+        """New nodes with their fake values, told to come from where `like` comes from: the last carries, and the ys
+        stacked along dim 0."""
+        given = {"init": list(self.init), "xs": list(self.xs), "consts": list(self.consts), "body": self.text}
+        node = OpCall.to(torch.ops.ringopt.scan.default, **given).emit(graph, like)
+        parts = []
+        for place, value in enumerate(node.meta["val"]):
+            part = graph.call_function(operator.getitem, (node, place))
+            part.meta = {**origin(like), "val": value}
+            parts.append(part)
+        return parts[: self.body.carries], parts[self.body.carries :]
+
+
+def is_scan(node: fx.Node) -> bool:
+    """Whether a node is a scan on one device."""
+    return node.target is torch.ops.ringopt.scan.default

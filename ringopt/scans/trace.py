@@ -1,0 +1,126 @@
+"""Bodies at sizes that are numbers: what each value of a step is, and the gradient of a step as a graph.
+
+Traced once for a text and the kinds of its operands, and kept. An operator runs below autograd and perhaps within modes
+that trace, count or fake, all of which are of its thread; what is traced here is traced in a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.scans.body import Body, NoBody, from_text
+from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from ringopt.torch_compat.fx import make_fx
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OperandKind:
+    """All of an operand of a step that its graph depends on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, x: Tensor, stacked: bool = False) -> OperandKind:
+        """Of `x`, or of a row of it. An open size is the one at hand."""
+        return cls(tuple(map(at_hand, x.shape[int(stacked) :])), x.dtype, x.device.type)
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def floats(self) -> bool:
+        """Whether it can have a gradient."""
+        return self.dtype.is_floating_point
+
+
+Kinds = tuple[OperandKind, ...]
+
+
+def kinds_of(init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor]) -> Kinds:
+    """Of the inputs of the body, from the operands of a scan."""
+    rows = (OperandKind.of(x, stacked=True) for x in xs)
+    return (*map(OperandKind.of, init), *rows, *map(OperandKind.of, consts))
+
+
+def apart(function: Callable[[], T]) -> T:
+    """`function()` in a thread of its own, where nothing of this one is on."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@lru_cache(maxsize=1024)
+def sized(text: str, kinds: Kinds) -> Body:
+    """The body with the fake value of every node. Raises NoBody where a carry changes its kind in a step, and for what
+    cannot be run on such operands."""
+    body = from_text(text)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(body.module.graph, {}))
+    known = replace(body, module=fx.GraphModule(body.module, graph))
+    try:
+        apart(lambda: _note_values(known.module, kinds))
+    except Exception as error:
+        raise NoBody(f"the body does not run on {', '.join(map(_shown, kinds))}: {error}") from error
+    for place, (out, kind) in enumerate(zip(known.outputs, kinds[: body.carries], strict=False)):
+        if (found := OperandKind.of(out.meta["val"])) != kind:
+            raise NoBody(f"carry {place} is {_shown(kind)} before a step and {_shown(found)} behind it", out)
+    return known
+
+
+def _note_values(module: fx.GraphModule, kinds: Kinds) -> None:
+    class Noting(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            n.meta["val"] = value = super().run_node(n)
+            return value
+
+    with FakeTensorMode(), torch.no_grad():
+        Noting(module).run(*(kind.empty() for kind in kinds))
+
+
+def _shown(kind: OperandKind) -> str:
+    return f"{list(kind.shape)} {str(kind.dtype).removeprefix('torch.')}"
+
+
+def kinds_out(text: str, kinds: Kinds) -> Kinds:
+    """Of what a step returns: the carries, then the ys."""
+    return tuple(OperandKind.of(out.meta["val"]) for out in sized(text, kinds).outputs)
+
+
+@lru_cache(maxsize=1024)
+def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...]) -> fx.GraphModule:
+    """`(*inputs of the body, *gradients of its outputs that are floating) -> gradients of the inputs `wanted``."""
+    body, inputs = from_text(text), len(kinds)
+    floating = [place for place, kind in enumerate(kinds_out(text, kinds)) if kind.floats]
+
+    def gradient(*given: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_(place in wanted) for place, x in enumerate(given[:inputs])]
+        found = body.module(*leaves)
+        outs = [(found[place], grad) for place, grad in zip(floating, given[inputs:], strict=True)]
+        outs = [(out, grad) for out, grad in outs if out.requires_grad]
+        asked = [leaves[place] for place in wanted]
+        if not outs:
+            return [torch.zeros_like(x) for x in asked]
+        given_outs, grads = zip(*outs, strict=True)
+        return list(torch.autograd.grad(given_outs, asked, grads, allow_unused=True, materialize_grads=True))
+
+    def traced() -> fx.GraphModule:
+        with FakeTensorMode():
+            operands = [kind.empty() for kind in (*kinds, *(kinds_out(text, kinds)[place] for place in floating))]
+            return make_fx(gradient, tracing_mode="real")(*operands)
+
+    module = apart(traced)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
