@@ -69,6 +69,14 @@ class Kernel(ABC):
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
         """None, or why heads of these sizes cannot be computed here."""
 
+    def preferred(self, device: torch.device) -> bool:
+        """Whether it comes first on a `device` that it supports, whatever the order of kernels is."""
+        return False
+
+    def takes(self, tile: TileInputs) -> bool:
+        """Whether it computes such a tile, of heads that it supports."""
+        return self.masks or tile.mask is None
+
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         """out [B, Hq, Sq, Dv] in q's dtype or wider, lse [B, Hq, Sq] in accumulator(q.dtype)."""
         _check_causal(tile)

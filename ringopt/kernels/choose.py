@@ -14,12 +14,12 @@ from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash, implementation
 from ringopt.kernels.math import Math
 
-# Fastest first; "auto" takes the first that supports the case.
+# Fastest first; "auto" takes the first that supports the case, or one that the device prefers.
 KERNELS: tuple[Kernel, ...] = (CudaFlash(), CudaCudnn(), CudaEfficient(), CpuFlash(), Math())
 
 
 class MaskedByAnother(Kernel):
-    """`kernel`, which takes no masks, and `other` for the tiles that have one."""
+    """`kernel`, which takes no masks, and `other` for the tiles that it does not take."""
 
     masks = True
 
@@ -38,7 +38,7 @@ class MaskedByAnother(Kernel):
         return self._for(tile)._backward(tile, rows)
 
     def _for(self, tile: TileInputs) -> Kernel:
-        return self.kernel if tile.mask is None else self.other
+        return self.kernel if self.kernel.takes(tile) else self.other
 
 
 def choose_kernel(
@@ -54,6 +54,7 @@ def choose_kernel(
         raise OptionError(f"option kernel={name!r}: expected one of {['auto', *(kernel.name for kernel in KERNELS)]}")
     refusals = {kernel: kernel.supports(dtype, device, key_dim, value_dim) for kernel in KERNELS}
     able = [kernel for kernel in KERNELS if refusals[kernel] is None]
+    able.sort(key=lambda kernel: not first_choice(kernel, device))
     wanted = [kernel for kernel in able if name in ("auto", kernel.name)]
     if not wanted:
         why = "; ".join(r.sentence for kernel, r in refusals.items() if r and name in ("auto", kernel.name))
@@ -63,6 +64,8 @@ def choose_kernel(
         r.sentence for other in KERNELS[: KERNELS.index(kernel)] if (r := refusals[other]) and made_for(other, device)
     ]
     reasons = ["asked for"] if name != "auto" else [*faster, "the fastest that supports this case"]
+    if name == "auto" and first_choice(kernel, device):
+        reasons = [*faster, "PyTorch's own first choice on this device"]
     if kernel.name == "flash":
         reasons.append(f"flash attention is {implementation()}")
     if not kernel.masks:
@@ -70,6 +73,11 @@ def choose_kernel(
         reasons.append(f"tiles with a mask are left to {other.name}")
         kernel = MaskedByAnother(kernel, other)
     return kernel, f"kernel {kernel.name}: " + "; ".join(reasons)
+
+
+def first_choice(kernel: Kernel, device: torch.device) -> bool:
+    """Whether it comes before the order of KERNELS, which a flash attention that the user activated keeps."""
+    return kernel.preferred(device) and implementation() == "FA2"
 
 
 def made_for(kernel: Kernel, device: torch.device) -> bool:

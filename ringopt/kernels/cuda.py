@@ -1,4 +1,8 @@
-"""What the kernels for NVIDIA GPUs share: where they run, and heads as wide as they want them."""
+"""What the kernels for NVIDIA GPUs share: where they run, and operands as they read them from memory.
+
+Sources: pytorch, aten/src/ATen/native/transformers/cuda (flash_attn/flash_api.cpp, attention_backward.cu,
+mem_eff_attention/kernel_backward.h, sdp_utils.cpp) and native/cudnn/MHA.cpp.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from ringopt.kernels.base import accumulator
 
 HALF = (torch.bfloat16, torch.float16)
 WIDTH = 8  # head dims are multiples of it
+ALIGNMENT = 16  # bytes that a kernel loads at once: whatever it steps to begins at a multiple of them
 
 
 def refusal(
@@ -32,12 +37,27 @@ def refusal(
     return None
 
 
-def pad_head_dim(x: Tensor) -> Tensor:
-    """Zeros after the last dim, up to a multiple of WIDTH: they change no score and no value. Dense along that dim."""
+def loadable(x: Tensor) -> Tensor:
+    """`x` where the kernels can load it: its last dim dense and a multiple of WIDTH (zeros after it, which change no
+    score and no value), and its rows, heads and batches at multiples of ALIGNMENT. A row that begins elsewhere is an
+    error in one kernel, a misaligned address in another."""
     missing = -x.shape[-1] % WIDTH
     if missing:
-        return F.pad(x, (0, missing))
-    return x if x.stride(-1) == 1 else x.contiguous()
+        x = F.pad(x, (0, missing))
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Storage begins aligned: torch's allocators see to that. Sizes of 1 count, for not all kernels except them."""
+    each = ALIGNMENT // x.element_size()
+    return x.stride(-1) == 1 and all(place % each == 0 for place in (x.storage_offset(), *x.stride()[:-1]))
+
+
+def tokens_first(x: Tensor) -> Tensor:
+    """[B, H, S, D] that lies in memory as [B, S, H, D]."""
+    turned = x.transpose(1, 2)
+    dense = turned if turned.is_contiguous() else turned.clone(memory_format=torch.contiguous_format)
+    return dense.transpose(1, 2)
 
 
 def narrowed(x: Tensor, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows, hidden_rows
-from ringopt.kernels.cuda import HALF, narrowed, pad_head_dim, refusal, repeated, sum_groups
+from ringopt.kernels.cuda import HALF, loadable, narrowed, refusal, repeated, sum_groups, tokens_first
 from ringopt.torch_compat import sdpa
 
 ROWS = 32  # rows of the lse come in multiples of it
@@ -27,7 +27,7 @@ class CudaEfficient(Kernel):
         return refusal(self.name, dtype, device, (torch.float32, *HALF), capability)
 
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        q, k, v = (pad_head_dim(x) for x in (tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)))
+        q, k, v = (loadable(x) for x in (tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)))
         out, lse, *_ = sdpa.efficient(q, k, v, aligned(tile), True, 0.0, tile.causal, scale=tile.scale)
         out, lse = narrowed(out, tile.v), lse.narrow(2, 0, q.shape[2])
         if tile.mask is not None:
@@ -37,7 +37,9 @@ class CudaEfficient(Kernel):
 
     def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)
-        dout, wide_q, wide_k, wide_v, out = map(pad_head_dim, (rows.dout, q, k, v, rows.out))
+        dout, wide_q, wide_k, wide_v, out = map(loadable, (rows.dout, q, k, v, rows.out))
+        # Of `out` the kernel is told no row stride: in 16 bits it steps from row to row by heads x width elements.
+        out = tokens_first(out)
         lse = F.pad(rows.lse, (0, -rows.lse.shape[2] % ROWS), value=torch.inf)  # as in the forward
         state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not done
         grads = sdpa.efficient_backward(

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.cuda import HALF, narrowed, pad_head_dim, refusal
+from ringopt.kernels.cuda import HALF, loadable, narrowed, refusal
 from ringopt.torch_compat import sdpa
 
 WIDEST = 256
+# Compute capabilities, each from and to, whose shared memory is too small for the backward of heads in a range.
+SMALL, NO_BACKWARD = (((8, 6), (8, 9)), ((12, 0), (12, 1))), (192, 224)
 
 
 class CudaFlash(Kernel):
@@ -29,16 +31,25 @@ class CudaFlash(Kernel):
             return Refusal(f"kernel flash needs values as wide as keys; found {value_dim} and {key_dim}")
         if key_dim > WIDEST:
             return Refusal(f"kernel flash has heads of up to {WIDEST}; found {key_dim}")
-        return refusal(self.name, dtype, device, HALF, (8, 0))
+        reason = refusal(self.name, dtype, device, HALF, (8, 0))
+        if reason is None and NO_BACKWARD[0] < key_dim <= NO_BACKWARD[1]:
+            found = torch.cuda.get_device_capability(device)
+            if any(first <= found <= last for first, last in SMALL):
+                major, minor = found
+                return Refusal(
+                    f"kernel flash has no backward for heads wider than {NO_BACKWARD[0]} and up to {NO_BACKWARD[1]} on "
+                    f"compute capability {major}.{minor}; found {key_dim}"
+                )
+        return reason
 
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        q, k, v = map(pad_head_dim, (tile.q, tile.k, tile.v))
+        q, k, v = map(loadable, (tile.q, tile.k, tile.v))
         out, lse, *_ = sdpa.flash(q, k, v, 0.0, tile.causal, False, scale=tile.scale)
         return narrowed(out, tile.v), lse
 
     def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = tile.q, tile.k, tile.v
-        dout, wide_q, wide_k, wide_v, out = map(pad_head_dim, (rows.dout, q, k, v, rows.out))
+        dout, wide_q, wide_k, wide_v, out = map(loadable, (rows.dout, q, k, v, rows.out))
         # No dropout, so the state of its generator is not read; no packed sequences, so there are no offsets.
         state = torch.empty(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty((), dtype=torch.uint64, device=q.device)

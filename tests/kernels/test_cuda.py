@@ -1,26 +1,25 @@
-"""The kernels for GPUs. Numbers on a GPU where there is one; elsewhere the adapters run over stand-ins that hold what
-the operators ask of their arguments (PyTorch's sources: native/transformers/cuda), and over the operators' own fake
-kernels, which know names, order and sizes."""
+"""The kernels for GPUs. Numbers on a GPU where there is one; elsewhere the adapters run over stand-ins, which ask of
+their arguments what the operators ask and read memory as they do (cuda_operators.py), and over the operators' own fake
+kernels, which know names, order and sizes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringopt.errors import OptionError
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.choose import choose_kernel
+from ringopt.kernels.choose import MaskedByAnother, choose_kernel
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
-from ringopt.kernels.math import Math
-from ringopt.torch_compat import sdpa
-from tests.kernels.test_kernels import check, draw, operands
+from tests.kernels.cuda_operators import take_their_place
+from tests.kernels.test_kernels import TOLERANCE, check, draw, operands, written_out
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU at hand")
 EACH = pytest.mark.parametrize("kernel", [CudaFlash(), CudaCudnn(), CudaEfficient()], ids=lambda kernel: kernel.name)
@@ -29,104 +28,20 @@ INF = float("inf")
 
 
 # ---- stand-ins ----------------------------------------------------------------------------------------------------
-def fit(*tensors: Tensor) -> None:
-    """What all of them ask of q, k, v, out and their gradients."""
-    assert len({x.dtype for x in tensors}) == 1
-    assert all(x.shape[-1] % 8 == 0 and x.stride(-1) == 1 for x in tensors)
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, debug: bool, *, scale: float) -> tuple[Any, ...]:
-    fit(q, k, v)
-    out, lse = Math().forward(TileInputs(q, k, v, scale, causal=causal))
-    return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
-
-
-def flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    fit(dout, q, k, v, out)
-    offsets_q, offsets_k, longest_q, longest_k, p, causal, _state, _unused = rest
-    assert (offsets_q, offsets_k, longest_q, longest_k, p) == (None, None, q.shape[2], k.shape[2], 0.0)
-    return Math().backward(TileInputs(q, k, v, scale, causal=causal), WholeRows(dout, out, lse))
-
-
-def cudnn(
-    q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, p: float, causal: bool, debug: bool, *, scale: float
-) -> tuple[Any, ...]:
-    assert q.shape[1] == k.shape[1] and bias is None and lse and not p
-    out, logsumexp, *rest = flash(q, k, v, p, causal, debug, scale=scale)
-    return out, logsumexp.unsqueeze(-1), *rest
-
-
-def cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float
-) -> tuple[Tensor, ...]:
-    assert q.shape[1] == k.shape[1] and lse.shape == (*q.shape[:3], 1)
-    _seed, _offset, bias, *rest = rest  # type: ignore[assignment]
-    assert bias is None
-    return flash_backward(dout, q, k, v, out, lse.squeeze(-1), *rest, None, None, scale=scale)
-
-
-def starts_aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
-    if bias is not None:
-        assert bias.shape == (*q.shape[:3], k.shape[2]) and bias.dtype == q.dtype and bias.stride(-1) == 1
-        assert all(stride % 16 == 0 for stride in bias.stride()[:3])
-
-
-def efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, p: float, causal: bool, *, scale: float
-) -> tuple[Any, ...]:
-    fit(q, k, v)
-    starts_aligned(bias, q, k)
-    assert q.shape[1] == k.shape[1] and lse and not p
-    out, logsumexp = Math().forward(TileInputs(q, k, v, scale, bias, causal))
-    blind = logsumexp == -INF  # here the real one is whatever it is
-    logsumexp = F.pad(logsumexp.masked_fill(blind, torch.nan), (0, -q.shape[2] % 32), value=INF)
-    return out.to(q.dtype).masked_fill(blind.unsqueeze(-1), torch.nan), logsumexp, None, None
-
-
-def efficient_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-    scale: float,
-) -> tuple[Tensor | None, ...]:
-    fit(dout, q, k, v, out)
-    starts_aligned(bias, q, k)
-    _seed, _offset, p, needed, causal = rest
-    assert lse.shape[2] % 32 == 0 and lse.is_contiguous() and not p and needed == [True, True, True, False]
-    rows = WholeRows(dout, out, lse[:, :, : q.shape[2]])
-    return *Math().backward(TileInputs(q, k, v, scale, bias, causal), rows), None
-
-
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = {"flash": (flash, flash_backward), "cudnn": (cudnn, cudnn_backward)}
-    both["efficient"] = (efficient, efficient_backward)  # type: ignore[assignment]
-    for name, (forward, backward) in both.items():
-        monkeypatch.setattr(sdpa, name, forward)
-        monkeypatch.setattr(sdpa, f"{name}_backward", backward)
+    take_their_place(monkeypatch)
 
 
 @EACH
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 def test_arguments_are_what_the_operators_ask(
     kernel: Kernel, dtype: torch.dtype, causal: bool, heads: tuple[int, int], stand_ins: None
 ) -> None:
+    if dtype == torch.float32 and kernel.name != "efficient":
+        pytest.skip("16 bits only")
     check(kernel, *operands(9, 9, heads, dim=20, dtype=dtype), None, causal)
     check(kernel, *operands(5, 70, heads, dim=64, dtype=dtype), None, False)
 
@@ -137,13 +52,109 @@ def test_masks_start_aligned_and_hidden_rows_are_none(sizes: tuple[int, int], ca
     mask = draw(*sizes, 9, 9, seed=9)
     mask[..., 4, :] = -INF
     mask[..., 3, :4] = -INF
-    check(CudaEfficient(), *operands(9, 9), mask, causal)
-    check(CudaEfficient(), *operands(9, 9), mask[:, :, :1].expand(*sizes, 9, 9), causal)
+    for dtype in (torch.float32, torch.bfloat16):
+        given, wide = operands(9, 9, dtype=dtype), mask.to(dtype)
+        check(CudaEfficient(), *given, wide, causal)
+        check(CudaEfficient(), *given, wide[:, :, :1].expand(*sizes, 9, 9), causal)
 
 
-def test_efficient_takes_values_of_another_width(stand_ins: None) -> None:
-    q, k, _, _ = operands(9, 9)
-    check(CudaEfficient(), q, k, draw(2, 2, 9, 5, seed=7), draw(2, 4, 9, 5, seed=8), None, True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_efficient_takes_values_of_another_width(dtype: torch.dtype, stand_ins: None) -> None:
+    q, k, _, _ = operands(9, 9, dtype=dtype)
+    v, dout = (draw(2, heads, 9, 5, dtype=dtype, seed=heads) for heads in (2, 4))
+    check(CudaEfficient(), q, k, v, dout, None, True)
+
+
+# ---- memory: every layout in which operands come ---------------------------------------------------------------------
+def within(x: Tensor, *sizes: int, place: tuple[slice, ...] = (...,)) -> Tensor:
+    """`x` in a part of a tensor of these sizes, NaN elsewhere."""
+    view = torch.full(sizes, torch.nan, dtype=x.dtype)[place]
+    return view.copy_(x)
+
+
+def bits_beside(x: Tensor) -> Tensor:
+    """As rows of queries travel: with two other tensors of the width, and 32 bits."""
+    batch, heads, tokens, dim = x.shape
+    return within(x, batch, heads, tokens, 3 * dim + 4 // x.element_size(), place=(..., slice(dim, 2 * dim)))
+
+
+def second_piece(x: Tensor) -> Tensor:
+    """In one buffer after what is no multiple of 16 bytes."""
+    memory = torch.full((x.numel() + 6,), torch.nan, dtype=x.dtype)
+    return memory[6:].view(x.shape).copy_(x)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads first": lambda x: x.contiguous(),
+    "tokens first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "some tokens": lambda x: within(
+        x, *x.shape[:2], x.shape[2] + 7, x.shape[3], place=(..., slice(3, -4), slice(None))
+    ),
+    "some tokens, tokens first": lambda x: within(
+        x.transpose(1, 2), x.shape[0], x.shape[2] + 7, x.shape[1], x.shape[3], place=(slice(None), slice(3, -4))
+    ).transpose(1, 2),
+    "every second token": lambda x: within(
+        x, *x.shape[:2], 2 * x.shape[2], x.shape[3], place=(..., slice(0, None, 2), slice(None))
+    ),
+    "some heads": lambda x: within(x, x.shape[0], x.shape[1] + 3, *x.shape[2:], place=(slice(None), slice(1, -2))),
+    "packed projections": lambda x: within(
+        x.transpose(1, 2), x.shape[0], x.shape[2], 3, *x.shape[1::2], place=(slice(None), slice(None), 1)
+    ).transpose(1, 2),
+    "rows of other widths": bits_beside,
+    "second piece": second_piece,
+    "heads innermost": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "tokens innermost": lambda x: x.mT.contiguous().mT,
+}
+
+
+def check_laid_out(
+    kernel: Kernel, given: list[Tensor], mask: Tensor | None, causal: bool, lay: Callable[[Tensor], Tensor]
+) -> None:
+    """`check`, of q, k, v, dout, out and lse as `lay` puts them."""
+    q, k, v, dout = map(lay, given)
+    leaves, tolerance = [x.double().requires_grad_() for x in (q, k, v)], TOLERANCE[q.dtype]
+    expected = written_out(*leaves, mask, causal, 0.3)
+    right = torch.autograd.grad(expected[0], leaves, dout.double())
+    tile = TileInputs(q, k, v, 0.3, mask, causal)
+    out, lse = kernel.forward(tile)
+    whole = within(lse, *lse.shape[:2], lse.shape[2] + 5, place=(..., slice(2, -3)))
+    found = kernel.backward(tile, WholeRows(dout, lay(out.to(q.dtype)), whole))
+    for got, wanted in zip((out, lse, *found), (*expected, *right), strict=True):
+        torch.testing.assert_close(got.double(), wanted.detach(), rtol=tolerance, atol=tolerance * 5)
+
+
+@EACH
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_memory_is_read_as_it_lies(kernel: Kernel, layout: str, dtype: torch.dtype, stand_ins: None) -> None:
+    if dtype == torch.float32 and kernel.name != "efficient":
+        pytest.skip("16 bits only")
+    for heads, dim, causal in (((4, 2), 16, True), ((3, 3), 20, False), ((2, 1), 8, True)):
+        for queries, keys in ((7, 7), (1, 2), (2, 5)):
+            tile_causal = causal and queries == keys
+            if kernel.name == "cudnn" and queries == 1:
+                continue
+            given = list(operands(queries, keys, heads, dim=dim, dtype=dtype))
+            masks = [None, draw(1, heads[0], queries, keys, dtype=dtype, seed=9)] if kernel.masks else [None]
+            for mask in masks:
+                check_laid_out(kernel, given, mask, tile_causal, LAYOUTS[layout])
+
+
+@EACH
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 1, 2, 3)], ids=str)
+def test_expanded_operands(kernel: Kernel, dims: tuple[int, ...], stand_ins: None) -> None:
+    """A latent expanded over the batch, one KV head over all, the gradient of a sum."""
+
+    def lay(x: Tensor) -> Tensor:
+        return x[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(4))].expand(x.shape)
+
+    check_laid_out(kernel, list(operands(6, 6, (4, 2), dim=16, dtype=torch.bfloat16)), None, True, lay)
+
+
+def test_what_cudnn_does_not_take_goes_to_another(stand_ins: None) -> None:
+    kernel = MaskedByAnother(CudaCudnn(), CudaEfficient())
+    for queries, keys in ((1, 9), (9, 1), (1, 1), (9, 9)):
+        check(kernel, *operands(queries, keys, dtype=torch.bfloat16), None, False)
 
 
 # ---- the operators' own fake kernels ------------------------------------------------------------------------------
@@ -168,6 +179,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +187,28 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
     [
         (
             "auto",
-            (9, 0),
+            (8, 0),
             torch.bfloat16,
             (64, 64),
             "flash",
-            "flash attention is FA2; tiles with a mask are left to effic",
+            "attention is FA2; tiles with a mask are left to efficient",
         ),
+        (
+            "auto",
+            (9, 0),
+            torch.bfloat16,
+            (64, 64),
+            "cudnn",
+            "PyTorch's own first choice on this device; tiles with a mask",
+        ),
+        ("auto", (10, 3), torch.float16, (64, 64), "cudnn", "PyTorch's own first choice on this device"),
+        ("auto", (12, 0), torch.bfloat16, (64, 64), "flash", "the fastest that supports this case"),
+        ("auto", (9, 0), torch.bfloat16, (256, 256), "flash", "the fastest that supports this case"),
+        ("auto", (8, 9), torch.bfloat16, (208, 208), "efficient", "and up to 224 on compute capability 8.9; found 208"),
+        ("auto", (12, 1), torch.bfloat16, (224, 224), "efficient", "on compute capability 12.1; found 224"),
+        ("auto", (8, 6), torch.bfloat16, (232, 232), "flash", "the fastest that supports this case"),
+        ("auto", (8, 6), torch.bfloat16, (192, 192), "flash", "the fastest that supports this case"),
+        ("auto", (8, 0), torch.bfloat16, (208, 208), "flash", "the fastest that supports this case"),
         ("auto", (9, 0), torch.float32, (64, 64), "efficient", "flash has no torch.float32; it has torch.bfloat16"),
         ("auto", (9, 0), torch.float64, (64, 64), "math", "kernel efficient has no torch.float64"),
         ("auto", (9, 0), torch.bfloat16, (64, 32), "efficient", "flash needs values as wide as keys; found 32 and 64"),
@@ -205,6 +233,34 @@ def test_choice_on_a_gpu(
     assert reason in said
 
 
+def test_cudnn_is_first_where_pytorch_has_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, (9, 0))
+
+    def chosen() -> str:
+        return choose_kernel("auto", torch.bfloat16, CUDA, 64, 64)[0].name
+
+    assert chosen() == "cudnn"
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+        assert chosen() == "flash"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+        assert chosen() == "flash"
+    with monkeypatch.context() as patch:  # what the user has activated
+        patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+        assert chosen() == "flash"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert chosen() == "flash"
+        with pytest.raises(OptionError, match="kernel cudnn is not deterministic"):
+            choose_kernel("cudnn", torch.bfloat16, CUDA, 64, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+        assert chosen() == "flash"
+        with pytest.raises(OptionError, match="kernel cudnn needs cuDNN 91501, as cuDNN counts versions; found 91002"):
+            choose_kernel("cudnn", torch.bfloat16, CUDA, 64, 64)
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -220,8 +276,9 @@ def test_a_kernel_of_another_device_is_refused(name: str, sentence: str) -> None
 def test_masked_tiles_go_to_the_other(monkeypatch: pytest.MonkeyPatch, stand_ins: None) -> None:
     pretend_gpu(monkeypatch, (9, 0))
     kernel, _ = choose_kernel("flash", torch.bfloat16, CUDA, 20, 20)
-    check(kernel, *operands(9, 9, dim=20), None, True)
-    check(kernel, *operands(9, 9, dim=20), draw(1, 4, 9, 9, seed=9), False)
+    given = operands(9, 9, dim=20, dtype=torch.bfloat16)
+    check(kernel, *given, None, True)
+    check(kernel, *given, draw(1, 4, 9, 9, dtype=torch.bfloat16, seed=9), False)
 
 
 # ---- a GPU --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""The adapters of kernels for NVIDIA GPUs over stand-ins that read memory as the kernels do, in every layout that the
+executor makes of it: slices of rows and heads, buffers of messages, strips, rows that travel packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.executor.attend import attend, attend_backward
+from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
+from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
+from ringopt.context_parallel.plan import concurrency, tiling
+from ringopt.context_parallel.plan.head_exchange import HeadExchange
+from ringopt.context_parallel.plan.plan_of import plan_of
+from ringopt.expr.mask import Mask
+from ringopt.expr.terms import axis, load
+from ringopt.kernels.base import Kernel
+from ringopt.kernels.choose import MaskedByAnother
+from ringopt.kernels.cuda_cudnn import CudaCudnn
+from ringopt.kernels.cuda_efficient import CudaEfficient
+from ringopt.kernels.cuda_flash import CudaFlash
+from tests.context_parallel.reference import Problem, assert_near, join, problem, sdpa, shard, visible
+from tests.harness.threads import ThreadMesh, run_on_threads
+from tests.kernels.cuda_operators import take_their_place
+
+KERNELS = (MaskedByAnother(CudaFlash(), CudaEfficient()), MaskedByAnother(CudaCudnn(), CudaEfficient()))
+PADDING = Mask(visible=load(0, [axis("b"), axis("k")], torch.bool))
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_their_place(monkeypatch)
+    monkeypatch.setattr(concurrency, "PIECE", 1)  # exchanges of some heads, and of some rows
+    monkeypatch.setattr(concurrency, "ROWS", 4)
+    monkeypatch.setattr(tiling, "STRIP", 8)
+    monkeypatch.setattr(tiling, "AT_ONCE", 4)
+
+
+def as_projected(x: Tensor) -> Tensor:
+    """[B, H, S, D] as a projection leaves it: tokens first."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def ran(case: Problem, pattern: str, layout: str, strategy: str, kernel: Kernel, mask: Tensor | None) -> list[Tensor]:
+    """out, dq, dk, dv of three ranks in bfloat16, in sequence order."""
+    n, (heads, kv_heads) = case.q.shape[2], (case.q.shape[1], case.k.shape[1])
+    asked = PADDING if mask is not None else Mask()
+    plan = plan_of(ShardedPattern(pattern, n, n, 3, layout, layout), strategy, (heads, kv_heads), asked)
+    exchange, trade = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
+    site = Attention(exchange, asked, kernel, case.scale, heads=trade)
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        mine = (as_projected(shard(x, layout, 3, mesh.rank)) for x in (case.q, case.k, case.v, case.dout))
+        q, k, v, dout = mine
+        given = Operands(q, k, v, [mask] if mask is not None else [])
+        out, lse = attend(site, mesh, given)
+        return [out, *attend_backward(site, mesh, dout, Saved(given, out, lse))[:3]]
+
+    return [join(parts, layout) for parts in zip(*run_on_threads(3, body), strict=True)]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ring_q", "gather_q", "ulysses"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("pattern", "masked"), [("causal", False), ("full", True), ("window(9)", False), ("causal(rate=2)", False)]
+)
+def test_numbers(pattern: str, masked: bool, kernel: Kernel, strategy: str) -> None:
+    for n, dim, batch, heads, layout in ((51, 20, 2, (6, 3), "contiguous"), (61, 16, 1, (3, 3), "zigzag")):
+        if "rate" in pattern and layout == "zigzag":
+            continue
+        case = problem(n, heads=heads, dims=(dim, dim), batch=batch).to(torch.bfloat16)
+        there = torch.ones(batch, n, dtype=torch.bool)
+        there[0, 5:9], there[-1, 40:] = False, False
+        seen = visible(pattern, n, n) & (there[:, None, None] if masked else True)
+        exact = sdpa(case.to(torch.float64), seen)
+        for found, expected in zip(
+            ran(case, pattern, layout, strategy, kernel, there if masked else None), exact, strict=True
+        ):
+            assert_near(found, expected, 2e-2)
