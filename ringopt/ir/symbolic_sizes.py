@@ -123,17 +123,23 @@ def into_nodes(graph: fx.Graph) -> None:
     def node_of(size: Any) -> Any:
         return written.of(size.node.expr) if isinstance(size, OPEN) else size
 
-    with graph.inserting_before(written.inputs[-1].next):
+    with graph.inserting_before(behind_inputs(graph)):
         for node in list(graph.nodes):
             if node.op != "placeholder":
                 node.args, node.kwargs = map_aggregate(node.args, node_of), map_aggregate(node.kwargs, node_of)
     written.give_values()
 
 
+def behind_inputs(graph: fx.Graph) -> fx.Node:
+    """The first node that may read all inputs."""
+    inputs = graph.find_nodes(op="placeholder")
+    return inputs[-1].next if inputs else next(iter(graph.nodes))
+
+
 def into_assertions(graph: fx.Graph, formulas: Iterable[sympy.Basic]) -> None:
     """Adds a runtime assertion for each of `formulas`, conditions on the sizes of the inputs."""
     written = Written(graph)
-    with graph.inserting_before(written.inputs[-1].next):
+    with graph.inserting_before(behind_inputs(graph)):
         for formula in formulas:
             message = f"this program was made for inputs with {formula}"
             graph.call_function(ASSERT_SCALAR, (written.of(formula), message))

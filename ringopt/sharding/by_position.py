@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ringopt.calls import OpCall
 from ringopt.ir.nodes import arguments_of, emit, named, origin, shape_of, value_of
-from ringopt.ir.symbolic_sizes import formula, is_open
+from ringopt.ir.symbolic_sizes import behind_inputs, formula, is_open
 from ringopt.ops import operators
 
 aten = torch.ops.aten
@@ -30,10 +31,17 @@ class Seeds:
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
-        self.last = next(reversed(graph.find_nodes(op="placeholder")), None)  # of those that stand before all draws
+        self.last: fx.Node | None = None  # of those made here, which stand before all draws
         self.of: dict[torch.device, fx.Node] = {}
         self.counts: dict[fx.Node, int] = {}
         self.positions: dict[Any, fx.Node] = {}
+
+    def before_all_draws(self) -> AbstractContextManager[Any]:
+        """Where the next node is inserted that all draws may read."""
+        last, graph = self.last, self.graph
+        place: AbstractContextManager[Any]
+        place = graph.inserting_before(behind_inputs(graph)) if last is None else graph.inserting_after(last)
+        return place
 
     def adopt(self, node: fx.Node) -> None:
         """A node of seeds of its own, as attention draws one."""
@@ -55,7 +63,7 @@ class Seeds:
         """The seeds of all draws on the device of `like`."""
         device = _device_of(like)
         if device not in self.of:
-            with self.graph.inserting_after(self.last):
+            with self.before_all_draws():
                 node = self.last = OpCall.to(operators.seeds.default, count=0, device=device).insert(self.graph)
             node.meta = _outside(like)
             with _mode_of(like):  # more than are read, for there may be any number
@@ -74,7 +82,7 @@ class Seeds:
         key = (formula(size), behind, _device_of(like))
         if key not in self.positions:
             device = {"device": _device_of(like)}
-            with self.graph.inserting_after(self.last):
+            with self.before_all_draws():
                 node = self.last = emit(self.graph, aten.arange.default, (size,), like, device)
                 node.meta = {**_outside(like), "val": value_of(node)}
             if behind:

@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+import ringopt
 from ringopt.distributed.lookup import mesh_of
 from ringopt.drivers.compile import Compiled, transform
 from ringopt.ir.nodes import is_random, op_name
@@ -94,6 +95,19 @@ DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "of probabilities that are dropped": lambda m, y: y * torch.bernoulli(F.dropout(y.sigmoid() * 0.5, 0.3)),
     "of a draw of two results": lambda m, y: y + torch.bernoulli(torch.native_dropout(y.sigmoid() / 2, 0.3, True)[0]),
 }
+
+
+def test_a_program_without_inputs():
+    draws = lambda: (torch.rand(3), torch.randn(2, 4) * 2, torch.rand(2))  # noqa: E731
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiled = torch.compile(draws, backend="ring", options={"inner_backend": "eager"})
+    first, again = compiled(), compiled()
+    report = ringopt.reports()[-1]
+    assert report.refusal is None and ringopt.explain(draws, world_size=2).refusal is None
+    assert not any(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    torch.manual_seed(0)
+    assert all(torch.equal(x, y) for x, y in zip(first, compiled(), strict=True))
 
 
 def made_for(gm: Any, given: list[Any], p: int, **options: Any) -> list[Compiled]:
