@@ -16,7 +16,7 @@ from math import prod
 
 import torch.fx as fx
 
-from ringopt.dims.op_families import CONCATENATIONS, PADS, SLICES, SOFTMAXES
+from ringopt.dims.op_families import PADS, SLICES, SOFTMAXES
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import argument, is_aten, is_tensor, op_name, shape_of, tensor_args
@@ -24,7 +24,7 @@ from ringopt.ir.nodes import argument, is_aten, is_tensor, op_name, shape_of, te
 Dims = tuple[tuple[str, ...], ...]
 
 # The dim they work along keeps its meaning; its size may change (sinks are put beside the keys, and cut off again).
-ALONG = frozenset((*SOFTMAXES, "dropout", *CONCATENATIONS, *SLICES, *PADS))
+ALONG = frozenset((*SOFTMAXES, "dropout", "cat", *SLICES, *PADS))
 
 
 class Axes:

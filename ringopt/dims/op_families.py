@@ -2,38 +2,42 @@
 
 Tables of rules by operator (in dims, recognize, sharding, frontend and passes) take names from here, so that a name
 that one of them knows is known to all; tests/dims/test_op_families.py holds them to it. A table may add names of its
-own.
+own, but none of SYNONYMS, which are renamed before.
 """
 
 from __future__ import annotations
 
 # ---- views -----------------------------------------------------------------------------------------------------------
 RESHAPES = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze")  # dims are merged and split
-TRANSPOSES = ("transpose", "t", "swapaxes", "swapdims", "mT")  # two dims change places
-MOVES = ("movedim", "moveaxis")
-PERMUTATIONS = (*TRANSPOSES, *MOVES, "permute")
-EXPANSIONS = ("expand", "broadcast_to")
+TRANSPOSES = ("transpose", "t", "mT")  # two dims change places
+PERMUTATIONS = (*TRANSPOSES, "movedim", "permute")
 SLICES = ("slice", "narrow")
 SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")  # several slices
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
 COPIES = ("alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy")  # the same elements, and their gradient
 CASTS = ("to", "_to_copy", "type_as")  # of another dtype, or of the same
-CONCATENATIONS = ("cat", "concat", "concatenate")
 PADS = ("pad", "constant_pad_nd")
 
-# ---- elementwise, without the tag torch.Tag.pointwise on all overloads -----------------------------------------------
+# ---- names with the same arguments and the same result, which frontend/plain_spelling.py renames ---------------------
 SYNONYMS = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "multiply": "mul",
     "subtract": "sub", "divide": "div", "true_divide": "div", "negative": "neg", "absolute": "abs", "fix": "trunc",
-    "arctan2": "atan2",
+    "arctan2": "atan2", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arccosh": "acosh", "arcsinh": "asinh",
+    "arctanh": "atanh", "clip": "clamp", "concat": "cat", "concatenate": "cat", "swapaxes": "transpose",
+    "swapdims": "transpose", "moveaxis": "movedim", "broadcast_to": "expand", "linalg_matmul": "matmul",
+    "special_softmax": "softmax", "special_log_softmax": "log_softmax", "special_logsumexp": "logsumexp",
+    "special_expit": "sigmoid", "special_erf": "erf", "special_exp2": "exp2", "special_expm1": "expm1",
+    "special_log1p": "log1p",
 }  # fmt: skip
+
+# ---- elementwise, without the tag torch.Tag.pointwise on all overloads -----------------------------------------------
 ELEMENTWISE = frozenset(
     {"where", "masked_fill", "rsub", "floor_divide", "nan_to_num", "square", "softplus", "hardswish", "log_sigmoid"}
     | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "isclose"}
 )
 
 # ---- products and what surrounds them --------------------------------------------------------------------------------
-MATRIX_PRODUCTS = ("matmul", "mm", "bmm", "linalg_matmul")
+MATRIX_PRODUCTS = ("matmul", "mm", "bmm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 SOFTMAXES = ("softmax", "_softmax", "_safe_softmax")

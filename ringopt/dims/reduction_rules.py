@@ -146,7 +146,6 @@ def of_matrices(node: fx.Node) -> Rule:
 
 MIXING: dict[str, RuleOf] = {
     **dict.fromkeys((*SOFTMAXES, "log_softmax", "_log_softmax"), but_dim(1)),
-    **dict.fromkeys(("special_softmax", "special_log_softmax"), but_dim(1)),
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"), but_dim(1)),
     "flip": but_dim(1),
     "roll": but_dim(2),
@@ -165,7 +164,7 @@ MIXING: dict[str, RuleOf] = {
 
 REDUCTIONS: dict[str, RuleOf] = {
     **dict.fromkeys(("sum", "mean", "nansum", "count_nonzero"), reduction(sums=True)),
-    **dict.fromkeys(("amax", "amin", "logsumexp", "special_logsumexp", "var", "std", "all", "any"), reduction()),
+    **dict.fromkeys(("amax", "amin", "logsumexp", "var", "std", "all", "any"), reduction()),
     **dict.fromkeys(("argmax", "argmin", "var_mean", "std_mean", "prod", "median", "nanmedian"), reduction()),
     **dict.fromkeys(("mode", "aminmax", "nanmean"), reduction()),
     **dict.fromkeys(("max", "min"), max_),

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.dims.contraction_rules import LOOK_UPS, PRODUCTS
-from ringopt.dims.op_families import CASTS, COPIES, ELEMENTWISE, SYNONYMS
+from ringopt.dims.op_families import CASTS, COPIES, ELEMENTWISE
 from ringopt.dims.reduction_rules import LAYERS, MIXING, REDUCTIONS
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.dims.view_rules import VIEWS
@@ -53,7 +53,7 @@ def is_known(node: fx.Node) -> bool:
 
 # Token-wise ops that carry no pointwise tag; so do those of torch.special but its softmax and its sums.
 POINTWISE = frozenset(
-    {*ELEMENTWISE, *SYNONYMS, *COPIES, *CASTS, "detach", "expand_as", "float", "double", "half", "bfloat16"}
+    {*ELEMENTWISE, *COPIES, *CASTS, "detach", "expand_as", "float", "double", "half", "bfloat16"}
     | {"full_like", "zeros_like", "ones_like", "empty_like", "polar", "complex", "real", "imag", "conj", "_conj"}
     | {"resolve_conj", "_neg_view", "resolve_neg", "isreal"}
 )

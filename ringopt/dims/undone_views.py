@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from ringopt.dims.op_families import MOVES, RESHAPES, TRANSPOSES
+from ringopt.dims.op_families import RESHAPES, TRANSPOSES
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import same
 
@@ -73,10 +73,7 @@ RULES: dict[str, Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], Undone]]
     **dict.fromkeys(("diagonal", "linalg_diagonal"), _diagonal),
     **dict.fromkeys((*TRANSPOSES, "numpy_T", "mH", "matrix_H", "adjoint"), again),
     "permute": _unpermuted,
-    **dict.fromkeys(
-        MOVES,
-        lambda latest, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
-    ),
+    "movedim": lambda latest, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
     **dict.fromkeys(
         (
             *(*RESHAPES, "unsqueeze", "view_as"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ringopt.dims.op_families import CONCATENATIONS, EXPANSIONS, MOVES, RESHAPES, SLICES, SPLITS, TRANSPOSES
+from ringopt.dims.op_families import RESHAPES, SLICES, SPLITS, TRANSPOSES
 from ringopt.dims.rule import Rule, RuleOf, ViewRule, aligned, same_dims
 from ringopt.ir.nodes import argument, op_name, shape_of, tensor_args
 
@@ -157,9 +157,9 @@ VIEWS: dict[str, RuleOf] = {
     "view_dtype": view_dtype,
     **dict.fromkeys(TRANSPOSES, transpose),
     "permute": permute,
-    **dict.fromkeys(MOVES, movedim),
+    "movedim": movedim,
     "unsqueeze": unsqueeze,
-    **dict.fromkeys(EXPANSIONS, expand),
+    "expand": expand,
     "repeat": repeat,
     "tile": tile,
     "select": select,
@@ -169,7 +169,7 @@ VIEWS: dict[str, RuleOf] = {
     "view_as_real": with_last,
     **dict.fromkeys(SPLITS, split),
     "unbind": unbind,
-    **dict.fromkeys(CONCATENATIONS, cat),
+    "cat": cat,
     "select_scatter": select_scatter,
     "slice_scatter": slice_scatter,
     "stack": stack,

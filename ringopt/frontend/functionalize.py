@@ -332,8 +332,6 @@ INPLACE_VIEWS = {
     aten.squeeze_.default: aten.squeeze.default,
     aten.squeeze_.dim: aten.squeeze.dim,
     aten.squeeze_.dims: aten.squeeze.dims,
-    aten.swapaxes_.default: aten.swapaxes.default,
-    aten.swapdims_.default: aten.swapdims.default,
     aten.t_.default: aten.t.default,
     aten.transpose_.default: aten.transpose.int,
     aten.unsqueeze_.default: aten.unsqueeze.default,

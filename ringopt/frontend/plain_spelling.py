@@ -3,14 +3,18 @@ indices where it is true, nothing in place of what does nothing."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import SYNONYMS
 from ringopt.frontend.functionalize import instead
 from ringopt.ir.memory import order_of
 from ringopt.ir.nodes import argument, emit, is_aten, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.ir.notes import STANDS_FOR, VIEW_OF
 from ringopt.ir.refusal import GraphRefused, Refusal
+from ringopt.torch_compat.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -26,6 +30,41 @@ def spell_plainly(graph: fx.Graph) -> None:
     fill_where_masked(graph)
     join_what_has_entries(graph)
     count_in_memory(graph)
+
+
+def rename_synonyms(graph: fx.Graph) -> None:
+    """One name of each operation, for all tables by operator that come after."""
+    for node in graph.nodes:
+        other = plain_name(node.target) if isinstance(node.target, OpOverload) else None
+        if other is not None:
+            names = zip(schema_of(node.target).arguments, schema_of(other).arguments, strict=False)
+            renamed = {mine.name: theirs.name for mine, theirs in names}
+            node.target, node.kwargs = other, {renamed[name]: value for name, value in node.kwargs.items()}
+
+
+@cache
+def plain_name(target: OpOverload) -> OpOverload | None:
+    """The overload that takes what a synonym takes; None for an operator that is no synonym. In-place forms too."""
+    name = schema_of(target).name.removeprefix("aten::")
+    plain = SYNONYMS.get(name.removesuffix("_"))
+    if plain is None:
+        return None
+    packet = getattr(aten, plain + "_" * name.endswith("_"))
+    overloads: list[OpOverload] = [getattr(packet, overload) for overload in packet.overloads()]
+    given = _kinds(target)
+    fitting = [
+        overload
+        for overload in overloads
+        if _kinds(overload)[: len(given)] == given
+        and all(argument.has_default_value() for argument in schema_of(overload).arguments[len(given) :])
+    ]
+    return min(fitting, key=lambda overload: len(schema_of(overload).arguments))
+
+
+def _kinds(target: OpOverload) -> list[tuple[str, bool]]:
+    """Of each argument its type, and whether it is written to."""
+    arguments = schema_of(target).arguments
+    return [(str(each.type), each.alias_info is not None and each.alias_info.is_write) for each in arguments]
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
@@ -124,21 +163,20 @@ def join_what_has_entries(graph: fx.Graph) -> None:
     """`cat` skips a tensor of shape [0] beside others of any rank, all but its dtype: so the KV cache of transformers
     begins. One that a gradient is asked of stays, for its gradient is as empty, and not none."""
     carries = requires_grad(graph)
-    for target in (aten.cat.default, aten.concat.default, aten.concatenate.default):
-        for node in graph.find_nodes(op="call_function", target=target):
-            parts, kind = node.args[0], value_of(node).dtype
-            kept = [part for part in parts if carries.get(part, True) or not _is_empty_vector(part)]
-            if not kept or len(kept) == len(parts):
-                continue
-            with graph.inserting_before(node):
-                kept = [x if value_of(x).dtype == kind else emit(graph, aten.to.dtype, (x, kind), node) for x in kept]
-                if len(kept) > 1:
-                    joined = emit(graph, target, (kept, *node.args[1:]), node, node.kwargs)
-                else:
-                    joined = emit(graph, aten.clone.default, kept, node, {"memory_format": torch.contiguous_format})
-            if value_of(joined).stride() == value_of(node).stride():
-                node.replace_all_uses_with(joined)
-                graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts, kind = node.args[0], value_of(node).dtype
+        kept = [part for part in parts if carries.get(part, True) or not _is_empty_vector(part)]
+        if not kept or len(kept) == len(parts):
+            continue
+        with graph.inserting_before(node):
+            kept = [x if value_of(x).dtype == kind else emit(graph, aten.to.dtype, (x, kind), node) for x in kept]
+            if len(kept) > 1:
+                joined = emit(graph, aten.cat.default, (kept, *node.args[1:]), node, node.kwargs)
+            else:
+                joined = emit(graph, aten.clone.default, kept, node, {"memory_format": torch.contiguous_format})
+        if value_of(joined).stride() == value_of(node).stride():
+            node.replace_all_uses_with(joined)
+            graph.erase_node(node)
 
 
 def count_in_memory(graph: fx.Graph) -> None:

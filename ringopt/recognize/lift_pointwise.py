@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.dims.op_families import CASTS, CONCATENATIONS, ELEMENTWISE, PADS, SYNONYMS
+from ringopt.dims.op_families import CASTS, ELEMENTWISE, PADS
 from ringopt.expr.simplify import apply, cast, compare, literal, logic, where
 from ringopt.expr.terms import INTEGERS, Affine, Plain, Term, affine, constant, number
 from ringopt.ir.nodes import argument, is_tensor, named, op_name, shape_of, value_of
@@ -158,13 +158,12 @@ LOGICAL = {
 OF_TWO = {"min": "minimum", "max": "maximum"}
 
 # Elementwise ops that carry no pointwise tag.
-POINTWISE = ELEMENTWISE | {*SYNONYMS, *OF_TWO, "detach"}
+POINTWISE = ELEMENTWISE | {*OF_TWO, "detach"}
 
 
 def pointwise(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
-    """The op of the elements, each operand read at its broadcast index; aliases are reduced to one spelling of an
-    op."""
-    name = SYNONYMS.get(op_name(node), op_name(node))
+    """The op of the elements, each operand read at its broadcast index."""
+    name = op_name(node)
     dtype = value_of(node).dtype if is_tensor(node) else None
     given = arguments(node)
     if given is None or dtype is None or torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -247,6 +246,6 @@ RULES: dict[str, Rule] = {
     "tril": triangle("le"),
     "slice_scatter": slice_scatter,
     "select_scatter": select_scatter,
-    **dict.fromkeys(CONCATENATIONS, cat),
+    "cat": cat,
     **dict.fromkeys(PADS, pad),
 }

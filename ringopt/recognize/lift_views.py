@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 import torch.fx as fx
 
-from ringopt.dims.op_families import CASTS, COPIES, EXPANSIONS, PERMUTATIONS, RESHAPES
+from ringopt.dims.op_families import CASTS, COPIES, PERMUTATIONS, RESHAPES
 from ringopt.dims.rules import rule_of
 from ringopt.expr.simplify import apply, literal
 from ringopt.expr.terms import Affine, Apply, Term, affine
@@ -291,7 +291,7 @@ VIEWS: dict[str, View] = {
     **dict.fromkeys((*COPIES, *CASTS), same),
     **dict.fromkeys(PERMUTATIONS, reordered),
     **dict.fromkeys((*RESHAPES, "view_as"), reshape),
-    **dict.fromkeys((*EXPANSIONS, "expand_as"), expand),
+    **dict.fromkeys(("expand", "expand_as"), expand),
     "unsqueeze": unsqueeze,
     "select": select,
     "slice": slice_,

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import Letters
-from ringopt.dims.op_families import CASTS, EXPANSIONS, PERMUTATIONS, RESHAPES, SLICES, SOFTMAXES
+from ringopt.dims.op_families import CASTS, PERMUTATIONS, RESHAPES, SLICES, SOFTMAXES
 from ringopt.dims.origin import is_weight
 from ringopt.expr.simplify import negate
 from ringopt.expr.terms import Apply, Load, Term
@@ -18,7 +18,7 @@ from ringopt.ir.nodes import argument, emit, is_tensor, op_name, shape_of, value
 
 aten = torch.ops.aten
 
-VIEWS = (*RESHAPES, *PERMUTATIONS, *EXPANSIONS, *SLICES, "unsqueeze", "select")
+VIEWS = (*RESHAPES, *PERMUTATIONS, *SLICES, "expand", "unsqueeze", "select")
 SUMS = ("add", "sub")
 CONVERSIONS = (*RESHAPES, *CASTS)  # between a softmax and the part of it that is read
 

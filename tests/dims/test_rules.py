@@ -84,7 +84,6 @@ OPS = {
     "least and largest": (lambda x: x.aminmax(dim=1)[0], (A,), {0, 1}),
     "kth value": (lambda x: x.kthvalue(2, 1)[0], (A,), {0, 1}),
     "special function": (lambda x: torch.special.expit(x), (A,), {0, 1, 2}),
-    "alias": (lambda x, y: torch.multiply(x, y), (A, B), {0, 1, 2}),
     "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), (A,), {0, 1}),
     "gather": (lambda x, y: x.gather(2, (y > 0).long()), (A, (*C[:1], 4, 2)), {0, 1, 2}),
     "scatter": (lambda x, y: x.scatter(2, (y > 0).long(), y), (A, (*A[:2], 2)), {0, 1}),

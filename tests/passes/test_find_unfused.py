@@ -144,6 +144,7 @@ SCORES = {
         lambda s, q, k, v, m: (s.table[away() + ROWS].permute(2, 0, 1) - q @ k.mT).softmax(-1) @ v,
         "bias(learned: table)",
     ),
+    "a synonym": (lambda s, q, k, v, m: torch.special.softmax(torch.linalg.matmul(q, k.mT), -1) @ v, "full"),
     "negative": (lambda s, q, k, v, m: (s.triangle.log() - q @ k.mT).softmax(-1) @ v, "causal"),
     "taken from a function of the key, and that from another": (
         lambda s, q, k, v, m: (q.sum(-1, True) - 2 * (k.square().sum(-1)[:, :, None] - q @ k.mT)).softmax(-1) @ v,

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.expr.evaluate import evaluate, show
 from ringopt.expr.terms import loads
+from ringopt.frontend.plain_spelling import rename_synonyms
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import shape_of
 from ringopt.recognize.lift import Cone, Unreadable, coordinates
@@ -84,6 +85,7 @@ STORED = {
 
 def traced(function, inputs):
     gm = make_fx(function, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+    rename_synonyms(gm.graph)
     return gm, gm.graph.output_node().args[0]
 
 

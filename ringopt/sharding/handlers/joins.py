@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 import torch.fx as fx
 
-from ringopt.dims.op_families import CONCATENATIONS, COPIES, PADS, PERMUTATIONS, RESHAPES
+from ringopt.dims.op_families import COPIES, PADS, PERMUTATIONS, RESHAPES
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import place_of, slice_of
@@ -154,7 +154,7 @@ def filled(sharder: Sharder, node: fx.Node) -> bool:
 
 
 JOINS: dict[str, Handler] = {
-    **dict.fromkeys(CONCATENATIONS, cat),
+    "cat": cat,
     "select_scatter": select_scatter,
     "slice_scatter": slice_scatter,
     **dict.fromkeys(PADS, filled),

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.fx as fx
 
-from ringopt.dims.op_families import CASTS, CONCATENATIONS, COPIES, RESHAPES
+from ringopt.dims.op_families import CASTS, COPIES, RESHAPES
 from ringopt.dims.products import GROUPED
 from ringopt.dims.rule import Rule
 from ringopt.dims.rules import rule_of
@@ -54,7 +54,7 @@ def are_places(node: fx.Node) -> bool:
     name = op_name(node)
     if name in SAME_NUMBERS:
         return holds_places(node) and are_places(node.args[0])
-    if name in (*CONCATENATIONS, "stack"):
+    if name in ("cat", "stack"):
         return all(map(are_places, node.args[0]))
     return name == "argmax" or (name == "getitem" and op_name(node.args[0]) in ("topk", "max") and node.args[1] == 1)
 

@@ -1,0 +1,74 @@
+"""Synonyms: one name of each operation, with the arguments that the program gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ringopt.dims.op_families import SYNONYMS
+from ringopt.frontend.plain_spelling import plain_name, rename_synonyms
+from ringopt.ir.nodes import op_name
+
+aten = torch.ops.aten
+X, Y = torch.rand(3, 4, 4) / 2 + 0.1, torch.rand(4, 4)
+
+# What an operator is given, by the types of its arguments; of others, two tensors, or as many as it takes.
+GIVEN = {
+    "clip": (X, 0.2, 0.4), "concat": ([X, X], -1), "concatenate": ([X, X], 1), "swapaxes": (X, 0, -1),
+    "swapdims": (X, 1, 0), "moveaxis": (X, [0, 1], [2, 0]), "broadcast_to": (Y, [3, 4, 4]), "special_softmax": (X, 1),
+    "special_log_softmax": (X, 0), "special_logsumexp": (X, [0, 2], True), "arccosh": (X + 1,),
+}  # fmt: skip
+
+
+def traced(function, *inputs, pre_dispatch=True):
+    return make_fx(function, tracing_mode="fake", pre_dispatch=pre_dispatch)(*inputs)
+
+
+def given_to(name):
+    if name in GIVEN:
+        return GIVEN[name]
+    first = getattr(aten, name).overloads()[0]
+    tensors = [each for each in getattr(getattr(aten, name), first)._schema.arguments if not each.has_default_value()]
+    return (X, Y)[: len([each for each in tensors if not each.kwarg_only])]
+
+
+@pytest.mark.parametrize("name", SYNONYMS)
+def test_a_synonym_is_the_same_operator_below_autograd(name):
+    """Taken apart by torch itself, both are one graph."""
+    given = given_to(name)
+    tensors = [x for x in torch.utils._pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+
+    def called(packet):
+        def function(*values):
+            rest = iter(values)
+            args = torch.utils._pytree.tree_map_only(torch.Tensor, lambda _: next(rest), given)
+            return packet(*args)
+
+        return traced(function, *tensors, pre_dispatch=False).code
+
+    assert called(getattr(aten, name)) == called(getattr(aten, SYNONYMS[name]))
+
+
+@pytest.mark.parametrize("name", SYNONYMS)
+def test_each_overload_has_one_of_the_plain_name(name):
+    for each in (name, f"{name}_"):
+        for overload in getattr(aten, each).overloads() if hasattr(aten, each) else ():
+            plain = plain_name(getattr(getattr(aten, each), overload))
+            assert plain._schema.name == f"aten::{SYNONYMS[name]}" + "_" * each.endswith("_")
+
+
+def test_arguments_keep_their_meaning():
+    def function(x, y):
+        x = torch.subtract(x, y, alpha=3).divide(2, rounding_mode="floor").clone()
+        x.multiply_(y).swapaxes_(0, 1)
+        return torch.special.log_softmax(x.moveaxis(0, 2), 1, dtype=torch.float64).broadcast_to(2, 3, 4, 4)
+
+    gm = traced(function, X, Y)
+    expected = gm(X, Y)
+    rename_synonyms(gm.graph)
+    gm.recompile()
+    assert torch.equal(gm(X, Y), expected)
+    names = [op_name(node) for node in gm.graph.nodes if node.op == "call_function"]
+    assert names == ["sub", "div", "clone", "mul_", "transpose_", "movedim", "log_softmax", "expand"]
+    assert plain_name(aten.mul.Tensor) is None
