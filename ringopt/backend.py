@@ -56,7 +56,7 @@ def ring(
     Raises OptionError, RefusedError (with on_refusal="error"), and at the first call RingMismatchError.
     """
     chosen = Options.of(options)
-    mesh = mesh_for(chosen)
+    mesh = mesh_for(chosen, example_inputs)
     names = [readable_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]
 
     called = [node.target for node in gm.graph.nodes if node.op.startswith("call")]

@@ -112,7 +112,7 @@ def attention(
     check_numbers(dropout_p, scale)
     check_names(layout, strategy, kernel)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    ranks = _mesh_of(mesh)
+    ranks = _mesh_of(mesh, query)
     dilates = dilation_rates is not None and window is None
     if segment_lengths is not None or dilates or dilation_offsets != "paper":
         beside = {"window": window is not None, "sinks": isinstance(sinks, int)}
@@ -285,7 +285,7 @@ def shard(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, layout:
 
     Raises OptionError for a dim or layout that is none.
     """
-    dim, ranks = dim_of("shard", x, dim), _mesh_of(mesh)
+    dim, ranks = dim_of("shard", x, dim), _mesh_of(mesh, x)
     check_layout(layout)
     if ranks is None or ranks.size == 1:
         return x
@@ -302,7 +302,7 @@ def unshard(
     What is computed from it has to be the same on all ranks, as is the gradient that comes back: each rank takes its
     rows. Raises OptionError for a dim or layout that is none, RingMismatchError where rows are not those of `length`.
     """
-    dim, ranks = dim_of("unshard", x, dim), _mesh_of(mesh)
+    dim, ranks = dim_of("unshard", x, dim), _mesh_of(mesh, x)
     if not isinstance(length, int) or length < 0:
         raise OptionError(f"unshard(length={length!r}): expected how many rows the sequence has over all ranks")
     check_layout(layout)
@@ -318,13 +318,17 @@ def unshard(
     return operators.gather(x, dim, 1, length, 1, layout, ranks.name)  # type: ignore[no-any-return]
 
 
-def _mesh_of(mesh: DeviceMesh | Mesh | None) -> Mesh | None:
+def _mesh_of(mesh: DeviceMesh | Mesh | None, x: Tensor) -> Mesh | None:
+    """The ranks, which have met on the device of `x`; None in a process alone."""
     if isinstance(mesh, Mesh):
         register(mesh)
-        return mesh
-    if mesh is None and not (dist.is_available() and dist.is_initialized()):
+        found = mesh
+    elif mesh is None and not (dist.is_available() and dist.is_initialized()):
         return None
-    return process_mesh(mesh)
+    else:
+        found = process_mesh(mesh)
+    found.meet_on(x.device)
+    return found
 
 
 def _refuse(asked: dict[str, bool], why: str) -> None:

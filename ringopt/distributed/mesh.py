@@ -125,6 +125,10 @@ class Mesh(ABC):
         that takes a new process group, the first call is collective."""
         return self
 
+    def meet_on(self, device: torch.device) -> None:  # noqa: B027 (most meshes are of one process)
+        """Before messages of tensors on `device`, the rank's own: all ranks meet there once. Collective, the first time
+        for a device; small messages are from there too, where the transport has none from the host."""
+
     def failed(self, label: str, what: str, begin: float, error: RuntimeError) -> RingCommError:
         """The error to raise for a failed message: what was done, for how long since `begin`, and the transport's
         error."""

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,15 @@ from ringopt.distributed.occupancy import CROWD, Occupancy
 from ringopt.distributed.standing import PATIENCE, Call, differences
 from ringopt.distributed.standing import publish as publish_call
 from ringopt.errors import RingCommError, RingMismatchError, RingThreadError
-from ringopt.torch_compat.distributed import all_gather_single, store_of
+from ringopt.torch_compat.distributed import (
+    all_gather_single,
+    bound_device,
+    carries_nothing,
+    device_types,
+    sends_in_batches,
+    store_of,
+)
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -62,7 +66,9 @@ class ProcessMesh(Mesh):
         self._rank = self.ranks.index(dist.get_rank())
         # The world that the group belongs to: torch.distributed may be shut down and started again.
         self.world = dist.group.WORLD
-        self.device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        types = device_types(group)
+        self.device = torch.device("cpu" if "cpu" in types or not types else types[0])
+        self._met: set[torch.device] = set()  # on which all ranks have met
         self._apart: ProcessMesh | None = None
         self._process = os.getpid()
         self._ended, self._written = "", ""  # why the mesh was aborted, and where the last events are
@@ -72,11 +78,13 @@ class ProcessMesh(Mesh):
         met = self._meet(f"{name} {named_by}")
         self._links, self._strangers = met.links, met.strangers
         self._together = LocalCollectives(met.links, self._rank) if met.links and met.everybody else None
+        if (bound := bound_device(dist.group.WORLD)) is not None:
+            self.meet_on(bound)
 
     @property
     def _store(self) -> Any:
         """The store of the group; None where nothing is communicated."""
-        if self.size == 1 or dist.get_backend(self.group) == "fake":
+        if self.size == 1 or carries_nothing(self.group):
             return None
         return store_of(self.group)
 
@@ -87,15 +95,14 @@ class ProcessMesh(Mesh):
     def _lives(self) -> int:
         """How often this rank has made this mesh with this store, which may outlive torch.distributed; equal on all
         ranks."""
-        if dist.get_backend(self.group) == "fake":
+        if carries_nothing(self.group):
             return 0
         return store_of(self.group).add(f"ringopt {self._name} {self._rank}", 1)
 
     def _meet(self, made: str) -> Met:
         """Finds the ranks of this node; collective. Raises RingMismatchError where ranks make different meshes, by
         `made`."""
-        # The "fake" backend carries nothing.
-        if self.size == 1 or self.device.type != "cpu" or dist.get_backend(self.group) == "fake":
+        if self.size == 1 or self.device.type != "cpu" or carries_nothing(self.group):
             return Met(None, False)
         with unset_fake_temporarily():  # a mesh may be made while a graph is traced
             if len(set(self._of_all(_text_hash(made)))) > 1:
@@ -108,6 +115,22 @@ class ProcessMesh(Mesh):
         if met.links is not None:
             weakref.finalize(self, met.links.close)
         return met
+
+    def meet_on(self, device: torch.device) -> None:
+        if self.size == 1 or device.type not in device_types(self.group):
+            return
+        if device.index is None and device.type != "cpu":
+            device = torch.device(device.type, torch.get_device_module(device).current_device())
+        if device in self._met:
+            return
+        self._met.add(device)
+        if self.device.type == device.type != "cpu":
+            self.device = device
+        if device.type == "cpu" or carries_nothing(self.group) or not sends_in_batches(self.group, device):
+            return
+        # A batch of messages that is the first call of a communicator has to be one of all ranks.
+        with unset_fake_temporarily(), self.held():
+            self._all_reduce(torch.zeros(1, device=device), "meeting")
 
     def _of_all(self, mine: bytes) -> list[bytes]:
         """All-gather of bytes through the group, in rank order."""

@@ -50,6 +50,9 @@ class SubMesh(Mesh):
     def attend(self) -> None:
         self.whole.attend()
 
+    def meet_on(self, device: torch.device) -> None:
+        self.whole.meet_on(device)
+
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], label: str = ""
     ) -> Pending:

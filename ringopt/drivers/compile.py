@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.fx as fx
+from torch import Tensor
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
@@ -115,9 +116,10 @@ class Compiled:
         )
 
 
-def mesh_for(options: Options) -> Mesh:
-    """The mesh that options name, else the default process group, else a mesh of this process alone. Warns where the
-    process was launched as one of several and torch.distributed is not initialized."""
+def mesh_for(options: Options, inputs: Sequence[Any]) -> Mesh:
+    """The mesh that options name, else the default process group, else a mesh of this process alone. Its ranks meet on
+    the device of the `inputs`. Warns where the process was launched as one of several and torch.distributed is not
+    initialized."""
     if options.mesh is None and not (dist.is_available() and dist.is_initialized()):
         launched = os.environ.get("WORLD_SIZE", "1")
         if launched not in ("", "1"):
@@ -127,7 +129,11 @@ def mesh_for(options: Options) -> Mesh:
                 launched,
             )
         return mesh_of("pretend:0/1")
-    return process_mesh(options.mesh, options.timeout)
+    mesh = process_mesh(options.mesh, options.timeout)
+    devices = [x.device for x in inputs if isinstance(x, Tensor) and x.device.type not in ("cpu", "meta")]
+    if devices:
+        mesh.meet_on(devices[0])
+    return mesh
 
 
 def transform(

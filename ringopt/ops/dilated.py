@@ -151,6 +151,7 @@ def dilated_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: in
     chosen = Config(*config)
     mesh = mesh_of(chosen.group)
     program_until_here(mesh)
+    mesh.meet_on(k.device)
     misfit = misfit_of_rows({"k": k, "v": v}, layout_of(chosen.layout, chosen.length, mesh.size), mesh.rank)
     agree(mesh, (("op", f"dilated_start {backward}"), *key_of_kv(misfit, q_heads, k, v, chosen, mesh.size)))
     if misfit:
@@ -190,6 +191,7 @@ def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tu
     """The plan, proved on this rank and compared with what the other ranks are about to run; and the mesh."""
     mesh, (q, k, v) = mesh_of(config.group), (given.q, given.k, given.v)
     program_until_here(mesh)
+    mesh.meet_on(q.device)
     layout = layout_of(config.layout, config.length, mesh.size)
     shards = Shards(q, k, v, (), given.sinks, given.seed)
     misfit = (

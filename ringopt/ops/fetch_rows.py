@@ -177,6 +177,7 @@ def swap(mesh: Mesh, dim: int, x: Tensor, sends: Any, receives: Any, label: str)
 
 def trade(mesh: Mesh, x: Tensor, sends: Any, receives: Any, label: str) -> list[Tensor]:
     """Parts of `x` go to peers; what came of each of `receives`, a peer and the sizes of its part."""
+    mesh.meet_on(x.device)
     # As bytes: gloo carries no bool, and no complex numbers.
     out = [(peer, part.reshape(-1).view(torch.uint8)) for peer, part in sends]
     came = [(peer, x.new_empty(prod(sizes))) for peer, sizes in receives]

@@ -204,6 +204,7 @@ def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, 
     chosen = Config(*config)
     mesh, mask = mesh_of(chosen.group), Mask.parse(chosen.mask)
     program_until_here(mesh)
+    mesh.meet_on(k.device)
     plan = plan_for(chosen, (q_heads, k.shape[1]), mesh, mask)
     misfit = misfit_of_rows({"k": k, "v": v}, plan.kv_layout, mesh.rank)
     agree(
@@ -246,6 +247,7 @@ def prepare(op: str, given: Operands, config: Config) -> Site:
     """The mesh and the plan, proved on this rank and compared with what the other ranks are about to run."""
     mesh, mask = mesh_of(config.group), Mask.parse(config.mask)
     program_until_here(mesh)
+    mesh.meet_on(given.q.device)
     plan = plan_for(config, (given.q.shape[1], given.k.shape[1]), mesh, mask)
     misfit = (
         misfit_of(given, plan.q_layout, plan.kv_layout, mesh.rank)

@@ -50,6 +50,7 @@ def from_rows(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, lay
     register(ranks)
     if ranks.size == 1:
         return x
+    ranks.meet_on(x.device)
     length = agreed_length(ranks, x, dim, layout)
     size = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     stride = torch.empty(size, device="meta").stride()

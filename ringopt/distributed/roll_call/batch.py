@@ -106,8 +106,9 @@ def without_waiting(x: Tensor) -> Callable[[], Any]:
     """Brings `x` from a device to the host; what is returned waits until it is there, and gives it."""
     table = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     table.copy_(x, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
+    module = torch.get_device_module(x.device)
+    arrived = module.Event()
+    arrived.record(module.current_stream(x.device))  # not that of the current device, which may be another
 
     def read() -> Any:
         arrived.synchronize()
