@@ -11,9 +11,13 @@ import torch.distributed as dist
 
 from ringopt.torch_compat.distributed import (
     all_gather_single,
+    bound_device,
+    carries_nothing,
     default_store,
+    device_types,
     keeps_order_of_ranks,
     new_group,
+    sends_in_batches,
     store_of,
 )
 
@@ -48,3 +52,18 @@ def test_what_depends_on_the_release() -> None:
     release = tuple(map(int, torch.__version__.split(".")[:2]))
     assert keeps_order_of_ranks() == (release >= (2, 12))
     assert all_gather_single.__name__ == ("all_gather_single" if release >= (2, 13) else "all_gather_into_tensor")
+
+
+def of_gloo() -> tuple[Any, ...]:
+    world, cpu = dist.group.WORLD, torch.device("cpu")
+    here = device_types(world), bound_device(world), carries_nothing(world), sends_in_batches(world, cpu)
+    world.bound_device_id = torch.device("cuda:1")  # type: ignore[union-attr]
+    bound = bound_device(world)
+    world.bound_device_id = None  # type: ignore[union-attr]
+    return *here, bound
+
+
+def test_what_a_group_carries(ranks: Callable[..., list[Any]]) -> None:
+    """Gloo sends each message by itself, and is bound to no device."""
+    for types, unbound, nothing, batches, bound in ranks(2, of_gloo):
+        assert "cpu" in types and (unbound, nothing, batches, bound) == (None, False, False, torch.device("cuda:1"))
