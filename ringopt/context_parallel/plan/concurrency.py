@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange, prove_heads
+from ringopt.context_parallel.plan.posting_order import batches, check_order
 from ringopt.context_parallel.plan.prove import prove
 
 MOST = 8  # exchanges
@@ -74,8 +76,8 @@ def home_halves(exchange: Exchange, cut: Sequence[SubExchange]) -> tuple[list[Su
 
 
 def prove_plan(plan: Exchange | HeadExchange, sizes: KVSizes, rank: int) -> None:
-    """Proves what `rank` is about to run of `plan`: the whole of it, and each of the exchanges that it is cut into.
-    Raises PlanError. What has been proved is remembered."""
+    """Proves what `rank` is about to run of `plan`: the whole of it, each of the exchanges that it is cut into, and the
+    order in which their messages are posted. Raises PlanError. What has been proved is remembered."""
     if isinstance(plan, HeadExchange):
         prove_heads(plan, rank)
         for part in plan.parts(rank):
@@ -83,10 +85,20 @@ def prove_plan(plan: Exchange | HeadExchange, sizes: KVSizes, rank: int) -> None
             _prove_parts(plan.whole, own, rank // plan.node)
         return
     prove(plan, rank)
-    if not plan.queries_move:
+    if plan.queries_move:
+        _prove_order((plan,), rank)
+    else:
         _prove_parts(plan, sizes, rank)
 
 
 def _prove_parts(exchange: Exchange, sizes: KVSizes, rank: int) -> None:
-    for part in dict.fromkeys(sub.exchange for sub in sub_exchanges(exchange, sizes)):
+    cut = tuple(sub.exchange for sub in sub_exchanges(exchange, sizes))
+    for part in dict.fromkeys(cut):
         prove(part, rank)
+    _prove_order(cut, rank)
+
+
+@lru_cache(maxsize=1024)
+def _prove_order(cut: tuple[Exchange, ...], rank: int) -> None:
+    for backward in (False, True):
+        check_order(rank, partial(batches, cut, backward=backward))
