@@ -66,7 +66,7 @@ def check(ranks, p: int, first: int, count: int) -> None:
     assert exact > p * count // 2
 
 
-@pytest.mark.parametrize("p, first, count", [(2, 0, 15), (3, 500, 10)])
+@pytest.mark.parametrize("p, first, count", [(2, 0, 6), (3, 500, 4)])
 def test_programs_called_several_times(ranks, p, first, count):
     """A sample; with -m zoo a thousand."""
     check(ranks, p, first, count)

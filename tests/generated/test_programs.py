@@ -68,16 +68,14 @@ def check(first: int, count: int, most: int) -> Counter[str]:
     return found
 
 
-HUNDREDS = range(0, 1000, 100)
+FIFTIES = range(0, 1000, 50)
 
 
-@pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[pytest.mark.zoo] if first % 400 else []) for first in HUNDREDS]
-)
+@pytest.mark.parametrize("first", [pytest.param(first, marks=[pytest.mark.zoo] if first else []) for first in FIFTIES])
 def test_a_thousand_programs(first):
-    """Some of them; with -m zoo the others."""
-    found = check(first, 100, most=2)
-    assert found["exact"] > 50, found
+    """Fifty of them; with -m zoo the others."""
+    found = check(first, 50, most=2)
+    assert found["exact"] > 25, found
 
 
 @pytest.mark.zoo

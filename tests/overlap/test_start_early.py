@@ -322,7 +322,9 @@ def by_start(event: Any) -> float:
     return float(event.time_range.start)
 
 
-@pytest.mark.parametrize(("inner_backend", "dynamic"), [("aot_eager", True), ("inductor", None)])
+@pytest.mark.parametrize(
+    ("inner_backend", "dynamic"), [("aot_eager", True), pytest.param("inductor", None, marks=pytest.mark.zoo)]
+)
 def test_on_ranks(ranks: Any, inner_backend: str, dynamic: bool | None) -> None:
     """Also with lengths that are open."""
     for error, ran in ranks(2, trained, inner_backend, dynamic):

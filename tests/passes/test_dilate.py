@@ -185,6 +185,7 @@ def test_other_lengths_compile_again_on_one_process() -> None:
         torch.testing.assert_close(model(x, seen), right(x, seen), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.zoo
 def test_on_real_ranks_with_inductor(ranks: Any) -> None:
     x = torch.randn(2, N, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = step(SelfAttention(lambda q, k, v, seen: dilated(q, k, v, PATTERNS, seen)), x)

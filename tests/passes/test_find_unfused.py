@@ -290,7 +290,6 @@ def test_returned_weights_are_computed_beside():
     assert [site.form for site in verdict.report.sites] == ["unfused"] and verdict.wrong == ""
 
 
-
 def test_the_diff():
     class Program(nn.Module):
         def forward(self, q, k, v):

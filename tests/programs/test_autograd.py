@@ -116,7 +116,7 @@ def with_state(name):
     return difference(*found), report.refusal, report.sharded_fraction
 
 
-@pytest.mark.parametrize("name", [*ON_RANKS, "batch norm"])
+@pytest.mark.parametrize("name", [*(pytest.param(x, marks=pytest.mark.zoo) for x in ON_RANKS), "batch norm"])
 def test_two_calls(ranks, name):
     for error, refusal, sharded in ranks(2, with_state, name):
         assert error < 1e-4 and refusal is None and sharded == 1.0

@@ -183,7 +183,7 @@ def merged(y):
     return y.transpose(1, 2).flatten(2)
 
 
-NORMAL = ((0, 1), (1, 2), (2, 3), (2, 4), (3, 5))  # open sizes take Dynamo seconds where blocks are padded
+NORMAL = ((0, 1), (2, 3), (3, 5))  # open sizes take Dynamo seconds where blocks are padded
 ORDERS = [(25, 40, 41, 44, 12), (40, 25, 28), (40, 41), (18, 30, 19, 37), (30, 18), (9, 1, 2, 12)]
 
 

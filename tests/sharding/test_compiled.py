@@ -95,6 +95,7 @@ def of_open_sizes():
     return errors, [gather.op for gather in ringopt.reports()[-1].gathers]
 
 
+@pytest.mark.zoo
 def test_open_batch_and_rows_through_inductor(ranks):
     for errors, gathers in ranks(2, of_open_sizes, timeout=240):
         assert max(errors) < 1e-9 and gathers == ["output"]
