@@ -5,6 +5,7 @@
     with no_grad: f(x)                    ->   f(detach(x))
     with autocast(bf16): linear(x, w)     ->   linear(to(x, bf16), to(w, bf16))
     multiply(x, y), swapaxes(x, 0, 1)     ->   mul(x, y), transpose(x, 0, 1)
+    atleast_2d(x, y)                      ->   atleast_2d(x), atleast_2d(y)
     dropout(x, 0.1, False)                ->   x
     type_as(x, y), x.view_as(y), x.T      ->   to(x, bf16), reshape(x, [2, 3]), permute(x, [1, 0])
     x.as_strided([3], [2])                ->   as_strided(reshape(x, [-1]), [3], [2])
@@ -26,7 +27,7 @@ import torch.fx as fx
 from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
-from ringopt.frontend.plain_spelling import rename_synonyms, spell_plainly
+from ringopt.frontend.plain_spelling import each_by_itself, rename_synonyms, spell_plainly
 from ringopt.ir.autograd_function import CustomGradient, HigherOrder, custom_gradients
 from ringopt.ir.memory import written_rows
 from ringopt.ir.nodes import op_name
@@ -47,6 +48,7 @@ class Normalize(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         refuse_unknown_calls(gm.graph)
         rename_synonyms(gm.graph)
+        each_by_itself(gm.graph)
         try:
             views_by_value(gm.graph)
             ExplicitDetach(gm.graph).rewrite()

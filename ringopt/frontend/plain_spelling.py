@@ -42,6 +42,23 @@ def rename_synonyms(graph: fx.Graph) -> None:
             node.target, node.kwargs = other, {renamed[name]: value for name, value in node.kwargs.items()}
 
 
+def each_by_itself(graph: fx.Graph) -> None:
+    """`atleast_2d(x, y)`, which gives a list, as one call each: what is true of the one is true of the other."""
+    for node in list(graph.nodes):
+        if node.target not in OF_EACH:
+            continue
+        for user in list(node.users):
+            user.target, user.args = OF_EACH[node.target], (node.args[0][user.args[1]],)
+        graph.erase_node(node)
+
+
+OF_EACH = {
+    aten.atleast_1d.Sequence: aten.atleast_1d.default,
+    aten.atleast_2d.Sequence: aten.atleast_2d.default,
+    aten.atleast_3d.Sequence: aten.atleast_3d.default,
+}
+
+
 @cache
 def plain_name(target: OpOverload) -> OpOverload | None:
     """The overload that takes what a synonym takes; None for an operator that is no synonym. In-place forms too."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn as nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.dims.op_families import SYNONYMS
 from ringopt.frontend.plain_spelling import plain_name, rename_synonyms
 from ringopt.ir.nodes import op_name
+from ringopt.passes.normalize import Normalize
+from tests.harness.capturing import after, assert_same, ops
 
 aten = torch.ops.aten
 X, Y = torch.rand(3, 4, 4) / 2 + 0.1, torch.rand(4, 4)
@@ -56,6 +59,24 @@ def test_each_overload_has_one_of_the_plain_name(name):
         for overload in getattr(aten, each).overloads() if hasattr(aten, each) else ():
             plain = plain_name(getattr(getattr(aten, each), overload))
             assert plain._schema.name == f"aten::{SYNONYMS[name]}" + "_" * each.endswith("_")
+
+
+class Several(nn.Module):
+    """Also under no_grad, where what is as it was keeps its gradient."""
+
+    def forward(self, x, y):
+        (rows,), (a, b) = torch.atleast_1d([x[0, 0]]), torch.atleast_2d(x[0, 0], x[0])
+        with torch.no_grad():
+            c, d = torch.atleast_3d((x, y))
+        return rows + (a + b) * c + d.sum()
+
+
+def test_atleast_of_several_is_one_call_each():
+    given = X.clone().requires_grad_(), Y.clone().requires_grad_()
+    captured, _ = after([], Several(), *given)
+    gm, _ = after([Normalize()], Several(), *given)
+    assert "atleast_2d" in ops(captured) and not [name for name in ops(gm) if name.startswith("atleast")]
+    assert_same(gm, captured, gm.meta["inputs"])
 
 
 def test_arguments_keep_their_meaning():

@@ -257,6 +257,8 @@ VIEWS = {
     "sum_to_size": lambda y: y.sum_to_size(2, 5, 8),
     "atleast_3d": lambda y: torch.atleast_3d(y[0]),
     "real": lambda y: y.real,
+    "atleast_2d of several": lambda y: torch.atleast_2d(y[0, 0], y[1])[1],
+    "atleast_3d of one that is as it was": lambda y: torch.atleast_3d(y[0, 0], y)[1],
     "ravel": lambda y: y.ravel(),
     "reshape_as": lambda y: y.reshape_as(y.flatten(1)),
     "adjoint": lambda y: y.adjoint(),
