@@ -18,6 +18,7 @@ import torch.fx.traceback
 from ringopt.calls import OpCall
 from ringopt.frontend import flex
 from ringopt.frontend.dynamic_shapes import open_value
+from ringopt.frontend.explicit_autocast import autocast_around
 from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order, with_facts_of_graphs
 from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
 from ringopt.ir.autograd_function import CustomGradient, GradientArguments, HigherOrder
@@ -175,10 +176,11 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     book = Book(inputs=frozenset(storage_key(x) for x in inputs if isinstance(x, torch.Tensor)))
     try:
         flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
+        around = autocast_around(flat)
         for node in flat.graph.find_nodes(op="call_function", target=operators.custom_gradient.default):
             custom = book.customs[OpCall.of(node)["number"]]
             if isinstance(custom, HigherOrder):
-                put_whole(node, custom)
+                put_whole(node, custom if node not in around else custom.inside(around[node]))
             else:
                 give_gradient(node, custom)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

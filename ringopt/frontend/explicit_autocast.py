@@ -62,6 +62,20 @@ def explicit_casts(gm: fx.GraphModule) -> None:
         Casting(gm, around).run_all()
 
 
+def autocast_around(gm: fx.GraphModule) -> dict[fx.Node, tuple[Any, ...]]:
+    """The region around each node that is in one."""
+    around: dict[fx.Node, tuple[Any, ...]] = {}
+    regions = ambient(gm)
+    for node in gm.graph.nodes:
+        if op_name(node) == "_enter_autocast":
+            regions.append(tuple(node.args))
+        elif op_name(node) == "_exit_autocast":
+            regions.pop()
+        elif regions:
+            around[node] = regions[-1]
+    return around
+
+
 def ambient(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
     """The autocast region that is open now, on a device the graph has inputs on."""
     values = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
@@ -98,8 +112,6 @@ class Casting(fx.Interpreter):
         if node.op != "call_function":
             return super().run_node(node)
         if isinstance(node.target, HigherOrder):
-            if self.regions:
-                node.target = node.target.inside(self.regions[-1])  # what is cast in its graphs is cast there
             node.meta["val"] = [torch.empty_like(x) for x in value_of(node)]
             return node.meta["val"]
         with self.region(), SeenCasts() as inside:

@@ -33,7 +33,7 @@ from ringopt.torch_compat.fake_tensors import (
     unset_fake_temporarily,
 )
 from ringopt.torch_compat.fx import make_fx
-from ringopt.torch_compat.pytree import tree_leaves, tree_map_only
+from ringopt.torch_compat.pytree import tree_leaves, tree_map, tree_map_only
 from ringopt.torch_compat.schema import HigherOrderOperator, OpOverload
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 from ringopt.torch_compat.tensors import storage_key, version_of
@@ -199,7 +199,7 @@ class Flatten(fx.Interpreter):
 
     def run_whole(self, operator: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
         """A higher-order operator as one node, which gives tensors of the kinds that Dynamo has found."""
-        call, tensors = held(operator, args, kwargs)
+        call, tensors = held(operator, args, kwargs, self.running)
         expected = flex.example(self.running)
         several = type(expected) if isinstance(expected, (tuple, list)) else None
         like = [
@@ -308,15 +308,20 @@ def reason_against(node: fx.Node, value: Callable[[Any], Any]) -> str | None:
     return None
 
 
-def held(operator: HigherOrderOperator, args: Any, kwargs: Any) -> tuple[HigherOrder, list[Tensor]]:
-    """The call, and its tensors. Sizes that are open become numbers: graphs inside are of these sizes."""
+def held(operator: HigherOrderOperator, args: Any, kwargs: Any, node: fx.Node) -> tuple[HigherOrder, list[Tensor]]:
+    """The call that `node` of Dynamo's graph makes, and its tensors. Sizes that are open become numbers: graphs inside
+    are of these sizes. Dtypes are those of Dynamo: here nothing is cast yet as autocast has it."""
     tensors: list[Tensor] = []
+    leaves = iter(tree_leaves((tuple(node.args), dict(node.kwargs))))
 
-    def place(tensor: Tensor) -> OperandPlace:
-        tensors.append(tensor)
-        return OperandPlace(len(tensors) - 1)
+    def place(value: Any) -> Any:
+        example = flex.example(next(leaves))
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return OperandPlace(len(tensors) - 1, example.dtype)
 
-    arguments = tree_map_only(Tensor, place, (tuple(args), dict(kwargs)))
+    arguments = tree_map(place, (tuple(args), dict(kwargs)))
     return HigherOrder(operator, tree_map_only(torch.SymInt, int, arguments)), tensors
 
 
@@ -325,11 +330,17 @@ def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.
     # (In a mode of torch's own: for these operators it looks up what to do by the type of the mode.)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with unset_fake_temporarily(), mode, torch.no_grad():
-        given = [torch.empty_strided(*numbers(x), dtype=x.dtype, device=x.device) for x in tensors]
+        places = [place for place in tree_leaves(call.arguments) if isinstance(place, OperandPlace)]
+        given = [
+            torch.empty_strided(*numbers(x), dtype=place.dtype, device=x.device)
+            for x, place in zip(tensors, places, strict=True)
+        ]
         try:
             traced = make_fx(call, tracing_mode="real", _allow_non_fake_inputs=True)(given)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _refused(call, f"{error.func} gives what is known only when it runs", node) from error
+        except RuntimeError as error:
+            raise _refused(call, f"torch does not trace it as it stands here: {error}", node) from error
     random = False
     for graph in _graphs_of(traced):
         inputs = list(map(value_of, graph.find_nodes(op="placeholder")))

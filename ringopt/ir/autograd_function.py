@@ -73,9 +73,10 @@ def custom_gradients(graph: fx.Graph) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class OperandPlace:
-    """Stands in the arguments for the tensor of this number."""
+    """Stands in the arguments for the tensor of this number, which is of this dtype when the program runs."""
 
     number: int
+    dtype: torch.dtype
 
 
 @dataclass(eq=False)
