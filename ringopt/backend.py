@@ -22,6 +22,7 @@ from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import readable_name
+from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options
 from ringopt.output.printable import logger
@@ -128,6 +129,8 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
         from ringopt.overlap.start_early import inductor_settings
 
         patches = {**(inductor.list_mode_options(mode) if mode else {}), **inductor_settings(gm, budget)}
+        if gm.graph.find_nodes(op="call_function", target=operators.seeds.default):
+            patches |= inductor.hash_settings()
         # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it,
         # nor what is computed again in the backward.
         tag = f"{torch.compiler.config.cache_key_tag} ringopt {VERSION} {tags_of(gm)}"

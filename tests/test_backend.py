@@ -22,6 +22,7 @@ from ringopt.drivers.compile import raise_or_warn, transform
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, value_of
 from ringopt.options import Options
+from ringopt.torch_compat import inductor
 from tests.harness.models import build, difference, run
 from tests.harness.translation import captured, validate
 
@@ -105,6 +106,14 @@ def other_ranks_mesh():
 def test_a_mesh_without_this_rank(ranks):
     said = ranks(3, other_ranks_mesh)
     assert said[:2] == ["fine", "fine"] and "this rank is not among them" in said[2]
+
+
+def test_graphs_that_draw_are_compiled_with_settings_for_hashes(monkeypatch):
+    settings = []
+    monkeypatch.setattr(inductor, "compile_fx", lambda gm, inputs, patches: settings.append(patches) or gm)
+    for model in (nn.Dropout(0.5), nn.Linear(4, 4)):
+        torch.compile(model, backend="ring")(torch.ones(3, 4))
+    assert settings == [inductor.hash_settings(), {}]
 
 
 # ---- compiling again -----------------------------------------------------------------------------------------------

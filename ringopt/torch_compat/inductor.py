@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["compile_fx", "draws_as_eager", "fresh_cache", "list_mode_options", "patched", "select_decomp_table"]
+__all__ = [
+    "compile_fx", "draws_as_eager", "fresh_cache", "hash_settings", "list_mode_options", "patched",
+    "select_decomp_table",
+]  # fmt: skip
 
 
 def compile_fx(
@@ -32,6 +35,15 @@ def list_mode_options(mode: str) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode))
+
+
+def hash_settings() -> dict[str, Any]:
+    """Settings for graphs with hashes, each step of which reads the one before twice: a value that is read again is
+    computed again where it takes few operations, and generating code for that is exponential in the steps. "Few" is 30;
+    torch 2.13 made it 50 on CPUs. None where the user has set it."""
+    from torch._inductor import config
+
+    return {} if config.realize_opcount_threshold is not None else {"realize_opcount_threshold": 30}
 
 
 def draws_as_eager() -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch._inductor.loop_body import LoopBodyBlock
 
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.aot_autograd import mark_boxed
@@ -33,6 +35,35 @@ def test_a_graph_is_compiled_with_settings_in_the_place_of_generated_code() -> N
 
 def test_a_mode_stands_for_settings() -> None:
     assert inductor.list_mode_options("max-autotune")["max_autotune"] is True
+
+
+def test_code_for_a_hash_is_not_generated_exponentially(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain in which each step reads the one before twice."""
+    operations: list[int] = []
+    begin = LoopBodyBlock.__init__
+
+    def counted(block: Any, *args: Any) -> None:
+        begin(block, *args)
+        operations.append(len(block.graph.nodes))
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(12):
+            x = (x ^ (x >> 3)) * 5
+        return x
+
+    def compiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return inductor.compile_fx(gm, inputs, inductor.hash_settings())
+
+    monkeypatch.setattr(LoopBodyBlock, "__init__", counted)
+    x = torch.arange(8)
+    with inductor.fresh_cache():
+        assert torch.equal(torch.compile(chain, backend=compiled)(x), chain(x))
+    assert 36 < sum(operations) < 12_000
+
+
+def test_settings_for_hashes_leave_the_users_alone() -> None:
+    with inductor.patched(realize_opcount_threshold=12):
+        assert inductor.hash_settings() == {}
 
 
 def test_random_numbers_are_drawn_as_in_eager_where_it_is_set() -> None:
