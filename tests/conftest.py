@@ -14,16 +14,19 @@ from ringopt.drivers import failing
 from ringopt.tools.benchmarks.lab import link_lab
 from tests.harness.pool import POOL, fork_server
 from tests.harness.rank import collect_rarely, compile_without_measuring
+from tests.harness.sampling import mark_what_is_swept
 
 # pytest listens to every logger that does not propagate, and torch writes out each graph, at each stage, as soon as
 # anybody listens to its trace: that was a third of the time of all tests.
 logging.getLogger("torch.__trace").propagate = True
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first, so that one of several workers has most of them: in each worker
     that has any, a fork server imports torch, and its ranks compile for the first time. What runs longest, and by
     itself, is begun before all."""
+    mark_what_is_swept(items)
     forking = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
     forking |= {item.path for item in items if item.path.stem.startswith(("test_bench", "test_link_lab"))}
     items.sort(key=lambda item: (item.path.stem != "test_static", item.path not in forking))

@@ -160,6 +160,7 @@ def called_under(mode):
     return error, found.dtype == expected.dtype, ringopt.reports()[-1].sharded_fraction
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode, bound", [("autocast", 0.03), ("no_grad", 1e-6), ("inference", 1e-6), ("dynamic", 1e-5)])
 def test_the_modes_a_model_is_called_in(ranks, mode, bound):
     for error, same_dtype, sharded in ranks(2, called_under, mode):
@@ -325,6 +326,7 @@ def hidden_far(m, scores, n):
     return scores.masked_fill((torch.arange(n)[:, None] - torch.arange(n)).abs() > 5, -torch.inf)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hide", [lambda m, scores, n: scores, hidden_later, hidden_by_buffer, hidden_far])
 def test_one_process_fuses_attention_at_every_length(hide):
     """From the second length on one graph serves all, with SDPA where no mask is made of the length, else as it was."""

@@ -77,6 +77,7 @@ def nameless(view: NodeView) -> NodeView:
     return view if view.shape or view.op == "output" else replace(view, name="", text="")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", [many, attends, converted, trained])
 def test_every_node_and_tensor_is_that_of_the_loaded_program(
     program: Callable[[], ExportedProgram], tmp_path: Path

@@ -31,6 +31,7 @@ def alone(rank: int, p: int, length: int, heads: Heads, patterns: Sequence[tuple
     return [row_of(mesh, each) for each in planned(p, length, heads, patterns)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("p", "heads"), [(2, WIDE), (3, WIDE), (4, GROUPED), (2, HALF)])
 def test_predictions_are_within_15_percent(p: int, heads: Heads) -> None:
     """Of the rank that holds most."""

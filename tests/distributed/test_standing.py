@@ -18,7 +18,6 @@ from ringopt.distributed.lookup import DEFAULT_TIMEOUT, process_mesh
 from ringopt.distributed.standing import MOST, Call, Recent, differences_of_calls
 from ringopt.errors import RingCommError
 from tests.distributed.reading import needs_reading
-from tests.harness.sampling import sample
 
 Ranks = Callable[..., list[Any]]
 
@@ -72,7 +71,8 @@ TOLD = {
 
 
 @needs_reading
-@pytest.mark.parametrize("how", sample(HOW, 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", HOW)
 def test_what_differs_after_the_first_call_is_named(ranks: Ranks, tmp_path: Path, how: str) -> None:
     (said, seconds), (other, _) = ranks(2, unequal, how, str(tmp_path))
     expected = re.escape(TOLD[how]).replace(r"\{\}", "(calls|compiles) a (compiled )?graph")
@@ -87,7 +87,8 @@ def test_what_differs_after_the_first_call_is_named(ranks: Ranks, tmp_path: Path
     )
 
 
-@pytest.mark.parametrize(("how", "when"), sample([("train", "every"), ("grad", "every"), ("train", "always")], 3))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("how", "when"), [("train", "every"), ("grad", "every"), ("train", "always")])
 def test_where_batches_are_compared_it_is_told_at_once(ranks: Ranks, tmp_path: Path, how: str, when: str) -> None:
     """And no mesh ends."""
     expected = re.escape(TOLD[how]).replace(r"\{\}", "(calls|compiles) a (compiled )?graph")

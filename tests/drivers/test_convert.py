@@ -24,7 +24,6 @@ from ringopt.errors import PlanError, RingMismatchError
 from tests import zoo
 from tests.harness.converting import Mixer, exported, rows
 from tests.harness.models import build, difference, run
-from tests.harness.sampling import sample
 
 TOLERANCE = 1e-9  # float64, relative to the largest entry
 
@@ -62,7 +61,8 @@ def distance(folder: Path, name: str, wanted: list[Tensor]) -> float:
     return difference(run(module, module, made(name)[1]), wanted)
 
 
-@pytest.mark.parametrize("name", sample(MODELS, 100))
+@pytest.mark.sample(100)
+@pytest.mark.parametrize("name", MODELS)
 def test_one_file_is_exact_on_any_number_of_ranks(name: str, ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     """Outputs and the gradients of all parameters, of a length that 3 ranks do not share evenly."""
     if "/" in name and zoo.missing(zoo.family(name)):

@@ -118,6 +118,7 @@ def test_ranks_decide_alike(ranks, step, alone):
         assert all(said in refusal for refusal, _ in told)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("alone", [False, True])
 def test_open_sizes_are_fixed_where_a_pass_fails_with_them(ranks, alone):
     for error, told in ranks(2, call_over_lengths, Lower, alone, "open"):

@@ -54,6 +54,7 @@ def calls(dtype=torch.float64, numbers=NUMBERS):
     return [(torch.randn(2, 11, 8, generator=draw).to(dtype), number) for number in numbers]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use", USES)
 def test_one_graph_serves_all_numbers(use):
     assert len(run_over(Layer(USES[use]), calls(), 3).reports) == 2  # the first number is a constant to Dynamo

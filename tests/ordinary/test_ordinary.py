@@ -1,25 +1,22 @@
 """Small models as people write them, none of them for ringopt: loss, outputs and every gradient are those of one
 process, whatever torch.compile makes of them (fullgraph=False), and nothing is gathered but what a case says.
 
-In the normal run a third of them, on 2 or on 3 ranks; all on both with `-m zoo`.
+In the normal run some of them, on 2 or on 3 ranks; all on both with `-m zoo`.
 """
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 
-from tests.harness.sampling import sample
 from tests.harness.translation import TOLERANCE, captured_graphs, validate_graph
 from tests.ordinary import ends, layers, routes, styles  # noqa: F401  (registers the cases)
 from tests.ordinary.model import CASES, Model, inputs
 
-RUNS = sample(product(CASES, (2, 3)), 3)
 
-
-@pytest.mark.parametrize("name, p", RUNS)
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("p", (2, 3))
+@pytest.mark.parametrize("name", CASES)
 def test_right_and_sharded(name, p):
     torch.manual_seed(0)
     case = CASES[name]

@@ -35,6 +35,7 @@ def posted(graph: fx.Graph) -> list[str]:
     return [WHOLE.get(name, name) for name in names if name not in WAITS]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "shard"), [(Outputs, "model"), (Beside, "attention")])
 def test_whatever_is_computed_again(model: type[nn.Module], shard: str) -> None:
     """Within a memory budget, a partitioner chooses by sizes, which differ by rank. No exchange is repeated, and each
@@ -106,6 +107,7 @@ class Mixed(nn.Module):
         return (self.block.attend(y) + beside).square().mean()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("p", "layout"), [(2, "zigzag"), (4, "contiguous")])
 def test_what_hides_an_exchange_is_counted_alike(p: int, layout: str) -> None:
     """By it the ranks decide what starts early: 11 rows are 6 of one rank, and 5 of another."""

@@ -66,6 +66,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_a_mask_of_blocks_becomes_a_list_of_them(name):
     mask, pattern = SPELLINGS[name]

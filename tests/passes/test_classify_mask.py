@@ -40,6 +40,7 @@ from tests.passes.mask_spellings import (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", CONSTANT, ids=lambda make: make.__name__)
 def test_masks_that_no_input_reaches(make):
     site = only(Attention(make), X)

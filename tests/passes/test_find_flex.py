@@ -17,7 +17,6 @@ from ringopt.ir.printer import changes, short
 from ringopt.passes.find_flex import FindFlex
 from ringopt.passes.normalize import Normalize
 from tests.harness.capturing import after
-from tests.harness.sampling import sample
 from tests.harness.translation import validate
 
 BATCH, HEADS, ROWS, DEPTH = 2, 3, 13, 8
@@ -86,7 +85,8 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", sample(SCORES, 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SCORES)
 def test_score_mod(name):
     mod, pattern = SCORES[name]
     verdict = validate(2, Model(lambda s, q, k, v, m: flex_attention(q, k, v, mod(s))), *given())
@@ -112,7 +112,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", sample(["documents", "causal", "padding", "blocks"], 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["documents", "causal", "padding", "blocks"])
 def test_block_masks_made_inside(name):
     mod, pattern = MASKS[name]
 
@@ -124,7 +125,8 @@ def test_block_masks_made_inside(name):
     assert verdict.wrong == ""
 
 
-@pytest.mark.parametrize("name", sample(MASKS, 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", MASKS)
 def test_block_masks_made_outside(name):
     x, m = given()
     mod, pattern = MASKS[name]
@@ -169,7 +171,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", sample(SHAPES, 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name):
     verdict = validate(2, Model(SHAPES[name]), *given())
     assert {site.refusal for site in verdict.report.sites} == {None} and verdict.wrong == ""
@@ -246,7 +249,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", sample(REFUSED, 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     core, sentence = REFUSED[name]
     torch._dynamo.reset()

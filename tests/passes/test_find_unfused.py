@@ -174,6 +174,7 @@ SCORES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SCORES)
 def test_what_is_done_to_scores(name):
     core, pattern = SCORES[name]
@@ -212,6 +213,7 @@ BLIND = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", BLIND)
 @pytest.mark.parametrize("p", (1, 2, 3))
 def test_rows_that_see_nothing_are_nan_as_softmax_has_it(name, p):
@@ -236,6 +238,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("fill", (-math.inf, -1e9))
 def test_what_is_done_to_weights(name, fill):

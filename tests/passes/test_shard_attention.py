@@ -86,6 +86,7 @@ def model(weigh: Callable[..., Tensor]) -> Attention:
     return Attention(weigh).double()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_sharded_program_is_the_program(name: str) -> None:
     for p, options in ((2, {"layout": "zigzag"}), (3, {"strategy": "gather", "layout": "contiguous"})):

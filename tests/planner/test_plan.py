@@ -217,6 +217,7 @@ class Cross(nn.Module):
         return out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("queries", "keys"), [(64, 3), (3, 64)])
 def test_a_side_that_every_rank_has_whole_is_as_long_on_many_ranks(queries: int, keys: int) -> None:
     """Of 64 rows for each rank on 32 and on 64; of queries all have the parts of all to merge."""
@@ -262,6 +263,7 @@ class Retained(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("attends", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_pairs_that_are_no_site_grow_with_the_square(attends: bool, training: bool) -> None:

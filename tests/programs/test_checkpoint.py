@@ -130,6 +130,7 @@ def backward_ops(gm, inputs):
     return Counter(map(op_name, backward[0].graph.nodes))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how, products", [("not", 0), ("plain", 7), ("selective", 0), ("nested", 7)])
 def test_the_backward_computes_again_what_torch_does(how, products):
     """But for attention: its results are kept, and no exchange is repeated. Torch 2.11 keeps two products of regions in

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from torch.autograd import Function
@@ -15,11 +13,12 @@ from ringopt.ir.refusal import GraphRefused
 from tests.harness.capturing import assert_same
 from tests.harness.custom_functions import OTHERS, TOKEN_WISE, Both, Model, Silent, data
 from tests.harness.models import difference, run
-from tests.harness.sampling import sample
 from tests.harness.translation import captured, validate
 
 
-@pytest.mark.parametrize("name, p", sample(product(TOKEN_WISE, (2, 3)), 5))
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("p", (2, 3))
+@pytest.mark.parametrize("name", TOKEN_WISE)
 def test_token_by_token_it_stays_sharded(name, p):
     verdict = validate(p, Model(TOKEN_WISE[name]).double(), data())
     assert not verdict.wrong
@@ -49,7 +48,9 @@ def test_what_the_backward_gathers_is_told():
     assert "the backward of a custom autograd.Function (custom_functions.py" in note and "for fft_fftn" in note
 
 
-@pytest.mark.parametrize("name, p", sample(product(OTHERS, (2, 3)), 3))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("p", (2, 3))
+@pytest.mark.parametrize("name", OTHERS)
 def test_what_mixes_rows_is_exact(name, p):
     assert not validate(p, Model(OTHERS[name]).double(), data()).wrong
 

@@ -111,7 +111,7 @@ def compared(name, autocast=False):
     return difference(*found), ringopt.reports()[-1]
 
 
-NORMAL = ("scan", "map", "views inside")
+NORMAL = ("scan", "views inside")
 
 
 @pytest.mark.parametrize(

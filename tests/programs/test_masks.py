@@ -71,6 +71,7 @@ def inputs():
     return x, padding, (torch.arange(N) // 4)[None].expand(B, N)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     (mask, pattern), p = MASKS[name], 2 + list(MASKS).index(name) % 2

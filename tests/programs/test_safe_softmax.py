@@ -15,7 +15,6 @@ from torch.func import functional_call
 
 import ringopt
 from tests.harness.lengths import run_over
-from tests.harness.sampling import sample
 from tests.harness.translation import validate, values_and_gradients
 
 WIDTH, HEADS = 16, 4
@@ -66,7 +65,8 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", sample(WEIGHTS, 3))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", WEIGHTS)
 def test_rows_that_see_nothing_are_0(name):
     p = 2 + len(name) % 2
     reports = run_over(Attention(WEIGHTS[name]), [given(n) for n in (12, 17, 14)], p).reports

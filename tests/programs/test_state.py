@@ -47,9 +47,7 @@ NORMAL = (
     "counts",
     "another object",
     "gradient through state",
-    "parts of one",
     "written view",
-    "chained",
     "identities",
 )
 
@@ -118,6 +116,7 @@ def carried_on_rank(lengths):
     return over_calls(ring(), lengths), [(x.refusal, x.sharded_fraction) for x in ringopt.reports()[before:]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p, lengths", [(2, (12, 12)), (3, (12, 17, 14))])
 def test_a_gradient_goes_through_the_state_of_earlier_calls(p, lengths, ranks):
     expected = over_calls(lambda model: model, lengths)

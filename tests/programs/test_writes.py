@@ -80,6 +80,7 @@ VIEWS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p, same", [(2, VIEWS[:1]), (2, VIEWS[1:9]), (3, VIEWS[9:])])
 def test_writes_through_what_was_handed_back(p, same):
     assert_sharded(Model(written(same)), p)
@@ -138,6 +139,7 @@ def filled_diagonal(m, x):
     return m.attention(x, mask.fill_diagonal_(True))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p", (2, 3))
 @pytest.mark.parametrize("step", (in_place_logic, in_place_shifts, filled_diagonal), ids=lambda f: f.__name__)
 def test_integers_and_masks_written_in_place(step, p):

@@ -93,6 +93,7 @@ def spread_or_known(found: Outcome) -> bool:
 # ---- the sample ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample(name):
     needs(name)
@@ -139,6 +140,7 @@ def test_every_form_is_found_in_inference(name):
     assert len(found) == 1 and not left_alone
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in FORMS if not FORMS[name].dropout])
 def test_every_form_is_found_in_training_and_exact(name):
     tolerance = 1e-6 if FORMS[name].in_float32 else TOLERANCE
@@ -153,6 +155,7 @@ def test_forms_with_dropout_are_found_in_training(name):
     assert len(found) == 1 and not left_alone
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", by_turns(1))
 def test_every_form_is_found_in_an_exported_program(name):
     given = inputs(name)

@@ -216,6 +216,7 @@ def written_between_graphs(layout):
     return errors
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
 def test_what_is_written_before_the_next_graph_is_seen_by_it(ranks, layout):
     """In another layout too, where the rows that a rank holds are not those that the next graph wants."""
@@ -269,6 +270,7 @@ def from_rows(layout, n):
     return difference(found, wanted), report.sharded_fraction, report.sites[0].layout, read
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p, layout, n", [(2, "zigzag", 13), (3, "contiguous", 17)])
 def test_a_loader_that_shards(ranks, p, layout, n):
     for error, sharded, used, read in ranks(p, from_rows, layout, n):

@@ -60,6 +60,7 @@ def assert_right(p: int, case: Problem, patterns: Patterns, seen: Tensor | None 
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", ["paper", "torchscale"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -118,6 +119,7 @@ def test_lower_precision(dtype: torch.dtype) -> None:
             torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-5 if dtype == torch.float32 else 6e-2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1)])
 @pytest.mark.parametrize(("p", "layout"), [(1, "contiguous"), (2, "contiguous"), (3, "zigzag")])

@@ -47,6 +47,7 @@ WINDOWS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", WINDOWS)
 @pytest.mark.parametrize(("p", "layout"), [(1, "contiguous"), (2, "contiguous"), (3, "zigzag"), (4, "contiguous")])

@@ -58,6 +58,7 @@ def run(
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["ring", "ring2", "gather", "ring_q", "gather_q"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -158,6 +158,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_refused(fault: str) -> None:
     planted = 0

@@ -88,6 +88,7 @@ def inputs(b, n=32):
     return torch.randn(b, n, D, dtype=torch.float64, requires_grad=True), seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_each_rank_has_its_windows(name):
     """8 and 16 windows: not all of 3 ranks have equally many."""
@@ -119,6 +120,7 @@ DROPPED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p, b", [(2, 1), (3, 2)])
 @pytest.mark.parametrize("name", DROPPED)
 def test_the_same_weights_are_dropped_as_on_one_process(name, p, b):

@@ -54,6 +54,7 @@ STEPS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
     p, layout = case(STEPS, name)

@@ -93,6 +93,7 @@ STEPS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_pictures(name):
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions(name):
     p, layout = case(CONVOLUTIONS, name)
@@ -173,6 +174,7 @@ WRITES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", {**STEPS, **WRITES})
 def test_steps(name):
     steps = {**STEPS, **WRITES}
