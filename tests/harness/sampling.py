@@ -9,20 +9,28 @@ The sample lies across: each layout is run, and each name where there are at lea
 
 from __future__ import annotations
 
+from collections import Counter
+from math import prod
+
 import pytest
 
 
 def mark_what_is_swept(items: list[pytest.Item]) -> None:
-    """Marks as `zoo` what is not in the sample."""
+    """Marks as `zoo` what is not in the sample. `items` are all cases of a test, in pytest's order, or those that were
+    asked for by name."""
+    seen: Counter[str] = Counter()
     for item in items:
-        marker = item.get_closest_marker("sample")
-        if marker is not None and place(item) % marker.args[0]:
+        marker, test = item.get_closest_marker("sample"), item.nodeid.partition("[")[0]
+        if marker is not None and diagonal(seen[test], sizes(item)) % marker.args[0]:
             item.add_marker(pytest.mark.zoo)
+        seen[test] += 1
 
 
-def place(item: pytest.Item) -> int:
-    """The sum of the places of its parameters, each in its own list."""
-    indices: dict[str, int] = item.callspec.indices  # type: ignore[attr-defined]
-    lists = [marker.args[0] for marker in item.iter_markers("parametrize")]
-    first = [(names.split(",")[0].strip() if isinstance(names, str) else names[0]) for names in lists]
-    return sum(indices[name] for name in first)
+def sizes(item: pytest.Item) -> list[int]:
+    """How many cases each parametrize has, the one that changes slowest first."""
+    return [len(marker.args[1]) for marker in item.iter_markers("parametrize")]
+
+
+def diagonal(number: int, lengths: list[int]) -> int:
+    """The sum of the places that the case of this number has in each list."""
+    return sum(number // prod(lengths[place + 1 :]) % length for place, length in enumerate(lengths))
