@@ -55,7 +55,7 @@ def kinds_of(init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tens
     return (*map(OperandKind.of, init), *rows, *map(OperandKind.of, consts))
 
 
-def apart(function: Callable[[], T]) -> T:
+def in_own_thread(function: Callable[[], T]) -> T:
     """`function()` in a thread of its own, where nothing of this one is on."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
@@ -70,7 +70,7 @@ def sized(text: str, kinds: Kinds) -> Body:
     graph.output(graph.graph_copy(body.module.graph, {}))
     known = replace(body, module=fx.GraphModule(body.module, graph))
     try:
-        apart(lambda: _note_values(known.module, kinds))
+        in_own_thread(lambda: _note_values(known.module, kinds))
     except Exception as error:
         raise NoBody(f"the body does not run on {', '.join(map(_shown, kinds))}: {error}") from error
     for place, (out, kind) in enumerate(zip(known.outputs, kinds[: body.carries], strict=False)):
@@ -120,7 +120,7 @@ def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...]) -> fx.GraphMod
             operands = [kind.empty() for kind in (*kinds, *(kinds_out(text, kinds)[place] for place in floating))]
             return make_fx(gradient, tracing_mode="real")(*operands)
 
-    module = apart(traced)
+    module = in_own_thread(traced)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module

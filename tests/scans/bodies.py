@@ -25,7 +25,8 @@ class Scan:
     @property
     def text(self) -> str:
         operands = [*self.init, *(x[0] for x in self.xs), *self.consts]
-        graph = make_fx(lambda *given: tuple(self.step(*given)), tracing_mode="real")(*(x.detach() for x in operands))
+        traced = make_fx(lambda *given: tuple(self.step(*given)), tracing_mode="real", pre_dispatch=True)
+        graph = traced(*(x.detach() for x in operands))
         return to_text(graph, len(self.init), len(self.xs), len(self.consts))
 
     @property
