@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from ringopt.ir.refusal import Refusal
 from ringopt.scans.body import Body, NoBody
-from ringopt.scans.linear_part import LINEAR, MAX_PLUS, NotAffine, LinearPart
+from ringopt.scans.linear_part import LINEAR, MAX_PLUS, LinearPart, NotAffine
 from ringopt.scans.state_axes import Axis, state_axes
 from ringopt.scans.trace import Kinds, OperandKind, in_own_thread, sized
 
