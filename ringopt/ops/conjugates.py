@@ -83,3 +83,10 @@ def scan_backward(call: SizedCall) -> SizedCall:
     """Of scan, where all its operands have gradients."""
     operands = [*call.arguments["init"], *call.arguments["xs"], *call.arguments["consts"]]
     return call.conjugate("scan_backward", operands, grads=call.value, wanted=list(range(len(operands))))
+
+
+def sharded_scan_backward(call: SizedCall) -> SizedCall:
+    """Of sharded_scan."""
+    back, results = scan_backward(call), call.value
+    kept = results[len(results) - 2 * len(call.arguments["init"]) :]
+    return back.conjugate("sharded_scan_backward", back.value, kept=kept)

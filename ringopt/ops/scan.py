@@ -24,7 +24,8 @@ OPERANDS = "Tensor[] init, Tensor[] xs, Tensor[] consts, str body"
 @torch.library.custom_op("ringopt::scan", mutates_args=(), schema=f"({OPERANDS}) -> Tensor[]")
 def scan(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str) -> list[Tensor]:
     """The last carries, then the ys stacked along dim 0. Raises NoBody."""
-    finals, ys = Recurrence(body, xs, consts).run(init)
+    with torch.autocast(xs[0].device.type, enabled=False):
+        finals, ys = Recurrence(body, xs, consts).run(init)
     return [*finals, *ys]
 
 
@@ -52,7 +53,8 @@ def scan_backward(
     steps = Recurrence(body, xs, consts)
     carried = floating(init)
     given = ResultGradients(grads[: len(carried)], grads[len(carried) :], init)
-    found = steps.gradients(steps.states(init), given, [place for place in wanted if place >= len(init)])
+    with torch.autocast(xs[0].device.type, enabled=False):
+        found = steps.gradients(steps.states(init), given, [place for place in wanted if place >= len(init)])
     of_init = dict(zip(carried, found.init, strict=True))
     return [{**of_init, **found.others}[place] for place in wanted]
 

@@ -26,6 +26,7 @@ from ringopt.kernels.base import accumulator
 from ringopt.ops.all_to_all import bytes_turned
 from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of
 from ringopt.ops.reshard import plan_respread
+from ringopt.ops.scan_sizes import gradients_bytes, maps_bytes
 from ringopt.ops.sized_call import SizedCall
 
 CPU = torch.device("cpu")
@@ -217,6 +218,17 @@ def dilated(call: SizedCall) -> Sending:
 def dilated_back(call: SizedCall) -> Sending:
     """Messages of the backward of all terms."""
     return Sending("moved", dilated_bytes(dilated_plan(call), heads_of(call), call.rank, True), grows=True)
+
+
+# ---- scans -----------------------------------------------------------------------------------------------------------
+def maps_told(call: SizedCall) -> Sending:
+    """An all-gather of the maps of segments; the state has no row of the sequence."""
+    return Sending("told", maps_bytes(call))
+
+
+def gradients_told(call: SizedCall) -> Sending:
+    """An all-gather of gradients of states."""
+    return Sending("told", gradients_bytes(call))
 
 
 # ---- what is held meanwhile ------------------------------------------------------------------------------------------

@@ -123,6 +123,10 @@ TABLE: dict[str, Traits] = {
     # ---- scans
     "scan": alone(flops=work.steps, gradient=conjugates.scan_backward, capturable=True),
     "scan_backward": alone(flops=work.steps_back, capturable=True),
+    "sharded_scan": Traits(
+        sends=traffic.maps_told, flops=work.segments, gradient=conjugates.sharded_scan_backward
+    ),
+    "sharded_scan_backward": Traits(sends=traffic.gradients_told, flops=work.segments_back),
 }  # fmt: skip
 
 

@@ -14,10 +14,9 @@ from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.cost.simulate import pairs_of
 from ringopt.dims.products import is_counted, summed
+from ringopt.ops.scan_sizes import affine_of, graphs_run, step_of
 from ringopt.ops.sized_call import Operand, SizedCall
 from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
-from ringopt.scans.body import Body, from_text
-from ringopt.scans.trace import OperandKind, sized
 
 
 def attention(call: SizedCall) -> int:
@@ -90,21 +89,29 @@ def product(node: fx.Node, call: SizedCall) -> int:
     return 2 * call.result.count * int(call.sized(operand).count_from(first))
 
 
-def step_of(call: SizedCall) -> Body:
-    """The body of a scan, each value with its sizes."""
-    device = from_text(call["body"]).device
-    rows = [OperandKind(x.sizes[1:], x.dtype, device) for x in call["xs"]]
-    init, consts = ([OperandKind(x.sizes, x.dtype, device) for x in call[name]] for name in ("init", "consts"))
-    return sized(call["body"], (*init, *rows, *consts))
+def products(graph: fx.Graph) -> int:
+    """FLOPs of a graph at sizes that are numbers."""
+    return sum(product(node, SizedCall.of(node, 1, 0)) for node in graph.nodes)
 
 
 def steps(call: SizedCall) -> int:
     """FLOPs of a scan: those of a step, so many times."""
-    nodes = step_of(call).module.graph.nodes
     first: Operand = call["xs"][0]
-    return first.size(0) * sum(product(node, SizedCall.of(node, 1, 0)) for node in nodes)
+    return first.size(0) * products(step_of(call).module.graph)
 
 
 def steps_back(call: SizedCall) -> int:
     """The states again, and two products for each."""
     return 3 * steps(call)
+
+
+def segments(call: SizedCall) -> int:
+    """Of a scan over ranks: the steps of this one, and what makes the map of its segments."""
+    first: Operand = call["xs"][0]
+    return steps(call) + first.size(0) * sum(many * products(graph) for graph, many in graphs_run(call))
+
+
+def segments_back(call: SizedCall) -> int:
+    """The states again, a walk back for every level, and one for the operands."""
+    levels = len(affine_of(call).levels)
+    return (1 + 2 * (1 + levels)) * steps(call)

@@ -36,16 +36,11 @@ class NotAffine(Exception):
         super().__init__(sentence)
 
 
-def operation(node: fx.Node) -> str:
-    """The operator, by one of its names."""
-    return families.SYNONYMS.get(op_name(node), op_name(node))
-
-
 def read(node: fx.Node) -> list[fx.Node]:
     """The operands whose numbers the value of a node is made of."""
-    if node.op != "call_function" or operation(node) in SHAPE_ONLY:
+    if node.op != "call_function" or op_name(node) in SHAPE_ONLY:
         return []
-    return [node.args[0]] if operation(node) in families.CASTS else list(node.all_input_nodes)
+    return [node.args[0]] if op_name(node) in families.CASTS else list(node.all_input_nodes)
 
 
 class LinearPart:
@@ -69,7 +64,7 @@ class LinearPart:
             if node.op == "placeholder" or node not in self.dependent:
                 self.values[node] = self.copy(node)
                 continue
-            rule = rules.get(operation(node))
+            rule = rules.get(op_name(node))
             if rule is None:
                 raise NotAffine(f"{op_name(node)} of what a step carries", node)
             self.values[node] = made = rule(self, node)
@@ -143,9 +138,9 @@ def difference(part: LinearPart, node: fx.Node) -> fx.Node:
     on, (first, second) = part.on(node), node.args[:2]
     if len(on) == 2:
         return part.copy(node)
-    alpha, reverse = argument(node, 2, "alpha", 1), operation(node) == "rsub"
+    alpha, reverse = argument(node, 2, "alpha", 1), op_name(node) == "rsub"
     is_second = on[0] is second
-    negative = operation(node) == "sub" if is_second else reverse
+    negative = op_name(node) == "sub" if is_second else reverse
     scaled = is_second != reverse
     assert on[0] in (first, second)
     return part.alone(node, on[0], (alpha if scaled else 1) * (-1 if negative else 1))
@@ -203,7 +198,7 @@ def masked(part: LinearPart, node: fx.Node) -> fx.Node:
 
 
 VIEWS = (
-    *families.RESHAPES, *families.PERMUTATIONS, *families.EXPANSIONS, *families.SLICES, *families.COPIES, "unsqueeze",
+    *families.RESHAPES, *families.PERMUTATIONS, *families.SLICES, *families.COPIES, "expand", "unsqueeze",
     "select", "diagonal",
 )  # fmt: skip
 LINEAR: dict[str, PartRule] = {
@@ -223,7 +218,7 @@ LINEAR: dict[str, PartRule] = {
 def shifted(part: LinearPart, node: fx.Node) -> fx.Node:
     """add, sub: something that the step knows is added to the value."""
     first = part.on(node) == [node.args[0]]
-    if not first and (operation(node) != "add" or len(part.on(node)) > 1 or argument(node, 2, "alpha", 1) != 1):
+    if not first and (op_name(node) != "add" or len(part.on(node)) > 1 or argument(node, 2, "alpha", 1) != 1):
         raise NotAffine(f"{op_name(node)} of what a step carries, beside a maximum", node)
     return part.copy(node)
 
@@ -237,7 +232,7 @@ def maximum(part: LinearPart, node: fx.Node) -> fx.Node:
 
 
 MAX_PLUS: dict[str, PartRule] = {
-    **dict.fromkeys((*families.EXPANSIONS, *families.COPIES, "unsqueeze", *families.RESHAPES), kept),
+    **dict.fromkeys((*families.COPIES, "expand", "unsqueeze", *families.RESHAPES), kept),
     **dict.fromkeys(families.CASTS, cast),
     **dict.fromkeys(("add", "sub"), shifted),
     **dict.fromkeys(("maximum", "max"), maximum),

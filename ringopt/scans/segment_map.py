@@ -48,16 +48,29 @@ class Frame:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        shape, axes = self.stage.kind.shape, self.stage.axes
+        return self.sizes_at(self.stage.kind.shape)
+
+    def sizes_at(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Of a state of `shape`, which may be open."""
+        axes = self.stage.axes
         point, mixed, free = (prod(shape[d] for d in range(len(axes)) if axes[d] == axis) for axis in ORDER)
         return point, mixed, free
 
     @property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sizes of matrix and offset."""
-        point, mixed, free = self.sizes
-        whole = (point, mixed, free)
+        return self.parts_at(self.stage.kind.shape)
+
+    def parts_at(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a state of `shape`, which may be open."""
+        whole = point, mixed, _free = self.sizes_at(shape)
         return (whole if self.stage.form == "max-plus" else (point, mixed, mixed)), whole
+
+    @property
+    def runs(self) -> int:
+        """Of the linear part, that make a matrix."""
+        _point, mixed, free = self.sizes
+        return 1 if self.stage.form == "max-plus" else -(-mixed // max(free, 1))
 
     @property
     def numbers(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -55,9 +56,12 @@ def kinds_of(init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tens
     return (*map(OperandKind.of, init), *rows, *map(OperandKind.of, consts))
 
 
+_one_traces = Lock()  # torch's tracers are not made for two threads
+
+
 def in_own_thread(function: Callable[[], T]) -> T:
-    """`function()` in a thread of its own, where nothing of this one is on."""
-    with ThreadPoolExecutor(1) as pool:
+    """`function()` in a thread of its own, where nothing of this one is on. Not to be called within it."""
+    with _one_traces, ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
@@ -101,8 +105,8 @@ def kinds_out(text: str, kinds: Kinds) -> Kinds:
 @lru_cache(maxsize=1024)
 def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...]) -> fx.GraphModule:
     """`(*inputs of the body, *gradients of its outputs that are floating) -> gradients of the inputs `wanted``."""
-    body, inputs = from_text(text), len(kinds)
-    floating = [place for place, kind in enumerate(kinds_out(text, kinds)) if kind.floats]
+    body, inputs, results = from_text(text), len(kinds), kinds_out(text, kinds)
+    floating = [place for place, kind in enumerate(results) if kind.floats]
 
     def gradient(*given: Tensor) -> list[Tensor]:
         leaves = [x.detach().requires_grad_(place in wanted) for place, x in enumerate(given[:inputs])]
@@ -117,7 +121,7 @@ def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...]) -> fx.GraphMod
 
     def traced() -> fx.GraphModule:
         with FakeTensorMode():
-            operands = [kind.empty() for kind in (*kinds, *(kinds_out(text, kinds)[place] for place in floating))]
+            operands = [kind.empty() for kind in (*kinds, *(results[place] for place in floating))]
             return make_fx(gradient, tracing_mode="real")(*operands)
 
     module = in_own_thread(traced)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringopt.compare.node_facts import Reader
-from ringopt.context_parallel.geometry.layouts import layout_of
+from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.cost.dilated import dilated_bytes
 from ringopt.cost.message_bytes import bytes_sent
@@ -28,6 +28,7 @@ from ringopt.ops.traits import TABLE, attends, check_rows, gradient_bytes
 from ringopt.planner.trace_model import sent_beside
 from ringopt.reporting.figures import Figures, sent_by
 from tests.harness.threads import ThreadMesh, run_on_threads
+from tests.scans.bodies import Scan, delta_rule, stabilised
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,17 @@ def dilated(pattern: str, strategy: str = "auto", early: bool = False) -> Callab
     return call
 
 
+def scanned(of: Scan, text: str) -> Callable[[At], Tensor]:
+    def call(at: At) -> Tensor:
+        init, consts = ([x.detach().requires_grad_() for x in part] for part in (of.init, of.consts))
+        xs = [x.detach()[0].expand(at.rows(), *x.shape[1:]).clone().requires_grad_() for x in of.xs]
+        segments = LAYOUTS[at.layout].chunks_per_rank * at.mesh.size
+        found: list[Tensor] = ops.sharded_scan(init, xs, consts, text, at.n, segments, at.layout, at.group)
+        return sum(x.sum() for x in found[: len(init) + 1])  # type: ignore[return-value]
+
+    return call
+
+
 # Each makes calls, of which the result has a gradient or none.
 CALLS: dict[str, Callable[[At], Tensor]] = {
     "scatter": lambda at: ops.scatter(given(2, 6 * at.n), 1, 2, at.n, 3, at.rows(), at.layout, at.group),
@@ -166,6 +178,8 @@ CALLS: dict[str, Callable[[At], Tensor]] = {
     "merge": merged,
     "ring in halves": ring_in_halves,
     "dilated": dilated("dilated(8:1,16:2)"),
+    "a scan": scanned(delta_rule(1), delta_rule(1).text),
+    "a stabilised scan": scanned(stabilised(1), stabilised(1).text),
     "dilated, started early": dilated("dilated(8:1,16:2)", "auto", True),
 }
 # Composite ones are seen by what they call, and the others name no group, or only ask for a number of rows.

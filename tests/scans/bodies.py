@@ -91,4 +91,5 @@ def stabilised(steps: int, b: int = 2, d: int = 3) -> Scan:
 
     zero = torch.zeros(b, d, dtype=torch.float64)
     init = [(zero - 38).requires_grad_(), zero.clone().requires_grad_(), zero.clone().requires_grad_()]
-    return Scan(step, init, [drawn(steps, b, d), drawn(steps, b, d, seed=1)], [gates(d).detach() * 0.02, drawn(d)])
+    decay = (gates(d).detach() * 0.02).requires_grad_()
+    return Scan(step, init, [drawn(steps, b, d), drawn(steps, b, d, seed=1)], [decay, drawn(d)])

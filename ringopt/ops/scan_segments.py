@@ -1,0 +1,197 @@
+"""A scan over ranks that hold consecutive steps each, in one segment or several.
+
+Forward    (M, U) of each segment: what its steps make of any state. One all-gather of both; every rank composes them in
+           the order of the steps, so all have the same bits of every state between segments. Then each rank runs its
+           steps from the right states.
+Backward   V of each segment: the gradient of its first state by way of its own outputs. One all-gather of V; every rank
+           composes the transposed maps from the end. Then each rank walks back over its steps from the right gradients.
+           M is kept from the forward, and never differentiated.
+
+What travels has the size of the state, however many steps there are. Where the step is affine in stages (a running
+maximum first, then what it scales), each level is an exchange of its own: forward in order, backward in reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.geometry.layouts import Layout
+from ringopt.distributed.mesh import Mesh
+from ringopt.scans.affine import Affine, Stage
+from ringopt.scans.segment_map import Frame, SegmentMap, wide
+from ringopt.scans.steps import Recurrence, ResultGradients, Tensors
+
+Level = Sequence[Stage]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentedScan:
+    """The steps of this rank: `xs` has its rows, segment by segment."""
+
+    affine: Affine
+    xs: Tensors
+    consts: Tensors
+    layout: Layout
+    mesh: Mesh
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Steps of every segment, of all ranks."""
+        layout = self.layout
+        return [layout.edge(at + 1) - layout.edge(at) for at in range(layout.chunks_per_rank * layout.ranks)]
+
+    @cached_property
+    def mine(self) -> dict[int, Recurrence]:
+        """The segments of this rank, by number."""
+        numbers = self.layout.chunks(self.mesh.rank)
+        cuts = [x.split([self.lengths[number] for number in numbers]) for x in self.xs]
+        return {
+            number: Recurrence(self.affine.text, rows, self.consts)
+            for number, *rows in zip(numbers, *cuts, strict=True)
+        }
+
+    # ---- between the ranks -------------------------------------------------------------------------------------------
+    def gathered(self, parts: Sequence[Tensor], label: str) -> list[Tensor]:
+        """What every segment has to tell, in order; `parts` are those of this rank."""
+        message = torch.stack(list(parts))
+        found: list[Tensor] = [message[0]] * len(self.lengths)
+        for rank, told in enumerate(self.mesh.all_gather(message, label)):
+            for number, part in zip(self.layout.chunks(rank), told, strict=True):
+                found[number] = part
+        return found
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+    def forward(self, init: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """The last carries, the same on all ranks; the ys of this rank; what the backward needs: for each carry the
+        states before the segments of this rank, then for each the matrices of all segments."""
+        starts = {number: list(init) for number in self.mine}
+        finals, matrices = list(init), list[Tensor](init)
+        for level in self.affine.levels:
+            for stage, maps in zip(level, self.maps_of(level, starts), strict=True):
+                frame, place = Frame(stage), stage.place
+                state = frame.inward(init[place])
+                for number, of in enumerate(maps):
+                    if number in starts:
+                        starts[number][place] = frame.outward(state)
+                    state = frame.apply(of, state) if self.lengths[number] else state
+                finals[place] = frame.outward(state)
+                matrices[place] = kept_matrices(stage, maps)
+        found = [steps.run(starts[number]) for number, steps in self.mine.items()]
+        ys = [torch.cat(parts) for parts in zip(*(ys for _last, ys in found), strict=True)]
+        before = [torch.stack(states) for states in zip(*starts.values(), strict=True)]
+        return [x.clone() for x in finals], ys, [*before, *matrices]
+
+    def maps_of(self, level: Level, starts: dict[int, list[Tensor]]) -> list[list[SegmentMap]]:
+        """Of each stage, those of all segments."""
+        frames = [Frame(stage) for stage in level]
+        dtype = message_dtype(level)
+
+        def told(number: int, steps: Recurrence) -> Tensor:
+            maps = (
+                frame.of_steps([starts[number][at] for at in frame.stage.earlier], steps.xs, steps.consts)
+                for frame in frames
+            )
+            return torch.cat([frame.flat(of).to(dtype) for frame, of in zip(frames, maps, strict=True)])
+
+        messages = self.gathered([told(number, steps) for number, steps in self.mine.items()], "maps of a scan")
+        cut = [message.split([frame.numbers for frame in frames]) for message in messages]
+        return [
+            [frame.read(parts[at].to(wide(frame.stage.kind.dtype))) for parts in cut] for at, frame in enumerate(frames)
+        ]
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+    def backward(
+        self, kept: Tensors, given: ResultGradients, wanted: Sequence[int]
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """The gradients of the carries before the first step, the same on all ranks; and of the xs and consts `wanted`
+        by their place, of consts this rank's part."""
+        carries = len(given.like)
+        matrices = kept[carries:]
+        back = _Backward(self, given, [list(states) for states in zip(*kept[:carries], strict=True)])
+        of_init = list(given.finals)
+        for level in reversed(self.affine.levels):
+            stages = zip(level, *back.of_segments(level), strict=True)
+            for stage, own, derivatives in stages:
+                frame, place = Frame(stage), stage.place
+                gradient = frame.inward(given.finals[place])
+                for number in reversed(range(len(self.lengths))):
+                    if number in back.finals:
+                        back.finals[number][place] = frame.outward(gradient)
+                    if self.lengths[number]:
+                        of = derivatives[number] if stage.form == "max-plus" else matrices[place][number]
+                        gradient = own[number] + frame.apply_back(of, gradient)
+                of_init[place] = frame.outward(gradient)
+        return of_init, back.of_operands(wanted)
+
+
+class _Backward:
+    """`finals`: of each segment of this rank the gradients of the carries behind it; 0 where they are not known yet."""
+
+    def __init__(self, scan: SegmentedScan, given: ResultGradients, starts: Sequence[Tensors]):
+        self.scan, self.given = scan, given
+        cuts = [y.split([steps.count for steps in scan.mine.values()]) for y in given.ys]
+        self.ys = dict(zip(scan.mine, zip(*cuts, strict=True) if cuts else [()] * len(scan.mine), strict=True))
+        self.states = {
+            number: steps.states(start) for (number, steps), start in zip(scan.mine.items(), starts, strict=True)
+        }
+        self.finals = {number: [torch.zeros_like(x) for x in given.like] for number in scan.mine}
+
+    def of_segments(self, level: Level) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Of each stage, for all segments: the gradient of the first state by way of the segment's own outputs, and of
+        a max-plus stage by how much a state comes through it; wide, as frames have them."""
+        frames, dtype = [Frame(stage) for stage in level], message_dtype(level)
+        tropical = [stage for stage in level if stage.form == "max-plus"]
+
+        def told(number: int) -> Tensor:
+            own = self.walked(number, self.finals[number], self.ys[number])
+            parts = [frame.inward(own[frame.stage.place]) for frame in frames]
+            for stage in tropical:
+                ones = [torch.full_like(x, float(at == stage.place)) for at, x in enumerate(self.given.like)]
+                through = self.walked(number, ones, [torch.zeros_like(y) for y in self.ys[number]])
+                parts.append(Frame(stage).inward(through[stage.place]))
+            return torch.cat([part.reshape(-1).to(dtype) for part in parts])
+
+        messages = self.scan.gathered([told(number) for number in self.scan.mine], "gradients of states of a scan")
+        shapes = [*(frame.parts[1] for frame in frames), *(Frame(stage).parts[1] for stage in tropical)]
+        cut = [message.split(list(map(prod, shapes))) for message in messages]
+        columns = [[parts[at].view(shape) for parts in cut] for at, shape in enumerate(shapes)]
+        through_stages = dict(zip([stage.place for stage in tropical], columns[len(frames) :], strict=True))
+        return columns[: len(frames)], [through_stages.get(stage.place, []) for stage in level]
+
+    def walked(self, number: int, finals: Tensors, ys: Tensors) -> list[Tensor]:
+        """The gradients of the carries before a segment."""
+        of = ResultGradients(finals, ys, self.given.like)
+        return self.scan.mine[number].gradients(self.states[number], of, ()).init
+
+    def of_operands(self, wanted: Sequence[int]) -> dict[int, Tensor]:
+        """Those of xs and consts, now that all `finals` are known."""
+        scan, carries = self.scan, len(self.given.like)
+        found = [
+            steps.gradients(
+                self.states[number], ResultGradients(self.finals[number], self.ys[number], self.given.like), wanted
+            ).others
+            for number, steps in scan.mine.items()
+        ]
+        join = {place: torch.cat if place < carries + len(scan.xs) else summed_up for place in wanted}
+        return {place: join[place]([part[place] for part in found]) for place in wanted}
+
+
+def summed_up(parts: Sequence[Tensor]) -> Tensor:
+    """Of the segments of a rank."""
+    return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+
+
+def kept_matrices(stage: Stage, maps: Sequence[SegmentMap]) -> Tensor:
+    """[segments, ...]; none of a max-plus stage."""
+    return torch.stack([of.matrix for of in maps])[: len(maps) if stage.form == "linear" else 0].contiguous()
+
+
+def message_dtype(level: Level) -> torch.dtype:
+    """One for all stages of a level: the widest."""
+    return torch.float64 if any(stage.kind.dtype == torch.float64 for stage in level) else torch.float32

@@ -1,0 +1,70 @@
+"""A scan at sizes that are numbers: its body, its proof, what it computes and what travels; for the table of traits."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from ringopt.context_parallel.geometry.layouts import layout_of
+from ringopt.ops.scan_segments import message_dtype
+from ringopt.ops.sized_call import Open, SizedCall
+from ringopt.scans.affine import Affine, Stage, prove
+from ringopt.scans.body import Body, from_text
+from ringopt.scans.segment_map import Frame
+from ringopt.scans.trace import Kinds, OperandKind, sized
+
+
+def operand_kinds(call: SizedCall) -> Kinds:
+    """Of the operands of a step."""
+    device = from_text(call["body"]).device
+    rows = [OperandKind(x.sizes[1:], x.dtype, device) for x in call["xs"]]
+    init, consts = ([OperandKind(x.sizes, x.dtype, device) for x in call[name]] for name in ("init", "consts"))
+    return (*init, *rows, *consts)
+
+
+def step_of(call: SizedCall) -> Body:
+    """The body of a scan, each value with its sizes."""
+    return sized(call["body"], operand_kinds(call))
+
+
+def affine_of(call: SizedCall) -> Affine:
+    """The proof of a scan over ranks. Raises Open."""
+    found = prove(call["body"], operand_kinds(call))
+    if not isinstance(found, Affine):
+        raise Open(f"the map of a step: {found.sentence}")
+    return found
+
+
+def stages_of(call: SizedCall) -> list[Stage]:
+    """Level by level."""
+    return [stage for level in affine_of(call).levels for stage in level]
+
+
+def graphs_run(call: SizedCall) -> list[tuple[fx.Graph, int]]:
+    """What a rank runs in each step to know the map of its segments, and how often."""
+    found = []
+    for stage in stages_of(call):
+        found += [(stage.step.graph, 1), (stage.linear.graph, Frame(stage).runs)]
+    return found
+
+
+def maps_bytes(call: SizedCall) -> int:
+    """The maps of a rank's segments, which it tells each other rank."""
+    levels = affine_of(call).levels
+    each = sum(message_dtype(level).itemsize * sum(Frame(stage).numbers for stage in level) for level in levels)
+    return each * segments_here(call)
+
+
+def gradients_bytes(call: SizedCall) -> int:
+    """The gradients of the states before them; of a max-plus stage, by how much a state comes through them too."""
+    each = 0
+    for level in affine_of(call).levels:
+        for stage in level:
+            _matrix, (point, mixed, free) = Frame(stage).parts
+            twice = 2 if stage.form == "max-plus" else 1
+            each += message_dtype(level).itemsize * point * mixed * free * twice
+    return each * segments_here(call)
+
+
+def segments_here(call: SizedCall) -> int:
+    """Of a rank."""
+    return layout_of(call["layout"], call["steps"], call.ranks).chunks_per_rank

@@ -1,0 +1,172 @@
+"""`ringopt::sharded_scan`: a recurrence over ranks that hold consecutive steps each.
+
+    sharded_scan(init, xs, consts, body, steps, segments, layout, group) -> [*last carries, *ys, *kept]
+
+`xs` and `ys` have the steps of this rank; `init`, `consts` and the last carries are the same on all. The body has to be
+affine in what it carries (ringopt/scans/affine.py); what travels follows from the sizes of the state alone
+(scan_segments.py). `kept`, for the backward: for each carry the states before this rank's segments, then for each the
+matrices of all segments. The gradient of `init` is complete on every rank, that of `consts` is this rank's part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
+from ringopt.context_parallel.geometry.rows import count
+from ringopt.distributed.handshake import agree
+from ringopt.distributed.lookup import mesh_of
+from ringopt.distributed.mesh import program_until_here
+from ringopt.errors import PlanError, RingMismatchError
+from ringopt.ops.scan import OPERANDS, fake_results, floating
+from ringopt.ops.scan_segments import SegmentedScan
+from ringopt.ops.tags import ON_HOST
+from ringopt.scans.affine import Affine, prove
+from ringopt.scans.segment_map import Frame, wide
+from ringopt.scans.steps import ResultGradients
+from ringopt.scans.trace import kinds_of
+
+WHERE = "SymInt steps, int segments, str layout, str group"
+
+
+@dataclass(frozen=True)
+class ScanPlace:
+    """The arguments behind the operands: `steps` of the whole scan, `segments` of all ranks."""
+
+    body: str
+    steps: int
+    segments: int
+    layout: str
+    group: str
+
+
+@torch.library.custom_op(
+    "ringopt::sharded_scan", mutates_args=(), tags=ON_HOST, schema=f"({OPERANDS}, {WHERE}) -> Tensor[]"
+)
+def sharded_scan(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -> list[Tensor]:
+    """Raises RingMismatchError, RingCommError, PlanError."""
+    scan = prepared("sharded_scan", init, xs, consts, ScanPlace(*where))
+    with scan.mesh.unbroken(), torch.autocast(xs[0].device.type, enabled=False):
+        finals, ys, kept = scan.forward(init)
+    return [*finals, *ys, *kept]
+
+
+@sharded_scan.register_fake
+def _(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -> list[Tensor]:
+    place = ScanPlace(*where)
+    here = LAYOUTS[place.layout].chunks_per_rank
+    before = [x.new_empty((here, *x.shape)) for x in init]
+    matrices = list[Tensor](init)
+    for level in affine_of_operands(place.body, init, xs, consts).levels:
+        for stage in level:
+            x, many = init[stage.place], place.segments if stage.form == "linear" else 0
+            size = (many, *Frame(stage).parts_at(x.shape)[0])
+            matrices[stage.place] = x.new_empty(size, dtype=wide(x.dtype))
+    return [*fake_results(init, xs, consts, place.body), *before, *matrices]
+
+
+@torch.library.custom_op(
+    "ringopt::sharded_scan_backward",
+    mutates_args=(),
+    tags=ON_HOST,
+    schema=f"(Tensor[] grads, Tensor[] kept, {OPERANDS}, int[] wanted, {WHERE}) -> Tensor[]",
+)
+def sharded_scan_backward(
+    grads: list[Tensor], kept: list[Tensor], init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str,
+    wanted: list[int], *where: Any,
+) -> list[Tensor]:
+    """Gradients of the operands `wanted`, places among (init, xs, consts); `grads` are those of the last carries and of
+    the floating ys, in their order."""
+    scan = prepared("sharded_scan_backward", init, xs, consts, ScanPlace(body, *where))
+    given = ResultGradients(grads[: len(init)], grads[len(init) :], init)
+    with scan.mesh.unbroken(), torch.autocast(xs[0].device.type, enabled=False):
+        of_init, others = scan.backward(kept, given, [place for place in wanted if place >= len(init)])
+    found = {**dict(enumerate(of_init)), **others}
+    return [found[place] for place in wanted]
+
+
+@sharded_scan_backward.register_fake
+def _(
+    grads: Any, kept: Any, init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str, wanted: list[int],
+    *where: Any,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in ([*init, *xs, *consts][place] for place in wanted)]
+
+
+# ---- before either ---------------------------------------------------------------------------------------------------
+def affine_of_operands(body: str, init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor]) -> Affine:
+    """Raises PlanError for a body that is not affine."""
+    found = prove(body, kinds_of(init, xs, consts))
+    if not isinstance(found, Affine):
+        raise PlanError(f"a scan over ranks takes a body that is affine in what it carries: {found.sentence}")
+    return found
+
+
+def prepared(
+    op: str, init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor], place: ScanPlace
+) -> SegmentedScan:
+    """The scan of this rank, compared with what the others are about to run."""
+    mesh = mesh_of(place.group)
+    program_until_here(mesh)
+    affine = affine_of_operands(place.body, init, xs, consts)
+    layout = layout_of(place.layout, place.steps, mesh.size)
+    rows = count(layout.ranges(mesh.rank))
+    wrong = [list(x.shape) for x in xs if x.shape[0] != rows]
+    segments = layout.chunks_per_rank * mesh.size
+    misfit = ""
+    if wrong:
+        misfit = (
+            f"an operand is {wrong[0]}, and rank {mesh.rank} of {mesh.size} holds {rows} rows (dim 0) of a "
+            f"{place.layout} scan of {place.steps} steps; cut it with ringopt.shard"
+        )
+    elif place.segments != segments:
+        misfit = f"{place.segments} segments, where {mesh.size} ranks of a {place.layout} layout have {segments}"
+    agree(
+        mesh,
+        (
+            ("op", op),
+            ("shards", misfit or "as laid out"),
+            ("body", hashlib.blake2b(place.body.encode(), digest_size=8).hexdigest()),
+            ("operands", str([(kind.shape, str(kind.dtype)) for kind in affine.kinds])),
+            ("steps", place.steps),
+            ("layout", place.layout),
+            ("ranks", mesh.size),
+        ),
+    )
+    if misfit:
+        raise RingMismatchError(f"{op}: {misfit}")
+    return SegmentedScan(affine, xs, consts, layout, mesh)
+
+
+# ---- gradient --------------------------------------------------------------------------------------------------------
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    init, xs, consts, ctx.body, *ctx.where = inputs
+    carries = len(init)
+    results = len(output) - 2 * carries
+    kept = output[results:]
+    ctx.mark_non_differentiable(*kept)
+    ctx.counts = carries, len(xs)
+    ctx.results = floating(output[:results])
+    ctx.save_for_backward(*init, *xs, *consts, *kept)
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    carries, xs = ctx.counts
+    parts = slice(0, carries), slice(carries, carries + xs), slice(carries + xs, None)
+    saved, kept = list(ctx.saved_tensors[: -2 * carries]), list(ctx.saved_tensors[-2 * carries :])
+    needed = [need for part in ctx.needs_input_grad[:3] for need in part]
+    wanted = [place for place in floating(saved) if needed[place]]
+    operands = [saved[part] for part in parts]
+    found = sharded_scan_backward([grads[at] for at in ctx.results], kept, *operands, ctx.body, wanted, *ctx.where)
+    everything = dict(zip(wanted, found, strict=True))
+    gradients = [everything.get(place) for place in range(len(saved))]
+    return *(gradients[part] for part in parts), *(None for _ in range(1 + len(ctx.where)))
+
+
+sharded_scan.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,170 @@
+"""`ringopt::sharded_scan`: a recurrence over ranks equals the loop over all steps, its gradients too; what travels has
+the size of the state. Decays are mild: where the state before a rank's steps is dropped, numbers change, and the tests
+see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
+from ringopt.distributed.traffic import record_traffic
+from ringopt.errors import RingMismatchError
+from ringopt.ops import operators as ops
+from ringopt.ops.fetch_rows import held
+from ringopt.scans.segment_map import Frame
+from tests.harness.threads import ThreadMesh, run_on_threads
+from tests.scans.bodies import Scan, delta_rule, diagonal, drawn, stabilised
+from tests.scans.test_affine import summed, vector_decay
+
+
+def several() -> Scan:
+    """Two values that do not need each other, one that reads both, and the token before."""
+
+    def step(a: Tensor, b: Tensor, c: Tensor, last: Tensor, x: Tensor, g: Tensor, w: Tensor) -> Any:
+        new = c * 0.95 + a * b + last
+        return a * g + x, w @ b + x, new, x + 0, new * last, a.sum(-1)
+
+    init = [drawn(3, 4, seed=i) for i in range(4)]
+    gate = (0.9 + 0.1 * torch.sigmoid(drawn(11, 3, 4))).detach().requires_grad_()
+    return Scan(step, init, [drawn(11, 3, 4, seed=5), gate], [(torch.eye(3).double() * 0.9).requires_grad_()])
+
+
+SCANS = {
+    "delta rule": lambda: delta_rule(11),
+    "diagonal": lambda: diagonal(11),
+    "stabilised": lambda: stabilised(11),
+    "vector decay": vector_decay,
+    "summed": summed,
+    "several": several,
+}
+
+
+def mine(scan: Scan, mesh: ThreadMesh, layout: str) -> Scan:
+    """What a rank has: its steps, and the rest whole; leaves of their own."""
+    rows = held(layout_of(layout, scan.xs[0].shape[0], mesh.size), mesh.rank)
+    own = lambda x: x.detach().clone().requires_grad_(x.requires_grad)  # noqa: E731
+    return Scan(scan.step, list(map(own, scan.init)), [own(x[rows]) for x in scan.xs], list(map(own, scan.consts)))
+
+
+def over_ranks(scan: Scan, text: str, steps: int, mesh: ThreadMesh, layout: str) -> list[Tensor]:
+    segments = LAYOUTS[layout].chunks_per_rank * mesh.size
+    found = ops.sharded_scan(scan.init, scan.xs, scan.consts, text, steps, segments, layout, mesh.name)
+    return list(found[: len(found) - 2 * len(scan.init)])
+
+
+def compared(scan: Scan, p: int, layout: str) -> None:
+    """Outputs and all gradients with those of the loop."""
+    steps, text, carries, expected = scan.xs[0].shape[0], scan.text, len(scan.init), scan.loop()
+    weights = [torch.randn_like(x) for x in expected]
+    wanted = torch.autograd.grad(expected, scan.operands, weights, allow_unused=True, materialize_grads=True)
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        own = mine(scan, mesh, layout)
+        rows = held(layout_of(layout, steps, p), mesh.rank)
+        found = over_ranks(own, text, steps, mesh, layout)
+        for x, whole in zip(found[:carries], expected, strict=False):
+            torch.testing.assert_close(x, whole, rtol=1e-12, atol=1e-12)
+        for y, whole in zip(found[carries:], expected[carries:], strict=True):
+            torch.testing.assert_close(y, whole[rows], rtol=1e-12, atol=1e-12)
+        here = [*weights[:carries], *(weight[rows] for weight in weights[carries:])]
+        grads = torch.autograd.grad(found, own.operands, here, allow_unused=True, materialize_grads=True)
+        for grad, whole in zip(grads[:carries], wanted, strict=False):
+            torch.testing.assert_close(grad, whole, rtol=1e-11, atol=1e-12)
+        stacked = slice(carries, carries + len(scan.xs))
+        for grad, whole in zip(grads[stacked], wanted[stacked], strict=True):
+            torch.testing.assert_close(grad, whole[rows], rtol=1e-11, atol=1e-12)
+        return [*found[:carries], *grads[stacked.stop :]]
+
+    ranks = run_on_threads(p, body)
+    for x in zip(*(rank[:carries] for rank in ranks), strict=True):
+        assert all(torch.equal(each, x[0]) for each in x)  # the same bits on all ranks
+    of_consts = zip(*(rank[carries:] for rank in ranks), strict=True)
+    for parts, whole in zip(of_consts, wanted[carries + len(scan.xs) :], strict=True):
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_over_ranks_and_its_gradients_are_those_of_the_loop(name, p, layout):
+    compared(SCANS[name](), p, layout)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_segments_without_a_step_change_nothing(steps, layout):
+    compared(delta_rule(steps), 3, layout)
+    compared(stabilised(steps), 3, layout)
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("way", ["apply", "apply_back"])
+def test_a_state_that_is_forgotten_is_seen(name, way, monkeypatch):
+    """The tests above would notice that nothing passes from rank to rank."""
+    original = getattr(Frame, way)
+    monkeypatch.setattr(Frame, way, lambda frame, of, x: original(frame, of, torch.zeros_like(x)))
+    with pytest.raises(AssertionError):
+        compared(SCANS[name](), 2, "contiguous")
+
+
+def sent(steps: int, p: int, layout: str) -> list[tuple[int, int]]:
+    scan = delta_rule(steps)
+    text = scan.text
+
+    def body(mesh: ThreadMesh) -> tuple[int, int]:
+        own = mine(scan, mesh, layout)
+        over_ranks(own, text, steps, mesh, layout)  # the ranks compare what is new to them
+        with record_traffic() as forward:
+            found = over_ranks(own, text, steps, mesh, layout)
+        found[0].sum().backward()
+        with record_traffic() as backward:
+            over_ranks(own, text, steps, mesh, layout)[0].sum().backward()
+        return forward.of(mesh.rank).bytes_sent, backward.of(mesh.rank).bytes_sent - forward.of(mesh.rank).bytes_sent
+
+    return run_on_threads(p, body)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("p", [2, 4])
+def test_what_travels_has_the_size_of_the_state(p, layout):
+    b, h, dk, dv = 2, 2, 4, 5
+    matrix, state = b * h * dk * dk, b * h * dk * dv
+    segments = LAYOUTS[layout].chunks_per_rank
+    to_each = segments * 8 * (matrix + state), segments * 8 * state
+    expected = [tuple(size * (p - 1) for size in to_each)] * p
+    assert sent(8, p, layout) == sent(32, p, layout) == expected
+
+
+def test_ranks_that_scan_with_another_body_hear_of_it():
+    scan = diagonal(6)
+    texts = [scan.text, replace(scan, step=lambda s, a, x, w: (a * s + 2 * x, s * w)).text]
+
+    def body(mesh: ThreadMesh) -> None:
+        over_ranks(mine(scan, mesh, "contiguous"), texts[mesh.rank], 6, mesh, "contiguous")
+
+    with pytest.raises(RingMismatchError, match="body"):
+        run_on_threads(2, body)
+
+
+def test_a_rank_with_too_many_steps_is_an_error_on_all():
+    scan = diagonal(6)
+    text = scan.text
+    with pytest.raises(RingMismatchError, match="holds 3 rows"):
+        run_on_threads(2, lambda mesh: over_ranks(scan, text, 6, mesh, "contiguous"))
+
+
+@pytest.mark.parametrize("name", ["delta rule", "stabilised"])
+def test_what_torch_asks_of_an_operator(name):
+    scan = SCANS[name]()
+    text = scan.text
+
+    def body(mesh: ThreadMesh) -> Any:
+        given = (scan.init, scan.xs, scan.consts, text, 11, 1, "contiguous", mesh.name)
+        return torch.library.opcheck(ops.sharded_scan.default, given)
+
+    assert set(run_on_threads(1, body)[0].values()) == {"SUCCESS"}
