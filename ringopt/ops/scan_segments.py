@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import Layout
 from ringopt.distributed.mesh import Mesh
-from ringopt.scans.affine import Affine, Stage
+from ringopt.scans.affine import AffineStep, Stage
 from ringopt.scans.segment_map import Frame, SegmentMap, wide
 from ringopt.scans.steps import Recurrence, ResultGradients, Tensors
 
@@ -34,7 +34,7 @@ Level = Sequence[Stage]
 class SegmentedScan:
     """The steps of this rank: `xs` has its rows, segment by segment."""
 
-    affine: Affine
+    affine: AffineStep
     xs: Tensors
     consts: Tensors
     layout: Layout

@@ -7,7 +7,7 @@ import torch.fx as fx
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.ops.scan_segments import message_dtype
 from ringopt.ops.sized_call import Open, SizedCall
-from ringopt.scans.affine import Affine, Stage, prove
+from ringopt.scans.affine import AffineStep, Stage, prove_affine
 from ringopt.scans.body import Body, from_text
 from ringopt.scans.segment_map import Frame
 from ringopt.scans.trace import Kinds, OperandKind, sized
@@ -26,10 +26,10 @@ def step_of(call: SizedCall) -> Body:
     return sized(call["body"], operand_kinds(call))
 
 
-def affine_of(call: SizedCall) -> Affine:
+def affine_of(call: SizedCall) -> AffineStep:
     """The proof of a scan over ranks. Raises Open."""
-    found = prove(call["body"], operand_kinds(call))
-    if not isinstance(found, Affine):
+    found = prove_affine(call["body"], operand_kinds(call))
+    if not isinstance(found, AffineStep):
         raise Open(f"the map of a step: {found.sentence}")
     return found
 

@@ -27,7 +27,7 @@ from ringopt.errors import PlanError, RingMismatchError
 from ringopt.ops.scan import OPERANDS, fake_results, floating
 from ringopt.ops.scan_segments import SegmentedScan
 from ringopt.ops.tags import ON_HOST
-from ringopt.scans.affine import Affine, prove
+from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.segment_map import Frame, wide
 from ringopt.scans.steps import ResultGradients
 from ringopt.scans.trace import kinds_of
@@ -100,10 +100,10 @@ def _(
 
 
 # ---- before either ---------------------------------------------------------------------------------------------------
-def affine_of_operands(body: str, init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor]) -> Affine:
+def affine_of_operands(body: str, init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor]) -> AffineStep:
     """Raises PlanError for a body that is not affine."""
-    found = prove(body, kinds_of(init, xs, consts))
-    if not isinstance(found, Affine):
+    found = prove_affine(body, kinds_of(init, xs, consts))
+    if not isinstance(found, AffineStep):
         raise PlanError(f"a scan over ranks takes a body that is affine in what it carries: {found.sentence}")
     return found
 

@@ -1,6 +1,6 @@
 """Whether the step of a scan is affine in what it carries, by reading its graph.
 
-    prove(text, kinds) -> Affine | Refusal
+    prove_affine(text, kinds) -> AffineStep | Refusal
 
 A step that is affine makes of any run of steps one map S -> M S + U, so ranks need of each other's steps M and U only.
 Some steps are not affine at once, and are when some of what they carry is known: a sum that is scaled by a running
@@ -46,7 +46,7 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class Affine:
+class AffineStep:
     """A step that is affine, level by level."""
 
     text: str
@@ -54,16 +54,16 @@ class Affine:
     levels: tuple[tuple[Stage, ...], ...]
 
 
-def prove(text: str, kinds: Kinds) -> Affine | Refusal:
+def prove_affine(text: str, kinds: Kinds) -> AffineStep | Refusal:
     """Of the body `text` on operands of such kinds (`ScanCall.kinds`)."""
     return _prove(text, kinds)
 
 
 @lru_cache(maxsize=1024)
-def _prove(text: str, kinds: Kinds) -> Affine | Refusal:
+def _prove(text: str, kinds: Kinds) -> AffineStep | Refusal:
     try:
         body = sized(text, kinds)
-        return Affine(text, kinds, tuple(in_own_thread(lambda: list(_levels(body, kinds)))))
+        return AffineStep(text, kinds, tuple(in_own_thread(lambda: list(_levels(body, kinds)))))
     except NoBody as error:
         return error.refusal
     except NotAffine as error:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from ringopt.ir.refusal import Refusal
-from ringopt.scans.affine import Affine, prove
+from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.segment_map import Frame
 from ringopt.scans.trace import kinds_of
 from tests.scans.bodies import Scan, delta_rule, diagonal, drawn, gates, stabilised
 
 
-def proved(scan: Scan) -> Affine:
-    found = prove(scan.text, kinds_of(scan.init, scan.xs, scan.consts))
-    assert isinstance(found, Affine), found
+def proved(scan: Scan) -> AffineStep:
+    found = prove_affine(scan.text, kinds_of(scan.init, scan.xs, scan.consts))
+    assert isinstance(found, AffineStep), found
     return found
 
 
@@ -127,14 +127,14 @@ LOOK_ALIKES = {
 def test_a_look_alike_is_refused(name):
     step, why = LOOK_ALIKES[name]
     scan = one(step, 3, 3)
-    found = prove(scan.text, kinds_of(scan.init, scan.xs, scan.consts))
+    found = prove_affine(scan.text, kinds_of(scan.init, scan.xs, scan.consts))
     assert isinstance(found, Refusal)
     assert re.search(why, found.sentence), found.sentence
 
 
 def test_carries_that_need_each_other_are_refused():
     scan = Scan(lambda s, t, x: (s * x + t, t + 0.5 * s), [drawn(3), drawn(3, seed=1)], [drawn(4, 3)], [])
-    found = prove(scan.text, kinds_of(scan.init, scan.xs, scan.consts))
+    found = prove_affine(scan.text, kinds_of(scan.init, scan.xs, scan.consts))
     assert isinstance(found, Refusal) and "carries 0, 1 need each other" in found.sentence
 
 
@@ -147,5 +147,5 @@ def test_what_only_takes_its_kind_from_the_state_is_no_part_of_it():
 
 def test_a_carry_that_counts_is_refused():
     scan = Scan(lambda s, x: (s + 1, x * s), [torch.zeros(3, dtype=torch.int64)], [drawn(4, 3)], [])
-    found = prove(scan.text, kinds_of(scan.init, scan.xs, scan.consts))
+    found = prove_affine(scan.text, kinds_of(scan.init, scan.xs, scan.consts))
     assert isinstance(found, Refusal) and "carry 0 is torch.int64" in found.sentence
