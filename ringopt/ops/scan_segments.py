@@ -61,8 +61,8 @@ class SegmentedScan:
         """What every segment has to tell, in order; `parts` are those of this rank."""
         message = torch.stack(list(parts))
         found: list[Tensor] = [message[0]] * len(self.lengths)
-        for rank, told in enumerate(self.mesh.all_gather(message, label)):
-            for number, part in zip(self.layout.chunks(rank), told, strict=True):
+        for rank, of_rank in enumerate(self.mesh.all_gather(message, label)):
+            for number, part in zip(self.layout.chunks(rank), of_rank, strict=True):
                 found[number] = part
         return found
 
@@ -92,14 +92,14 @@ class SegmentedScan:
         frames = [Frame(stage) for stage in level]
         dtype = message_dtype(level)
 
-        def told(number: int, steps: Recurrence) -> Tensor:
+        def message_of(number: int, steps: Recurrence) -> Tensor:
             maps = (
                 frame.of_steps([starts[number][at] for at in frame.stage.earlier], steps.xs, steps.consts)
                 for frame in frames
             )
             return torch.cat([frame.flat(of).to(dtype) for frame, of in zip(frames, maps, strict=True)])
 
-        messages = self.gathered([told(number, steps) for number, steps in self.mine.items()], "maps of a scan")
+        messages = self.gathered([message_of(number, steps) for number, steps in self.mine.items()], "maps of a scan")
         cut = [message.split([frame.numbers for frame in frames]) for message in messages]
         return [
             [frame.read(parts[at].to(wide(frame.stage.kind.dtype))) for parts in cut] for at, frame in enumerate(frames)
@@ -148,7 +148,7 @@ class _Backward:
         frames, dtype = [Frame(stage) for stage in level], message_dtype(level)
         tropical = [stage for stage in level if stage.form == "max-plus"]
 
-        def told(number: int) -> Tensor:
+        def message_of(number: int) -> Tensor:
             own = self.walked(number, self.finals[number], self.ys[number])
             parts = [frame.inward(own[frame.stage.place]) for frame in frames]
             for stage in tropical:
@@ -157,7 +157,7 @@ class _Backward:
                 parts.append(Frame(stage).inward(through[stage.place]))
             return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
-        messages = self.scan.gathered([told(number) for number in self.scan.mine], "gradients of states of a scan")
+        messages = self.scan.gathered([message_of(number) for number in self.scan.mine], "gradients of a scan")
         shapes = [*(frame.parts[1] for frame in frames), *(Frame(stage).parts[1] for stage in tropical)]
         cut = [message.split(list(map(prod, shapes))) for message in messages]
         columns = [[parts[at].view(shape) for parts in cut] for at, shape in enumerate(shapes)]

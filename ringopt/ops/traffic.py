@@ -221,12 +221,12 @@ def dilated_back(call: SizedCall) -> Sending:
 
 
 # ---- scans -----------------------------------------------------------------------------------------------------------
-def maps_told(call: SizedCall) -> Sending:
+def maps_gathered(call: SizedCall) -> Sending:
     """An all-gather of the maps of segments; the state has no row of the sequence."""
     return Sending("told", maps_bytes(call))
 
 
-def gradients_told(call: SizedCall) -> Sending:
+def state_gradients_gathered(call: SizedCall) -> Sending:
     """An all-gather of gradients of states."""
     return Sending("told", gradients_bytes(call))
 

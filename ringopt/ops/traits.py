@@ -124,9 +124,9 @@ TABLE: dict[str, Traits] = {
     "scan": alone(flops=work.steps, gradient=conjugates.scan_backward, capturable=True),
     "scan_backward": alone(flops=work.steps_back, capturable=True),
     "sharded_scan": Traits(
-        sends=traffic.maps_told, flops=work.segments, gradient=conjugates.sharded_scan_backward
+        sends=traffic.maps_gathered, flops=work.segments, gradient=conjugates.sharded_scan_backward
     ),
-    "sharded_scan_backward": Traits(sends=traffic.gradients_told, flops=work.segments_back),
+    "sharded_scan_backward": Traits(sends=traffic.state_gradients_gathered, flops=work.segments_back),
 }  # fmt: skip
 
 
