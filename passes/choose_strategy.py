@@ -33,6 +33,8 @@ from ringopt.kernels.choose import choose_kernel
 from ringopt.options import KernelName, LayoutName, Shard, SiteOptions, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
+from ringopt.scans.call import is_scan
+from ringopt.sharding.scans import scan_site
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class ChooseStrategy(Pass):
 
     name = "choose_strategy"
     reads = ("mesh",)
-    writes = ("sites", "carries", "layouts", "pairs", "weights", "given", "notes")
+    writes = ("sites", "scans", "carries", "layouts", "pairs", "weights", "given", "notes")
 
     shard: Shard = "model"
     strategy: Strategy = "auto"
@@ -60,6 +62,8 @@ class ChooseStrategy(Pass):
         if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
+        if self.shard == "model":
+            context.scans = scans_in(gm.graph, context)
         for node, info in sites.items():
             info.notes += [why] if why else []
             call = AttentionCall.of(node)
@@ -82,6 +86,11 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
         context.notes.append(f"pairs of {', '.join(where)} {NO_SITE}")
     context.weights = {node.name: dims for pairs in found.values() for node, dims in pairs.weights.items()}
     return {pairs.queries: pairs.rows for pairs in found.values()}
+
+
+def scans_in(graph: fx.Graph, context: Context) -> dict[fx.Node, SiteInfo]:
+    """The recurrences, each with what the ranks exchange for it, or why every rank computes all of it."""
+    return {node: scan_site(node, context.mesh, context.layouts.of) for node in graph.nodes if is_scan(node)}
 
 
 def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) -> str | None:

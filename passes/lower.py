@@ -23,6 +23,7 @@ from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, Memory
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_nodes
 from ringopt.pipeline import Context, Pass
+from ringopt.scans.call import is_scan
 from ringopt.sharding.local_values import LocalValues, check_sizes, open_sizes
 from ringopt.torch_compat.fake_tensors import FakeTensor
 
@@ -34,10 +35,10 @@ class Lower(Pass):
     """Gives every node the local size of its placement, and outputs the strides and aliasing of eager."""
 
     name = "lower"
-    reads = ("sites", "given", "pairs", "left", "drawn")
+    reads = ("sites", "scans", "given", "pairs", "left", "drawn")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        if not context.shards and not context.drawn:
+        if not context.shards and not context.drawn and not any(map(is_scan, gm.graph.nodes)):
             return
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         values = map(value_of, gm.graph.nodes)

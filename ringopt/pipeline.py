@@ -42,6 +42,7 @@ class Context:
     values             tensors known when the graph is compiled (constants and buffers of the program), by node
     relied_on          of these, the ones whose numbers the transformed graph takes for granted
     sites              the attention nodes, in order
+    scans              the recurrences that are one node, from the choice of strategies on
     drawn              random ops that are drawn by position
     replicated_random  ops that every rank must draw the same random numbers for
     carries            which values carry a gradient, from the choice of strategies on
@@ -66,6 +67,7 @@ class Context:
     values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     relied_on: set[fx.Node] = field(default_factory=set)
     sites: dict[fx.Node, SiteInfo] = field(default_factory=dict)
+    scans: dict[fx.Node, SiteInfo] = field(default_factory=dict)
     left_alone: list[Refusal] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)
@@ -88,7 +90,8 @@ class Context:
     @property
     def shards(self) -> bool:
         """Whether something of the graph is to be spread over the ranks."""
-        return bool(self.given or self.pairs) or any(info.refusal is None for info in self.sites.values())
+        found = (*self.sites.values(), *self.scans.values())
+        return bool(self.given or self.pairs) or any(info.refusal is None for info in found)
 
     def sort_sites(self, graph: fx.Graph) -> None:
         """Puts sites into the order of the program."""

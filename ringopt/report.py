@@ -22,9 +22,9 @@ ALIKE = 8  # sites that read the same and are still told one by one
 
 @dataclass(frozen=True)
 class Site:
-    """One attention site. `refusal` is None where it was rewritten, else the reason; `not_dilated` is why the options'
-    dilation is not applied, None where it is or was not asked for; `bytes_sent` is per rank, forward;
-    `source` is the line of the program that the attention comes from, "" where that is not known."""
+    """One attention site, or one recurrence (form "scan"). `refusal` is None where it was rewritten, else the reason;
+    `not_dilated` is why the options' dilation is not applied, None where it is or was not asked for; `bytes_sent` is
+    per rank, forward; `source` is the line of the program that it comes from, "" where that is not known."""
 
     module: str
     form: str
@@ -173,8 +173,9 @@ class PrintedPlainly(RenderHook):
 
 
 def _site_table(report: Report) -> Table:
-    found = f"{several(len(report.sites), 'attention site')} on {several(report.world_size, 'rank')}"
-    table = Table(title=f"ringopt: {found}", title_justify="left")
+    scans = sum(site.form == "scan" for site in report.sites)
+    found = several(len(report.sites) - scans, "attention site") + (f" and {several(scans, 'scan')}" if scans else "")
+    table = Table(title=f"ringopt: {found} on {several(report.world_size, 'rank')}", title_justify="left")
     for name in ("module", "form", "pattern", "strategy", "layout", "kernel"):
         table.add_column(name, overflow="fold")
     table.add_column("sent", justify="right")

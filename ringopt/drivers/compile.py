@@ -40,6 +40,7 @@ from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
+from ringopt.scans.call import is_scan
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.symbolic_shapes import GuardAsked, ShapeEnv, without_guards
 from ringopt.torch_compat.tracing import compilation_of_frame
@@ -235,7 +236,9 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
-    if sites or context.given or context.pairs:
+    scans = any(info.refusal is None for info in context.scans.values())
+    scans = scans or (mesh.size == 1 and any(map(is_scan, made.graph.graph.nodes)))
+    if sites or scans or context.given or context.pairs:
         return Compiled.of(made, report, context)
     if context.drawn:  # nothing is spread, so nothing is compared
         return replace(Compiled.of(made, report, context), program=None)

@@ -32,7 +32,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
             info.module, info.form, info.pattern, info.strategy, info.kernel, info.layout, info.refusal,
             info.bytes_sent, tuple(info.notes), info.source, info.not_dilated,
         )
-        for info in context.sites.values()
+        for info in (*context.sites.values(), *context.scans.values())
     )  # fmt: skip
     ranks, figures = context.mesh.size, Figures(graph, context.mesh)
     return Report(

@@ -25,6 +25,7 @@ import torch.fx as fx
 
 from ringopt.ir.nodes import outputs_of
 from ringopt.ir.refusal import Refusal
+from ringopt.torch_compat.operators import UNSAFE_VIEW
 from ringopt.torch_compat.schema import OpOverload, OpOverloadPacket, schema_of
 
 aten = torch.ops.aten
@@ -137,7 +138,9 @@ def _text_of(node: fx.Node, number: dict[fx.Node, int]) -> list[Any]:
         raise NoBody(f"the body calls {node.target}, which is no operator of ATen", node)
     if why := why_not(node.target):
         raise NoBody(f"the body calls {node.target}, which {why}", node)
-    name = str(node.target).removeprefix("aten.")
+    # (Rows of an operand have other strides than the value that was viewed, of which there may be no view.)
+    target = aten.reshape.default if node.target in (aten.view.default, UNSAFE_VIEW) else node.target
+    name = str(target).removeprefix("aten.")
     kwargs = {key: text(value) for key, value in sorted(node.kwargs.items())}
     return [name, [text(arg) for arg in node.args], *([kwargs] if kwargs else [])]
 

@@ -125,6 +125,8 @@ def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...]) -> fx.GraphMod
             return make_fx(gradient, tracing_mode="real")(*operands)
 
     module = in_own_thread(traced)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # a row of an operand need not be contiguous, as it was here
     module.graph.eliminate_dead_code()
     module.recompile()
     return module

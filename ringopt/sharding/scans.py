@@ -1,0 +1,97 @@
+"""Scans on shards: what a recurrence wants to have by steps, and the operator that takes its place.
+
+S, y = scan([S0], [k, v], [w], body)   ->   S, y_rows, ... = sharded_scan([S0], [k_rows, v_rows], [w], body, n, ...)
+
+Each rank has consecutive steps. The last carries come out of the exchange, the same on every rank, and so does the
+gradient of the first ones; that of what all steps share is summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+
+import torch.fx as fx
+
+from ringopt.context_parallel.geometry.layouts import LAYOUTS
+from ringopt.distributed.mesh import ANY, Mesh
+from ringopt.ir.nodes import shape_of
+from ringopt.ir.placement import Sharded
+from ringopt.ir.refusal import Refusal
+from ringopt.ir.site import SiteInfo
+from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ops import operators
+from ringopt.ops.sized_call import SizedCall
+from ringopt.ops.traits import sent_bytes
+from ringopt.scans.affine import AffineStep, prove_affine
+from ringopt.scans.call import ScanCall
+from ringopt.sharding.sharder import Sharder
+
+
+def steps_of(node: fx.Node) -> Sharded:
+    """How the operands of a scan that have a row a step are spread."""
+    return Sharded(0, 1, shape_of(ScanCall.of(node).xs[0])[0], 1)
+
+
+def demands_of_scan(node: fx.Node) -> Iterator[tuple[fx.Node, Sharded]]:
+    """What a scan wants to have by steps."""
+    yield from ((x, steps_of(node)) for x in ScanCall.of(node).xs)
+
+
+def place_scan(sharder: Sharder, node: fx.Node) -> None:
+    """Over the ranks, with everything that reads it."""
+    call, steps = ScanCall.of(node), steps_of(node)
+    layout = sharder.layout(steps.length)
+    sharder.reader = node
+    made = sharder.over_ranks(
+        operators.sharded_scan.default,
+        node,
+        None,
+        "states",
+        init=[sharder.replicated(x) for x in call.init],
+        xs=[sharder.sharded(x, steps) for x in call.xs],
+        consts=[sharder.beside(x) for x in call.consts],
+        body=call.text,
+        steps=steps.length,
+        segments=LAYOUTS[layout].chunks_per_rank * sharder.ranks,
+        layout=layout,
+    )
+    sharder.values[node], sharder.placements[node] = made, None
+    for part in list(node.users):
+        place = None if part.args[1] < call.body.carries else steps
+        sharder.set(part, sharder.call(operator.getitem, (made, part.args[1]), part, place), place)
+
+
+def scan_site(node: fx.Node, mesh: Mesh, layout_for: Callable[[int], str]) -> SiteInfo:
+    """What is known of a scan before it is placed: what the ranks exchange for it, or why all compute all of it."""
+    call, steps = ScanCall.of(node), steps_of(node)
+    info = SiteInfo.at(node, "scan", f"{at_hand(steps.length)} steps", False)
+    info.layout = layout_for(steps.length)
+    proof = prove_affine(call.text, call.kinds)
+    least = LAYOUTS[info.layout].chunks_per_rank * mesh.size
+    if isinstance(proof, Refusal):
+        info.refusal = proof.sentence
+    elif mesh.name == ANY:
+        info.refusal = "how many maps its backward keeps follows from the number of ranks, which is known only later"
+    elif not steps.length >= least:
+        info.refusal = f"{at_hand(steps.length)} steps for {mesh.size} ranks: every rank needs one in each segment"
+    if info.refusal is not None or isinstance(proof, Refusal):
+        info.layout = "none"
+        return info
+    there = {"steps": steps.length, "layout": info.layout}
+    sized = SizedCall.of(node, mesh.size, mesh.rank, number=at_hand)
+    info.bytes_sent = sent_bytes(sized.conjugate("sharded_scan", sized.value, **there))
+    info.strategy = "states"
+    info.notes.append(note_of(proof))
+    return info
+
+
+def note_of(proof: AffineStep) -> str:
+    """For the report: what is carried, and what a rank tells the others of it."""
+    stages = [stage for level in proof.levels for stage in level]
+    carried = (f"{list(stage.kind.shape)} ({', '.join(stage.axes)})" for stage in stages)
+    levels = len(proof.levels)
+    return (
+        f"a step is affine in what it carries, {' and '.join(carried)}"
+        f"{f', in {levels} exchanges one after the other' if levels > 1 else ''}; what travels does not grow with n"
+    )

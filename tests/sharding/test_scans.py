@@ -1,0 +1,155 @@
+"""A scan in a program is a site: what it reads and gives is spread by steps, and nothing of it is gathered."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringopt.ops import operators as ops
+from tests.harness.translation import Verdict, validate
+from tests.scans.bodies import Scan, drawn
+
+WIDTH, HEADS = 8, 2
+
+
+def text_of_diagonal() -> str:
+    """[B, D] carried; a gate and an addend for each token, and a weight for all."""
+
+    def step(s: Tensor, a: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = a * s + x
+        return s, s * w
+
+    return Scan(step, [drawn(2, WIDTH)], [drawn(1, 2, WIDTH)] * 2, [drawn(WIDTH)]).text
+
+
+def text_of_chunks(c: int) -> str:
+    """[B, H, K, V] carried, over chunks of `c` tokens."""
+
+    def step(s: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        new = v - k @ s
+        return s * g[..., None, None] + k.mT @ new, q @ s + (q @ k.mT).tril() @ new
+
+    rows = drawn(1, 2, HEADS, c, WIDTH // HEADS)
+    state = drawn(2, HEADS, WIDTH // HEADS, WIDTH // HEADS)
+    return Scan(step, [state], [rows, rows, rows, drawn(1, 2, HEADS)], []).text
+
+
+class Tokens(nn.Module):
+    """A recurrence over tokens; `attends`: behind attention."""
+
+    def __init__(self, attends: bool = False, last: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attends, self.last, self.text = attends, last, text_of_diagonal()
+        self.proj, self.out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 3)
+        self.start, self.weight = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        q, k, a, v = self.proj(x).chunk(4, -1)
+        if self.attends:
+            heads = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+            v = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        gate = 0.9 + 0.1 * torch.sigmoid(a)
+        last, y = ops.scan([self.start], [gate.transpose(0, 1), v.transpose(0, 1)], [self.weight], self.text)
+        scores = self.out(y.transpose(0, 1) + x)
+        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return (loss + last.square().sum(), scores, last) if self.last else (loss, scores)
+
+
+class Chunks(nn.Module):
+    """A gated delta rule over chunks of `c` tokens, the chunks made by a reshape."""
+
+    def __init__(self, c: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.c, self.text = c, text_of_chunks(c)
+        self.proj, self.gate, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, 3)
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        def chunks(t: Tensor) -> Tensor:
+            t = t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            return t.unflatten(2, (-1, self.c)).movedim(2, 0)
+
+        q, k, v = (chunks(t) for t in self.proj(x).chunk(3, -1))
+        gate = 0.9 + 0.1 * torch.sigmoid(self.gate(x)).transpose(1, 2).unflatten(2, (-1, self.c)).mean(-1).movedim(2, 0)
+        start = x.new_zeros(x.shape[0], HEADS, WIDTH // HEADS, WIDTH // HEADS)
+        _last, y = ops.scan([start], [q, F.normalize(k, dim=-1) * 0.5, v, gate], [], self.text)
+        y = y.movedim(0, 2).flatten(2, 3).transpose(1, 2).flatten(2)
+        scores = self.out(y + x)
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
+
+
+def data(n: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, n, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+    return x, torch.randint(3, (2, n), generator=generator)
+
+
+def checked(p: int, module: nn.Module, n: int, **options: Any) -> Verdict:
+    verdict = validate(p, module, *data(n), **options)
+    assert verdict.wrong == ""
+    return verdict
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_model_of_scans_alone_is_sharded(p, layout, last):
+    verdict = checked(p, Tokens(last=last), 13, layout=layout)
+    (site,) = verdict.report.sites
+    assert (site.form, site.pattern, site.strategy, site.layout) == ("scan", "13 steps", "states", layout)
+    assert site.refusal is None
+    assert verdict.report.sharded_fraction == 1.0
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_beside_attention_it_has_the_layout_of_that(p):
+    verdict = checked(p, Tokens(attends=True), 17)
+    attention, scan = verdict.report.sites
+    assert attention.layout == scan.layout == "zigzag"
+    assert "sharded_scan" in str(verdict.graph.graph) and verdict.report.sharded_fraction > 0.9
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_bytes_in_the_report_do_not_grow(layout):
+    sent = {checked(2, Tokens(), n, layout=layout).report.sites[0].bytes_sent for n in (12, 24)}
+    segments = 2 if layout == "zigzag" else 1
+    assert sent == {segments * 8 * (2 * WIDTH + 2 * WIDTH)}
+
+
+@pytest.mark.parametrize("p, n, c", [(2, 16, 2), (2, 20, 4), (3, 24, 2)])
+def test_steps_of_several_tokens(p, n, c):
+    verdict = checked(p, Chunks(c), n)
+    assert verdict.report.sites[0].strategy == "states"
+    assert verdict.report.sharded_fraction == 1.0
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def test_fewer_steps_than_ranks_are_computed_by_all():
+    verdict = checked(4, Chunks(8), 16)
+    (site,) = verdict.report.sites
+    assert re.search("2 steps for 4 ranks", site.refusal)
+
+
+def test_a_step_that_is_not_affine_is_computed_by_all():
+    module = Tokens(attends=True)
+    step = lambda s, a, x, w: ((s := torch.tanh(a * s + x)), s * w)  # noqa: E731
+    module.text = Scan(step, [drawn(2, WIDTH)], [drawn(1, 2, WIDTH)] * 2, [drawn(WIDTH)]).text
+    verdict = checked(2, module, 13)
+    assert "tanh of what a step carries" in verdict.report.sites[1].refusal
+    assert verdict.report.sites[0].refusal is None
+
+
+def test_the_report_names_what_is_carried():
+    text = str(checked(2, Tokens(), 12).report)
+    assert "0 attention sites and 1 scan on 2 ranks" in text
+    assert "[2, 8] (point, point)" in text
