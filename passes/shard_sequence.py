@@ -40,7 +40,7 @@ from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
 from ringopt.sharding.outputs import gathers_of, leave
 from ringopt.sharding.ranks import Ranks
-from ringopt.sharding.scans import demands_of_scan, place_scan
+from ringopt.sharding.scans import begin_scans
 from ringopt.sharding.sharder import Sharder
 from ringopt.sharding.sites import demands, operands, place_attention, stands_beside
 
@@ -68,7 +68,7 @@ class ShardSequence(Pass):
             functions = Functions(sharder, decided)
             handled, worked = frozenset(HANDLERS), worked_on(gm.graph)
             whole = windows(sharder, self.in_windows(context), handled, worked)
-            wanted = [*self.demanded(context), *whole]
+            wanted = [*self.demanded(context), *begin_scans(sharder, context.scans), *whole]
             pairs = {x: at for x, at in context.pairs.items() if enough_rows(sharder, at.length)}
             sharder.sources = sources(sharder, wanted, handled | MIXED, worked) | pairs | dict(whole)
             random = self.walk(sharder, functions, gm.graph, context)
@@ -108,13 +108,10 @@ class ShardSequence(Pass):
         return random
 
     def demanded(self, context: Context) -> Iterator[Demand]:
-        """What the attention sites, pairs that are none, and scans want to have in rows."""
+        """What the attention sites, and pairs that are none, want to have in rows."""
         yield from context.pairs.items()
         for node in self.sharded_sites(context):
             yield from demands(node, context.sites[node])
-        for node, info in context.scans.items():
-            if info.refusal is None:
-                yield from demands_of_scan(node)
 
     def in_windows(self, context: Context) -> Iterator[tuple[bool, Iterator[Demand]]]:
         """The same of q, k and v, for each site; and whether it may be spread over the batch instead."""
@@ -131,10 +128,6 @@ class ShardSequence(Pass):
         """Computes a node on shards; False where its operands have to be gathered for it."""
         site = context.sites.get(node)
         if site is not None and site.refusal is None and place_attention(sharder, node, site, self.strategy):
-            return True
-        scan = context.scans.get(node)
-        if scan is not None and scan.refusal is None:
-            place_scan(sharder, node)
             return True
         if self.shard == "attention":
             return False  # whoever reads what attention gives has it gathered

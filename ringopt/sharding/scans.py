@@ -9,7 +9,8 @@ gradient of the first ones; that of what all steps share is summed over the rank
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch.fx as fx
 
@@ -33,9 +34,12 @@ def steps_of(node: fx.Node) -> Sharded:
     return Sharded(0, 1, shape_of(ScanCall.of(node).xs[0])[0], 1)
 
 
-def demands_of_scan(node: fx.Node) -> Iterator[tuple[fx.Node, Sharded]]:
-    """What a scan wants to have by steps."""
-    yield from ((x, steps_of(node)) for x in ScanCall.of(node).xs)
+def begin_scans(sharder: Sharder, scans: Mapping[fx.Node, SiteInfo]) -> Iterator[tuple[fx.Node, Sharded]]:
+    """What the scans want to have by steps; they are placed so when the walk comes to them."""
+    for node, info in scans.items():
+        if info.refusal is None:
+            sharder.understood[node] = partial(place_scan, sharder, node)
+            yield from ((x, steps_of(node)) for x in ScanCall.of(node).xs)
 
 
 def place_scan(sharder: Sharder, node: fx.Node) -> None:
