@@ -30,7 +30,8 @@ def prove_all(exchange: Exchange, plans: Plans, backward: bool) -> None:
         check_peers(rank, steps, plans.__getitem__)
 
 
-@pytest.mark.parametrize("first", [0, 2_500, *(pytest.param(first, marks=pytest.mark.zoo) for first in (5_000, 7_500))])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("first", [0, 2_500, 5_000, 7_500])
 def test_any_plan_is_proved(first: int) -> None:
     """Pattern, layouts, strategy, ranks to 16, lengths to 200: by the checks that run before a plan is used."""
     for exchange in exchanges(2_500, most_rows=200, first=first):

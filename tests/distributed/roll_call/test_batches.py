@@ -110,13 +110,8 @@ def check(results: list[list[str]], steps: list[str], odd: int) -> None:
 
 
 def test_a_batch_that_differs_on_one_rank(ranks: Ranks) -> None:
-    """And the mesh goes on: the next call, with equal batches, has the numbers of one process."""
+    """It is named, and the mesh goes on: the next call, with equal batches, has the numbers of one process."""
     steps = [EQUAL, EQUAL, *(step for change in TOLD for step in (change, EQUAL))]
-    check(ranks(2, trained, steps, 1, {}), steps, 1)
-
-
-def test_of_three_ranks_the_odd_one_is_named(ranks: Ranks) -> None:
-    steps = [EQUAL, EQUAL, "in_the_mask", "one_element", EQUAL]
     check(ranks(3, trained, steps, 2, {}), steps, 2)
 
 
