@@ -339,7 +339,8 @@ class Reading:
         softmax, elements = self.candidate.softmax, row.source.args[0]
         own = self.index(self.candidate.dims[softmax])
         along = argument(softmax, 1, "dim") % len(own)
-        if not same(shape_of(elements)[dim], shape_of(softmax)[along]):
+        of_keys = any(each.axes & own[along].axes for each in row.index)  # and then not of rows
+        if of_keys or not same(shape_of(elements)[dim], shape_of(softmax)[along]):
             return holds
         index = (*row.index[:dim], own[along], *row.index[dim + kept :])
         if index == own and says_seen(elements, softmax.args[0]) is truth:

@@ -117,6 +117,21 @@ def test_other_rows_are_zeroed(name):
     assert all(site.refusal is not None for site in verdict.report.sites)
 
 
+def of_keys(s, m):
+    """Keys are zeroed that no query sees; there are as many queries as keys. Hidden are those that the query of their
+    own row does not see."""
+    kept, at = m[:, :, -1], torch.arange(s.shape[-1])
+    seen = kept[..., (at[:, None] + at) % s.shape[-1]]
+    weights = filled(s, seen[:, :, at, at][:, :, None]).softmax(-1)
+    return torch.where(seen.any(-2, keepdim=True), weights, 0.0)
+
+
+def test_keys_that_are_zeroed_are_no_rows():
+    x, _ = given(12)
+    verdict = validate(2, Attention(of_keys), x, (torch.arange(12) % 2 == 1).expand(2, -1))
+    assert verdict.wrong == "" and all(out.isnan().all() for (out, *_), _gradients in verdict.found)
+
+
 class Called(nn.Module):
     """One call of SDPA."""
 
