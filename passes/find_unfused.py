@@ -73,7 +73,7 @@ class FindUnfused(Rewrite[Candidate, Attempt]):
         return candidates(products_of(facts.graph)) if softmaxes(facts.graph) else ()
 
     def match(self, candidate: Candidate, facts: Facts) -> Attempt | None:
-        if candidate.values.node in facts.once("book", Book).part_of:
+        if candidate.values.node in facts.once(Book, Book).part_of:
             return None
         candidate = candidate.as_it_stands()
         try:
@@ -90,17 +90,17 @@ class FindUnfused(Rewrite[Candidate, Attempt]):
         assert isinstance(proof, Proof)
         node = candidate.values.node if proof.alone else emit_found(facts.graph, proof.found, proof.reading)
         facts.context.sites[node] = info_of(candidate, proof)
-        facts.once("book", Book).part_of[candidate.values.node] = candidate.softmax
+        facts.once(Book, Book).part_of[candidate.values.node] = candidate.softmax
 
     def refuse(self, found: Attempt, refusal: Refusal, facts: Facts) -> None:
         """For now: another candidate with this softmax may do."""
-        refused, softmax = facts.once("book", Book).refused, found.candidate.softmax
+        refused, softmax = facts.once(Book, Book).refused, found.candidate.softmax
         assert isinstance(found.proof, NotAttention)
         if softmax not in refused or not found.proof.look_alike:
             refused[softmax] = found.candidate, found.proof
 
     def finish(self, facts: Facts) -> None:
-        graph, context, book = facts.graph, facts.context, facts.once("book", Book)
+        graph, context, book = facts.graph, facts.context, facts.once(Book, Book)
         for softmax in softmaxes(graph):
             if softmax not in book.part_of.values():
                 note_refusal(softmax, book.refused.get(softmax), context)

@@ -124,12 +124,12 @@ def _broadcast(letters: Sequence[str], sizes: Sequence[int], whole: Sequence[int
 
 
 def einsum(node: fx.Node) -> Product | None:
-    """An explicit equation of two operands, ellipses included; none for diagonals ("ii") and implicit outputs."""
+    """Of two operands, with ellipses and implicit outputs; none for diagonals ("ii")."""
     equation, operands = node.args[0].replace(" ", ""), list(node.args[1])
     if len(operands) != 2:
         return None
     inputs, arrow, out = equation.partition("->")
-    out = out if arrow else unsaid(inputs)
+    out = out if arrow else implicit_output(inputs)
     spelled = inputs.split(",")
     ranks = [len(shape_of(operand)) for operand in operands]
     extra = max(rank - len(text.replace("...", "")) for rank, text in zip(ranks, spelled, strict=True))
@@ -152,7 +152,7 @@ def einsum(node: fx.Node) -> Product | None:
     return Product(node, (operands[0], operands[1]), (maps[0], maps[1]), tuple(out))
 
 
-def unsaid(inputs: str) -> str:
+def implicit_output(inputs: str) -> str:
     """The output of an equation without "->": letters that come once, in their order."""
     once = [letter for letter in inputs if letter.isalpha() and inputs.count(letter) == 1]
     return "..." * ("..." in inputs) + "".join(sorted(once))

@@ -40,4 +40,5 @@ ELEMENTWISE = frozenset(
 # ---- products and what surrounds them --------------------------------------------------------------------------------
 MATRIX_PRODUCTS = ("matmul", "mm", "bmm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-SOFTMAXES = ("softmax", "_softmax", "_safe_softmax")
+SAFE_SOFTMAXES = ("_safe_softmax",)  # rows that are hidden whole are zeros, not NaN
+SOFTMAXES = ("softmax", "_softmax", *SAFE_SOFTMAXES)

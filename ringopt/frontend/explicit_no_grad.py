@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.frontend.functionalize import Unwritable, storage
-from ringopt.ir.nodes import carries_gradient, is_write, named, op_name, value_of, written_args
+from ringopt.ir.nodes import carries_gradient, is_undropped, is_write, op_name, value_of, written_args
 from ringopt.ir.notes import VIEW_OF
 
 aten = torch.ops.aten
@@ -27,7 +27,6 @@ UNCHANGED = frozenset(
     | {"resolve_neg", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"}
 )
 CUTS = ("detach", "view_dtype")  # views without a gradient
-DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
 
 class ExplicitDetach:
@@ -113,8 +112,8 @@ class ExplicitDetach:
 
 def is_operand(node: fx.Node) -> bool:
     """Whether an operator returns its operand itself, which is no view of it."""
-    if op_name(node) in DROPOUTS:
-        return not named(node, "train") or named(node, "p") == 0  # whose fake value is a copy
+    if is_undropped(node):
+        return True
     if op_name(node) not in UNCHANGED or not isinstance(node.args[0], fx.Node):
         return False
     memory, operand = storage(node), node.args[0]

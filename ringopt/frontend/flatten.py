@@ -22,7 +22,7 @@ from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.ir.autograd_function import HigherOrder, OperandPlace
 from ringopt.ir.checkpoint_regions import Regions, tags
-from ringopt.ir.nodes import is_random, is_write, op_name, value_of, written_args
+from ringopt.ir.nodes import drops_nothing, is_random, is_write, op_name, value_of, written_args
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
 from ringopt.torch_compat.autograd import ENTER_INFERENCE_MODE, EXIT_INFERENCE_MODE, GET_DATA
@@ -114,7 +114,7 @@ class Flatten(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         self.tag()
-        if target in DROPOUTS and drops_nothing(*args, **kwargs):
+        if target in OF_DROPOUT and returns_operand(*args, **kwargs):
             return args[0] if args else kwargs["input"]
         if is_whole_layer(target, kwargs, args):
             return DECOMPOSED[target](*args, **kwargs)
@@ -222,15 +222,14 @@ class Flatten(fx.Interpreter):
                 raise GraphRefused(Refusal(why))
 
 
-# The one operator that returns its operand itself, and of which the tracer would have a copy instead.
-DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
+OF_DROPOUT = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)  # of which the tracer would have a copy
 
 
-def drops_nothing(
+def returns_operand(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
 ) -> bool:
-    """Whether a dropout returns the very tensor that it is given: who writes to the result writes to that."""
-    return 0 <= p <= 1 and (p == 0 or not (training and train))
+    """As each of OF_DROPOUT is called; a `p` that is no probability is its error."""
+    return 0 <= p <= 1 and drops_nothing(p, training and train)
 
 
 def written_by(forward: fx.GraphModule, dirty: Sequence[int], operands: Sequence[Any]) -> dict[int, Tensor]:

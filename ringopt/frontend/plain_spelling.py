@@ -11,7 +11,7 @@ import torch.fx as fx
 from ringopt.dims.op_families import SYNONYMS
 from ringopt.frontend.functionalize import instead
 from ringopt.ir.memory import order_of
-from ringopt.ir.nodes import argument, emit, is_aten, named, op_name, origin, requires_grad, shape_of, value_of
+from ringopt.ir.nodes import emit, is_aten, is_undropped, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.ir.notes import STANDS_FOR, VIEW_OF
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.torch_compat.schema import OpOverload, schema_of
@@ -97,7 +97,7 @@ def drop_identities(graph: fx.Graph) -> None:
             before = node.args[0].args[0][node.args[1]]
             if shape_of(before) == shape_of(node):
                 node.replace_all_uses_with(before)
-        if op_name(node) == "dropout" and (not argument(node, 2, "train") or argument(node, 1, "p") == 0.0):
+        if is_undropped(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

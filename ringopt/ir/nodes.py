@@ -57,6 +57,20 @@ def draws(node: fx.Node) -> bool:
     return trains and given.get("dropout_p") != 0.0 and not ("train" in given and given["p"] == 0)
 
 
+# Which return their operand itself where they drop nothing, and no copy: who writes to the result writes to that.
+DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+
+
+def drops_nothing(p: Any, train: Any) -> bool:
+    """Whether one of DROPOUTS returns its operand."""
+    return not train or p == 0
+
+
+def is_undropped(node: fx.Node) -> bool:
+    """Whether `node` is its operand, though torch's tracer may have a copy for it."""
+    return is_aten(node) and op_name(node) in DROPOUTS and drops_nothing(named(node, "p"), named(node, "train"))
+
+
 def draws_by_stream(node: fx.Node) -> bool:
     """Whether it draws its numbers themselves from a default generator, and not seeds, as operators of ringopt do."""
     return draws(node) and getattr(node.target, "namespace", "") != "ringopt"

@@ -15,6 +15,7 @@ from math import prod
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.dims.op_families import SAFE_SOFTMAXES
 from ringopt.dims.origin import is_constant, is_learned, is_row, origins
 from ringopt.expr.simplify import apply, literal, negate, substitute, where
 from ringopt.expr.terms import Affine, Apply, Cast, Load, Term, affine, axis, conjuncts, constant, load, loads, score
@@ -160,7 +161,7 @@ class Reading:
         scores, sinks = self.scores()
         factors += self.zeros
         found = Found(self.roles, scores, sinks, factors, dropout_p, self.original, self.cone.known)
-        if self.zeroed or op_name(self.candidate.softmax) == "_safe_softmax":
+        if self.zeroed or op_name(self.candidate.softmax) in SAFE_SOFTMAXES:
             scores.nan = False
         return found
 

@@ -41,7 +41,7 @@ class Steps:
 
     def over_ranks(self, op: Any, placement: Sharded | None = None, **arguments: Any) -> fx.Node:
         """An operator of ringopt, by the names of its arguments but its group."""
-        return self(op, *OpCall.to(op, **arguments, group=self.sharder.group).args, placement=placement)
+        return self(op, *OpCall.to(op, **arguments, group=self.sharder.ranks.group).args, placement=placement)
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self(aten.to.dtype, x, dtype, placement=x.meta[PLACEMENT])
@@ -60,7 +60,7 @@ class Steps:
     def parts(self, partial: fx.Node) -> fx.Node:
         """[ranks, ...]: what every rank has, replicated."""
         mine = self(aten.unsqueeze.default, partial, 0)
-        rows = self.sharder.factors(Sharded(0, 1, self.sharder.ranks, 1))
+        rows = self.sharder.factors(Sharded(0, 1, self.sharder.ranks.size, 1))
         return self.over_ranks(operators.gather.default, x=mine, **rows, layout="contiguous")
 
     def beside(self, x: fx.Node) -> fx.Node:
@@ -76,7 +76,7 @@ class Steps:
         layouts = self.layouts(place, out)
         layout = layouts_of(layouts)[1]
         if wanted.form == "halo":
-            local: Any = len(wanted.rows(layout, sharder.ranks)[sharder.rank])
+            local: Any = len(wanted.rows(layout, sharder.ranks.size)[sharder.ranks.rank])
         else:
             local = wanted.length if wanted.everywhere else sharder.rows(wanted.length, layout)
         given = {"x": x, **sharder.factors(place), "form": wanted.form, "numbers": wanted.numbers}
@@ -88,7 +88,7 @@ class Steps:
     def layouts(self, place: Sharded, out: Sharded | None) -> str:
         """Of a sequence that is sharded as `place`, and of what is made of its rows. Where they differ, the report
         says so: more rows change ranks."""
-        layout = self.sharder.layout
+        layout = self.sharder.ranks.layout
         old, new = layout(place.length), layout(place.length if out is None else out.length)
         if old != new:
             self.sharder.relaid.append(f"{self.node.name}: {place.length} rows, {old}, are laid out anew, {new}")
@@ -113,8 +113,8 @@ class Steps:
 
 def enough_rows(sharder: Sharder, length: int) -> bool:
     """Whether every chunk of the layout has a row."""
-    length = at_hand(length) if sharder.asks else length  # `rows_here` asks again, of the ranks that there are
-    return length >= sharder.least(length)
+    length = at_hand(length) if sharder.ranks.asks else length  # `rows_here` asks again, of the ranks that there are
+    return length >= sharder.ranks.least(length)
 
 
 def sequence_at(sharder: Sharder, x: fx.Node, dims: Sequence[int]) -> Sharded | None:

@@ -40,7 +40,8 @@ def leave(
             name = f"output {places[i] if places is not None else i} ({out.name}{', ' + where if where else ''})"
             # Whoever reads the rows later has no symbols: what is open is fixed.
             size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, node.meta[STRIDES][i]))
-            left[i] = Spread(placement.fixed(), sharder.layout(placement.length), sharder.group, size, stride, name)
+            layout, group = sharder.ranks.layout(placement.length), sharder.ranks.group
+            left[i] = Spread(placement.fixed(), layout, group, size, stride, name)
             outputs[i] = sharder.values[out]
         else:
             outputs[i] = fx.map_arg(out, whole)

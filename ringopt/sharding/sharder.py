@@ -56,12 +56,10 @@ class GatherNote:
 
 
 class Sharder:
-    """Of `graph`, over the ranks of `over`, of which this is one."""
+    """Of `graph`, over `ranks`, of which this is one."""
 
-    def __init__(self, graph: fx.Graph, over: Ranks):
-        self.over = over
-        self.group, self.rank, self.ranks = over.mesh.name, over.mesh.rank, over.mesh.size
-        self.layout, self.rows_here, self.least, self.asks = over.layout, over.rows_here, over.least, over.asks
+    def __init__(self, graph: fx.Graph, ranks: Ranks):
+        self.ranks = ranks
         self.graph = fx.Graph()
         self.carries = requires_grad(graph)
         self.values: dict[fx.Node, fx.Node] = {}
@@ -100,9 +98,8 @@ class Sharder:
         """An input of which this rank is given its rows."""
         self.set(node, self.graph.node_copy(node), placement)
         value, size = value_of(node), list(shape_of(node))
-        size[placement.dim] = (
-            placement.outer * self.rows_here(placement.length, self.layout(placement.length)) * placement.inner
-        )
+        rows = self.ranks.rows_here(placement.length, self.ranks.layout(placement.length))
+        size[placement.dim] = placement.outer * rows * placement.inner
         self.values[node].meta["val"] = value.new_empty(size).requires_grad_(value.requires_grad)
 
     def whole(self, node: fx.Node) -> None:
@@ -173,7 +170,7 @@ class Sharder:
         value = value_of(node)
         assert self.reader is not None
         self.gathers.append(GatherNote(node, self.reader, at_hand(value.numel()) * value.element_size()))
-        given = {"x": self.values[node], **self.factors(placement), "layout": self.layout(placement.length)}
+        given = {"x": self.values[node], **self.factors(placement), "layout": self.ranks.layout(placement.length)}
         return self.over_ranks(operators.gather.default, node, None, "whole", **given)
 
     def beside(self, node: fx.Node) -> fx.Node:
@@ -195,13 +192,13 @@ class Sharder:
         """From the sequence along which the value is sharded to another that the same dim is made of, or to another
         dim; None where sizes are open, or it is too short."""
         held = self.placements[node]
-        if held is None or self.asks:
+        if held is None or self.ranks.asks:
             return None
         if held.dim != placement.dim:
-            fits = not is_open(placement.length) and placement.length >= self.least(placement.length)
+            fits = not is_open(placement.length) and placement.length >= self.ranks.least(placement.length)
             return self.turn(node, held, placement) if fits and not self.is_whole(node) else None
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
-        if any(map(is_open, (*old, *new))) or placement.length < self.least(placement.length):
+        if any(map(is_open, (*old, *new))) or placement.length < self.ranks.least(placement.length):
             return None
         given = {"x": self.values[node], "dim": held.dim, "old": old, "new": new, **self.from_to(held, placement)}
         return self.over_ranks(operators.respread.default, node, placement, "respread", **given)
@@ -209,7 +206,7 @@ class Sharder:
     def from_to(self, held: Sharded, placement: Sharded) -> dict[str, Any]:
         """Arguments of operators that lay rows out anew: the layouts, and what a rank has of the new one."""
         old, new = held.length, placement.length
-        return {"local": self.rows(new), "old_layout": self.layout(old), "new_layout": self.layout(new)}
+        return {"local": self.rows(new), "old_layout": self.ranks.layout(old), "new_layout": self.ranks.layout(new)}
 
     def is_whole(self, node: fx.Node) -> bool:
         """Whether a sharded value has been gathered for another reader."""
@@ -229,16 +226,16 @@ class Sharder:
     def rows(self, length: int, layout: str = "") -> int | fx.Node:
         """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open. `layout`:
         if not its own."""
-        layout = layout or self.layout(length)
-        if not self.asks and not is_open(length):
-            return self.rows_here(length, layout)
+        layout = layout or self.ranks.layout(length)
+        if not self.ranks.asks and not is_open(length):
+            return self.ranks.rows_here(length, layout)
         key = (formula(length), layout)
         if key not in self.asked:
-            if not self.asks and not length >= self.least(length):
-                raise AssertionError(f"{length} rows are too few for {self.ranks} ranks in layout {layout}")
+            if not self.ranks.asks and not length >= self.ranks.least(length):
+                raise AssertionError(f"{length} rows are too few for {self.ranks.size} ranks in layout {layout}")
             some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
             asked = {"inputs": [some], "names": "", "program": "", "when": "never"}
-            call = OpCall.to(operators.rows_here.default, length=length, layout=layout, group=self.group, **asked)
+            call = OpCall.to(operators.rows_here.default, length=length, layout=layout, group=self.ranks.group, **asked)
             node = call.insert(self.graph, "rows_here")
             node.meta[PLACEMENT] = node.meta[WHOLE] = None
             self.asked[key] = node
@@ -328,7 +325,7 @@ class Sharder:
         self, target: Any, like: fx.Node, placement: Sharded | None, suffix: str = "", **arguments: Any
     ) -> fx.Node:
         """An operator of ringopt, by the names of its arguments but its group: the value of `like` in another form."""
-        call = OpCall.to(target, **arguments, group=self.group)
+        call = OpCall.to(target, **arguments, group=self.ranks.group)
         return self.call(target, call.args, like, placement, name=f"{like.name}_{suffix}" if suffix else None)
 
     def step(self, target: Any, *args: Any, like: fx.Node, placement: Sharded | None = None, **kwargs: Any) -> fx.Node:
@@ -355,7 +352,7 @@ class Sharder:
     def cut(self, placement: Sharded) -> dict[str, Any]:
         """And what a rank has of them."""
         length = placement.length
-        return {**self.factors(placement), "local": self.rows(length), "layout": self.layout(length)}
+        return {**self.factors(placement), "local": self.rows(length), "layout": self.ranks.layout(length)}
 
     def describe(self, note: GatherNote) -> str:
         placement = self.placements[note.value]

@@ -50,7 +50,7 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         return _attend_dilated(sharder, node, info, asked)
     q_length, kv_length = call.rows
     rows = {"queries": q_length, "keys": kv_length}
-    q_layout, kv_layout = ("replicated" if info.whole == side else sharder.layout(rows[side]) for side in rows)
+    q_layout, kv_layout = ("replicated" if info.whole == side else sharder.ranks.layout(rows[side]) for side in rows)
     sharder.reader = node
 
     def operand(x: fx.Node, side: str) -> fx.Node:
@@ -83,7 +83,7 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         kv_layout=kv_layout,
         strategy=info.strategy,
         kernel=info.kernel,
-        group=sharder.group,
+        group=sharder.ranks.group,
         version=VERSION,
     )
     both = sharder.step(operators.ring_attention.default, *ring.args, like=node)
@@ -109,10 +109,10 @@ def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         pattern=call.pattern,
         dropout_p=call.dropout_p,
         scale=call.scale,
-        layout=sharder.layout(length),
+        layout=sharder.ranks.layout(length),
         strategy=asked,
         kernel=info.kernel,
-        group=sharder.group,
+        group=sharder.ranks.group,
         version=VERSION,
     )
     both = sharder.step(operators.dilated_attention.default, *dilated.args, like=node)

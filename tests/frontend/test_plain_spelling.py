@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.dims.op_families import SYNONYMS
 from ringopt.frontend.plain_spelling import plain_name, rename_synonyms
-from ringopt.ir.nodes import op_name
+from ringopt.ir.nodes import DROPOUTS, op_name
 from ringopt.passes.normalize import Normalize
 from tests.harness.capturing import after, assert_same, ops
 
@@ -59,6 +59,19 @@ def test_each_overload_has_one_of_the_plain_name(name):
         for overload in getattr(aten, each).overloads() if hasattr(aten, each) else ():
             plain = plain_name(getattr(getattr(aten, each), overload))
             assert plain._schema.name == f"aten::{SYNONYMS[name]}" + "_" * each.endswith("_")
+
+
+@pytest.mark.parametrize("p, train", [(0.3, False), (0.0, True)])
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_what_drops_nothing_is_its_operand(name, p, train):
+    assert getattr(torch, name)(X, p, train).data_ptr() == X.data_ptr()
+
+    class Dropping(nn.Module):
+        def forward(self, x):
+            return getattr(torch, name)(x * 2, p, train) + 1
+
+    gm, _ = after([Normalize()], Dropping(), X)
+    assert ops(gm) == ["mul", "add"]
 
 
 class Several(nn.Module):

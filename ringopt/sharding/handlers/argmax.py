@@ -60,7 +60,7 @@ def first(sharder: Sharder, node: fx.Node, largest: bool) -> tuple[fx.Node, fx.N
     than all others, as eager has it. The gradient goes to that row."""
     x, dim = node.args[0], named(node, "dim")
     place = sequence_at(sharder, x, [dim])
-    if place is None or dim is None or sharder.asks:
+    if place is None or dim is None or sharder.ranks.asks:
         return None
     step = Steps(sharder, node)
     both = step(aten.max.dim if largest else aten.min.dim, sharder.values[x], dim, True)
@@ -83,7 +83,7 @@ def first(sharder: Sharder, node: fx.Node, largest: bool) -> tuple[fx.Node, fx.N
 def any_(sharder: Sharder, node: fx.Node) -> bool:
     """any, all: reduced on each rank, then over the gathered results."""
     dims = dims_of(node)
-    if sharder.asks or not _reduced_over(sharder, node, dims):
+    if sharder.ranks.asks or not _reduced_over(sharder, node, dims):
         return False
     step = Steps(sharder, node)
     overall = aten.any if op_name(node) == "any" else aten.all

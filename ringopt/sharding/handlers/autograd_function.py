@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch.fx as fx
@@ -36,8 +37,7 @@ class Backward(Sharder):
     `given` says which value, in which form, a placeholder stands for."""
 
     def __init__(self, graph: fx.Graph, forward: Sharder):
-        super().__init__(graph, forward.over)
-        self.asks = False  # rows are counted, which is refused where the ranks are known only later
+        super().__init__(graph, replace(forward.ranks, counted=True))
         self.forward = forward
         self.given: dict[fx.Node, tuple[fx.Node, Sharded | None]] = {}
         self.saved: dict[fx.Node, fx.Node] = {}

@@ -41,7 +41,7 @@ def by_columns(sharder: Sharder, node: fx.Node) -> bool:
     users = [node] if is_tensor(node) else getitems(node)
     if rule is None or isinstance(rule, ViewRule) or len(rule.operands) != len(operands):
         return False
-    if sharder.asks or is_random(node) or not users or len(users) > 2:
+    if sharder.ranks.asks or is_random(node) or not users or len(users) > 2:
         return False
     held = [i for i, x in enumerate(operands) if sharder.placements[x] is not None]
     if held[:1] != [0]:  # rows written into a table that every rank has: it is to stay so
@@ -93,7 +93,7 @@ def home(sharder: Sharder, node: fx.Node, columns: Sharded, rows: Sharded, rank:
     if back is not None and back.dim != columns.dim and enough_rows(sharder, back.length):
         sharder.set(node, sharder.turn(node, columns, back), back)
         return
-    layout = sharder.layout(columns.length)
+    layout = sharder.ranks.layout(columns.length)
     step, given = Steps(sharder, node), {"x": sharder.values[node], **sharder.factors(columns), "layout": layout}
     whole = step.over_ranks(operators.gather.default, **given)
     sharder.set(node, whole, None)

@@ -43,7 +43,7 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
     stride, dilation = (sizes(named(node, name), moving) for name in ("stride", "dilation"))
     wanted = seen_by(node, place.dim, stride[at], -before[at], dilation[at] * (shape_of(weight)[2 + at] - 1) + 1)
     padding = [0 if i == at else size for i, size in enumerate(before)]
-    if sharder.asks or is_open(wanted.pieces[0][0]):
+    if sharder.ranks.asks or is_open(wanted.pieces[0][0]):
         return of_open_length(sharder, node, place, wanted, Strides(stride, padding, dilation))
     op = aten.conv1d.default if moving == 1 else aten.conv2d.default
 
@@ -195,11 +195,11 @@ def by_chunks(
     along the same dim; rows outside the sequence are zeros, or all `outside`."""
     out = out or Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
     length = out.length
-    if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.asks or is_open(length):
+    if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.ranks.asks or is_open(length):
         return False  # how many chunks, and of which sizes, stands in the graph
     step = Steps(sharder, node)
     seen = step.fetch(sharder.values[node.args[0]], place, wanted, replace(out, dim=place.dim, inner=1))
-    rows = wanted.ranges(sharder.layout(length), sharder.ranks, sharder.rank)
+    rows = wanted.ranges(sharder.ranks.layout(length), sharder.ranks.size, sharder.ranks.rank)
     chunks = step(aten.split_with_sizes.default, seen, list(map(len, rows)), place.dim)
     pieces = [step.item(chunks, i) for i in range(len(rows))]
     if outside is not None:
@@ -224,7 +224,7 @@ def cumsum(sharder: Sharder, node: fx.Node) -> bool:
         return False
     step = Steps(sharder, node)
     x = step(aten.to.dtype, sharder.values[node.args[0]], wide_dtype(value_of(node)), placement=place)
-    held = {"dim": place.dim, "length": place.length, "layout": sharder.layout(place.length)}
+    held = {"dim": place.dim, "length": place.length, "layout": sharder.ranks.layout(place.length)}
     return step.done(step.over_ranks(operators.running_sum.default, place, x=x, **held, backwards=False), place)
 
 

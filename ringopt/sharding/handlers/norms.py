@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.dims.op_families import SOFTMAXES
+from ringopt.dims.op_families import SAFE_SOFTMAXES, SOFTMAXES
 from ringopt.ir.nodes import named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -87,7 +87,7 @@ def softmax(sharder: Sharder, node: fx.Node) -> bool:
     step = statistics(sharder, node, dims_of(node))
     if step is None:
         return False
-    peak, safe = step.peak(), op_name(node) == "_safe_softmax"
+    peak, safe = step.peak(), op_name(node) in SAFE_SOFTMAXES
     if safe:  # rows of -inf become zeros
         peak = step(aten.masked_fill.Scalar, peak, step(aten.eq.Scalar, peak, -inf), 0)
     less = step.local(aten.sub.Tensor, step.x, peak)

@@ -42,7 +42,7 @@ def transposed(sharder: Sharder, node: fx.Node) -> bool:
     x, weight, bias = (named(node, name) for name in ("input", "weight", "bias"))
     moving, place = len(shape_of(weight)) - 2, sharder.placements[x]
     at = place.dim - (len(shape_of(x)) - moving) if place is not None else -1
-    if place is None or at < 0 or sharder.asks or is_open(place.length):
+    if place is None or at < 0 or sharder.ranks.asks or is_open(place.length):
         return False
     stride, *rest = (
         sizes(named(node, name), moving)[at] for name in ("stride", "padding", "output_padding", "dilation")

@@ -273,7 +273,7 @@ def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, 
     numbers = value_of(rows).dtype in (torch.int32, torch.int64)
     if place is None or place.outer * place.inner > 1 or not numbers:
         return None
-    if at_hand(count) * sharder.ranks > at_hand(place.length):
+    if at_hand(count) * sharder.ranks.size > at_hand(place.length):
         return None
     step = Steps(sharder, node)
     asked = sharder.replicated(rows)
@@ -281,7 +281,7 @@ def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, 
         if wanted is not size:
             asked = step(aten.narrow.default, asked, dim, 0, 1)
     flat = step(aten.reshape.default, step(aten.to.dtype, asked, torch.int64), [-1])
-    dim, length, layout = place.dim, place.length, sharder.layout(place.length)
+    dim, length, layout = place.dim, place.length, sharder.ranks.layout(place.length)
     given = {"x": sharder.values[x], "rows": flat, "dim": dim, "length": length, "layout": layout}
     picked = step.over_ranks(operators.look_up_rows.default, **given)
     order = step(aten.arange.default, count, device=value_of(rows).device)

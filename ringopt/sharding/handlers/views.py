@@ -24,7 +24,9 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
     for inside one rows are mixed."""
     rule = rule_of(node)
     place = sharder.placements[node.args[0]] if isinstance(rule, ViewRule) else None
-    if not isinstance(rule, ViewRule) or place is None or any(map(is_open, (*rule.old, *rule.new))) or sharder.asks:
+    if not isinstance(rule, ViewRule) or place is None or sharder.ranks.asks:
+        return False
+    if any(map(is_open, (*rule.old, *rule.new))):
         return False
     found: list[tuple[Sharded, Sharded]] = []
     before = prod(rule.old[: place.dim]) * place.outer  # of batch rows, which may be folded into the same dim
@@ -45,8 +47,9 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
 
 def evenly(sharder: Sharder, length: int) -> bool:
     """Whether no rank has more than 5/4 of its share."""
-    layout = layout_of(sharder.layout(length), length, sharder.ranks)
-    return max(sum(map(len, layout.ranges(rank))) for rank in range(sharder.ranks)) * sharder.ranks <= 1.25 * length
+    ranks = sharder.ranks
+    layout = layout_of(ranks.layout(length), length, ranks.size)
+    return max(sum(map(len, layout.ranges(rank))) for rank in range(ranks.size)) * ranks.size <= 1.25 * length
 
 
 def without_outer_factor(sharder: Sharder, x: fx.Node) -> bool:

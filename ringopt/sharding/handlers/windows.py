@@ -105,9 +105,9 @@ def leading(site: Sequence[Demand]) -> int:
 def cut_whole(sharder: Sharder, place: Sharded, down: Path, dims: int) -> Sharded | None:
     """Windows in the place of rows of each, where ranks can have equally many, and attention finds them among its first
     `dims`."""
-    if sharder.asks or place.dim == 0 or any(map(is_open, (place.outer, place.length, place.inner))):
+    if sharder.ranks.asks or place.dim == 0 or any(map(is_open, (place.outer, place.length, place.inner))):
         return None
-    least = sharder.least(place.outer)
+    least = sharder.ranks.least(place.outer)
     if place.outer < least or place.outer % least:
         return None
     whole = at = Sharded(place.dim, 1, place.outer, place.length * place.inner)
