@@ -1,14 +1,15 @@
 """Calls of the operators of ringopt in a graph, by the names of their arguments: who reads, writes or rewrites one goes
 through these, and nobody else counts positions.
 
-    call = AttentionCall.of(node)        call.mask_term.score, call.pattern, ...
-    call.replace(pattern="causal", mask="").write(node)
-
     call = OpCall.of(node)               call["length"], call["layout"]
     call.of_half(operators.gather_start.default, number=0).insert(graph)
 
-The fields of each class are the arguments of its operator, in the order of its schema (ringopt/ops/); the backward of
-an operator has them too, among others. `OpCall` is of any operator, where a class would say no more than the schema.
+    call = AttentionCall.of(node)        call.mask_term.score, call.pattern, ...
+    call.replace(pattern="causal", mask="").write(node)
+
+`OpCall` is of any operator. The others are its arguments with their types, where a class says more than the schema:
+their fields are the arguments of one operator, in the order of its schema (ringopt/ops/); the backward of an operator
+has them too, among others.
 """
 
 from __future__ import annotations
@@ -98,27 +99,19 @@ class Call:
     @classmethod
     def of(cls: type[C], node: fx.Node) -> C:
         """Those of `node`, also where it is a backward. KeyError for an operator that has not all of them."""
-        schema = schema_of(node.target).arguments
-        given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
-        defaults = {argument.name: argument.default_value for argument in schema}
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: given[name] if name in given else defaults[name] for name in names})
+        given = OpCall.of(node)
+        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls)})
 
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """By position, for a new node. Defaults at the end are no arguments."""
-        fields = dataclasses.fields(self)
-        values = [(getattr(self, field.name), field.default) for field in fields]
-        while values and values[-1][0] == values[-1][1]:
-            values.pop()
-        return tuple(value for value, _default in values)
+    def to(self, target: Any) -> OpCall:
+        """The call of `target` with these arguments."""
+        return OpCall.to(target, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     def replace(self: C, **changes: Any) -> C:
         return dataclasses.replace(self, **changes)
 
     def write(self, node: fx.Node) -> None:
         """Has `node`, a call of the same operator, called so."""
-        node.args, node.kwargs = self.args, {}
+        self.to(node.target).write(node)
 
     @property
     def operands(self) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -161,7 +154,7 @@ class AttentionCall(Call):
     def emit(self, graph: fx.Graph, like: fx.Node) -> fx.Node:
         """A new node, told to come from where `like` comes from. It is not run for its value: what it computes on one
         device depends on the length."""
-        new = graph.create_node("call_function", torch.ops.ringopt.attention.default, self.args, {}, "attention")
+        new = self.to(torch.ops.ringopt.attention.default).insert(graph, "attention")
         q, _k, v = self.values
         new.meta = {**origin(like), "val": q.new_empty((*q.shape[:3], v.shape[3]))}
         return new

@@ -90,3 +90,13 @@ def test_a_call_of_any_operator_is_written_as_it_is_read() -> None:
 def test_an_argument_too_few_or_too_many_is_an_error_that_names_all(arguments: dict[str, object]) -> None:
     with pytest.raises(TypeError, match=r"copy_to_group\.default takes x, group"):
         OpCall.to(operators.copy_to_group.default, **arguments)
+
+
+def test_a_backward_is_not_written_as_if_it_were_the_forward() -> None:
+    node = fx.Graph().call_function(
+        operators.ring_attention_backward.default, tuple(given("ring_attention_backward").values())
+    )
+    before = node.args
+    with pytest.raises(TypeError, match="ring_attention_backward"):
+        RingCall.of(node).write(node)
+    assert node.args == before

@@ -86,7 +86,8 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         group=sharder.ranks.group,
         version=VERSION,
     )
-    both = sharder.step(operators.ring_attention.default, *ring.args, like=node)
+    to = operators.ring_attention.default
+    both = sharder.step(to, *ring.to(to).args, like=node)
     out = None if info.whole == "queries" else Sharded(2, 1, q_length, 1)
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
     return True
@@ -115,7 +116,8 @@ def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         group=sharder.ranks.group,
         version=VERSION,
     )
-    both = sharder.step(operators.dilated_attention.default, *dilated.args, like=node)
+    to = operators.dilated_attention.default
+    both = sharder.step(to, *dilated.to(to).args, like=node)
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
     return True
 

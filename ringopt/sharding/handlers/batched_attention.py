@@ -53,7 +53,7 @@ def attended(sharder: Sharder, node: fx.Node) -> bool:
     logits = None if sinks is None else of_heads(sharder, sinks, place)
     drawn = None if seed is None else with_numbers(step, seed, place)
     own = call.replace(q=q, k=k, v=v, sources=read, sinks=logits, seed=drawn, mask=numbered.text)
-    sharder.set(node, sharder.call(node.target, own.args, node, place), place)
+    sharder.set(node, sharder.call(node.target, own.to(node.target).args, node, place), place)
     return True
 
 
