@@ -6,7 +6,7 @@ by itself, and a node between them holds the gradient (ir/autograd_function.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -292,19 +292,34 @@ NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.S
 
 
 def reason_against(node: fx.Node, value: Callable[[Any], Any]) -> str | None:
-    """Why a call in Dynamo's graph cannot be one node; `value` gives the fake value of a node, or the graph it is."""
+    """Why a call in Dynamo's graph cannot be one node, and what to do about it; `value` gives the fake value of a node,
+    or the graph it is."""
     given = [value(leaf) for leaf in tree_leaves((node.args, node.kwargs))]
     if not any(isinstance(leaf, fx.GraphModule) for leaf in given):
-        return "it runs no graph of the program"
-    if not all(isinstance(leaf, (Tensor, fx.GraphModule, *NUMBERS)) for leaf in given):
-        return "it is given more than tensors, numbers and graphs"
+        return f"it is given no graph to run, so what it does with its operands is not known; {ELSEWHERE}"
+    others = kinds(leaf for leaf in given if not isinstance(leaf, (Tensor, fx.GraphModule, *NUMBERS)))
+    if others:
+        return f"it is given {others}, and not only tensors, numbers and graphs; hand it the tensors themselves"
     made = tree_leaves(value(node))
-    if not made or not all(isinstance(leaf, Tensor) for leaf in made):
-        return "it gives more than tensors"
+    others = kinds(leaf for leaf in made if not isinstance(leaf, Tensor))
+    if others or not made:
+        return f"it returns {others or 'nothing'}, and not only tensors; return tensors from its functions"
     memory = {storage_key(leaf) for leaf in given if isinstance(leaf, Tensor)}
-    if any(storage_key(leaf) in memory for leaf in made):
-        return "what it gives lies in the memory of what it is given"
+    shared = [str(place) for place, leaf in enumerate(made) if storage_key(leaf) in memory]
+    if shared:
+        return (
+            f"what it returns (number {', '.join(shared)} of {len(made)}) lies in the memory of what it is given; "
+            f"return a clone(), or {ELSEWHERE}"
+        )
     return None
+
+
+ELSEWHERE = "call it outside of what is compiled (torch.compiler.disable)"
+
+
+def kinds(values: Iterable[Any]) -> str:
+    """The types of values, each once."""
+    return ", ".join(sorted({type(value).__name__ for value in values}))
 
 
 def held(operator: HigherOrderOperator, args: Any, kwargs: Any, node: fx.Node) -> tuple[HigherOrder, list[Tensor]]:

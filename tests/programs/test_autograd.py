@@ -178,4 +178,4 @@ def test_what_is_refused_is_named():
     if torch.__version__.startswith("2.11"):  # which leaves the hook to the graph that it captures, with its gradient
         assert report.refusal is None
         return
-    assert "the higher-order operator register_hook is not sharded yet: what it gives lies in" in report.refusal
+    assert "operator register_hook is not sharded yet: what it returns (number 0 of 1) lies in" in report.refusal

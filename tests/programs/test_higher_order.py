@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
@@ -14,6 +17,8 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import ringopt
 from ringopt.errors import RingMismatchError
+from ringopt.frontend.flatten import reason_against
+from ringopt.frontend.flex import example
 from ringopt.ir.printer import changes, short
 from ringopt.passes import LINE, UNDERSTAND
 from tests.harness.capturing import after
@@ -199,6 +204,38 @@ def test_the_diff():
 - return [%add]
 + return [%add_whole]""",
     )
+
+
+def a_call(*operands, example=None):
+    """A node of Dynamo's that calls a higher-order operator, and the values of its operands."""
+    graph = fx.Graph()
+    nodes = [graph.create_node("get_attr", f"x{i}") for i in range(len(operands))]
+    for node, operand in zip(nodes, operands, strict=True):
+        node.meta["example_value"] = operand
+    node = graph.call_function(torch.ops.higher_order.cond, tuple(nodes))
+    node.meta["example_value"] = example
+    return node
+
+
+GRAPH, NUMBERS = fx.symbolic_trace(lambda x: x.sin()), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "operands, made, sentence",
+    [
+        ((NUMBERS,), NUMBERS, "given no graph to run, .*; call it outside of what is compiled"),
+        ((GRAPH, {1}), NUMBERS, "given set, and not only tensors, .*; hand it the tensors themselves"),
+        ((GRAPH, NUMBERS), (NUMBERS + 1, 2), "returns int, and not only tensors; return tensors"),
+        ((GRAPH, NUMBERS), (), "returns nothing, and not only tensors"),
+        ((GRAPH, NUMBERS), (NUMBERS + 1, NUMBERS[1:]), r"\(number 1 of 2\) lies in the memory .*; return a clone"),
+    ],
+)
+def test_a_refusal_says_what_was_found_and_what_to_do(operands, made, sentence):
+    assert re.search(sentence, reason_against(a_call(*operands, example=made), example))
+
+
+def test_what_can_be_one_node():
+    assert reason_against(a_call(GRAPH, NUMBERS, 2, example=(NUMBERS + 1,)), example) is None
 
 
 def test_other_graphs_are_another_program():
