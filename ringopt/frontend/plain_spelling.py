@@ -197,14 +197,19 @@ def join_what_has_entries(graph: fx.Graph) -> None:
 
 
 def count_in_memory(graph: fx.Graph) -> None:
-    """`as_strided` counts elements as its operand has them in memory, where passes may lay that out otherwise: it is
-    given the vector of them. Raises GraphRefused where it could read more than the operand."""
-    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+    """`as_strided`, its copy and its scatter count elements as their operand has them in memory, where passes may lay
+    that out otherwise: they are given the vector of them. Raises GraphRefused where they could read more than the
+    operand, and where torch's gradient of a scatter counts in the dims' order instead."""
+    carries = requires_grad(graph)
+    for node in [node for node in graph.nodes if node.target in AS_STRIDED]:
         x = node.args[0]
         captured = value_of(x.meta.get(STANDS_FOR, x))
         order = order_of(captured.stride())
         if captured.storage_offset() or not captured.permute(order).is_contiguous():
-            why = "as_strided reads memory around its operand, which is a part of something larger"
+            why = f"{op_name(node)} reads memory around its operand, which is a part of something larger"
+            raise GraphRefused(Refusal(why, node))
+        if node.target is aten.as_strided_scatter.default and carries[node] and order != sorted(order):
+            why = "as_strided_scatter has a gradient, and its operand lies in another order than its dims"
             raise GraphRefused(Refusal(why, node))
         shared = {VIEW_OF: 0} if VIEW_OF in node.meta else {}
         with graph.inserting_before(node):
@@ -213,6 +218,23 @@ def count_in_memory(graph: fx.Graph) -> None:
                     x = emit(graph, target, (x, args), node)
                     x.meta.update(shared)
         node.args = (x, *node.args[1:])
+        if node.target is aten.as_strided_scatter.default:
+            in_dims(node, order)
+
+
+AS_STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+
+
+def in_dims(node: fx.Node, order: list[int]) -> None:
+    """What is made of a vector, as it was: in the dims that lie in `order` in it."""
+    graph, sizes = node.graph, shape_of(node)
+    with graph.inserting_before(node):
+        made = emit(graph, node.target, node.args, node, node.kwargs)
+        made = emit(graph, aten.reshape.default, (made, [sizes[dim] for dim in order]), node)
+        if order != sorted(order):
+            made = emit(graph, aten.permute.default, (made, [order.index(dim) for dim in range(len(order))]), node)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
 
 
 def _is_empty_vector(node: fx.Node) -> bool:

@@ -41,7 +41,11 @@ def strided(q, k, v):
     """What as_strided reads depends on the order that its operand has in memory."""
     y, _ = heads_first(q, k, v)
     z = (y * 2).transpose(1, 3).clone(memory_format=torch.preserve_format)
-    return y, y.as_strided((BATCH, 5), (ROWS, 1), 1).sin(), torch.as_strided(z, (3, ROWS), (ROWS, 2)).cos()
+    read = y.as_strided((BATCH, 5), (ROWS, 1), 1).sin(), torch.as_strided(z, (3, ROWS), (ROWS, 2)).cos()
+    copied = torch.as_strided_copy(y, (3, ROWS), (ROWS, 2))
+    rows = copied.detach(), (3, ROWS), (ROWS, 2), 5
+    written = torch.as_strided_scatter(y.contiguous(), *rows), torch.as_strided_scatter(z.detach(), *rows)
+    return y, *read, copied, *written
 
 
 def test_elements_by_their_places_in_memory():
@@ -50,6 +54,16 @@ def test_elements_by_their_places_in_memory():
     compiled = torch.compile(strided, backend="ring", options={"inner_backend": "eager"})
     for found, expected in zip(compiled(*given()), strided(*given()), strict=True):
         assert (found - expected).abs().max() < 1e-12
+
+
+def test_a_gradient_that_counts_otherwise_is_refused():
+    """Torch's own, of what is scattered into an operand that is not contiguous."""
+
+    def scattered(q, k, v):
+        turned = heads_first(q, k, v)[0].detach().transpose(1, 3) * 2
+        return torch.as_strided_scatter(turned, q[0, 0], (HEADS, DEPTH), (DEPTH, 1))
+
+    assert "as_strided_scatter has a gradient" in validate_function(2, scattered, given()).report.refusal
 
 
 def test_memory_around_an_operand_is_not_read():
