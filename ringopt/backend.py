@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 import torch.fx as fx
 
 from ringopt.distributed.consistency import digest
-from ringopt.distributed.lookup import mesh_of
 from ringopt.drivers.compile import Run, in_order, mesh_for, raise_or_warn, transform, warn_of_limit
+from ringopt.drivers.reference import reference
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
@@ -76,7 +75,7 @@ def ring(
         _reports.append(made.report)
         log.info("%s", made.report)
         raise_or_warn(made.report, chosen)
-        if mesh.size > 1 and not anew:
+        if not anew:
             warn_of_limit(made.report)
         flat = made.graph
         with left_open(gm):
@@ -92,28 +91,13 @@ def ring(
             run = with_trace(run, trace_to(chosen.trace, mesh.rank))
         if original is not None:
             if made.drawn:
-                original.drawn_by_position(alone(gm, inputs, chosen))
+                alike = reference(gm, inputs, chosen, made.drawn)
+                original.drawn_by_position(alike.program, alike.found)
             run = Verified(run, original, mesh, made.local, made.averaged)
         return run, made.relied_on, made.claims
 
     watched = Watched(make, example_inputs)
     return watched if watched.seen else watched.run
-
-
-def alone(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> fx.GraphModule:
-    """What one process makes of a graph that draws by position, at the sizes of `inputs`."""
-    plain = replace(options, mesh=None, inputs="global", outputs="gather", dump=None, trace=None, on_refusal="ignore")
-    with unseen():
-        whole = [hollow(x) if isinstance(x, Lazy) else x for x in inputs]
-        made = transform(gm, whole, plain, mesh_of("pretend:0/1"), anew=True)
-    assert made.graph is not None, "what draws by position is a graph on one process too"
-    return made.graph
-
-
-def hollow(x: Lazy) -> torch.Tensor:
-    """A tensor of the whole size, whose numbers nobody reads."""
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return made.requires_grad_(x.requires_grad)
 
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, budget: Budget) -> Run:

@@ -43,7 +43,7 @@ class Context:
     relied_on          of these, the ones whose numbers the transformed graph takes for granted
     sites              the attention nodes, in order
     scans              the recurrences that are one node, from the choice of strategies on
-    drawn              random ops that are drawn by position
+    drawn              random ops that are drawn by position, by name, in the order of their seeds
     replicated_random  ops that every rank must draw the same random numbers for
     carries            which values carry a gradient, from the choice of strategies on
     notes              what else the report says of the graph

@@ -18,7 +18,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.errors import RefusedError, first_line
 from ringopt.frontend.capture import Captured, capture
-from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize
+from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize, with_sizes_at_hand
 from ringopt.frontend.flatten import has_custom
 from ringopt.frontend.flex_block_masks import Claim
 from ringopt.frontend.open_floats import floats_as_tensors
@@ -42,7 +42,7 @@ from ringopt.reporting.figures import report_of
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
 from ringopt.scans.call import is_scan
 from ringopt.torch_compat import dynamo
-from ringopt.torch_compat.symbolic_shapes import GuardAsked, ShapeEnv, without_guards
+from ringopt.torch_compat.symbolic_shapes import GuardAsked, without_guards
 from ringopt.torch_compat.tracing import compilation_of_frame
 
 log = logger(__name__)
@@ -60,7 +60,7 @@ class Compiled:
 
     graph         to be compiled in its place; None where the graph itself is best, and all but the report is empty
     report        what was done and why
-    drawn         whether random numbers are drawn by position
+    drawn         what is drawn by position, by the names of canonicalize, in the order of its seeds
     draws_random  what draws random numbers that must be the same on every rank
     program       the text that the ranks compare
     order         the canonical one of inputs and outputs, which a partitioner and autograd follow
@@ -78,7 +78,7 @@ class Compiled:
 
     graph: fx.GraphModule | None
     report: Report
-    drawn: bool = False
+    drawn: Sequence[str] = ()
     draws_random: Sequence[str] = ()
     program: Program | None = None
     order: Order | None = None
@@ -100,7 +100,7 @@ class Compiled:
         return cls(
             made.graph,
             report,
-            drawn=bool(context.drawn),
+            drawn=context.drawn,
             draws_random=context.replicated_random,
             program=context.program,
             order=context.canonical,
@@ -151,11 +151,16 @@ def transform(
         specialize(gm)  # other sizes compile other graphs
         why, made = made.sentence, attempted(gm, example_inputs, options, mesh)
         if not isinstance(made, Failure):
-            notes = (*made.report.notes, f"compiled for these sizes only: {why}")
-            return replace(made, report=replace(made.report, notes=notes))
+            return for_these_sizes(made, why)
     if isinstance(made, Failure):
         return Compiled(None, refused(made.refusal, options, mesh, Dump(options, mesh.rank)))
     return made
+
+
+def for_these_sizes(made: Compiled, why: str) -> Compiled:
+    """What another length compiles again, and why."""
+    notes = (*made.report.notes, f"compiled for these sizes only: {why}")
+    return replace(made, report=replace(made.report, notes=notes))
 
 
 def transform_open(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh) -> Compiled:
@@ -167,9 +172,12 @@ def transform_open(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
         with without_guards(shape_env):
             made = attempted(gm, example_inputs, options, mesh)
     except GuardAsked as asked:
-        if draws_here(gm, example_inputs, shape_env, options):  # as many ranks draw, so does one process
+        found = draws_here(gm, example_inputs, options)
+        if isinstance(found, str):
+            return Compiled(None, refused(found, options, mesh, Dump(options, mesh.rank)))
+        if found:  # as many ranks draw, so does one process
             specialize(gm)
-            return transform(gm, example_inputs, options, mesh)
+            return for_these_sizes(transform(gm, example_inputs, options, mesh), first_line(asked))
         note = f"sizes are open, and one process gains nothing from fixing them: {first_line(asked)}"
         return Compiled(None, Report(1, notes=(note,)))
     if isinstance(made, Failure):
@@ -256,15 +264,19 @@ def ask_numbers_of(context: Context) -> None:
                 raise GuardAsked(f"{info.module or 'attention'} is written out for one length ({info.pattern})")
 
 
-def draws_here(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeEnv, options: Options) -> bool:
-    """Whether random numbers are to be drawn by position, which one process does as many ranks do."""
+def draws_here(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> bool | str:
+    """Whether random numbers are to be drawn by position, which one process does as many ranks do; or why the graph is
+    refused. It is looked at for the sizes at hand, without a guard."""
     if options.random == "torch":
         return False
     try:
-        flat = capture(gm, example_inputs, shape_env).graph
-    except GraphRefused:
-        return False
-    return any(map(draws, flat.graph.nodes))
+        return any(map(draws, capture(gm, with_sizes_at_hand(example_inputs)).graph.graph.nodes))
+    except GraphRefused as problem:
+        return problem.refusal.sentence
+    except Exception as error:
+        if is_passed_on(error):
+            raise
+        return failure_of(error, "capture").refusal
 
 
 def line_of_passes(
@@ -330,18 +342,22 @@ def raise_or_warn(report: Report, options: Options) -> None:
 
 
 def warn_of_limit(report: Report) -> None:
-    """Before Dynamo compiles no more of a frame, and says so in words that have nothing of ranks."""
+    """Before Dynamo compiles no more of a frame, and says so in words that have nothing of ranks. On one process that
+    is told of graphs that ringopt has made for one length."""
     before, limit = compilation_of_frame(), dynamo.recompile_limit()
     if before is None or before + 1 != limit:
         return
     fixed = [note for note in report.notes if "another compiles another graph" in note or "these sizes only" in note]
+    if report.world_size == 1 and not fixed:
+        return
     why = f" This one: {'; '.join(fixed)}." if fixed else ""
+    runs = "right and whole on every rank" if report.world_size > 1 else "by torch's own stream where it draws"
     log.warning(
         "graph %d of one function, and torch._dynamo.config.recompile_limit allows no more: whatever none of them "
-        "serves (another length, train after eval) will run without the compiler, right and whole on every rank.%s "
+        "serves (another length, train after eval) will run without the compiler, %s.%s "
         "Raise the limit before the model is first called, or pad inputs to fewer lengths; TORCH_LOGS=recompiles says "
         "what each was compiled for",
-        *(limit, why),
+        *(limit, runs, why),
     )
 
 

@@ -5,13 +5,14 @@ What the passes decide about such a size becomes a guard of Dynamo's, as long as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from ringopt.ir.nodes import readable_name
-from ringopt.ir.symbolic_sizes import is_open
+from ringopt.ir.symbolic_sizes import at_hand, is_open
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 
 
@@ -42,6 +43,11 @@ def open_value(node: fx.Node, given: Any) -> Any:
     """What stands for an input while the graph is made: Dynamo's own value where a size of it is open."""
     value = node.meta.get("example_value", given)
     return value if any(isinstance(size, torch.SymInt) for size in sizes_of(value)) else given
+
+
+def with_sizes_at_hand(inputs: Sequence[Any]) -> list[Any]:
+    """`inputs`, of which those that are open sizes are numbers: what is made of them has no guard."""
+    return [at_hand(x) if isinstance(x, torch.SymInt) else x for x in inputs]
 
 
 def specialize(gm: fx.GraphModule) -> None:

@@ -96,18 +96,24 @@ class CheckedInputs:
     def compare(self, mesh: Mesh, inputs: Sequence[Any]) -> None:
         """All that goes in, parameters and generators too."""
         enter_together(mesh, COMPARES)
-        states = [("the random number generator", torch.get_rng_state())] if self.random else []
-        if self.random and torch.cuda.is_available():
-            states.append(("the CUDA random number generator", torch.cuda.get_rng_state()))
-        names = (*self.names, *(name for name, _ in states))
+        states = self.generators()
         given = [inputs[place] for place in self.places.inputs]
-        values = [_compared(value) for value in (*given, *dict(states).values())]
-        compare_ranks(mesh, self.digest, names, values, self.program)
+        values = [_compared(value) for value in (*given, *states.values())]
+        compare_ranks(mesh, self.digest, (*self.names, *states), values, self.program)
+
+    def generators(self) -> dict[str, torch.Tensor]:
+        """States of the generators that the ranks are to have alike, by name."""
+        states = {"the random number generator": torch.get_rng_state()} if self.random else {}
+        if self.random and torch.cuda.is_available():
+            states["the CUDA random number generator"] = torch.cuda.get_rng_state()
+        return states
 
     def batch_of(self, mesh: Mesh, inputs: Sequence[Any]) -> Batch:
         given, origins = [inputs[place] for place in self.batch], origins_of(mesh)
         made = {place: origin for place, x in enumerate(given) if (origin := origins.of(x)) is not None}
-        return Batch.of(self.digest[0], self.names_in_batch, [_compared(x) for x in given], made)
+        states = self.generators()  # behind the inputs, so no place of theirs is another
+        values = [_compared(x) for x in (*given, *states.values())]
+        return Batch.of(self.digest[0], (*self.names_in_batch, *states), values, made)
 
     def made(
         self, inputs: Sequence[Any], before: Sequence[int | None], outputs: Sequence[Any]

@@ -158,7 +158,7 @@ def _outside(like: fx.Node) -> dict[str, Any]:
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
-def dropped(draw: Draw, feature: bool = False) -> fx.Node | None:
+def dropped(draw: Draw, feature: bool = False) -> fx.Node:
     """bool: what is kept; of whole features, dims behind the second are dropped alike."""
     shape = shape_of(draw.node)
     sizes = [size if dim < 2 else 1 for dim, size in enumerate(shape)] if feature else None
@@ -179,7 +179,6 @@ def native_dropout(draw: Draw) -> tuple[fx.Node, fx.Node] | None:
         return None
     x, p, kept = draw["input"], draw["p"], dropped(draw)
     made = draw(aten.mul.Scalar, draw(aten.mul.Tensor, x, kept), 1 / (1 - p) if p < 1 else 0)
-    assert kept is not None
     return made, kept
 
 

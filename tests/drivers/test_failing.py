@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import ringopt
 from ringopt.distributed.lookup import mesh_of
+from ringopt.drivers import compile as compile_driver
 from ringopt.drivers import failing
 from ringopt.drivers.compile import transform
 from ringopt.errors import OptionError, PlanError, RefusedError
@@ -171,3 +172,39 @@ def test_the_last_graph_that_dynamo_makes_is_told_of(ranks):
         (told,) = [message for message in said if "recompile_limit" in message]
         assert error < 1e-6 and graphs == 3
         assert "graph 3 of one function" in told and "Raise the limit" in told
+
+
+class Drops(Causal):
+    """Weights of attention: on one process, too, each length is compiled by itself."""
+
+    def forward(self, ids):
+        x = self.embed(ids).unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.5)
+
+
+def test_one_process_says_that_dropped_weights_are_compiled_for_each_length(caplog):
+    torch._dynamo.reset()
+    compiled = torch.compile(Drops(), backend="ring", options={"inner_backend": "eager"})
+    with torch._dynamo.config.patch(recompile_limit=3), caplog.at_level(logging.WARNING):
+        for n in (8, 12, 20):
+            compiled(ids(n))
+    notes = [[note for note in report.notes if "these sizes only" in note] for report in ringopt.reports()[-3:]]
+    assert [len(each) for each in notes] == [0, 1, 1]
+    (told,) = [message for message in caplog.messages if "recompile_limit" in message]
+    assert notes[-1][0] in told
+
+
+def test_an_error_where_draws_are_looked_for_does_not_end_the_program(monkeypatch, caplog):
+    torch._dynamo.reset()
+    model = Drops()
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "eager"})
+    compiled(ids(8))
+    monkeypatch.setattr(failing, "RAISES", False)
+    monkeypatch.setattr(compile_driver, "draws", lambda node: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        torch.manual_seed(3)
+        found = compiled(ids(12))
+    torch.manual_seed(3)
+    assert torch.equal(found, model(ids(12)))
+    assert "capture failed with ZeroDivisionError" in ringopt.reports()[-1].refusal
+    assert any("ZeroDivisionError" in message for message in caplog.messages)

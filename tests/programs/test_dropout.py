@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -139,8 +140,6 @@ def test_the_stream_of_torch_is_another_on_each_number_of_ranks(ranks: Any) -> N
 
 def out_of_step(rank: int) -> str:
     """One rank draws a number by itself between two steps."""
-    from torch import distributed as dist
-
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), SelfAttention(), nn.Dropout(0.5))
     compiled = torch.compile(model, backend="ring", options={"inner_backend": "eager"})
@@ -168,6 +167,36 @@ class SelfAttention(nn.Module):
 def test_generators_that_ran_apart_are_an_error_on_all_ranks(ranks: Any) -> None:
     told = ranks(2, out_of_step, 1)
     assert told[0] == told[1] and "the ranks draw random numbers by seeds" in told[0]
+
+
+def sampled(rank: int, ahead: int) -> tuple[str, list[Tensor]]:
+    """Tokens drawn by torch's own stream, each of which comes back; before step `ahead` one rank has drawn a number
+    more."""
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    embed, attention = nn.Embedding(VOCAB, WIDTH), SelfAttention()
+
+    def step(ids: Tensor) -> Tensor:
+        scores = attention(embed(ids))[:, -1] @ embed.weight.mT
+        return torch.cat((ids[:, 1:], torch.multinomial(scores.softmax(-1), 1)), 1)
+
+    compiled, ids = torch.compile(step, backend="ring", options={"inner_backend": "eager"}), ids_of(8)
+    torch.manual_seed(5)
+    try:
+        for at in range(4):
+            if at == ahead and dist.get_rank() == rank:
+                torch.rand(())
+            ids = compiled(ids)
+    except ringopt.errors.RingMismatchError as error:
+        return str(error), []
+    return "", [ids]
+
+
+@pytest.mark.parametrize("ahead", [2, 4])
+def test_ranks_whose_generators_ran_apart_are_named_where_torch_draws(ranks: Any, ahead: int) -> None:
+    (one, found), (other, expected) = ranks(2, sampled, 1, ahead)
+    assert one == other and all(map(torch.equal, found, expected))
+    assert ("the random number generator on ranks [1]" in one) == (ahead < 4) == (one != "")
 
 
 def converted(path: str) -> list[Tensor]:

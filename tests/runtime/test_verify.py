@@ -12,9 +12,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
+from ringopt.calls import OpCall
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.process import ProcessMesh
 from ringopt.errors import ProgramError, VerificationError
+from ringopt.ops import operators
+from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.runtime.verify import Original, Verified
 from tests.harness.models import run
 from tests.programs.test_checkpoint import Blocks, data
@@ -97,6 +100,64 @@ def nothing_else_changes():
 @pytest.mark.parametrize("p", (1, 2))
 def test_buffers_and_generators_are_those_of_one_call(ranks, p):
     assert ranks(p, nothing_else_changes) == [[True, True, True]] * p
+
+
+class Drawing(nn.Module):
+    """Causal attention, called or spelled out; its weights are dropped, or what comes of it, and other things."""
+
+    def __init__(self, spelled=False, weights=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out, self.spelled, self.weights = nn.Linear(8, 24), nn.Linear(8, 8), spelled, weights
+
+    def forward(self, x):
+        q, k, v = (y.unsqueeze(1) for y in self.qkv(F.dropout(x, 0.2)).chunk(3, -1))
+        if self.spelled:
+            later = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+            weights = (q @ k.mT / 8**0.5).masked_fill(later, -math.inf).softmax(-1)
+            y = F.dropout(weights, self.weights) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.weights)
+        return F.dropout(self.out(y.squeeze(1)), 0.3) + torch.rand_like(x) + torch.bernoulli(torch.rand_like(x))
+
+
+def drawing(spelled, weights=0.0, fault=False):
+    """What is said where the pattern of attention is taken for another, or not."""
+    right = ClassifyMask.run
+
+    def wrong(step, gm, context):
+        right(step, gm, context)
+        for node in gm.graph.find_nodes(op="call_function", target=operators.attention.default):
+            OpCall.of(node).replace(pattern="full").write(node)
+
+    ClassifyMask.run = wrong if fault else right
+    try:
+        with Heard() as heard:
+            call = compiled(Drawing(spelled, weights))
+            for n in (12, 17, 21, 30):  # the second graph serves three of them
+                call(torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)).requires_grad_())
+    except VerificationError as error:
+        return str(error), heard.said
+    finally:
+        ClassifyMask.run = right
+    return "", heard.said
+
+
+@pytest.mark.parametrize("spelled", (False, True))
+def test_attention_that_was_read_wrongly_is_told_where_the_program_draws(ranks, spelled):
+    for error, said in ranks(2, drawing, spelled, 0.0, True):
+        assert "output 0" in error and not said
+    for error, said in ranks(2, drawing, spelled):
+        assert not error and len(said) == 2 and all("values agree" in each for each in said), said
+
+
+@pytest.mark.parametrize("spelled", (False, True))
+def test_where_weights_are_dropped_what_found_attention_is_not_compared(ranks, spelled):
+    """And that is said, once a graph."""
+    for error, said in ranks(2, drawing, spelled, 0.2):
+        assert not error and len(said) == 4
+        assert all("drops weights" in each and "not compared" in each for each in said[::2])
+        assert all("values agree" in each for each in said[1::2])
 
 
 def every_way():
