@@ -93,9 +93,10 @@ def prove_plan(plan: Exchange | HeadExchange, sizes: KVSizes, rank: int) -> None
 
 def _prove_parts(exchange: Exchange, sizes: KVSizes, rank: int) -> None:
     cut = tuple(sub.exchange for sub in sub_exchanges(exchange, sizes))
-    for part in dict.fromkeys(cut):
+    distinct = tuple(dict.fromkeys(cut))  # exchanges of other heads differ in nothing but their turns
+    for part in distinct:
         prove(part, rank)
-    _prove_order(cut, rank)
+    _prove_order(distinct, rank)
 
 
 @lru_cache(maxsize=1024)

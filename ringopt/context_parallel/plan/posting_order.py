@@ -4,13 +4,15 @@ NCCL runs what a rank posts in the order in which it was posted, and what was po
 its messages have: a batch that waits for a peer holds up all that stand behind it. So it is not enough that each
 message has its other end; there must be no circle of ranks, each of which waits behind what another waits for.
 
-    check_order   one rank against those it talks to: its turns ascend, and both ends of a message have the same turn.
-                  On every rank, this implies that the batches of the least turn that is left never wait in vain
+    check_order   one rank against those it talks to: its turns ascend, and a batch of one has the turn of the other's.
+                  On every rank, and with both ends of each message in one step (prove.check_peers), this implies that
+                  the batches of the least turn that is left never wait in vain
     run_in_order  the batches of all ranks, in order, as NCCL would run them; for tests
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,12 +31,9 @@ class Batch:
     turn: Turn
     messages: tuple[Message, ...]
 
-    def ends_with(self, peer: int) -> set[tuple[int, Message]]:
-        """What is to be met by a batch of `peer`: which exchange, and the message."""
-        return {(self.turn[1], one) for one in self.messages if peer in (one.source, one.target)}
-
     def peers(self, rank: int) -> set[int]:
-        return {end for one in self.messages for end in (one.source, one.target)} - {rank}
+        """Those that `rank`, whose batch it is, talks to."""
+        return {one.target if one.source == rank else one.source for one in self.messages}
 
 
 BatchesOf = Callable[[int], Sequence[Batch]]
@@ -64,12 +63,14 @@ def check_order(rank: int, batches_of: BatchesOf) -> None:
     for before, after in pairwise(mine):
         if before.turn >= after.turn:
             raise _fault(f"rank {rank} posts turn {after.turn} behind turn {before.turn}")
-    theirs = {peer: {batch.turn: batch for batch in batches_of(peer)} for batch in mine for peer in batch.peers(rank)}
+    turns = defaultdict[int, list[Turn]](list)
     for batch in mine:
         for peer in batch.peers(rank):
-            other = theirs[peer].get(batch.turn)
-            if other is None or other.ends_with(rank) != batch.ends_with(peer):
-                raise _fault(f"in turn {batch.turn} ranks {rank} and {peer} do not post the ends of the same messages")
+            turns[peer].append(batch.turn)
+    for peer, shared in turns.items():
+        theirs = [batch.turn for batch in batches_of(peer) if rank in batch.peers(peer)]
+        if shared != theirs:
+            raise _fault(f"ranks {rank} and {peer} meet in turns {shared} of one and {theirs} of the other")
 
 
 def run_in_order(posted: Sequence[Sequence[Batch]]) -> None:
