@@ -33,8 +33,8 @@ FAR_LESS = 2
 # From what holds least to what holds most.
 LEAN = ("local", "halo", "ring", "gather", "ring2")
 
-# What an attention may hold: what the ring does and as many shards of keys and values more, or this part of the device.
-SHARDS, PART = 1, 64
+# What an attention may hold: what the ring does and as many shards of keys and values more, or a part of the device.
+SHARDS = 1
 
 # Of more ranks the plan is not unrolled: strategies are compared as they would be on so many, each with as many rows.
 MOST_RANKS = 32
@@ -175,7 +175,7 @@ def choose_strategy(case: Case, ranks: int, layout: str, rates: Rates, fixed: bo
 def allowed(case: Case, ranks: int, rates: Rates, ring: Estimate) -> int:
     """Bytes that may be held: of the ring and SHARDS shards more, or a part of the device."""
     shards = SHARDS * -(-case.kv_length // ranks) * case.heads.row()
-    return max(ring.held + shards, rates.memory // PART if ranks <= MOST_RANKS else 0)
+    return max(ring.held + shards, rates.memory // rates.part if ranks <= MOST_RANKS else 0)
 
 
 def order(strategy: str) -> tuple[int, str]:

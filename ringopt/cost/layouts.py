@@ -23,7 +23,10 @@ from ringopt.options import SiteOptions
 
 
 def layouts_for(
-    sites: Mapping[fx.Node, SiteInfo], options: SiteOptions, mesh: Mesh, given: set[str],
+    sites: Mapping[fx.Node, SiteInfo],
+    options: SiteOptions,
+    mesh: Mesh,
+    given: set[str],
     carries: Mapping[fx.Node, bool],
 ) -> tuple[Layouts, str]:
     """The layout of each sequence, and why; `given` are those of the inputs that arrive in rows. Raises OptionError

@@ -90,7 +90,7 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, dense: bool = False) -> Mem
     block = next((block for step in plan.forward(rank) for block in step.blocks), None)
     first = pieces(plan.pattern, block, heads.kernel)[0] if block is not None else None
     whole = first is not None and len(first.queries) == sums.queries and not sums.narrow
-    strip, begun = strip_of(sums.queries), set[range]()
+    strip, begun = strip_of(sums.queries, heads.device), set[range]()
 
     def tile(piece: Block) -> TileBytes:
         if whole and piece == first:
@@ -112,7 +112,9 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, dense: bool = False) -> Mem
 
 def turns_of(plan: Exchange, heads: Heads) -> tuple[int, int]:
     """(exchanges, KV heads of each) into which an exchange of keys is cut; (1, 1) without tokens."""
-    return exchanges_of(heads.kv_heads, plan.leaving, plan.leaving * heads.row()) if plan.length else (1, 1)
+    if not plan.length:
+        return 1, 1
+    return exchanges_of(heads.kv_heads, plan.leaving, plan.leaving * heads.row(), heads.device)
 
 
 # ---- queries travel --------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def of_queries(plan: Exchange, heads: Heads, rank: int, buffered: bool) -> Memor
     """Bytes at the peak of the forward and of the backward, and those saved between them, where queries are
     exchanged."""
     sums = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank)))
-    strip, results = strip_of(sums.queries), sums.wide_out + sums.lse
+    strip, results = strip_of(sums.queries, heads.device), sums.wide_out + sums.lse
     there, back = Ledger(), Ledger()
     over_steps(there, plan, rank, heads, False, results, lambda piece: forward_tile(plan.pattern, piece, heads, strip))
     parts = results + merged(heads, sums.queries, plan.ranks, buffered) if plan.merges else sums.out * sums.narrow

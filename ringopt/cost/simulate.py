@@ -27,16 +27,18 @@ SHAPES = {Kind.FULL: "full", Kind.CAUSAL: "causal", Kind.PARTIAL: "masked"}
 
 @dataclass(frozen=True)
 class Heads(Sizes):
-    """The sizes of an attention, its dtype (without "torch.") and the kernel of its tiles."""
+    """The sizes of an attention, its dtype (without "torch."), the kernel of its tiles, and the type of its device."""
 
     dtype: str
     kernel: str
+    device: str = "cpu"
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, kernel: str = "") -> Heads:
         """Of q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], which may be fake."""
         sizes = Sizes.of(q, k, v)
-        return cls(**vars(sizes), dtype=str(q.dtype).removeprefix("torch."), kernel=kernel)
+        dtype, device = str(q.dtype).removeprefix("torch."), q.device.type if q.device.type != "meta" else "cpu"
+        return cls(**vars(sizes), dtype=dtype, kernel=kernel, device=device)
 
     def row(self, cargo: Cargo = Cargo.OUT) -> int:
         """Bytes of one row of K and V, or of their gradients, in a message."""

@@ -11,7 +11,7 @@ from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.plan.exchange import Block, Cargo
 from ringopt.context_parallel.plan.tiling import strip_ends
 from ringopt.cost.simulate import Heads
-from ringopt.kernels.math import SCORES
+from ringopt.hardware.devices import limits_of
 
 # Bytes an element while the mask of a pattern is made (geometry/visibility.py): of distances in 64 bits and three
 # comparisons; of ends of rows, the comparisons alone.
@@ -132,7 +132,10 @@ def scratch(part: Sums, backward: bool = False) -> int:
         scores = rows * keys * (heads.wide + heads.itemsize * part.narrow)
         return part.out + 2 * scores if backward else scores + rows * (heads.value_dim + 2) * heads.wide
     if heads.kernel == "math":
-        scores = min(part.queries * keys * heads.batch * heads.q_heads, max(SCORES, keys)) * heads.wide
+        scores = (
+            min(part.queries * keys * heads.batch * heads.q_heads, max(limits_of(heads.device).scores, keys))
+            * heads.wide
+        )
         copies = part.wide_dkv * part.narrow
         return copies + (4 if backward else 2) * scores
     return 0

@@ -15,6 +15,7 @@ device had one), DGX A100, DGX H100, H200 and B200 (a port for each device).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,9 +39,39 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Into how much the work of an attention is cut: as much as hides messages, and no more calls of a kernel than keep
+    the device busy. On cores that also move the messages many small pieces are best; a GPU wants calls that fill it,
+    and its messages travel by themselves.
+
+    exchanges  that one is cut into at most, to take turns
+    message    bytes of the largest message of each, at least
+    strip      queries of a forward tile, or an eighth of those of a rank if that is more; 0: all at once
+    least      the fewest queries of a tile with a mask of its own
+    mask       elements of a mask that is held at once
+    scores     elements of scores that are held at once, where they are written out
+    part       of the device's memory an attention may hold one of so many parts
+    """
+
+    exchanges: int
+    message: int
+    strip: int
+    least: int
+    mask: int
+    scores: int
+    part: int
+
+
+# Measured on two cores; on GPUs not measured: one call a block, 256 MiB of masks and 1 GiB of scores in 32 bits.
+OF_CORES = Limits(exchanges=8, message=1 << 19, strip=1024, least=64, mask=1 << 22, scores=1 << 22, part=64)
+OF_GPUS = Limits(exchanges=1, message=1 << 19, strip=0, least=512, mask=1 << 26, scores=1 << 28, part=16)
+
+
+@dataclass(frozen=True)
 class Device:
     """`peak`: FLOP/s by dtype; `memory`: bytes; `bandwidth`: bytes/s of that memory; `link`: between devices of a node;
-    `node`: devices of a node, 0 where one link joins all; `network`: the link between nodes."""
+    `node`: devices of a node, 0 where one link joins all; `network`: the link between nodes; `limits`: how work is cut
+    for it."""
 
     name: str
     peak: dict[str, float]
@@ -50,6 +81,7 @@ class Device:
     link: str
     node: int = 0
     network: str = ""
+    limits: Limits = OF_GPUS
 
     def flops(self, dtype: str) -> float:
         """FLOP/s that attention reaches at best. A dtype that is not listed counts as the slowest that is."""
@@ -84,7 +116,7 @@ LINKS = {
 DEVICES = {
     device.name: device
     for device in (
-        Device("cpu", {"float32": 50 * GIGA, "float64": 25 * GIGA}, 4 * GIB, 10 * GIGA, 1.0, "memory"),
+        Device("cpu", {"float32": 50 * GIGA, "float64": 25 * GIGA}, 4 * GIB, 10 * GIGA, 1.0, "memory", limits=OF_CORES),
         # Pascal has no tensor cores, and no bfloat16: that runs as float32.
         Device("p100", tensor_cores(10.6, 21.2, 10.6), 16 * GIB, 732 * GIGA, 0.5, "nvlink1", 8, "infiniband-edr"),
         Device("v100", tensor_cores(15.7, 125, 15.7), 32 * GIB, 900 * GIGA, 0.5, "nvlink2", 8, "infiniband-edr"),
@@ -99,6 +131,17 @@ DEVICES = {
 def device_of(name: str) -> Device:
     """The device of that name. Raises OptionError for one that DEVICES lacks."""
     return _found("hardware", name, DEVICES)
+
+
+def limits_of(device_type: str) -> Limits:
+    """Of tensors on devices of a type, the same for all of them: the ranks of a mesh cut alike."""
+    return OF_CORES if device_type in ("cpu", "meta") else OF_GPUS
+
+
+def named(product: str) -> Device | None:
+    """The device of the table that a driver calls `product`, such as "NVIDIA H100 80GB HBM3"."""
+    words = re.split(r"[^a-z0-9]+", product.lower())
+    return next((device for name, device in DEVICES.items() if name in words and name != "cpu"), None)
 
 
 def link_of(name: str) -> Link:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ringopt.errors import OptionError
-from ringopt.hardware.rates import Rates, cautious
+from ringopt.hardware.rates import Rates, by_name, cautious
 
 FORMAT = 3
 
@@ -49,8 +49,11 @@ def store(rates: Rates, device: str = "cpu") -> Path:
 
 
 def here(device: str = "cpu") -> Rates:
-    """The rates of this machine: measured, or `cautious`. Raises OptionError for a file that cannot be read."""
+    """The rates of this machine: measured; or of a GPU those of its data sheet; or `cautious`. Raises OptionError for a
+    file that cannot be read."""
     found = load(path_of(device))
+    if found is None and device == "cuda":
+        found = by_name(torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory)
     return found if found is not None else cautious()
 
 

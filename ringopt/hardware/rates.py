@@ -19,9 +19,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any
 
-from ringopt.hardware.devices import Link, device_of, link_of
+from ringopt.hardware.devices import OF_CORES, Device, Link, device_of, link_of, named
+
+LAUNCH = 10e-6  # seconds to launch a kernel on a GPU
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Rates:
              forward|backward": what is communicated in it
     step     seconds of overhead a step
     memory   bytes of the device; 0 where that is not known
+    part     an attention may hold one of so many parts of `memory`
     node     consecutive ranks that `link` joins, where `between` joins such nodes; 0: all, or not known
     """
 
@@ -61,6 +65,7 @@ class Rates:
     calls: Mapping[str, float] = field(default_factory=dict)
     step: float = 0.0
     memory: int = 0
+    part: int = OF_CORES.part
     node: int = 0
     between: Link | None = None
 
@@ -135,12 +140,36 @@ def rates_of(hardware: str, dtype: str = "bfloat16", link: str | None = None) ->
     Raises OptionError for names that the tables lack.
     """
     device, wire = device_of(hardware), link_of(link or device_of(hardware).link)
-    launch, source = 0.0 if hardware == "cpu" else 10e-6, f"data sheet of {hardware}, {wire.name}"
-    found = Rates(source, wire, Speed(device.flops(dtype), launch), touch=device.bandwidth, memory=device.memory)
+    launch, source = 0.0 if hardware == "cpu" else LAUNCH, f"data sheet of {hardware}, {wire.name}"
+    memory, part = device.memory, device.limits.part
+    speed = Speed(device.flops(dtype), launch)
+    found = Rates(source, wire, speed, touch=device.bandwidth, memory=memory, part=part)
     if link is not None or not device.node:
         return found
     source = f"{source} in nodes of {device.node} and {device.network} between"
     return dataclasses.replace(found, source=source, node=device.node, between=link_of(device.network))
+
+
+def by_name(name: str, memory: int) -> Rates | None:
+    """The rates of the data sheet of a device as its driver calls it, with as much memory as it has; None of one that
+    the table lacks. Cards that are not joined by the table's link say so in their name."""
+    device = named(name)
+    if device is None:
+        return None
+    link = PCI_EXPRESS.get(device.name, "pcie5") if "pcie" in name.lower() else None
+    found = rates_of(device.name, link=link)
+    source = f"{found.source}; not measured, take `ringopt bench --calibrate`"
+    return dataclasses.replace(found, source=source, memory=memory, speeds=_speeds(device))
+
+
+# Generations of cards without a link of their own.
+PCI_EXPRESS = {"p100": "pcie3", "v100": "pcie3", "a100": "pcie4"}
+
+
+def _speeds(device: Device) -> dict[str, Speed]:
+    """Of all kernels for GPUs in all dtypes, in the terms of a profile."""
+    names = product(("flash", "cudnn", "efficient", "math"), device.peak, ("forward", "backward"))
+    return {f"{kernel} {dtype} {way} full": Speed(device.flops(dtype), LAUNCH) for kernel, dtype, way in names}
 
 
 def cautious() -> Rates:

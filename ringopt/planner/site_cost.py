@@ -207,6 +207,6 @@ def numbers(case: Case, width: int, ranks: int, rates: Rates, node: int = 1) -> 
         F: forward.rate, o: forward.overhead, F_b: backward.rate, o_b: backward.overhead,
         W: far.rate, L: far.latency, V: rates.link.rate, U: rates.link.latency, s: rates.step,
         volume.g: rates.node if rates.tiers(ranks) else ranks,
-        T: exchanges_of(share.kv_heads, leaving, leaving * share.row())[0], Z: least_of(heads.kernel),
-        Q: min(1.0, strip_of(rows) / max(rows, 1)),
+        T: exchanges_of(share.kv_heads, leaving, leaving * share.row(), heads.device)[0], Z: least_of(heads.kernel),
+        Q: min(1.0, strip_of(rows, heads.device) / max(rows, 1)),
     }  # fmt: skip

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from ringopt.distributed import agreed_rates
 from ringopt.errors import OptionError
 from ringopt.hardware import profile
-from ringopt.hardware.devices import DEVICES, LINKS
+from ringopt.hardware.devices import DEVICES, LINKS, limits_of
 from ringopt.hardware.rates import Rates, Speed, cautious, rates_of
 from tests.harness.threads import ThreadMesh
 
@@ -38,6 +40,42 @@ def test_every_device_comes_with_a_link_of_the_table() -> None:
 def test_what_is_not_in_the_table_is_refused(names: tuple[str, str | None]) -> None:
     with pytest.raises(OptionError, match="is unknown; the table has "):
         rates_of(names[0], link=names[1])
+
+
+@pytest.mark.parametrize(
+    ("product", "device", "link"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", "nvlink4"), ("NVIDIA A100-SXM4-40GB", "a100", "nvlink3"),
+        ("NVIDIA A100 80GB PCIe", "a100", "pcie4"), ("NVIDIA H100 PCIe", "h100", "pcie5"),
+        ("Tesla V100-SXM2-32GB", "v100", "nvlink2"), ("NVIDIA B200", "b200", "nvlink5"),
+    ],
+)  # fmt: skip
+def test_a_gpu_without_a_profile_is_known_by_its_name(
+    product: str, device: str, link: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: product)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=77))
+    found = profile.here("cuda")
+    assert found.source.startswith(f"data sheet of {device}, {link}") and "not measured" in found.source
+    assert (found.link.name, found.memory, found.part) == (link, 77, DEVICES[device].limits.part)
+    assert found.tile("cudnn", "bfloat16", True, "causal").rate == DEVICES[device].flops("bfloat16")
+    assert found.tile("efficient", "float32", False, "masked").rate == DEVICES[device].flops("float32")
+    assert (found.between is None) == link.startswith("pcie")
+    assert Rates.of_dict(found.to_dict()) == found, "rank 0 sends it to the others"
+    profile.store(MEASURED, "cuda")
+    assert profile.here("cuda") == MEASURED
+
+
+def test_a_gpu_that_the_table_lacks_is_taken_for_slow(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=77))
+    assert profile.here("cuda") == cautious()
+
+
+def test_limits_are_of_the_type_of_a_device() -> None:
+    """Not of its name: the ranks of a mesh cut alike."""
+    assert limits_of("cpu") is limits_of("meta") is DEVICES["cpu"].limits
+    assert {device.limits for name, device in DEVICES.items() if name != "cpu"} == {limits_of("cuda")}
 
 
 def test_a_step_takes_the_longer_of_compute_and_exchange() -> None:

@@ -65,7 +65,7 @@ class KeysForward(Task):
         for tile in self.tiles.scores.tiles(block):
             # What a tile gives is held beside the sums it is merged into, but for a first one that becomes the sums.
             whole = self.merged.empty and len(tile.queries) == q.shape[2] and q.dtype == accumulator(q.dtype)
-            for part in tile.strips(q.shape[2] if whole else strip_of(q.shape[2])):
+            for part in tile.strips(q.shape[2] if whole else strip_of(q.shape[2], q.device.type)):
                 rows, (keys, values) = self.tiles.local.slice(part.queries), self.held.pair(part.keys)
                 inputs = TileInputs(q[:, :, rows], keys, values, self.scale, part.mask, part.causal)
                 out, lse = self.tiles.kernel(part).forward(inputs)

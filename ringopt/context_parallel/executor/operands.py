@@ -64,7 +64,8 @@ class Operands:
 
 def kv_sizes(k: Tensor, v: Tensor, mask: Mask) -> KVSizes:
     """KV heads, and bytes a token of one of them over all batches; a mask is not cut into heads."""
-    return KVSizes(k.shape[1], k.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size(), cut=not mask.text)
+    token_bytes = k.shape[0] * (k.shape[3] + v.shape[3]) * k.element_size()
+    return KVSizes(k.shape[1], token_bytes, cut=not mask.text, device=k.device.type)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class QueriesForward(Task):
 
     def compute(self, block: Block) -> None:
         for tile in self.tiles.scores.tiles(block):
-            for part in tile.strips(strip_of(self.given.q.shape[2])):
+            for part in tile.strips(strip_of(self.given.q.shape[2], self.given.q.device.type)):
                 self.sums.add(part.queries, *self._attended(part))
                 self.mesh.attend()
 

@@ -23,10 +23,11 @@ from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.exchange import Block
-from ringopt.context_parallel.plan.tiling import LEAST, LEAST_ON_GPU, MASK_ELEMENTS, queries_at_once, strip_ends, strips
+from ringopt.context_parallel.plan.tiling import MASK_ELEMENTS, queries_at_once, strip_ends, strips
 from ringopt.expr.mask import FAR, Mask, ScoreBlock
 from ringopt.expr.terms import axes_of
 from ringopt.expr.value_ranges import bounds
+from ringopt.hardware.devices import limits_of
 from ringopt.kernels.base import HIDDEN, accumulator
 
 
@@ -106,7 +107,7 @@ class TileScores:
             yield Tile(block.queries, block.keys, mask, True, self.level(block.queries), modified)
             return
         if block.kind is Kind.PARTIAL:
-            least = LEAST if self.device.type == "cpu" else LEAST_ON_GPU
+            least = limits_of(self.device.type).least
             step = min(step, queries_at_once(self.pattern, block.queries, block.keys, least))
         for queries, keys in strips(self.pattern, block.queries, block.keys, step):
             yield from self._cut(queries, keys)
@@ -199,4 +200,5 @@ class TileScores:
     def _queries_at_once(self, keys: int) -> int:
         sizes = (("b", self.batch), ("h", len(self.heads)))
         batch, heads = (size if axis in self._axes else 1 for axis, size in sizes)
-        return max(1, MASK_ELEMENTS // (batch * heads * keys))
+        elements = MASK_ELEMENTS if self.device.type == "cpu" else limits_of(self.device.type).mask
+        return max(1, elements // (batch * heads * keys))

@@ -10,27 +10,31 @@ second half of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange, prove_heads
 from ringopt.context_parallel.plan.posting_order import batches, check_order
 from ringopt.context_parallel.plan.prove import prove
+from ringopt.hardware.devices import limits_of
 
-MOST = 8  # exchanges
-PIECE = 1 << 19  # bytes of the largest message of each: smaller ones cost more to handle than they hide
+# On the CPU; other devices have limits of their own (hardware/devices.py).
+MOST = limits_of("cpu").exchanges
+PIECE = limits_of("cpu").message  # smaller messages cost more to handle than they hide
 ROWS = 2048  # keys of each, where several share heads: what more of them cost is one more merge of all results
 
 
 @dataclass(frozen=True)
 class KVSizes:
     """Of K and V that a rank holds: their heads, and the bytes of one token of one head, of all batch rows. `cut`:
-    whether the heads may be cut; not where a mask of the program would have to be made for each."""
+    whether the heads may be cut; not where a mask of the program would have to be made for each. `device`: the type of
+    that which holds them."""
 
     heads: int
     token_bytes: int
     cut: bool = True
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,11 @@ class SubExchange:
     name: str = field(default="", compare=False)  # in labels
 
 
-def exchanges_of(kv_heads: int, rows: int, size: int) -> tuple[int, int]:
+def exchanges_of(kv_heads: int, rows: int, size: int, device: str = "cpu") -> tuple[int, int]:
     """How many exchanges pay, by heads and by rows, where `size` bytes of K and V leave a rank, in `rows` rows."""
-    most = max(1, min(MOST, size // PIECE))
+    limits = limits_of(device)
+    allowed, piece = (MOST, PIECE) if device == "cpu" else (limits.exchanges, limits.message)
+    most = max(1, min(allowed, size // piece))
     apart = max(1, min(most, kv_heads))
     return apart, max(1, min(most // apart, rows // ROWS))
 
@@ -54,7 +60,8 @@ def sub_exchanges(exchange: Exchange, sizes: KVSizes) -> list[SubExchange]:
     heads, leaving = sizes.heads, exchange.leaving
     apart, parts = (1, 1)
     if exchange.length:
-        apart, parts = exchanges_of(heads if sizes.cut else 1, leaving, heads * leaving * sizes.token_bytes)
+        size = heads * leaving * sizes.token_bytes
+        apart, parts = exchanges_of(heads if sizes.cut else 1, leaving, size, sizes.device)
     found: list[SubExchange] = []
     for i in range(apart):
         for part in exchange.parts(parts):
@@ -81,7 +88,7 @@ def prove_plan(plan: Exchange | HeadExchange, sizes: KVSizes, rank: int) -> None
     if isinstance(plan, HeadExchange):
         prove_heads(plan, rank)
         for part in plan.parts(rank):
-            own = KVSizes(len(part.keys), sizes.token_bytes, sizes.cut)
+            own = replace(sizes, heads=len(part.keys))
             _prove_parts(plan.whole, own, rank // plan.node)
         return
     prove(plan, rank)

@@ -6,18 +6,22 @@ from functools import lru_cache
 
 from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
 from ringopt.context_parallel.plan.exchange import Block
+from ringopt.hardware.devices import limits_of
+
+# Of the CPU; other devices have limits of their own (hardware/devices.py).
+CORES = limits_of("cpu")
 
 # Elements of one mask: 16 MiB in float32. A tile with a mask is cut over its queries to stay below, so that memory does
 # not grow with the square of the rows of a rank.
-MASK_ELEMENTS = 1 << 22
+MASK_ELEMENTS = CORES.mask
 
 # The fewest queries of a strip, unless a mask would be too large: fewer leave a kernel idle.
-LEAST, LEAST_ON_GPU = 64, 512
+LEAST, LEAST_ON_GPU = CORES.least, limits_of("cuda").least
 
 # Queries of a forward tile, or an eighth of those of a rank if that is more: few enough for its output to be small
 # beside the sums, enough for a kernel to work at its best. PyTorch's for the CPU takes AT_ONCE from 768 on, and fewer
 # below; of a number that these do not divide the rest costs as much as they do.
-STRIP, AT_ONCE = 1024, 256
+STRIP, AT_ONCE = CORES.strip, 256
 
 # Shorter strips are taken as long as they save this part of the pairs: what is hidden in them is computed for nothing,
 # and each strip costs a call of the kernel and a merge.
@@ -29,9 +33,10 @@ def least_of(kernel: str) -> int:
     return LEAST if kernel in ("flash_cpu", "math") else LEAST_ON_GPU
 
 
-def strip_of(queries: int) -> int:
+def strip_of(queries: int, device: str = "cpu") -> int:
     """Queries of a forward tile, of so many that a rank has."""
-    return -(-max(STRIP, queries // 8) // AT_ONCE) * AT_ONCE
+    strip = STRIP if device == "cpu" else limits_of(device).strip
+    return -(-max(strip, queries // 8) // AT_ONCE) * AT_ONCE if strip else max(1, queries)
 
 
 def strip_ends(queries: int, strip: int) -> list[int]:
