@@ -138,7 +138,7 @@ def limits_of(device_type: str) -> Limits:
     return OF_CORES if device_type in ("cpu", "meta") else OF_GPUS
 
 
-def named(product: str) -> Device | None:
+def device_named(product: str) -> Device | None:
     """The device of the table that a driver calls `product`, such as "NVIDIA H100 80GB HBM3"."""
     words = re.split(r"[^a-z0-9]+", product.lower())
     return next((device for name, device in DEVICES.items() if name in words and name != "cpu"), None)

@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from ringopt.hardware.devices import OF_CORES, Device, Link, device_of, link_of, named
+from ringopt.hardware.devices import OF_CORES, Device, Link, device_named, device_of, link_of
 
 LAUNCH = 10e-6  # seconds to launch a kernel on a GPU
 
@@ -153,7 +153,7 @@ def rates_of(hardware: str, dtype: str = "bfloat16", link: str | None = None) ->
 def by_name(name: str, memory: int) -> Rates | None:
     """The rates of the data sheet of a device as its driver calls it, with as much memory as it has; None of one that
     the table lacks. Cards that are not joined by the table's link say so in their name."""
-    device = named(name)
+    device = device_named(name)
     if device is None:
         return None
     link = PCI_EXPRESS.get(device.name, "pcie5") if "pcie" in name.lower() else None
