@@ -16,6 +16,7 @@ from ringopt.tools.benchmarks.tables import (
     exchange,
     forms,
     kernels,
+    launches,
     memory,
     one_process,
     overlap,
@@ -38,7 +39,7 @@ examples:
   ringopt bench one-process --lengths 1024 --repeats 3 --json bench.json
 """
 
-TABLES = (forms, one_process, overlap, kernels, exchange, speedup, memory, soak, dilated, training, passes)
+TABLES = (forms, one_process, overlap, kernels, launches, exchange, speedup, memory, soak, dilated, training, passes)
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:

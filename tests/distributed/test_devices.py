@@ -20,7 +20,6 @@ from ringopt.distributed.groups import new_group
 from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import forget_all
 from ringopt.distributed.process import ProcessMesh
-from ringopt.distributed.roll_call import batch
 from ringopt.distributed.submesh import SubMesh
 from ringopt.torch_compat import distributed as door
 
@@ -124,28 +123,3 @@ def test_the_world_stays_bound_where_a_group_cannot_be_made(world: Any) -> None:
     with pytest.raises(ValueError, match="out of range"):
         door.new_group([1, 7], timedelta(seconds=60), members_only=True)
     assert door.bound_device(dist.group.WORLD) == torch.device("cuda:2")
-
-
-# ---- reading late ----------------------------------------------------------------------------------------------------
-def test_what_is_read_late_waits_for_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[str] = []
-
-    class Event:
-        def record(self, stream: str) -> None:
-            waited.append(f"recorded on {stream}")
-
-        def synchronize(self) -> None:
-            waited.append("synchronized")
-
-    class Module:
-        @staticmethod
-        def current_stream(device: torch.device) -> str:
-            return f"the stream of {device}"
-
-    Module.Event = Event  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **rest: empty(*sizes, **rest))
-    read = batch.without_waiting(torch.tensor([3, 4]))
-    assert waited == ["recorded on the stream of cpu"]
-    assert read() == [3, 4] and waited[1:] == ["synchronized"]

@@ -1,6 +1,6 @@
 """Faults that a real mistake could make in a Python file: each changes one place of the source.
 
-    for fault in faults_of(source): fault.line, fault.what, fault.source
+for fault in faults_of(source): fault.line, fault.what, fault.source
 """
 
 from __future__ import annotations

@@ -153,9 +153,8 @@ def without_nan(attention: Attention, dout: Tensor, saved: Saved) -> tuple[Tenso
 def spread_nan(dq: Tensor, parts: Sequence[Tensor], hidden: Tensor) -> None:
     """In place: the weights of the rows `hidden` [B, Hq, Sq_local] are NaN for all keys."""
     dq.masked_fill_(hidden.unsqueeze(-1), torch.nan)
-    if bool(hidden.any()):
-        for part in parts:
-            part.fill_(torch.nan)
+    for part in parts:
+        part.masked_fill_(hidden.any(), torch.nan)
 
 
 def spread_nan_to_keys(grads: Sequence[Tensor], mesh: Mesh, hidden: Tensor) -> None:

@@ -10,7 +10,7 @@ which a large positive number is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -28,7 +28,11 @@ from ringopt.expr.mask import FAR, Mask, ScoreBlock
 from ringopt.expr.terms import axes_of
 from ringopt.expr.value_ranges import bounds
 from ringopt.hardware.devices import limits_of
+from ringopt.hardware.to_host import to_host
 from ringopt.kernels.base import HIDDEN, accumulator
+
+# Bytes of the sources of a mask: of more, each block is read where they are.
+COPIED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,12 @@ class TileScores:
     _axes: frozenset[str] = field(init=False)
     _levels: dict[range, Tensor | None] = field(default_factory=dict)
     _bands: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _arriving: Callable[[], Sequence[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
+        # What the sources hide is decided on the host: small ones are copied there, all at once and once a call.
+        small = sum(x.nbytes for x in self.sources) <= COPIED and not any(x.is_meta for x in self.sources)
+        object.__setattr__(self, "_arriving", to_host(self.sources) if small else lambda: self.sources)
         object.__setattr__(self, "_axes", frozenset(axes_of([self.mask.visible, self.mask.bias])))
         if self.mask.bias is not None and self.mask.bias.dtype.itemsize > self.dtype.itemsize:
             object.__setattr__(self, "dtype", accumulator(self.dtype))
@@ -159,7 +167,7 @@ class TileScores:
         rows = self.pattern.q_length if self.local is None else self.local.rows
         lengths = (self.batch, self.pattern.q_length, self.pattern.kv_length, rows)
         spans = {axis: range(length) for axis, length in zip("bqkr", lengths, strict=True)} | {"h": self.heads}
-        low, high = bounds(self.mask.bias, spans, self.sources)
+        low, high = bounds(self.mask.bias, spans, self._read)
         return float(low), float(high)
 
     @torch.no_grad()
@@ -175,11 +183,16 @@ class TileScores:
         """The scaled scores [B, Hq, queries, keys] as the mask changes them. Differentiable where grad is enabled."""
         return self.mask.modified(scores, self._block(queries, keys), self.sources)
 
+    @cached_property
+    def _read(self) -> Sequence[Tensor]:
+        """The sources where their numbers are read."""
+        return self._arriving()
+
     def _verdict(self, queries: range, keys: range) -> str:
-        return self.mask.kind(self._spans(queries, keys), self.sources) if self.mask.text else "full"
+        return self.mask.kind(self._spans(queries, keys), self._read) if self.mask.text else "full"
 
     def _modifies(self, queries: range, keys: range) -> bool:
-        return self.mask.modifies(self._spans(queries, keys), self.sources)
+        return self.mask.modifies(self._spans(queries, keys), self._read) if self.mask.score is not None else False
 
     def _spans(self, queries: range, keys: range) -> dict[str, range]:
         return {"b": range(self.batch), "h": self.heads, "q": queries, "k": keys, "r": self._local(queries)}

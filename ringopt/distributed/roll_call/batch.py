@@ -34,6 +34,7 @@ from ringopt.distributed.roll_call.entrance import (
 )
 from ringopt.distributed.roll_call.tensor_digest import MODULUS, STEP, signed, word_of
 from ringopt.errors import RingMismatchError
+from ringopt.hardware.to_host import to_host
 
 LABEL = "inputs"
 
@@ -103,18 +104,9 @@ def settle_batch(mesh: Mesh, batch: Batch, parts: Sequence[Tensor], pending: Pen
 
 
 def without_waiting(x: Tensor) -> Callable[[], Any]:
-    """Brings `x` from a device to the host; what is returned waits until it is there, and gives it."""
-    table = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    table.copy_(x, non_blocking=True)
-    module = torch.get_device_module(x.device)
-    arrived = module.Event()
-    arrived.record(module.current_stream(x.device))  # not that of the current device, which may be another
-
-    def read() -> Any:
-        arrived.synchronize()
-        return table.tolist()
-
-    return read
+    """Brings `x` from a device to the host; what is returned waits until it is there, and gives its numbers."""
+    arrived = to_host([x])
+    return lambda: arrived()[0].tolist()
 
 
 def judge_batch(mesh: Mesh, batch: Batch, found: Sequence[Sequence[int]], at_hand: bool) -> None:

@@ -50,8 +50,12 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         help=f"of the sequence (for each of the ranks {ROWS[False]} where computed, {ROWS[True]} where slept)",
     )
     parser.add_argument(
-        "--shares", metavar="X", nargs="+", type=_share, default=[0.3, 0.6, 0.9],
-        help="exchange / compute (0.3 0.6 0.9)"
+        "--shares",
+        metavar="X",
+        nargs="+",
+        type=_share,
+        default=[0.3, 0.6, 0.9],
+        help="exchange / compute (0.3 0.6 0.9)",
     )
     parser.add_argument("--repeats", metavar="N", type=natural, default=3, help="timed calls of each, by turns (3)")
     parser.add_argument("--emulated", action="store_true", help="hold messages back instead of making links")

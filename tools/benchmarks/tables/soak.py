@@ -28,7 +28,6 @@ examples:
 """
 
 
-
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
     """Adds `ringopt bench soak`."""
     parser = tables.add_parser(

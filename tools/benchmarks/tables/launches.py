@@ -1,0 +1,97 @@
+"""What one rank of an attention launches, sends and reads back on a GPU, forward and backward: counted without one, on
+tensors that have sizes and no numbers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, chosen
+from ringopt.tools.common.command import CommandError, natural
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from rich.progress import Progress
+
+EXAMPLES = """\
+examples:
+  ringopt bench launches
+  ringopt bench launches --heads 32 --kv-heads 8 --tokens-per-rank 8192 --world-size 8 --mask padding
+"""
+
+
+def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench launches`."""
+    parser = tables.add_parser(
+        "launches",
+        parents=[common],
+        help="what an attention launches, sends and reads back on a GPU, counted without one",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--hardware", default="h100", help="a GPU of the table of data sheets (h100)")
+    parser.add_argument("--heads", metavar="N", type=natural, default=32, help="query heads, of 128 (32)")
+    parser.add_argument("--kv-heads", metavar="N", type=natural, default=8, help="KV heads (8)")
+    parser.add_argument("--tokens-per-rank", metavar="N", type=natural, default=8192, help="(8192)")
+    parser.add_argument("--world-size", metavar="P", type=natural, default=8, help="ranks (8)")
+    parser.add_argument("--rank", metavar="R", type=int, default=3, help="the one that is counted (3)")
+    parser.add_argument("--strategy", default="ring", help="(ring)")
+    parser.add_argument("--mask", metavar="MASK", nargs="+", help="only these")
+    parser.set_defaults(measure=measure)
+
+
+def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
+    """Raises CommandError for an unknown MASK or rank, and where no fake device can be had; OptionError for hardware
+    and strategies that are none."""
+    from ringopt.hardware.devices import device_of
+    from ringopt.tools.benchmarks.lab.fake_cuda import missing
+    from ringopt.tools.benchmarks.workers.launches import MASKS, Shape, launched
+
+    if device_of(arguments.hardware).limits != device_of("h100").limits:
+        raise CommandError(f"--hardware {arguments.hardware}: it is no GPU")
+    if why := missing():
+        raise CommandError(why)
+    if not 0 <= arguments.rank < arguments.world_size:
+        raise CommandError(f"--rank {arguments.rank}: there are {arguments.world_size} ranks, from 0 on")
+    rows: list[Row] = []
+    for mask in progress.track(chosen(arguments.mask, MASKS), description="launches"):
+        sizes = (arguments.heads, arguments.kv_heads, 128, arguments.tokens_per_rank, arguments.world_size)
+        layout = "contiguous" if mask == "window" else "zigzag"
+        found = launched(Shape(mask, *sizes, layout, arguments.strategy), arguments.rank)
+        rows += [{"mask": mask, "layout": layout, "strategy": arguments.strategy} | row for row in found]
+    title = (
+        f"Rank {arguments.rank} of {arguments.world_size}: {arguments.tokens_per_rank} tokens, {arguments.heads} heads "
+        f"of 128 over {arguments.kv_heads}, bfloat16"
+    )
+    return Result(title, COLUMNS, rows, {"rows": len(rows)}, (), NOTES, KEYS)
+
+
+def _number(key: str, heading: str) -> Column:
+    return Column(heading, lambda row: f"{row[key]:,}")
+
+
+def _megabytes(row: dict[str, Any]) -> str:
+    return f"{row['bytes'] / 2**20:,.0f}"
+
+
+KEYS = ("mask", "layout", "strategy", "way")
+COLUMNS = (
+    Column("mask", lambda row: row["mask"], right=False),
+    Column("layout", lambda row: row["layout"], right=False),
+    Column("", lambda row: row["way"], right=False),
+    _number("attention", "attention\ncalls"),
+    _number("others", "other\nlaunches"),
+    _number("reads", "host\nreads"),
+    _number("copies", "copies\nto host"),
+    _number("batches", "message\nbatches"),
+    Column("sent,\nMiB", _megabytes),
+)
+NOTES = (
+    "attention calls: of FlashAttention-2, and of memory-efficient attention where a block has a mask. Dropped weights "
+    "are computed in matrix products, so they have none.",
+    "other launches: operations of ATen that compute or copy; views and allocations are none.",
+    "host reads: of numbers from the device, each of which waits for all that was launched before. Of a mask all is "
+    "taken for seen. copies to host: asynchronous, of what a mask reads, once an attention.",
+)
