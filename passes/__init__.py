@@ -14,6 +14,7 @@ from ringopt.passes.dilate import Dilate
 from ringopt.passes.draw_by_position import DrawByPosition
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.find_flex import FindFlex
+from ringopt.passes.find_scan import FindScan
 from ringopt.passes.find_softmax import FindSoftmax
 from ringopt.passes.find_unfused import FindUnfused
 from ringopt.passes.lower import Lower
@@ -28,6 +29,7 @@ from ringopt.pipeline import Pass
 
 UNDERSTAND = (
     Normalize(),  # functional: values may be read anywhere
+    FindScan(),  # recurrences are one node each, while their steps stand in the order in which they were traced
     Canonicalize(),  # in one order on all ranks: what is decided in the order of the graph is decided alike
     FindSoftmax(),  # every softmax is one node
     SplitWeights(),  # and each has products of its own

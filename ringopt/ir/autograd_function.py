@@ -101,7 +101,7 @@ class HigherOrder:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = tree_map_only(OperandPlace, lambda place: tensors[place.number], self.arguments)
-        with nullcontext() if self.autocast is None else _autocast_region(*self.autocast):
+        with nullcontext() if self.autocast is None else autocast_region(*self.autocast):
             found = self.operator(*args, **kwargs)
         return list(found) if isinstance(found, (tuple, list)) else [found]
 
@@ -110,7 +110,8 @@ class HigherOrder:
         return replace(self, autocast=autocast)
 
 
-def _autocast_region(device: str, dtype: torch.dtype, enabled: bool, _cache: bool | None) -> torch.autocast:
+def autocast_region(device: str, dtype: torch.dtype, enabled: bool, _cache: bool | None) -> torch.autocast:
+    """A region of autocast, from the arguments of _enter_autocast."""
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 

@@ -1,0 +1,127 @@
+"""A recurrence becomes one scan, whatever the number of its steps.
+
+    S1 = S0 * a[:, 0] + b[:, 0];  y0 = S1 @ c[:, 0]
+    S2 = S1 * a[:, 1] + b[:, 1];  y1 = S2 @ c[:, 1]                    # a loop over chunks or tokens, unrolled
+        ->
+    S, y = ringopt::scan([S0], [a, b, c with dim 1 in front], [], body)        body(S, a_t, b_t, c_t) = S', y_t
+
+Found are unrolled loops (ringopt/recognize/scans/loop.py), torch's scan (ringopt/frontend/higher_order/scan.py), and
+sums with decays between chunks (ringopt/recognize/scans/segment_sums.py). What of a step reads nothing that is carried
+is computed for all steps at once, before. Rewritten is a step that is proved to be affine in what it carries
+(ringopt/scans/affine.py); another recurrence (a tanh, a gate that reads the state) stays as it was, and the report says
+why and where. After: the size of the graph does not depend on the number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from ringopt.frontend.higher_order.scan import is_scan_operator, recurrence_of
+from ringopt.ir.nodes import source_line
+from ringopt.ir.refusal import Refusal
+from ringopt.recognize.scans.emit import replace_loop, replace_operator
+from ringopt.recognize.scans.find import judged, loops
+from ringopt.recognize.scans.hoist import SplitStep, hoisted
+from ringopt.recognize.scans.loop import Loop
+from ringopt.recognize.scans.recurrence import FoundRecurrence, NotRolled
+from ringopt.recognize.scans.segment_sums import SegmentSum, body, segment_sum
+from ringopt.rewrite import Facts, Rewrite
+from ringopt.scans.affine import prove_affine
+from ringopt.scans.body import NoBody, to_text
+from ringopt.scans.trace import Kinds
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recurrence: the body of its scan on operands of such kinds, and what puts the scan there; or why there is none.
+    `steps` and `node` are for the report."""
+
+    steps: int
+    node: fx.Node
+    text: str | Refusal
+    kinds: Kinds = ()
+    put: Callable[[fx.Graph], None] | None = None
+
+
+@dataclass(frozen=True)
+class FindScan(Rewrite["Loop | fx.Node", Found]):
+    """Rewrites each recurrence whose step is affine in what it carries as `ringopt::scan`."""
+
+    name = "find_scan"
+    reads = ("values",)
+    writes = ("relied_on", "notes")
+    optional = True
+    lost = "recurrences stay unrolled: graphs grow with their steps, and each rank computes all of them"
+
+    def subjects(self, facts: Facts) -> Iterable[Loop | fx.Node]:
+        return [*loops(facts.graph), *facts.graph.nodes]
+
+    def match(self, subject: Loop | fx.Node, facts: Facts) -> Found | None:
+        if isinstance(subject, Loop):
+            return of_loop(subject)
+        if is_scan_operator(subject):
+            return of_operator(subject)
+        found = segment_sum(subject, facts.constants) if subject.users else None
+        return of_sum(found) if found is not None else None
+
+    def check(self, found: Found, facts: Facts) -> Refusal | None:
+        if isinstance(found.text, Refusal):
+            return found.text
+        proof = prove_affine(found.text, found.kinds)
+        return proof if isinstance(proof, Refusal) else None
+
+    def rewrite(self, found: Found, facts: Facts) -> None:
+        assert found.put is not None
+        found.put(facts.graph)
+        note(f"a recurrence of {found.steps} steps is one scan", found.node, facts)
+
+    def refuse(self, found: Found, refusal: Refusal, facts: Facts) -> None:
+        known = refusal.node is not None and source_line(refusal.node)
+        note(f"a recurrence is no scan: {refusal.sentence}", refusal.node if known else found.node, facts)
+
+
+def note(sentence: str, node: fx.Node | None, facts: Facts) -> None:
+    """For the report: once, for layers that are alike."""
+    line = source_line(node) if node is not None else ""
+    text = f"{sentence} ({line})" if line else sentence
+    if text not in facts.context.notes:
+        facts.context.notes.append(text)
+
+
+def of_loop(loop: Loop) -> Found | None:
+    """What an unrolled loop is, as the graph is now."""
+    again = loop.again()
+    rolled = judged(again) if again is not None else None
+    if again is None or rolled is None:
+        return None
+    if isinstance(rolled, NotRolled):
+        return Found(again.steps, again.first[-1], Refusal(rolled.sentence, rolled.node))
+    parts = hoisted(rolled.recurrence)
+    return with_body(rolled.recurrence, parts, lambda graph, text: replace_loop(graph, rolled, parts, text))
+
+
+def of_operator(node: fx.Node) -> Found:
+    """What a call of torch's scan is."""
+    try:
+        recurrence = recurrence_of(node)
+    except NotRolled as problem:
+        return Found(0, node, Refusal(problem.sentence, problem.node))
+    parts = hoisted(recurrence)
+    return with_body(recurrence, parts, lambda graph, text: replace_operator(graph, node, recurrence, parts, text))
+
+
+def with_body(found: FoundRecurrence, parts: SplitStep, put: Callable[[fx.Graph, str], None]) -> Found:
+    """With the text of what is left of a step."""
+    try:
+        text = to_text(parts.core, len(found.init), len(parts.xs), len(parts.consts))
+    except NoBody as problem:
+        return Found(found.steps, found.like, problem.refusal)
+    return Found(found.steps, found.like, text, parts.kinds, lambda graph: put(graph, text))
+
+
+def of_sum(found: SegmentSum) -> Found:
+    """What a sum with decays is."""
+    return Found(found.steps, found.product.node, body(), found.kinds, found.rewrite)

@@ -1,0 +1,1 @@
+"""Higher-order operators whose graphs are read."""

@@ -1,0 +1,80 @@
+"""torch's scan operator, which capture keeps as one node, as a recurrence: its step made flat and functional."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.fx.traceback
+
+from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
+from ringopt.frontend.explicit_no_grad import ExplicitDetach
+from ringopt.frontend.flatten import Book, Flatten
+from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
+from ringopt.frontend.plain_spelling import spell_plainly
+from ringopt.ir.autograd_function import HigherOrder, OperandPlace, autocast_region
+from ringopt.ir.nodes import is_tensor, shape_of, value_of
+from ringopt.ir.refusal import GraphRefused
+from ringopt.recognize.scans.recurrence import FoundRecurrence, NotRolled, tidy
+from ringopt.recognize.scans.sources import Stacked
+from ringopt.torch_compat.fx import make_fx
+from ringopt.torch_compat.tracing import tracing
+
+
+def is_scan_operator(node: fx.Node) -> bool:
+    """Whether a node calls torch's scan."""
+    return isinstance(node.target, HigherOrder) and node.target.operator.name() == "scan"
+
+
+def recurrence_of(node: fx.Node) -> FoundRecurrence:
+    """What a call of torch's scan computes. Raises NotRolled."""
+    call: HigherOrder = node.target
+    (step, *operands), keywords = call.arguments
+    if keywords or len(operands) != 3 or not isinstance(step, fx.GraphModule):
+        raise NotRolled("torch's scan is called in a form that is not known here", node)
+    init, xs, consts = ([given(node, value) for value in part] for part in operands)
+    if call.random:
+        raise NotRolled("its step draws random numbers", node)
+    if not xs or not isinstance(steps := shape_of(xs[0])[0], int):
+        raise NotRolled("the number of its steps is not known", node)
+    rows = [value_of(x).new_empty(value_of(x).shape[1:]) for x in xs]
+    graph = flat(step, [*map(value_of, init), *rows, *map(value_of, consts)], call.autocast, node)
+    return FoundRecurrence(graph, init, [Stacked(x) for x in xs], consts, steps, node)
+
+
+def given(node: fx.Node, value: Any) -> fx.Node:
+    """The operand that stands at a place of the arguments."""
+    if not isinstance(value, OperandPlace) or not is_tensor(node.args[0][value.number]):
+        raise NotRolled("its step is given numbers that are no tensors", node)
+    found: fx.Node = node.args[0][value.number]
+    if value_of(found).dtype != value.dtype:
+        raise NotRolled(f"its step is a graph for {value.dtype}, and autocast makes that another", node)
+    return found
+
+
+def flat(step: fx.GraphModule, values: list[torch.Tensor], autocast: Any, node: fx.Node) -> fx.Graph:
+    """The step as a flat functional graph."""
+
+    def run(*args: torch.Tensor) -> Any:
+        with nullcontext() if autocast is None else autocast_region(*autocast):
+            return Flatten(step, Book()).run(*args)
+
+    mode: Any = getattr(values[0], "fake_mode")  # noqa: B009
+    try:
+        with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
+            gm = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+        views_by_value(gm.graph)
+        ExplicitDetach(gm.graph).rewrite()
+        explicit_casts(gm)
+        Functional(gm.graph).rewrite()
+    except (Uncastable, Unwritable, GraphRefused) as problem:
+        raise NotRolled(problem.refusal.sentence, node) from problem
+    for placeholder, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):
+        placeholder.meta["val"] = value
+    spell_plainly(gm.graph)
+    tidy(gm.graph)
+    if gm.graph.find_nodes(op="get_attr"):
+        raise NotRolled("its step holds tensors of its own", node)
+    return gm.graph

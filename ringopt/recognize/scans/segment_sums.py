@@ -1,0 +1,222 @@
+"""Sums over all positions before, with decays between them, are scans.
+
+    y[c] = sum over z <= c of exp(x[z + 1] + ... + x[c]) v[z]      ->      S[c] = exp(x[c]) S[c - 1] + v[c];  y = S
+
+A matrix of decays is found by its use, an operand of a product that sums over z, and proved by its numbers. All that
+stands between it and x is analytic (sums, differences, exp) or a constant mask, and two such functions that agree at
+points drawn at random are the same function. So any spelling of the sums in the exponent will do, and the matrix, which
+grows with the square of the number of chunks, is not computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.fx.node import map_aggregate
+
+from ringopt.dims.contraction import Product, product_of
+from ringopt.ir.constants import Constants
+from ringopt.ir.nodes import emit, op_name, shape_of, value_of
+from ringopt.ir.symbolic_sizes import is_open
+from ringopt.scans.body import to_text
+from ringopt.scans.call import ScanCall
+from ringopt.scans.trace import Kinds, OperandKind
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
+
+aten = torch.ops.aten
+
+ANALYTIC = frozenset({
+    "exp", "exp2", "cumsum", "add", "sub", "rsub", "mul", "neg", "sum", "masked_fill", "where", "tril", "pad",
+    "constant_pad_nd", "unsqueeze", "squeeze", "expand", "transpose", "permute", "movedim", "view", "reshape",
+    "_unsafe_view", "slice", "select", "narrow", "flip", "clone", "contiguous", "alias", "to", "_to_copy",
+})  # fmt: skip
+LARGEST = 1 << 26  # elements of a matrix whose numbers are looked at
+FARTHEST = 40  # ops between a matrix of decays and its exponents
+FEWEST = 3
+SCALES = (0.1, 1.0, 3.0)
+
+
+@dataclass(frozen=True)
+class SegmentSum:
+    """A product that sums with decays. `exponents` are summed along their dim `along`; `order` has, for each of their
+    other dims, the letter of the product that it is."""
+
+    product: Product
+    side: int
+    source: fx.Node
+    along: int
+    order: tuple[str, ...]
+
+    @property
+    def steps(self) -> int:
+        return int(shape_of(self.source)[self.along])
+
+    @property
+    def out(self) -> list[str]:
+        """Letters of the state."""
+        (own,) = self.product.own(self.side)
+        return [letter for letter in self.product.out if letter is not None and letter != own]
+
+    @property
+    def state(self) -> list[int]:
+        sizes = self.product.sizes()
+        return [sizes[letter] for letter in self.out]
+
+    @property
+    def decay(self) -> list[int]:
+        """The sizes of one decay beside those of the state."""
+        sizes = self.product.sizes()
+        return [sizes[letter] if letter in self.order else 1 for letter in self.out]
+
+    @property
+    def kinds(self) -> Kinds:
+        value = value_of(self.product.node)
+        shapes = (self.state, self.decay, self.state)
+        return tuple(OperandKind(tuple(shape), value.dtype, value.device.type) for shape in shapes)
+
+    def rewrite(self, graph: fx.Graph) -> None:
+        """Puts a scan in the place of the product."""
+        node = self.product.node
+        with graph.inserting_before(node):
+            xs = [self.decays(graph), self.added(graph)]
+            how = {"dtype": value_of(node).dtype, "device": value_of(node).device}
+            zeros = emit(graph, aten.zeros.default, (self.state,), node, how)
+            _, (states,) = ScanCall([zeros], xs, [], body()).emit(graph, node)
+            at = next(i for i, letter in enumerate(self.product.out) if letter not in self.out)
+            new = emit(graph, aten.movedim.int, (states, 0, at), node)
+            if value_of(new).stride() != value_of(node).stride() and value_of(node).is_contiguous():
+                new = emit(graph, aten.clone.default, (new,), node, {"memory_format": torch.contiguous_format})
+        node.replace_all_uses_with(new)
+
+    def decays(self, graph: fx.Graph) -> fx.Node:
+        """exp of the exponents, [steps, *decay]."""
+        dims = [d for d in range(len(shape_of(self.source))) if d != self.along]
+        there = dict(zip(self.order, dims, strict=True))
+        order = [self.along, *(there[letter] for letter in self.out if letter in there)]
+        node = self.product.node
+        x = emit(graph, aten.exp.default, (self.source,), node)
+        if value_of(x).dtype != value_of(node).dtype:
+            x = emit(graph, aten.to.dtype, (x, value_of(node).dtype), node)
+        x = emit(graph, aten.permute.default, (x, order), node)
+        return emit(graph, aten.reshape.default, (x, [self.steps, *self.decay]), node)
+
+    def added(self, graph: fx.Graph) -> fx.Node:
+        """What is summed, [steps, *state]."""
+        node, letters = self.product.operands[1 - self.side], self.product.letters[1 - self.side]
+        (summed,) = self.product.contracted
+        order = [letters.index(letter) for letter in (summed, *self.out) if letter in letters]
+        order += [d for d in range(len(letters)) if d not in order]  # of size 1
+        x = emit(graph, aten.permute.default, (node, order), self.product.node)
+        sizes = [shape_of(node)[letters.index(letter)] if letter in letters else 1 for letter in self.out]
+        x = emit(graph, aten.reshape.default, (x, [self.steps, *sizes]), self.product.node)
+        return emit(graph, aten.expand.default, (x, [self.steps, *self.state]), self.product.node)
+
+
+def body() -> str:
+    """state' = state * decay + added, which is also what a step gives."""
+    graph = fx.Graph()
+    state, decay, added = (graph.placeholder(name) for name in ("carry", "decay", "added"))
+    new = graph.call_function(aten.add.Tensor, (graph.call_function(aten.mul.Tensor, (state, decay)), added))
+    graph.output((new, new))
+    return to_text(fx.GraphModule(torch.nn.Module(), graph), 1, 2, 0)
+
+
+def segment_sum(node: fx.Node, constants: Constants) -> SegmentSum | None:
+    """The sum with decays that a product is."""
+    product = product_of(node)
+    if product is None or len(product.contracted) != 1:
+        return None
+    for side in (0, 1):
+        own, letters, matrix = product.own(side), product.letters[side], product.operands[side]
+        sizes = product.sizes()
+        if len(own) != 1 or sizes[own[0]] != sizes[product.contracted[0]] or None in product.out:
+            continue
+        if any(is_open(size) for size in shape_of(matrix)) or sizes[own[0]] < FEWEST:
+            continue
+        if prod(shape_of(matrix)) > LARGEST or not value_of(matrix).is_floating_point():
+            continue
+        c, z = letters.index(own[0]), letters.index(product.contracted[0])
+        for source in sources(matrix, constants):
+            found = proved(matrix, c, z, source, constants)
+            if found is not None:
+                along, order = found
+                names = tuple(letters[d] or "" for d in order)
+                if all(name in product.out for name in names):
+                    return SegmentSum(product, side, source, along, names)
+    return None
+
+
+def sources(node: fx.Node, constants: Constants) -> Iterator[fx.Node]:
+    """Single values that `node` is an analytic function of, nearest first."""
+    place = {each: i for i, each in enumerate(node.graph.nodes)}
+    front, raised = {node}, False
+    for _ in range(FARTHEST):
+        last = max(front, key=place.__getitem__)
+        if len(front) == 1 and raised and value_of(last).is_floating_point() and not any(map(is_open, shape_of(last))):
+            yield last
+        varying = [arg for arg in last.all_input_nodes if arg not in constants]
+        if op_name(last) not in ANALYTIC or (op_name(last) in ("mul", "where") and len(varying) > 1) or not varying:
+            return
+        raised = raised or op_name(last) in ("exp", "exp2")
+        front = (front - {last}) | set(varying)
+
+
+def proved(
+    matrix: fx.Node, c: int, z: int, source: fx.Node, constants: Constants
+) -> tuple[int, tuple[int, ...]] | None:
+    """Whether matrix[.., c, .., z] is exp(source[z + 1] + ... + source[c]), and 0 where z > c: the dim of `source` that
+    is summed along, and which dims of `matrix` its other ones are."""
+    given, size = shape_of(source), shape_of(matrix)
+    rest = [d for d in range(len(size)) if d not in (c, z)]
+    mapped = [
+        (along, order)
+        for along, each in enumerate(given)
+        if each == size[z]
+        for others in [[d for d in range(len(given)) if d != along]]
+        for order in itertools.permutations(rest, len(others))
+        if [size[d] for d in order] == [given[d] for d in others]
+        and all(size[d] == 1 for d in rest if d not in order)
+    ]
+    with unset_fake_temporarily(), torch.no_grad():
+        for scale in SCALES if mapped else ():
+            x = torch.randn(given, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
+            found = evaluated(matrix, source, x, constants)
+            mapped = [how for how in mapped if found is not None and agrees(found, c, z, x, *how)]
+    return mapped[0] if mapped else None
+
+
+def agrees(found: Tensor, c: int, z: int, x: Tensor, along: int, order: Sequence[int]) -> bool:
+    """Whether they are the decays that `x` makes."""
+    sums = x.movedim(along, -1).cumsum(-1)
+    wanted = (sums[..., :, None] - sums[..., None, :]).exp().tril()
+    ones = [d for d in range(found.dim()) if d not in (*order, c, z)]
+    return torch.allclose(found.permute(*ones, *order, c, z).reshape(wanted.shape), wanted, rtol=1e-9, atol=1e-12)
+
+
+def evaluated(node: fx.Node, source: fx.Node, x: Tensor, constants: Constants) -> Tensor | None:
+    """`node` in float64, where `source` is `x`; None where that cannot be computed."""
+    made: dict[fx.Node, Tensor | None] = {source: x}
+
+    def wide(argument: object) -> object:
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        return torch.float64 if argument in (torch.float32, torch.bfloat16, torch.float16) else argument
+
+    def value(each: fx.Node) -> Tensor | None:
+        if each not in made:
+            if each in constants:
+                found = constants.get(each)
+                made[each] = found.double() if found is not None and found.is_floating_point() else found
+            else:
+                args, kwargs = map_aggregate(fx.map_arg((each.args, each.kwargs), value), wide)
+                missing = any(value(arg) is None for arg in each.all_input_nodes)
+                made[each] = None if missing else each.target(*args, **kwargs)
+        return made[each]
+
+    return value(node)

@@ -1,0 +1,223 @@
+"""Recurrences in every spelling become one scan; what only looks like one stays, with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch._higher_order_ops.scan import scan
+
+from ringopt.backend import reports
+from ringopt.ir.printer import short
+from ringopt.passes.find_scan import FindScan
+from ringopt.passes.normalize import Normalize
+from tests.harness.capturing import after, ops, results
+from tests.harness.recurrences import gated_linear_attention
+
+PASSES = [Normalize(), FindScan()]
+TOKENS, WIDTH = 6, 4
+
+
+def given(*shapes):
+    torch.manual_seed(0)
+    return [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def stepped(step, state, x):
+    out = []
+    for t in range(x.shape[1]):
+        state = step(state, x[:, t])
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+def assert_same_numbers(program, inputs):
+    """What the pass makes of a program gives its numbers, and its gradients."""
+    gm, context = after(PASSES, program, *inputs)
+    original, _ = after([], program, *inputs)
+    for found, expected in zip(results(gm, gm.meta["inputs"]), results(original, gm.meta["inputs"]), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    return gm, context
+
+
+def decayed(x, w):
+    return stepped(lambda s, x_t: s * w.sigmoid() + x_t.tanh(), torch.zeros_like(x[:, 0]), x)
+
+
+def test_a_loop_becomes_one_scan_behind_what_does_not_read_the_state():
+    gm, context = assert_same_numbers(decayed, given((2, TOKENS, WIDTH), (WIDTH,)))
+    assert_expected_inline(
+        short(gm.graph),
+        """\
+%x = input
+%w = input
+%select = select(%x, 1, 0)
+%zeros_like = zeros_like(%select, pin_memory=False)
+%sigmoid = sigmoid(%w)
+%permute = permute(%x, [1, 0, 2])
+%tanh_6 = tanh(%permute)
+%scan = scan([%zeros_like], [%tanh_6], [%sigmoid], '{"carries":1,"xs":1,"consts":1,"nodes":[["mul.Tensor",[{"%":0},{"%":2}]],["add.Tensor",[{"%":3},{"%":1}]]],"out":[4,4]}')
+%getitem_1 = getitem(%scan, 1)
+%permute_1 = permute(%getitem_1, [1, 0, 2])
+%clone = clone(%permute_1, memory_format=torch.contiguous_format)
+return [%clone]""",  # noqa: E501
+    )
+    assert context.notes == [
+        "a recurrence of 6 steps is one scan (test_find_scan.py:45: return stepped(lambda s, x_t: s * w.sigmoid() + "
+        "x_t.tanh(), torch.zeros_like(x[:, 0]), x))"
+    ]
+
+
+# ---- recurrences that are no scan ------------------------------------------------------------------------------------
+def tanh_rnn(x, w):
+    return stepped(lambda s, x_t: torch.tanh(s @ w + x_t), torch.zeros_like(x[:, 0]), x)
+
+
+def clipped(x, w):
+    return stepped(lambda s, x_t: (s * w[0] + x_t).relu(), torch.zeros_like(x[:, 0]), x)
+
+
+def gate_reads_the_state(x, w):
+    return stepped(lambda s, x_t: torch.sigmoid(s + x_t) * s + x_t, torch.zeros_like(x[:, 0]), x)
+
+
+def square(x, w):
+    state = torch.eye(WIDTH, dtype=x.dtype).expand(2, -1, -1)
+    return stepped(lambda s, x_t: s @ s * x_t.unsqueeze(-1), state, x)
+
+
+def random(x, w):
+    return stepped(lambda s, x_t: s * w[0] + F.dropout(x_t, 0.5), torch.zeros_like(x[:, 0]), x)
+
+
+def gru(x, w):
+    def step(s, x_t):
+        z, r = torch.sigmoid(x_t + s @ w), torch.sigmoid(x_t - s @ w)
+        return (1 - z) * s + z * torch.tanh(x_t + (r * s) @ w)
+
+    return stepped(step, torch.zeros_like(x[:, 0]), x)
+
+
+LEFT = {
+    tanh_rnn: "tanh", clipped: "relu", gate_reads_the_state: "sigmoid", square: "matmul", random: "random numbers",
+    gru: "sigmoid",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", LEFT, ids=lambda program: program.__name__)
+def test_what_is_not_affine_stays_a_loop_and_the_report_says_why_and_where(program):
+    inputs = given((2, TOKENS, WIDTH), (WIDTH, WIDTH))
+    before, _ = after([Normalize()], program, *inputs)
+    gm, context = after(PASSES, program, *inputs)
+    assert ops(gm) == ops(before)
+    (note,) = context.notes
+    assert note.startswith("a recurrence is no scan: ") and LEFT[program] in note and "test_find_scan.py:" in note
+
+
+# ---- torch's scan ----------------------------------------------------------------------------------------------------
+def by_operator(x, g, w):
+    def step(state, given):
+        x_t, g_t = given
+        state = state * g_t.sigmoid() + x_t @ w
+        return state, state * 2 + g_t.amax(-1, keepdim=True)
+
+    return scan(step, torch.zeros_like(x[:, 0]), (x, g), dim=1)
+
+
+def test_the_scan_operator_is_the_same_node():
+    gm, _ = assert_same_numbers(by_operator, given((2, TOKENS, WIDTH), (2, TOKENS, WIDTH), (WIDTH, WIDTH)))
+    assert ops(gm).count("scan") == 1 and torch.ops.ringopt.scan.default in {node.target for node in gm.graph.nodes}
+    assert ops(gm).index("sigmoid") < ops(gm).index("scan") and ops(gm).index("matmul") < ops(gm).index("scan")
+
+
+def test_a_scan_operator_that_is_not_affine_stays():
+    def program(x):
+        return scan(lambda s, x_t: (torch.tanh(s + x_t), s * 2), torch.zeros_like(x[:, 0]), x, dim=1)
+
+    gm, context = after(PASSES, program, *given((2, TOKENS, WIDTH)))
+    assert torch.ops.ringopt.scan.default not in {node.target for node in gm.graph.nodes}
+    assert "tanh" in context.notes[0]
+
+
+# ---- sums with decays between chunks ---------------------------------------------------------------------------------
+def lower(n, diagonal=0):
+    return torch.ones(n, n, dtype=torch.bool).tril(diagonal)
+
+
+def masked_first(a):
+    """transformers' segment_sum."""
+    n = a.shape[-1]
+    a = a[..., None].expand(*a.shape, n).masked_fill(~lower(n, -1), 0).cumsum(-2)
+    return a.masked_fill(~lower(n), -torch.inf).exp()
+
+
+def of_differences(a):
+    total = a.cumsum(-1)
+    return (total[..., :, None] - total[..., None, :]).masked_fill(~lower(a.shape[-1]), -torch.inf).exp()
+
+
+def by_tril(a):
+    total = a.cumsum(-1)
+    return (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+
+
+def mamba2(a, states, decays):
+    states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
+    new = torch.einsum("bzch,bzhpn->bchpn", decays(F.pad(a, (1, 0))).transpose(1, 3), states)
+    return new[:, :-1], new[:, -1]
+
+
+def by_sum(a, states, decays):
+    return (decays(a).permute(0, 3, 2, 1)[..., None, None] * states[:, :, None]).sum(1)
+
+
+def by_matmul(a, states, decays):
+    return decays(a) @ states.permute(0, 2, 1, 3, 4).flatten(3)
+
+
+CHUNKED = ((2, 3, 5), (2, 5, 3, 4, 6))
+
+
+@pytest.mark.parametrize(
+    "product, decays",
+    [(mamba2, masked_first), (mamba2, of_differences), (by_sum, by_tril), (by_matmul, masked_first)],
+    ids=lambda each: each.__name__,
+)
+def test_a_sum_with_decays_is_a_scan(product, decays):
+    gm, _ = assert_same_numbers(lambda a, states: product(a, states, decays), given(*CHUNKED))
+    assert ops(gm).count("scan") == 1 and "cumsum" not in ops(gm)
+
+
+NO_DECAYS = {
+    "one position off": lambda a: (t := a.cumsum(-1)).sub(a)[..., :, None].sub(t[..., None, :]).exp().tril(),
+    "growing": lambda a: masked_first(a) * 2,
+    "later positions": lambda a: masked_first(a).mT,
+    "of another function": lambda a: masked_first(a.tanh()).square(),
+    "whole": lambda a: ((t := a.cumsum(-1))[..., :, None] - t[..., None, :]).exp(),
+}
+
+
+@pytest.mark.parametrize("name", NO_DECAYS)
+def test_another_matrix_is_none(name):
+    gm, context = after(PASSES, lambda a, states: by_sum(a, states, NO_DECAYS[name]), *given(*CHUNKED))
+    assert "scan" not in ops(gm) and not context.notes
+
+
+# ---- as users have it ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_one_process_runs_it_with_gradients(inner):
+    inputs = given(*[(2, 8, WIDTH)] * 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(gated_linear_attention, backend="ring", options={"inner_backend": inner})
+    for found, expected in zip(results(compiled, inputs), results(gated_linear_attention, inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert any("a recurrence of 8 steps is one scan" in note for note in reports()[-1].notes)
+
+
+def test_it_can_be_switched_off():
+    inputs = given((2, TOKENS, WIDTH), (WIDTH,))
+    torch._dynamo.reset()
+    chosen = {"disable_passes": ["find_scan"], "inner_backend": "eager"}
+    torch.testing.assert_close(torch.compile(decayed, backend="ring", options=chosen)(*inputs), decayed(*inputs))
+    assert not any("is one scan" in note for note in reports()[-1].notes)
