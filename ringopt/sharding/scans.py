@@ -45,7 +45,7 @@ def begin_scans(sharder: Sharder, scans: Mapping[fx.Node, SiteInfo]) -> Iterator
 def place_scan(sharder: Sharder, node: fx.Node) -> None:
     """Over the ranks, with everything that reads it."""
     call, steps = ScanCall.of(node), steps_of(node)
-    layout = sharder.layout(steps.length)
+    layout = sharder.ranks.layout(steps.length)
     sharder.reader = node
     made = sharder.over_ranks(
         operators.sharded_scan.default,
@@ -57,7 +57,7 @@ def place_scan(sharder: Sharder, node: fx.Node) -> None:
         consts=[sharder.beside(x) for x in call.consts],
         body=call.text,
         steps=steps.length,
-        segments=LAYOUTS[layout].chunks_per_rank * sharder.ranks,
+        segments=LAYOUTS[layout].chunks_per_rank * sharder.ranks.size,
         layout=layout,
     )
     sharder.values[node], sharder.placements[node] = made, None

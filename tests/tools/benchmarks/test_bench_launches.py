@@ -9,7 +9,7 @@ import torch
 
 from ringopt.context_parallel.executor.operands import spread_nan
 from ringopt.hardware.to_host import to_host
-from ringopt.tools.benchmarks.lab.fake_cuda import Watched, fake_cuda, missing
+from ringopt.tools.benchmarks.lab.fake_cuda import LaunchCounter, fake_cuda, missing
 from ringopt.tools.benchmarks.workers.launches import MASKS, Shape, launched
 from ringopt.tools.cli import main
 from tests.harness.benches import tables
@@ -54,7 +54,7 @@ def test_no_strategy_reads_back(strategy: str) -> None:
 def test_reads_and_copies_are_counted() -> None:
     with fake_cuda():
         x = torch.zeros(4, device="cuda")
-        with Watched() as watched:
+        with LaunchCounter() as watched:
             assert x.sum().item() == 0.5 and bool((x > 0).any())
             (there,) = to_host([x])()
             spread_nan(x.view(1, 1, 4, 1), [x], torch.zeros(1, 1, 4, dtype=torch.bool, device="cuda"))

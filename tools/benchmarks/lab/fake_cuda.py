@@ -18,8 +18,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from ringopt.torch_compat.pytree import tree_leaves
+from ringopt.torch_compat.schema import schema_of
+from ringopt.torch_compat.tensors import TorchDispatchMode
 
 SOURCE = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -71,10 +74,9 @@ class FakeModule:
     def current_stream(device: torch.device) -> None: ...
 
 
-class Watched(TorchDispatchMode):
+class LaunchCounter(TorchDispatchMode):
     """Counts launches by operator, copies to and from the host, and reads of numbers from the device, each of which
-    waits for all that was launched before. What is read is True, 0 or 0.5: of a mask, that
-    all is seen."""
+    waits for all that was launched before. What is read is True, 0 or 0.5: of a mask, that all is seen."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +92,7 @@ class Watched(TorchDispatchMode):
         return self.launches.total() - self.attention
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
+        name = schema_of(func).name.partition("::")[2]
         if name == "_local_scalar_dense":
             self.reads += args[0].is_cuda
             dtype = args[0].dtype
@@ -106,8 +108,6 @@ class Watched(TorchDispatchMode):
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """Within, `device="cuda"` is a device of which nothing but sizes is known."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     load_guard()
     with patch.object(torch, "get_device_module", lambda device: FakeModule), FakeTensorMode():
         yield

@@ -57,9 +57,17 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         raise CommandError(f"--rank {arguments.rank}: there are {arguments.world_size} ranks, from 0 on")
     rows: list[Row] = []
     for mask in progress.track(chosen(arguments.mask, MASKS), description="launches"):
-        sizes = (arguments.heads, arguments.kv_heads, 128, arguments.tokens_per_rank, arguments.world_size)
         layout = "contiguous" if mask == "window" else "zigzag"
-        found = launched(Shape(mask, *sizes, layout, arguments.strategy), arguments.rank)
+        shape = Shape(
+            mask,
+            arguments.heads,
+            arguments.kv_heads,
+            tokens=arguments.tokens_per_rank,
+            ranks=arguments.world_size,
+            layout=layout,
+            strategy=arguments.strategy,
+        )
+        found = launched(shape, arguments.rank)
         rows += [{"mask": mask, "layout": layout, "strategy": arguments.strategy} | row for row in found]
     title = (
         f"Rank {arguments.rank} of {arguments.world_size}: {arguments.tokens_per_rank} tokens, {arguments.heads} heads "

@@ -23,7 +23,7 @@ from ringopt.expr.terms import applied, axis, load
 from ringopt.kernels.choose import MaskedByAnother
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
-from ringopt.tools.benchmarks.lab.fake_cuda import Watched, fake_cuda
+from ringopt.tools.benchmarks.lab.fake_cuda import LaunchCounter, fake_cuda
 from ringopt.tools.benchmarks.workers.memory import Alone
 
 PATTERNS = {"window": "window(4096)"}  # of those masks that are patterns; causal of the others
@@ -91,13 +91,13 @@ def launched(shape: Shape, rank: int) -> list[dict[str, Any]]:
         seed = torch.zeros((), dtype=torch.int64, device="cuda") if dropped else None
         mesh, found = Counting(rank, shape.ranks), list[dict[str, Any]]()
         given = Operands(q, k, v, sources, sinks, seed)
-        with Watched() as forward:
+        with LaunchCounter() as forward:
             out, lse = attend(site, mesh, given)
-        found.append(row_of("forward", forward, mesh))
+        found.append(counts("forward", forward, mesh))
         mesh = Counting(rank, shape.ranks)
-        with Watched() as backward:
+        with LaunchCounter() as backward:
             attend_backward(site, mesh, dout, Saved(given, out, lse))
-        found.append(row_of("backward", backward, mesh))
+        found.append(counts("backward", backward, mesh))
     return found
 
 
@@ -106,6 +106,7 @@ def projected(rows: int, heads: int, dim: int) -> Tensor:
     return torch.empty(1, rows, heads, dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
 
 
-def row_of(way: str, watched: Watched, mesh: Counting) -> dict[str, Any]:
+def counts(way: str, watched: LaunchCounter, mesh: Counting) -> dict[str, Any]:
+    """The columns of one way."""
     counted = {"attention": watched.attention, "others": watched.others, "reads": watched.reads}
     return {"way": way, **counted, "copies": watched.copies, "batches": mesh.posted, "bytes": mesh.bytes}
