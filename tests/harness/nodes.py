@@ -102,9 +102,13 @@ def as_node(
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and with the first process of a node all others end
     checked(libc.mount(b"proc", b"/proc", b"proc", 0, None), "mount /proc")
     socket.sethostname(f"node{node}")
+    reading, writing = os.pipe()
     for local in range(ranks):
         if not os.fork():
+            os.close(writing)
+            os.read(reading, 1)  # until all are there: threads are numbered too, and nodes are to number ranks alike
             begin(node, nodes, local, ranks, answers, function, args)
+    os.close(writing)
     for _ in range(ranks):
         os.wait()
     os._exit(0)
