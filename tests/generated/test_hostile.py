@@ -16,6 +16,14 @@ CASES = [(2, "contiguous"), (3, "zigzag"), (3, "contiguous"), (2, "zigzag")]
 
 #: computed on shards from end to end
 EXACT = {
+    "scan over unbind": (
+        "s, out = 0, []\nfor row in x.unbind(1):\n    s = 0.5 * s + row; out.append(s)\nx = torch.stack(out, 1)"
+    ),
+    "segment sums": (
+        "n = x.shape[1]; s = F.linear(x, p(1, 8))[..., 0].cumsum(1); "
+        "d = (s[:, :, None] - s[:, None]).masked_fill(torch.ones(n, n).triu(1).bool(), float('-inf')).exp(); "
+        "x = x + d @ x / n"
+    ),
     "index_add by bucket": (
         "i = torch.arange(x.shape[1]) // 3; s = torch.zeros(x.shape[0], 8, 8, dtype=x.dtype).index_add(1, i, x); "
         "x = x + s[:, i]"
@@ -165,14 +173,6 @@ EXACT = {
 GATHERED = {
     "1-D from the sequence": "w = x[0, :, 0]; x = x + torch.outer(w, w)[None].mean(-1, True)",
     "broadcast from the sequence axis": "x = x + (x[:, :, None] - x[:, None]).abs().mean((2, 3))[..., None]",
-    "scan over unbind": (
-        "s, out = 0, []\nfor row in x.unbind(1):\n    s = 0.5 * s + row; out.append(s)\nx = torch.stack(out, 1)"
-    ),
-    "segment sums": (
-        "n = x.shape[1]; s = F.linear(x, p(1, 8))[..., 0].cumsum(1); "
-        "d = (s[:, :, None] - s[:, None]).masked_fill(torch.ones(n, n).triu(1).bool(), float('-inf')).exp(); "
-        "x = x + d @ x / n"
-    ),
     "gather by sorted index": (
         "i = x[..., 0].argsort(1); y = x.gather(1, i[..., None].expand(-1, -1, 8)); "
         "x = y.cumsum(1).gather(1, i.argsort(1)[..., None].expand(-1, -1, 8))"

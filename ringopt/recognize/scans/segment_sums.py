@@ -134,10 +134,10 @@ def segment_sum(node: fx.Node, constants: Constants) -> SegmentSum | None:
         return None
     for side in (0, 1):
         own, letters, matrix = product.own(side), product.letters[side], product.operands[side]
+        if len(own) != 1 or None in product.out or any(map(is_open, shape_of(matrix))):
+            continue  # to compare open sizes would be a guard
         sizes = product.sizes()
-        if len(own) != 1 or sizes[own[0]] != sizes[product.contracted[0]] or None in product.out:
-            continue
-        if any(is_open(size) for size in shape_of(matrix)) or sizes[own[0]] < FEWEST:
+        if sizes[own[0]] != sizes[product.contracted[0]] or sizes[own[0]] < FEWEST:
             continue
         if prod(shape_of(matrix)) > LARGEST or not value_of(matrix).is_floating_point():
             continue
