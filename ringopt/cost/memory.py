@@ -3,7 +3,7 @@
 The executor's tasks (executor/keys_move.py, executor/queries_move.py, executor/heads_move.py) on a ledger in place of
 tensors. Counted are rows of other ranks, own ones packed to go there, sums of results and gradients,
 and what the tile at work has beside them (tile_memory.py). The mask of a pattern is among that; what a mask or bias of
-the program holds while it is evaluated depends on its term, is bounded (tiles.MASK_ELEMENTS) and is not known here.
+the program holds while it is evaluated depends on its term, is bounded (Limits.mask) and is not known here.
 """
 
 from __future__ import annotations

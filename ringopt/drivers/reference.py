@@ -1,8 +1,9 @@
 """What `verify=True` compares a program with that draws random numbers by position: torch's own stream has others.
 
-    as written    capture, normalize, canonicalize, draw_by_position: no pass has found attention in it
+    as written    capture, normalize, find_scan, canonicalize, draw_by_position: no pass has found attention in it.
+                  Recurrences are scans, for the order of a graph, and so of its seeds, follows from what is in it
     found         all that one process runs, where attention that is found has other numbers than the program: weights
-                  are dropped by (batch, head, query, key), or options dilate it. What found it is not compared
+                  are dropped by (batch, head, query, key), or options dilate it
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from ringopt.options import Options
 from ringopt.passes import with_options
 from ringopt.passes.canonicalize import Canonicalize
 from ringopt.passes.draw_by_position import DrawByPosition
+from ringopt.passes.find_scan import FindScan
 from ringopt.passes.normalize import Normalize
 from ringopt.pipeline import Context, Pipeline
+from ringopt.scans.call import is_scan
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat.autograd import unseen
 
-AS_WRITTEN = (Normalize(), Canonicalize(), DrawByPosition())
+AS_WRITTEN = (Normalize(), FindScan(), Canonicalize(), DrawByPosition())
 
 
 @dataclass(frozen=True)
 class Reference:
-    """`program` is whole, for inputs of the sizes at hand; `found`: why attention in it is as passes have found it, ""
-    where it is as written."""
+    """`program` is whole, for inputs of the sizes at hand; `found`: what of it is as passes have found it, "" where all
+    is as written."""
 
     program: fx.GraphModule
     found: str = ""
@@ -50,10 +53,11 @@ def reference(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, drawn
         flat = capture(gm, whole).begin(context)
         Pipeline(with_options(AS_WRITTEN, plain), logged=False).run(flat, context)
         if context.drawn == drawn and not options.dilates:
-            return Reference(flat)
+            scans = any(map(is_scan, flat.graph.nodes))
+            return Reference(flat, "its recurrences are scans" if scans else "")
         alone = transform(gm, whole, plain, mesh, anew=True).graph
     assert alone is not None, "what draws by position is a graph on one process too"
-    return Reference(alone, "is dilated by options" if options.dilates else "drops weights")
+    return Reference(alone, "options dilate its attention" if options.dilates else "its attention drops weights")
 
 
 def hollow(x: Lazy) -> torch.Tensor:

@@ -45,10 +45,11 @@ class Limits:
     and its messages travel by themselves.
 
     exchanges  that one is cut into at most, to take turns
-    message    bytes of the largest message of each, at least
+    message    bytes of the largest message of each, at least: smaller ones cost more to handle than they hide
     strip      queries of a forward tile, or an eighth of those of a rank if that is more; 0: all at once
-    least      the fewest queries of a tile with a mask of its own
-    mask       elements of a mask that is held at once
+    least      the fewest queries of a tile with a mask of its own, unless that would be too large: fewer leave a kernel
+               idle
+    mask       elements of a mask that is held at once: memory is not to grow with the square of the tokens of a rank
     scores     elements of scores that are held at once, where they are written out
     part       of the device's memory an attention may hold one of so many parts
     """

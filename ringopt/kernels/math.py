@@ -19,7 +19,6 @@ from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows, accumulator, visible_lse
 from ringopt.torch_compat.autograd import recording
 
-SCORES = limits_of("cpu").scores  # elements of [B, Hq, rows, Sk] held at once: 16 MiB in float32; on the CPU
 SEVERAL = 8  # what is done to scores or weights holds several such tensors, of up to 64 bits
 
 
@@ -143,7 +142,7 @@ class Math(Kernel):
 
     def _row_chunks(self, q: Tensor, k: Tensor) -> Iterator[slice]:
         held = 1 if self.modifier is None and self.factor is None else SEVERAL
-        elements = SCORES if q.device.type == "cpu" else limits_of(q.device.type).scores
+        elements = limits_of(q.device.type).scores
         step = max(1, elements // (held * q.shape[0] * q.shape[1] * k.shape[2]))
         for first in range(0, q.shape[2], step):
             yield slice(first, min(first + step, q.shape[2]))

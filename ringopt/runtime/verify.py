@@ -58,8 +58,8 @@ class Original:
         self.draws, self.found = False, ""
 
     def drawn_by_position(self, program: fx.GraphModule, found: str) -> None:
-        """It draws random numbers by position: `program` has the same. `found`: why attention in it is as passes have
-        found it, "" where it is as written. (The graph before anybody compiled it draws by torch's own stream.)"""
+        """It draws random numbers by position: `program` has the same. `found`: what of it is as passes have found
+        it, "" where all is as written. (The graph before anybody compiled it draws by torch's own stream.)"""
         self.run, self.found = program, found
         self.draws = not any(map(draws_by_stream, program.graph.nodes))
 
@@ -111,9 +111,9 @@ class Verified:
             return
         if self.original.found:
             log.warning(
-                "verify: attention of this graph %s, so it is compared with what one process makes of it, in which "
-                "attention was found in the same way: whether it was found rightly is not compared. Verify it with "
-                "dropout 0 too, or after model.eval()",
+                "verify: the graph draws random numbers, and %s, so it is compared with a graph in which the same "
+                "passes have found that: whether it was found rightly is not compared. Verify it with dropout 0 too, "
+                "or after model.eval()",
                 self.original.found,
             )
         dtypes = self.original.dtypes | ambient(inputs)

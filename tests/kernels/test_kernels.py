@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringopt.context_parallel.executor.dropout import Dropout
-from ringopt.kernels import math
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.choose import KERNELS
 from ringopt.kernels.math import Math, Modifier
+from tests.harness.limits import set_limits
 
 INF = float("inf")
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def test_causal_is_for_squares(kernel: Kernel) -> None:
 # ---- the written-out kernel ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("scores", [1, 100, 1 << 22])
 def test_math_takes_a_few_rows_at_a_time(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math, "SCORES", scores)
+    set_limits(monkeypatch, scores=scores)
     for causal in (False, True):
         check(Math(), *operands(9, 9), None, causal)
         check(Math(), *operands(9, 9), draw(1, 4, 9, 9, seed=9), causal)
@@ -188,7 +188,7 @@ def test_math_takes_values_of_another_width() -> None:
 def test_the_gradient_of_the_mask(
     sizes: tuple[int, int], causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(math, "SCORES", scores)
+    set_limits(monkeypatch, scores=scores)
     q, k, v, dout = operands(9, 9)
     mask = draw(*sizes, 9, 9, seed=9).requires_grad_()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -214,7 +214,7 @@ def softcapped(temperature: Tensor) -> Modifier:
 def test_scores_that_are_changed_and_weights_that_are_dropped(
     causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(math, "SCORES", scores)
+    set_limits(monkeypatch, scores=scores)
     q, k, v, dout = operands(9, 9)
     mask, factor = draw(2, 4, 9, 9, seed=9).requires_grad_(), (draw(2, 4, 9, 9, seed=5) > 0).double() * 2
     leaves, temperature = [x.clone().requires_grad_() for x in (q, k, v)], draw(4, seed=6).requires_grad_()
@@ -255,7 +255,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_what_is_held_at_once_stays_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math, "SCORES", 8 * 2 * 4 * 256 * 4)  # four rows of queries
+    set_limits(monkeypatch, scores=8 * 2 * 4 * 256 * 4)  # four rows of queries
     q, k, v, dout = operands(256, 256, dtype=torch.float32)
     drop = Dropout(0.5, torch.tensor(1))
     kernel = Math(

@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringopt.context_parallel.executor import tiles
 from ringopt.errors import RingMismatchError
 from ringopt.expr.mask import Mask
 from ringopt.expr.simplify import where
 from ringopt.expr.terms import axis, load, number
-from ringopt.kernels import math
 from ringopt.ops.ring import VERSION
 from tests.context_parallel.reference import assert_near, problem
+from tests.harness.limits import set_limits
 from tests.harness.threads import ThreadMesh, run_on_threads
 from tests.ops.scored import (
     CASES,
@@ -69,8 +68,8 @@ def test_rows_that_see_nothing_but_a_fill_in_float32(fill: float) -> None:
 
 @pytest.mark.parametrize("name", ["temperature and bias of one source", "dropout, sinks, softcap", "fill -1e+09"])
 def test_numbers_a_few_rows_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "MASK_ELEMENTS", 40)
-    monkeypatch.setattr(math, "SCORES", 8 * 8 * 30)
+    set_limits(monkeypatch, mask=40)
+    set_limits(monkeypatch, scores=8 * 8 * 30)
     case, given = (CASES | FILLS)[name], problem(N)
     for found, right in zip(over_ranks(case, given, 3, "zigzag", "ring", "math"), dense(case, given), strict=True):
         assert_near(found, right, 1e-12)

@@ -160,6 +160,33 @@ def test_where_weights_are_dropped_what_found_attention_is_not_compared(ranks, s
         assert all("values agree" in each for each in said[1::2])
 
 
+class Decaying(nn.Module):
+    """A recurrence between two draws."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(8, 8)
+
+    def forward(self, x):
+        states = [F.dropout(x, 0.2)[:, 0]]
+        for token in F.dropout(x, 0.3).unbind(1):
+            states.append(states[-1] * self.gate(token).sigmoid() + token)
+        return torch.stack(states, 1) + torch.rand_like(states[0])[:, None]
+
+
+def decaying():
+    with Heard() as heard:
+        compiled(Decaying())(torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(1)).requires_grad_())
+    return heard.said
+
+
+def test_a_recurrence_beside_draws_has_its_own_reason(ranks):
+    for said in ranks(2, decaying):
+        assert "its recurrences are scans" in said[0] and "not compared" in said[0], said
+        assert len(said) == 2 and "values agree" in said[1], said
+
+
 def every_way():
     """How many graphs agreed, of each way to run a program."""
     found = {}

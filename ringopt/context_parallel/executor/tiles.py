@@ -23,7 +23,7 @@ from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.exchange import Block
-from ringopt.context_parallel.plan.tiling import MASK_ELEMENTS, queries_at_once, strip_ends, strips
+from ringopt.context_parallel.plan.tiling import queries_at_once, strip_ends, strips
 from ringopt.expr.mask import FAR, Mask, ScoreBlock
 from ringopt.expr.terms import axes_of
 from ringopt.expr.value_ranges import bounds
@@ -213,5 +213,4 @@ class TileScores:
     def _queries_at_once(self, keys: int) -> int:
         sizes = (("b", self.batch), ("h", len(self.heads)))
         batch, heads = (size if axis in self._axes else 1 for axis, size in sizes)
-        elements = MASK_ELEMENTS if self.device.type == "cpu" else limits_of(self.device.type).mask
-        return max(1, elements // (batch * heads * keys))
+        return max(1, limits_of(self.device.type).mask // (batch * heads * keys))

@@ -19,9 +19,6 @@ from ringopt.context_parallel.plan.posting_order import batches, check_order
 from ringopt.context_parallel.plan.prove import prove
 from ringopt.hardware.devices import limits_of
 
-# On the CPU; other devices have limits of their own (hardware/devices.py).
-MOST = limits_of("cpu").exchanges
-PIECE = limits_of("cpu").message  # smaller messages cost more to handle than they hide
 ROWS = 2048  # keys of each, where several share heads: what more of them cost is one more merge of all results
 
 
@@ -49,8 +46,7 @@ class SubExchange:
 def exchanges_of(kv_heads: int, rows: int, size: int, device: str = "cpu") -> tuple[int, int]:
     """How many exchanges pay, by heads and by rows, where `size` bytes of K and V leave a rank, in `rows` rows."""
     limits = limits_of(device)
-    allowed, piece = (MOST, PIECE) if device == "cpu" else (limits.exchanges, limits.message)
-    most = max(1, min(allowed, size // piece))
+    most = max(1, min(limits.exchanges, size // limits.message))
     apart = max(1, min(most, kv_heads))
     return apart, max(1, min(most // apart, rows // ROWS))
 

@@ -6,22 +6,12 @@ from functools import lru_cache
 
 from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
 from ringopt.context_parallel.plan.exchange import Block
-from ringopt.hardware.devices import limits_of
+from ringopt.hardware.devices import OF_CORES, limits_of
 
-# Of the CPU; other devices have limits of their own (hardware/devices.py).
-CORES = limits_of("cpu")
-
-# Elements of one mask: 16 MiB in float32. A tile with a mask is cut over its queries to stay below, so that memory does
-# not grow with the square of the rows of a rank.
-MASK_ELEMENTS = CORES.mask
-
-# The fewest queries of a strip, unless a mask would be too large: fewer leave a kernel idle.
-LEAST, LEAST_ON_GPU = CORES.least, limits_of("cuda").least
-
-# Queries of a forward tile, or an eighth of those of a rank if that is more: few enough for its output to be small
-# beside the sums, enough for a kernel to work at its best. PyTorch's for the CPU takes AT_ONCE from 768 on, and fewer
-# below; of a number that these do not divide the rest costs as much as they do.
-STRIP, AT_ONCE = CORES.strip, 256
+# Queries of a forward tile (Limits.strip) are few enough for its output to be small beside the sums, and enough for a
+# kernel to work at its best. PyTorch's for the CPU takes AT_ONCE from 768 on, and fewer below; of a number that these
+# do not divide the rest costs as much as they do.
+AT_ONCE = 256
 
 # Shorter strips are taken as long as they save this part of the pairs: what is hidden in them is computed for nothing,
 # and each strip costs a call of the kernel and a merge.
@@ -29,13 +19,13 @@ WORTH = 1 / 8
 
 
 def least_of(kernel: str) -> int:
-    """The fewest queries of a strip for a kernel by name."""
-    return LEAST if kernel in ("flash_cpu", "math") else LEAST_ON_GPU
+    """The fewest queries of a tile with a mask of its own, for a kernel by name."""
+    return limits_of("cpu" if kernel in ("flash_cpu", "math") else "cuda").least
 
 
 def strip_of(queries: int, device: str = "cpu") -> int:
     """Queries of a forward tile, of so many that a rank has."""
-    strip = STRIP if device == "cpu" else limits_of(device).strip
+    strip = limits_of(device).strip
     return -(-max(strip, queries // 8) // AT_ONCE) * AT_ONCE if strip else max(1, queries)
 
 
@@ -61,7 +51,7 @@ def pieces(pattern: Pattern, block: Block, kernel: str) -> tuple[Block, ...]:
     if block.kind is not Kind.PARTIAL:
         return (block,)
     rows = queries_at_once(pattern, block.queries, block.keys, least_of(kernel))
-    cut = strips(pattern, block.queries, block.keys, min(rows, max(1, MASK_ELEMENTS // len(block.keys))))
+    cut = strips(pattern, block.queries, block.keys, min(rows, max(1, OF_CORES.mask // len(block.keys))))
     found = (Block(queries, keys, pattern.kind(queries, keys)) for queries, keys in cut)
     return tuple(piece for piece in found if piece.kind is not Kind.EMPTY)
 

@@ -27,6 +27,7 @@ from ringopt.kernels.choose import choose_kernel
 from ringopt.kernels.cpu_flash import CpuFlash
 from ringopt.kernels.math import Math
 from tests.context_parallel.reference import Problem, assert_near, join, problem, sdpa, shard, visible
+from tests.harness.limits import set_limits
 from tests.harness.threads import ThreadMesh, calls_of, run_on_threads
 
 PATTERNS = ("full", "causal", "window(5)", "window(5,both)")
@@ -128,7 +129,7 @@ def relative_bias(clip: int) -> Mask:
 @pytest.mark.parametrize("mask_elements", [1, 40, 1 << 22])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_padding(pattern: str, mask_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "MASK_ELEMENTS", mask_elements)
+    set_limits(monkeypatch, mask=mask_elements)
     case, there = problem(17), torch.ones(2, 17, dtype=torch.bool)
     there[0, :6], there[1, 9:] = False, False  # the first queries of row 0 see nothing under a causal pattern
     for p, layout in ((1, "contiguous"), (3, "zigzag")):
@@ -145,7 +146,7 @@ def test_padding(pattern: str, mask_elements: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("mask_elements", [1, 300, 1 << 22])
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(5)"])
 def test_learned_bias(pattern: str, mask_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "MASK_ELEMENTS", mask_elements)
+    set_limits(monkeypatch, mask=mask_elements)
     case, clip = problem(17), 4
     table = torch.randn(2 * clip + 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     whole = table.clone().requires_grad_()
@@ -173,7 +174,7 @@ def test_a_mask_that_hides_everything() -> None:
 
 
 def test_masks_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "MASK_ELEMENTS", 2 * 100)
+    set_limits(monkeypatch, mask=2 * 100)
     plan = exchange_of(ShardedPattern.of_self_attention("window(40,both)", 64, 1, "contiguous"), "ring")
     block = plan.forward(0)[0].blocks[0]
     there = torch.ones(2, 64, dtype=torch.bool)
@@ -222,7 +223,7 @@ def test_strips_are_the_tile() -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_numbers_in_strips(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "STRIP", 1)
+    set_limits(monkeypatch, strip=1)
     monkeypatch.setattr(tiling, "AT_ONCE", 1)
     case, there = problem(67), torch.arange(2 * 67).view(2, 67) % 5 > 0
     for mask, seen, sources in (

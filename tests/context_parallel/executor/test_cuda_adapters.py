@@ -21,6 +21,7 @@ from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
 from tests.context_parallel.reference import Problem, assert_near, join, problem, sdpa, shard, visible
+from tests.harness.limits import set_limits
 from tests.harness.threads import ThreadMesh, run_on_threads
 from tests.kernels.cuda_operators import take_their_place
 
@@ -31,9 +32,9 @@ PADDING = Mask(visible=load(0, [axis("b"), axis("k")], torch.bool))
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     take_their_place(monkeypatch)
-    monkeypatch.setattr(concurrency, "PIECE", 1)  # exchanges of some heads, and of some rows
+    set_limits(monkeypatch, message=1)  # exchanges of some heads, and of some rows
     monkeypatch.setattr(concurrency, "ROWS", 4)
-    monkeypatch.setattr(tiling, "STRIP", 8)
+    set_limits(monkeypatch, strip=8)
     monkeypatch.setattr(tiling, "AT_ONCE", 4)
 
 

@@ -15,6 +15,7 @@ from ringopt.expr.simplify import compare
 from ringopt.expr.terms import axis
 from ringopt.kernels.cpu_flash import CpuFlash
 from tests.context_parallel.clock import Clocked, hidden
+from tests.harness.limits import set_limits
 
 LENGTH, DIM = 256, 8
 
@@ -28,7 +29,7 @@ def ring(pattern: str, p: int) -> Attention:
 @pytest.fixture
 def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many exchanges as there may be, however little each sends."""
-    monkeypatch.setattr(concurrency, "PIECE", 1)
+    set_limits(monkeypatch, message=1)
     monkeypatch.setattr(concurrency, "ROWS", 1)
 
 
@@ -61,14 +62,14 @@ def test_a_mask_of_the_program_is_made_once_for_all_heads_and_hidden_by_rows(sma
 
 def test_one_exchange_of_all_heads_leaves_a_backward_bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first keys are waited for with nothing to compute: what the clock is there to show."""
-    monkeypatch.setattr(concurrency, "PIECE", 1 << 30)
+    set_limits(monkeypatch, message=1 << 30)
     found = hidden(ring("full", 2), (1, 4, 4, DIM), backward=True, share=0.6)
     assert found.total == pytest.approx(1.3)
 
 
 def test_what_starts_early_is_hidden_behind_what_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the backward above, in which 0.3 seconds are waited for: as much less as there is other work."""
-    monkeypatch.setattr(concurrency, "PIECE", 1 << 30)
+    set_limits(monkeypatch, message=1 << 30)
     site, sizes = ring("full", 2), (1, 4, 4, DIM)
     second = 1.0 / Clocked.of(site, sizes, True, 1.0, float("inf")).seconds
     rate = Clocked.of(site, sizes, True, 0.0, 1.0).seconds / 0.6
@@ -78,7 +79,7 @@ def test_what_starts_early_is_hidden_behind_what_comes_before(monkeypatch: pytes
 
 def test_what_ends_late_is_hidden_behind_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.6 seconds each way: the home block hides 0.5 of the last hop, other work the rest."""
-    monkeypatch.setattr(concurrency, "PIECE", 1 << 30)
+    set_limits(monkeypatch, message=1 << 30)
     site, sizes = ring("full", 2), (1, 4, 4, DIM)
     second = 1.0 / Clocked.of(site, sizes, True, 1.0, float("inf")).seconds
     rate = Clocked.of(site, sizes, True, 0.0, 1.0).seconds / 1.2

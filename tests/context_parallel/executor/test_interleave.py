@@ -21,12 +21,13 @@ from ringopt.expr.mask import Mask
 from ringopt.expr.terms import axis, load
 from tests.context_parallel.executor.test_attend import attention, recorded, run
 from tests.context_parallel.reference import assert_near, problem, sdpa, visible
+from tests.harness.limits import set_limits
 
 
 @pytest.fixture
 def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many exchanges as there may be, however little each sends: one for each KV head, or more by rows."""
-    monkeypatch.setattr(concurrency, "PIECE", 1)
+    set_limits(monkeypatch, message=1)
     monkeypatch.setattr(concurrency, "ROWS", 1)
 
 
@@ -91,7 +92,7 @@ def test_parts_of_a_plan_are_the_plan(pattern: str, layout: str) -> None:
 
 def test_the_second_is_under_way_while_the_first_computes(smallest: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And both while the rank's own keys are attended to, which are not shared out: nothing there is waited for."""
-    monkeypatch.setattr(concurrency, "MOST", 2)
+    set_limits(monkeypatch, exchanges=2)
     p, case = 2, problem(16, heads=(4, 2))
     traffic: Traffic = recorded(case, attention(case, p, "full", "contiguous", "ring"), "contiguous")
     events = [(e.kind, e.label) for e in traffic.of(0).events if e.label.startswith("forward")]
@@ -107,11 +108,11 @@ def test_the_second_is_under_way_while_the_first_computes(smallest: None, monkey
 
 
 def test_bytes_are_the_same_and_messages_more(smallest: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrency, "MOST", 2)
+    set_limits(monkeypatch, exchanges=2)
     p, case = 3, problem(20, heads=(4, 2))
     site = attention(case, p, "causal", "zigzag", "ring")
     several = recorded(case, site, "zigzag")
-    monkeypatch.setattr(concurrency, "PIECE", 1 << 30)
+    set_limits(monkeypatch, message=1 << 30)
     one = recorded(case, site, "zigzag")
     assert several.bytes_sent == one.bytes_sent
     assert several.messages == 2 * one.messages

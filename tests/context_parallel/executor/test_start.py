@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import attend, attend_backward, backward_until_home, begin
 from ringopt.context_parallel.executor.operands import Operands, Saved
-from ringopt.context_parallel.plan import concurrency
 from ringopt.distributed.traffic import log_event, record_traffic
 from ringopt.errors import PlanError
 from tests.context_parallel.executor.test_attend import attention, join, shard
 from tests.context_parallel.reference import assert_near, problem, sdpa, visible
+from tests.harness.limits import set_limits
 from tests.harness.threads import ThreadMesh, run_on_threads
 
 
@@ -20,7 +20,7 @@ from tests.harness.threads import ThreadMesh, run_on_threads
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_numbers(p: int, strategy: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`piece` of 1: as several exchanges by turns."""
-    monkeypatch.setattr(concurrency, "PIECE", piece)
+    set_limits(monkeypatch, message=piece)
     for n in (17, 3):
         case = problem(n, heads=(6, 3))
         site = attention(case, p, "causal", "zigzag", strategy)
@@ -40,7 +40,7 @@ def test_numbers(p: int, strategy: str, piece: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_messages_are_posted_before_there_are_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrency, "PIECE", 1)
+    set_limits(monkeypatch, message=1)
     case = problem(16, heads=(4, 2))  # fewer rows than pay to be cut
     site = attention(case, 2, "full", "contiguous", "ring")
 

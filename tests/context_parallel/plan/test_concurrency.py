@@ -19,6 +19,7 @@ from ringopt.context_parallel.plan.prove import prove
 from ringopt.errors import PlanError
 from ringopt.ops.ring import VERSION
 from tests.context_parallel.reference import problem, shard
+from tests.harness.limits import set_limits
 from tests.harness.threads import ThreadMesh, run_on_threads
 
 Proved = tuple[Exchange, int]
@@ -39,7 +40,7 @@ def run(strategy: str, p: int) -> None:
 @pytest.mark.parametrize(("strategy", "p"), [("ring", 2), ("gather", 3), ("hybrid(2)", 4)])
 def test_what_runs_has_been_proved(strategy: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several exchanges, of which each is a plan of its own."""
-    monkeypatch.setattr(concurrency, "PIECE", 1)
+    set_limits(monkeypatch, message=1)
     monkeypatch.setattr(concurrency, "ROWS", 1)
     proved, ran = set[Proved](), set[Proved]()
 
@@ -64,7 +65,7 @@ def test_what_runs_has_been_proved(strategy: str, p: int, monkeypatch: pytest.Mo
 
 
 def test_what_cannot_be_proved_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrency, "PIECE", 1)
+    set_limits(monkeypatch, message=1)
     monkeypatch.setattr(concurrency, "ROWS", 1)
 
     def faulty(exchange: Exchange, rank: int) -> Any:

@@ -27,6 +27,7 @@ from ringopt.errors import OptionError, PlanError
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from tests.context_parallel.drawing import exchanges
+from tests.harness.limits import set_limits
 
 HEADS, DIM = 3, 4
 
@@ -63,7 +64,7 @@ class Noting(PretendedMesh):
 @pytest.fixture
 def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even small attentions are cut into several exchanges, of heads and of rows."""
-    monkeypatch.setattr(concurrency, "PIECE", 1)
+    set_limits(monkeypatch, message=1)
     monkeypatch.setattr(concurrency, "ROWS", 4)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -17,13 +17,13 @@ from ringopt.context_parallel.geometry.layouts import Replicated, layout_of
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.geometry.visibility import seen
-from ringopt.context_parallel.plan import concurrency
 from ringopt.context_parallel.plan.plan_of import NAMES
 from ringopt.context_parallel.plan.strategies import MERGE
 from ringopt.distributed.intra_node import messages as local_links
 from ringopt.distributed.lookup import process_mesh
 from ringopt.distributed.mesh import Mesh, Transfer, register
 from ringopt.errors import OptionError
+from ringopt.hardware import devices
 from ringopt.tools.benchmarks.lab.inserted import inserted
 from ringopt.tools.benchmarks.lab.names import TIMEOUT
 from ringopt.tools.benchmarks.lab.numbers import distance
@@ -132,7 +132,8 @@ class Case:
         strategy cannot do it."""
         drawn = self.drawn
         attend = inserted(drawn.sharded(mesh.size), drawn.strategy, SCALE, mesh.name)
-        with patch.object(concurrency, "PIECE", 1 if drawn.several else concurrency.PIECE):
+        limits = replace(devices.OF_CORES, message=1) if drawn.several else devices.OF_CORES
+        with patch.object(devices, "OF_CORES", limits):
             out = attend(*self._leaves)
             dq, dk, dv = torch.autograd.grad(out, self._leaves, self._dout)
         if drawn.strategy == MERGE:
