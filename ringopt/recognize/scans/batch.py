@@ -49,7 +49,13 @@ class OverSteps:
             raise NoRule(str(node.target))
         target, args, kwargs = rule(node, self)
         args, kwargs = fx.map_arg((args, kwargs), lambda arg: self.made.get(arg, arg))
-        self.made[node] = call(self.graph, target, args, kwargs, node)
+        try:
+            new = call(self.graph, target, args, kwargs, node)
+        except (RuntimeError, IndexError) as error:  # what the op says of operands with a dim more
+            raise NoRule(f"{node.target}: {error}") from error
+        if forms(value_of(new)) != [((self.steps, *shape), dtype) for shape, dtype in forms(value_of(node))]:
+            raise NoRule(f"{node.target} gives another shape or dtype for all steps at once")
+        self.made[node] = new
         self.stacked.add(node)
 
     def ranked(self, node: Any, rank: int) -> Any:
@@ -65,6 +71,11 @@ class OverSteps:
             return self.made[node]
         sizes = [self.steps, *shape_of(node)]
         return call(self.graph, aten.expand.default, (self.made[node], sizes), {}, node)
+
+
+def forms(value: Any) -> list[tuple[tuple[Any, ...], torch.dtype]]:
+    """Shape and dtype of a tensor, or of each of several."""
+    return [(tuple(x.shape), x.dtype) for x in (value if isinstance(value, (tuple, list)) else (value,))]
 
 
 def call(graph: fx.Graph, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
@@ -113,6 +124,8 @@ def dims_at(*at: int) -> Rule:
 
     def rule(node: fx.Node, batch: OverSteps) -> Call:
         args = only_first(node, batch)
+        if not shape_of(args[0]):
+            raise NoRule("a dim of a number is no dim, and of all steps it is theirs")
         for place in at:
             if len(args) <= place or args[place] is None:
                 raise NoRule("all dims at once")
