@@ -7,13 +7,12 @@ message has its other end; there must be no circle of ranks, each of which waits
     check_order   one rank against those it talks to: its turns ascend, and a batch of one has the turn of the other's.
                   On every rank, and with both ends of each message in one step (prove.check_peers), this implies that
                   the batches of the least turn that is left never wait in vain
-    run_in_order  the batches of all ranks, in order, as NCCL would run them; for tests
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -71,40 +70,6 @@ def check_order(rank: int, batches_of: BatchesOf) -> None:
         theirs = [batch.turn for batch in batches_of(peer) if rank in batch.peers(peer)]
         if shared != theirs:
             raise _fault(f"ranks {rank} and {peer} meet in turns {shared} of one and {theirs} of the other")
-
-
-def run_in_order(posted: Sequence[Sequence[Batch]]) -> None:
-    """A message moves while the batches of both of its ends are the first that are left of their ranks. Raises
-    PlanError where none moves and some are left."""
-    left = [list(_open(batches)) for batches in posted]
-    moved = True
-    while moved:
-        moved = False
-        for rank, queue in enumerate(left):
-            if queue:
-                first = queue[0]
-                met = {(kind, one) for kind, one in first if _at_head(left, _other(one, rank), (kind, one))}
-                for kind, one in met:
-                    first.discard((kind, one))
-                    left[_other(one, rank)][0].discard((kind, one))
-                if not first:
-                    queue.pop(0)
-                moved = moved or bool(met) or not first
-    stuck = {rank: sorted(str(one) for _, one in queue[0]) for rank, queue in enumerate(left) if queue}
-    if stuck:
-        raise _fault(f"all of these ranks wait, each behind its first batch: {stuck}")
-
-
-def _open(posted: Sequence[Batch]) -> Iterator[set[tuple[int, Message]]]:
-    return ({(batch.turn[1], one) for one in batch.messages} for batch in posted)
-
-
-def _other(message: Message, rank: int) -> int:
-    return message.target if message.source == rank else message.source
-
-
-def _at_head(left: list[list[set[tuple[int, Message]]]], peer: int, end: tuple[int, Message]) -> bool:
-    return bool(left[peer]) and end in left[peer][0]
 
 
 def _fault(what: str) -> PlanError:

@@ -3,7 +3,7 @@ planted orders that would are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -21,7 +21,7 @@ from ringopt.context_parallel.plan import concurrency
 from ringopt.context_parallel.plan.concurrency import KVSizes, prove_plan, sub_exchanges
 from ringopt.context_parallel.plan.exchange import Cargo, Exchange, Message
 from ringopt.context_parallel.plan.plan_of import exchange_of
-from ringopt.context_parallel.plan.posting_order import Batch, batches, check_order, run_in_order
+from ringopt.context_parallel.plan.posting_order import Batch, batches, check_order
 from ringopt.distributed.mesh import PretendedMesh, Transfer
 from ringopt.errors import OptionError, PlanError
 from ringopt.expr.mask import Mask
@@ -59,6 +59,40 @@ class Noting(PretendedMesh):
         both = (sorted((peer, buffer.numel()) for peer, buffer in way) for way in (sends, receives))
         self.posted.append(tuple(both))  # type: ignore[arg-type]
         return []
+
+
+def run_in_order(posted: Sequence[Sequence[Batch]]) -> None:
+    """A message moves while the batches of both of its ends are the first that are left of their ranks. Raises
+    PlanError where none moves and some are left."""
+    left = [list(opened(batches)) for batches in posted]
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(left):
+            if queue:
+                first = queue[0]
+                met = {(kind, one) for kind, one in first if is_first(left, other_end(one, rank), (kind, one))}
+                for kind, one in met:
+                    first.discard((kind, one))
+                    left[other_end(one, rank)][0].discard((kind, one))
+                if not first:
+                    queue.pop(0)
+                moved = moved or bool(met) or not first
+    stuck = {rank: sorted(str(one) for _, one in queue[0]) for rank, queue in enumerate(left) if queue}
+    if stuck:
+        raise PlanError(f"all of these ranks wait, each behind its first batch: {stuck}")
+
+
+def opened(posted: Sequence[Batch]) -> Iterator[set[tuple[int, Message]]]:
+    return ({(batch.turn[1], one) for one in batch.messages} for batch in posted)
+
+
+def other_end(message: Message, rank: int) -> int:
+    return message.target if message.source == rank else message.source
+
+
+def is_first(left: list[list[set[tuple[int, Message]]]], peer: int, end: tuple[int, Message]) -> bool:
+    return bool(left[peer]) and end in left[peer][0]
 
 
 @pytest.fixture
