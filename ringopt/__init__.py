@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ringopt.drivers.explain import explain
     from ringopt.frontend.pt2_archive import load
     from ringopt.functional import attention, shard, unshard
-    from ringopt.options import Options
+    from ringopt.options import Options, defaults
     from ringopt.planner.plan import Plan, plan
     from ringopt.report import Report
     from ringopt.tensor.from_rows import from_rows
@@ -32,6 +32,7 @@ __all__ = [
     "__version__",
     "attention",
     "convert",
+    "defaults",
     "diff",
     "errors",
     "explain",
@@ -55,6 +56,7 @@ _HOME = {
     "Report": "ringopt.report",
     "attention": "ringopt.functional",
     "convert": "ringopt.drivers.convert",
+    "defaults": "ringopt.options",
     "diff": "ringopt.compare.diff",
     "explain": "ringopt.drivers.explain",
     "from_rows": "ringopt.tensor.from_rows",

@@ -23,7 +23,7 @@ from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import readable_name
 from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
-from ringopt.options import Options
+from ringopt.options import Options, with_defaults
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.report import Report
@@ -51,11 +51,12 @@ def reports() -> list[Report]:
 def ring(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Run:
-    """The backend. `options` are those of `ringopt.Options`, `mode` is Inductor's.
+    """The backend. `options` are those of `ringopt.Options`, `mode` is Inductor's. What `options` leave open is as
+    `ringopt.defaults` and the environment say.
 
     Raises OptionError, RefusedError (with on_refusal="error"), and at the first call RingMismatchError.
     """
-    chosen = Options.of(options)
+    chosen = with_defaults(options)
     mesh = mesh_for(chosen, example_inputs)
     names = [readable_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]
 

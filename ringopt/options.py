@@ -1,10 +1,19 @@
-"""What a user may choose: one frozen dataclass, checked when it is made."""
+"""What a user may choose: one frozen dataclass, checked when it is made.
+
+An option is, in this order: what `options={...}` of the call says; what the innermost `ringopt.defaults` says; what the
+environment variable RINGOPT_OPTIONS says, a JSON object; built in. The second and third are for libraries that call
+`torch.compile(..., backend="ring")` and pass no options. They are asked when a graph is compiled, which is at the first
+call of a compiled function, not where `torch.compile` stands. The report names those that came from outside.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_type_hints
 
 from ringopt.errors import OptionError
@@ -61,6 +70,8 @@ class Options:
     dump            folder for the graphs before and after each pass, the report and the diff; None: nothing is written
     trace           folder for what each rank did when, exchanges and compute; None: nothing is recorded
     disable_passes  names of passes that are not run; only those that no number depends on (`ringopt passes` lists them)
+
+    `outside` is no option: by name, those that were not chosen by the call, and where they were.
     """
 
     mesh: DeviceMesh | None = None
@@ -83,6 +94,7 @@ class Options:
     dump: str | None = None
     trace: str | None = None
     disable_passes: tuple[str, ...] = ()
+    outside: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, kind in _literals().items():
@@ -118,17 +130,116 @@ class Options:
         return asked or self.dilation_offsets != "paper"
 
     @classmethod
+    def names(cls) -> list[str]:
+        """Of all options."""
+        return [each.name for each in dataclasses.fields(cls) if each.name != "outside"]
+
+    @classmethod
     def of(cls, options: Mapping[str, Any] | Options | None) -> Options:
         """From the `options` of torch.compile. Raises OptionError that lists the known names."""
         if isinstance(options, Options):
             return options
-        known = [field.name for field in dataclasses.fields(cls)]
+        cls.check_names(options)
+        return cls(**(options or {}))
+
+    @classmethod
+    def check_names(cls, options: Mapping[str, Any] | None) -> None:
+        """Raises OptionError that lists the known names."""
+        known = cls.names()
         if options is not None and not isinstance(options, Mapping):
             raise OptionError(f"options={options!r}: expected a dict; the options are {', '.join(known)}")
         unknown = sorted(repr(name) for name in options or {} if name not in known)
         if unknown:
             raise OptionError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
-        return cls(**(options or {}))
+
+
+VARIABLE = "RINGOPT_OPTIONS"
+
+_in_force: list[defaults] = []
+
+
+class defaults:  # a function to its users, as torch.set_grad_enabled is
+    """`ringopt.defaults(outputs="lazy")` sets options for all that is compiled from now on in this process; as a
+    context manager, `with ringopt.defaults(mesh=mesh["cp"]):`, until its end. What it does not name is as it was.
+    Raises OptionError, as `torch.compile` does for its options, and then nothing is changed."""
+
+    def __init__(self, **options: Any) -> None:
+        Options.of(options)
+        self.options = options
+        _in_force.append(self)
+
+    def __enter__(self) -> None:
+        if self not in _in_force:
+            raise OptionError("these ringopt.defaults have ended; call ringopt.defaults(...) again")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """What was in force before is in force again; defaults that were set since stay."""
+        if self in _in_force:
+            _in_force.remove(self)
+
+
+def with_defaults(options: Mapping[str, Any] | Options | None) -> Options:
+    """The `options` of a call, and from outside those that it does not name; an `Options` names all. Raises
+    OptionError."""
+    if isinstance(options, Options):
+        return options
+    Options.check_names(options)
+    chosen, sources = dict[str, Any](), dict[str, str]()
+    layers = [(f"environment variable {VARIABLE}", of_environment())]
+    layers += [("ringopt.defaults", each.options) for each in _in_force]
+    for source, given in layers:
+        chosen.update(given)
+        sources.update(dict.fromkeys(given, source))
+    named = options or {}
+    outside = {name: source for name, source in sources.items() if name not in named}
+    if not outside:
+        return Options(**named)
+    try:
+        return Options(**{**chosen, **named}, outside=outside)
+    except OptionError as error:  # each was right by itself
+        origin = "; ".join(f"{name} is from {source}" for name, source in outside.items())
+        raise OptionError(f"{error} ({origin})") from error
+
+
+def of_environment() -> dict[str, Any]:
+    """What RINGOPT_OPTIONS holds. Raises OptionError."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return {}
+    wanted = 'set it to a JSON object such as {"outputs": "lazy"}, or unset it'
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise OptionError(f"environment variable {VARIABLE}={text!r} is no JSON ({error}): {wanted}") from error
+    if not isinstance(given, dict):
+        raise OptionError(f"environment variable {VARIABLE}={text!r} is no JSON object: {wanted}")
+    if given.get("mesh") is not None:
+        raise OptionError(
+            f"environment variable {VARIABLE} names a mesh ({given['mesh']!r}), which text cannot: call "
+            "ringopt.defaults(mesh=...) in the program, or leave it out for all ranks"
+        )
+    try:
+        Options.of(given)
+    except OptionError as error:
+        raise OptionError(f"environment variable {VARIABLE}: {error}") from error
+    return given
+
+
+def note_of(options: Options) -> str | None:
+    """Of those from outside, for a report: which, and from where."""
+    if not options.outside:
+        return None
+    each = []
+    for name, source in options.outside.items():
+        value = getattr(options, name)
+        shown = "a DeviceMesh" if name == "mesh" and value is not None else repr(value)
+        each.append(f"{name}={shown} ({source})")
+    return f"options from outside of the call: {', '.join(each)}"
 
 
 class SiteOptions(Protocol):

@@ -63,9 +63,10 @@ def errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_terminal() -> Iterator[None]:
-    """How wide tables are in a log does not depend on who runs the tests."""
+    """How wide tables are in a log, and options that are not named, do not depend on who runs the tests."""
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("COLUMNS", raising=False)
+        patched.delenv("RINGOPT_OPTIONS", raising=False)
         yield
 
 

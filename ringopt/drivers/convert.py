@@ -348,7 +348,7 @@ def renamed(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSign
 def provenance(options: Mapping[str, Any] | Options | None, report: Report) -> dict[str, Any]:
     """What a file records of its making."""
     chosen = Options.of(options)
-    kept = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
+    kept = {name: getattr(chosen, name) for name in Options.names()}
     return {
         "ringopt": __version__,
         "torch": torch.__version__,

@@ -15,7 +15,7 @@ from ringopt.drivers.convert import captured_once, check_convertible, lost_in_ex
 from ringopt.drivers.dry_run import DryRun, errors_of_passes
 from ringopt.errors import ProgramError, first_line
 from ringopt.hardware.devices import Device, device_of, link_of
-from ringopt.options import Options
+from ringopt.options import Options, with_defaults
 from ringopt.report import Report, bytes_text
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
@@ -43,7 +43,7 @@ def explain(
     """
     count_of("world_size", world_size)
     device = device_of(hardware) if hardware is not None else None
-    chosen, mesh = Options.of(options), PretendedMesh(0, world_size, hardware)
+    chosen, mesh = with_defaults(options), PretendedMesh(0, world_size, hardware)
     if not isinstance(model, ExportedProgram):
         check_model(model)
         report = of_model(model, args, kwargs, chosen, mesh)

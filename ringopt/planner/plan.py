@@ -23,7 +23,7 @@ from ringopt.cost.formulas import Formulas, formulas_of
 from ringopt.errors import OptionError
 from ringopt.hardware.devices import Device, device_of
 from ringopt.hardware.rates import Rates, rates_of
-from ringopt.options import Options
+from ringopt.options import Options, with_defaults
 from ringopt.planner.liveness import most
 from ringopt.planner.site_cost import (
     SitePoint,
@@ -191,7 +191,7 @@ class PlanRequest:
         if max(wanted) < 2 * min(sizes):
             raise OptionError(f"lengths={wanted}: every one is shorter than 2 rows for each of {min(sizes)} ranks")
         rates_of(hardware, "float32", link)  # names that the table does not have are errors before any work
-        return cls(sizes, wanted, device_of(hardware), link, Options.of(options))
+        return cls(sizes, wanted, device_of(hardware), link, with_defaults(options))
 
     def rates(self, dtype: str) -> Rates:
         return rates_of(self.device.name, dtype, self.link)

@@ -20,6 +20,7 @@ from ringopt.ir.symbolic_sizes import at_hand, formula
 from ringopt.ops import operators
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traits import flops_of, sends, sent_bytes
+from ringopt.options import note_of
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
 from ringopt.torch_compat.tensors import storage_key
@@ -35,6 +36,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         for info in (*context.sites.values(), *context.scans.values())
     )  # fmt: skip
     ranks, figures = context.mesh.size, Figures(graph, context.mesh)
+    outside = note_of(context.options)
     return Report(
         world_size=ranks,
         sites=sites,
@@ -45,7 +47,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         memory=memory(graph, figures),
         bytes_sent=sent_by(graph, figures),
         refusal=refusal,
-        notes=tuple(context.notes),
+        notes=(*context.notes, *([outside] if outside else [])),
     )
 
 
