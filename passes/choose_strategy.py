@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
-from ringopt.context_parallel.geometry.layouts import LAYOUTS, text_of
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank, text_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import on_nodes
 from ringopt.cost.choose import choose_strategy
@@ -34,6 +34,7 @@ from ringopt.options import KernelName, LayoutName, Shard, SiteOptions, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 from ringopt.scans.call import is_scan
+from ringopt.sharding.grains import with_grains
 from ringopt.sharding.scans import scan_site
 
 
@@ -63,7 +64,9 @@ class ChooseStrategy(Pass):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
         if self.shard == "model":
-            context.scans = scans_in(gm.graph, context)
+            scans = [node for node in gm.graph.nodes if is_scan(node)]
+            context.layouts = with_grains(context.layouts, scans, context.mesh, bool(context.given))
+            context.scans = {node: scan_site(node, context.mesh, context.layouts.of) for node in scans}
         for node, info in sites.items():
             info.notes += [why] if why else []
             call = AttentionCall.of(node)
@@ -78,19 +81,13 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
     found = {
         node: pairs
         for node, pairs in pairs_in(graph).items()
-        if at_hand(pairs.rows.length)
-        >= LAYOUTS[context.layouts.of(pairs.rows.length)].chunks_per_rank * context.mesh.size
+        if at_hand(pairs.rows.length) >= chunks_per_rank(context.layouts.of(pairs.rows.length)) * context.mesh.size
     }
     where = [f"{op_name(node)} {list(shape_of(node))} ({source_line(node)})" for node in found]
     if where:
         context.notes.append(f"pairs of {', '.join(where)} {NO_SITE}")
     context.weights = {node.name: dims for pairs in found.values() for node, dims in pairs.weights.items()}
     return {pairs.queries: pairs.rows for pairs in found.values()}
-
-
-def scans_in(graph: fx.Graph, context: Context) -> dict[fx.Node, SiteInfo]:
-    """The recurrences, each with what the ranks exchange for it, or why every rank computes all of it."""
-    return {node: scan_site(node, context.mesh, context.layouts.of) for node in graph.nodes if is_scan(node)}
 
 
 def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.geometry.layouts import LAYOUTS
+from ringopt.context_parallel.geometry.layouts import parsed
 from ringopt.context_parallel.plan.plan_of import NAMES
 from ringopt.errors import OptionError
 from ringopt.options import KernelName
@@ -82,8 +82,7 @@ def check_numbers(dropout_p: Any, scale: Any) -> None:
 
 def check_layout(layout: Any) -> None:
     """Is there one of this name?"""
-    if layout not in tuple(LAYOUTS):
-        raise OptionError(f"layout {layout!r} is unknown; the layouts are {', '.join(map(repr, LAYOUTS))}")
+    parsed(layout)
 
 
 def check_names(layout: Any, strategy: Any, kernel: Any) -> None:

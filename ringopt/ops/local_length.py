@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank, layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.lookup import mesh_of
@@ -59,7 +59,7 @@ def _(length: int, layout: str, group: str, inputs: list[Tensor], names: str, pr
 
 def check_enough(length: int, layout: str, ranks: int) -> None:
     """Raises PlanError where some of the ranks would have too few rows."""
-    least = LAYOUTS[layout].chunks_per_rank * ranks
+    least = chunks_per_rank(layout) * ranks
     if length < least:
         raise PlanError(
             f"this program has a {layout} sequence of {length} rows, and {ranks} ranks need {least}; use fewer"

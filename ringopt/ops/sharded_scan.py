@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank, layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.handshake import agree
 from ringopt.distributed.lookup import mesh_of
@@ -60,7 +60,7 @@ def sharded_scan(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *wh
 @sharded_scan.register_fake
 def _(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -> list[Tensor]:
     place = ScanPlace(*where)
-    here = LAYOUTS[place.layout].chunks_per_rank
+    here = chunks_per_rank(place.layout)
     before = [x.new_empty((here, *x.shape)) for x in init]
     matrices = list[Tensor](init)
     for level in affine_of_operands(place.body, init, xs, consts).levels:

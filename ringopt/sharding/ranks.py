@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringopt.context_parallel.geometry.layouts import LAYOUTS, layout_of
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank, layout_of
+from ringopt.context_parallel.geometry.rows import Rows
 from ringopt.distributed.mesh import ANY, Mesh
+from ringopt.ir.placement import Sharded
 from ringopt.ir.refusal import GraphRefused, Refusal
-from ringopt.ir.symbolic_sizes import plain
+from ringopt.ir.symbolic_sizes import is_open, plain
 
 
 @dataclass(frozen=True)
@@ -47,4 +49,17 @@ class Ranks:
 
     def least(self, length: int) -> int:
         """A sequence of `length` with fewer rows than that is not sharded."""
-        return LAYOUTS[self.layout(length)].chunks_per_rank * self.size
+        return chunks_per_rank(self.layout(length)) * self.size
+
+    def same_rows(self, one: Sharded, other: Sharded) -> bool:
+        """Whether every rank holds the same places of a dim by both."""
+        sizes = (one.outer, one.length, one.inner, other.outer, other.length, other.inner)
+        if self.asks or any(map(is_open, sizes)) or one.outer != other.outer or one.size != other.size:
+            return False
+        return self.blocks(one) == self.blocks(other)
+
+    def blocks(self, place: Sharded) -> list[Rows]:
+        """Of every rank, which of length * inner places it holds."""
+        layout = layout_of(self.layout(place.length), place.length, self.size)
+        ranges = map(layout.ranges, range(self.size))
+        return [tuple(range(x.start * place.inner, x.stop * place.inner) for x in of_rank) for of_rank in ranges]

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch.fx as fx
 
-from ringopt.context_parallel.geometry.layouts import LAYOUTS
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.nodes import shape_of
 from ringopt.ir.placement import Sharded
@@ -57,7 +57,7 @@ def place_scan(sharder: Sharder, node: fx.Node) -> None:
         consts=[sharder.beside(x) for x in call.consts],
         body=call.text,
         steps=steps.length,
-        segments=LAYOUTS[layout].chunks_per_rank * sharder.ranks.size,
+        segments=chunks_per_rank(layout) * sharder.ranks.size,
         layout=layout,
     )
     sharder.values[node], sharder.placements[node] = made, None
@@ -72,7 +72,7 @@ def scan_site(node: fx.Node, mesh: Mesh, layout_for: Callable[[int], str]) -> Si
     info = SiteInfo.at(node, "scan", f"{at_hand(steps.length)} steps", False)
     info.layout = layout_for(steps.length)
     proof = prove_affine(call.text, call.kinds)
-    least = LAYOUTS[info.layout].chunks_per_rank * mesh.size
+    least = chunks_per_rank(info.layout) * mesh.size
     if isinstance(proof, Refusal):
         info.refusal = proof.sentence
     elif mesh.name == ANY:

@@ -197,6 +197,8 @@ class Sharder:
         if held.dim != placement.dim:
             fits = not is_open(placement.length) and placement.length >= self.ranks.least(placement.length)
             return self.turn(node, held, placement) if fits and not self.is_whole(node) else None
+        if self.ranks.same_rows(held, placement):
+            return self.values[node]
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
         if any(map(is_open, (*old, *new))) or placement.length < self.ranks.least(placement.length):
             return None

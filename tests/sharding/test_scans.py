@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.ops import operators as ops
+from ringopt.sharding.grains import grains_of
 from tests.harness.translation import Verdict, validate
 from tests.scans.bodies import Scan, drawn
 
@@ -64,25 +66,26 @@ class Tokens(nn.Module):
 
 
 class Chunks(nn.Module):
-    """A gated delta rule over chunks of `c` tokens, the chunks made by a reshape."""
+    """A gated delta rule over chunks of `c` tokens, the chunks made by a reshape, the last filled up by `padded`."""
 
-    def __init__(self, c: int):
+    def __init__(self, c: int, padded: int = 0):
         super().__init__()
         torch.manual_seed(0)
-        self.c, self.text = c, text_of_chunks(c)
+        self.c, self.text, self.padded = c, text_of_chunks(c), padded
         self.proj, self.gate, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, 3)
         self.double()
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         def chunks(t: Tensor) -> Tensor:
             t = t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            return t.unflatten(2, (-1, self.c)).movedim(2, 0)
+            return F.pad(t, (0, 0, 0, self.padded)).unflatten(2, (-1, self.c)).movedim(2, 0)
 
         q, k, v = (chunks(t) for t in self.proj(x).chunk(3, -1))
-        gate = 0.9 + 0.1 * torch.sigmoid(self.gate(x)).transpose(1, 2).unflatten(2, (-1, self.c)).mean(-1).movedim(2, 0)
+        gate = F.pad(0.9 + 0.1 * torch.sigmoid(self.gate(x)).transpose(1, 2), (0, self.padded))
+        gate = gate.unflatten(2, (-1, self.c)).mean(-1).movedim(2, 0)
         start = x.new_zeros(x.shape[0], HEADS, WIDTH // HEADS, WIDTH // HEADS)
         _last, y = ops.scan([start], [q, F.normalize(k, dim=-1) * 0.5, v, gate], [], self.text)
-        y = y.movedim(0, 2).flatten(2, 3).transpose(1, 2).flatten(2)
+        y = y.movedim(0, 2).flatten(2, 3)[:, :, : x.shape[1]].transpose(1, 2).flatten(2)
         scores = self.out(y + x)
         return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
 
@@ -132,6 +135,25 @@ def test_steps_of_several_tokens(p, n, c):
     assert verdict.report.sites[0].strategy == "states"
     assert verdict.report.sharded_fraction == 1.0
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("padded", [0, 3])
+@pytest.mark.parametrize("p", [2, 3])
+def test_ranks_hold_whole_chunks(p, padded, layout):
+    """Also where the last chunk is filled up: nothing is sent to make chunks of rows, or rows of chunks."""
+    verdict = checked(p, Chunks(4, padded), 32 - padded, layout=layout)
+    assert verdict.report.sites[0].strategy == "states" and verdict.report.sharded_fraction == 1.0
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+    text = str(verdict.graph.graph)
+    assert (f"{layout}:4x8" in text) == bool(padded) and "respread" not in text
+
+
+def test_chunks_of_two_sizes_end_together():
+    found = [(64, 6), (16, 24), (16, 24), (48, 8)]
+    with patch("ringopt.sharding.grains.chunks_of", lambda pair: [pair]):
+        assert grains_of(found, 4) == ((64, 6), (4, 6))
+        assert grains_of(found, 7) == ((48, 8), (3, 8))
 
 
 def test_fewer_steps_than_ranks_are_computed_by_all():

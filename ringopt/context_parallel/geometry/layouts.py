@@ -2,12 +2,17 @@
 
 Any length over any number of ranks: the sequence is cut into chunks whose sizes differ by at most one row, so that no
 padding is needed; where there are more chunks than rows, some are empty.
+
+A layout may have a grain, "zigzag:64": chunks end at multiples of it, as a recurrence over blocks of 64 rows wants them
+to, and their sizes differ by at most one such unit. "zigzag:64x6" counts 6 units whatever the length, so the edges of
+sequences that differ by some rows (padded, say) are the same; the last unit has what is more or less.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
@@ -17,10 +22,13 @@ from ringopt.errors import OptionError, PlanError
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """`length` rows over `ranks` ranks. Raises PlanError unless both are positive."""
+    """`length` rows over `ranks` ranks, cut between `units` of `grain` rows each, as many as there are rows for if not
+    told. Raises PlanError unless length and ranks are positive and the units fit."""
 
     length: int
     ranks: int
+    grain: int = field(default=1, kw_only=True)
+    counted: int = field(default=0, kw_only=True)
 
     name: ClassVar[str]
     chunks_per_rank: ClassVar[int]
@@ -30,6 +38,18 @@ class Layout(ABC):
             raise PlanError(
                 f"a layout of {self.length} rows over {self.ranks} ranks was asked for; both must be at least 1"
             )
+        if self.grain < 1 or self.counted < 0 or (self.counted and self.length <= self.grain * (self.counted - 1)):
+            raise PlanError(f"{self.length} rows are no {self.counted} units of {self.grain} rows")
+
+    @property
+    def units(self) -> int:
+        return self.counted or -(-self.length // self.grain)
+
+    @property
+    def text(self) -> str:
+        """The inverse of `layout_of`."""
+        units = f"x{self.counted}" if self.counted else ""
+        return f"{self.name}:{self.grain}{units}" if self.grain > 1 or self.counted else self.name
 
     @abstractmethod
     def chunks(self, rank: int) -> tuple[int, ...]:
@@ -51,11 +71,13 @@ class Layout(ABC):
 
     def edge(self, chunk: int) -> int:
         """The row with which `chunk` begins."""
-        return self.length * chunk // (self.chunks_per_rank * self.ranks)
+        chunks = self.chunks_per_rank * self.ranks
+        return self.length if chunk >= chunks else self.grain * (self.units * chunk // chunks)
 
     def chunk(self, row: int) -> int:
         """The chunk that holds `row`: the last that begins at or before it, which is never an empty one."""
-        return ((row + 1) * self.chunks_per_rank * self.ranks - 1) // self.length
+        unit = min(row // self.grain, self.units - 1)
+        return ((unit + 1) * self.chunks_per_rank * self.ranks - 1) // self.units
 
     def owner(self, row: int) -> int:
         """The rank that holds `row`."""
@@ -84,7 +106,7 @@ class Contiguous(Layout):
 
     @property
     def most(self) -> int:
-        return -(-self.length // self.ranks)
+        return -(-self.length // self.ranks) if self.units == self.length else super().most
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,8 @@ class Zigzag(Layout):
     def most(self) -> int:
         """`over` of the 2p chunks have a row more: chunk c where a multiple of 2p / over is above c and at most c + 1.
         So has its mirror image, the other chunk of the rank, where that multiple is no whole number."""
+        if self.units != self.length:
+            return super().most
         each, over = divmod(self.length, 2 * self.ranks)
         return 2 * each + (2 if over and 2 * self.ranks % over else min(over, 1))
 
@@ -132,21 +156,36 @@ class Replicated(Layout):
         return set()
 
 
-# Those of a sequence that is spread.
+# Those of a sequence that is spread, without a grain.
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Contiguous, Zigzag)}
 
 
 BY = " x "
+_SPELLED = re.compile(r"([a-z]+)(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
 
 
 @lru_cache(maxsize=4096)
 def layout_of(name: str, length: int, ranks: int) -> Layout:
-    """The layout called `name`: of LAYOUTS, or "replicated". Raises OptionError for another name."""
+    """The layout called `name`: of LAYOUTS, with a grain or without, or "replicated". Raises OptionError for another
+    name."""
     if name == Replicated.name:
         return Replicated(length, ranks)
-    if name not in LAYOUTS:
-        raise OptionError(f"layout {name!r} is unknown; the layouts are {', '.join(map(repr, LAYOUTS))}")
-    return LAYOUTS[name](length, ranks)
+    kind, grain, units = parsed(name)
+    return kind(length, ranks, grain=grain, counted=units)
+
+
+def parsed(name: str) -> tuple[type[Layout], int, int]:
+    """Kind, grain and number of units of a layout. Raises OptionError for a name that is none."""
+    found = _SPELLED.fullmatch(name) if isinstance(name, str) else None
+    if found is None or found[1] not in LAYOUTS:
+        known = ", ".join(map(repr, LAYOUTS))
+        raise OptionError(f"layout {name!r} is unknown; the layouts are {known}, each also with a grain, 'zigzag:64'")
+    return LAYOUTS[found[1]], int(found[2] or 1), int(found[3] or 0)
+
+
+def chunks_per_rank(name: str) -> int:
+    """Of the layout called `name`."""
+    return parsed(name)[0].chunks_per_rank
 
 
 def layouts_of(text: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ has no use for it; rows are split as the layouts say.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -117,7 +117,7 @@ class HeadExchange:
     def whole(self) -> Exchange:
         """What the ranks of one circle do with their heads: the attention of as many ranks as there are nodes, each of
         which holds the rows of its node. In the same layout: chunks of one node touch, or mirror each other."""
-        q_layout, kv_layout = (type(side)(side.length, self.nodes) for side in (self.q_layout, self.kv_layout))
+        q_layout, kv_layout = (replace(side, ranks=self.nodes) for side in (self.q_layout, self.kv_layout))
         return Exchange(self.pattern, q_layout, kv_layout, Ring())
 
 

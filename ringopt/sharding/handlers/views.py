@@ -38,7 +38,8 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
             found.append((out, wanted[0]))
     if not found:
         return False
-    even = [pair for pair in found if evenly(sharder, pair[0].length)]
+    still = [pair for pair in found if sharder.ranks.same_rows(place, pair[1])]  # nothing is sent
+    even = still or [pair for pair in found if evenly(sharder, pair[0].length)]
     out, source = even[0] if even else max(found, key=lambda pair: pair[0].length)
     sharder.reader = node
     sharder.set(node, sharder.emit(node, rule, [source], out), out)

@@ -39,6 +39,32 @@ def test_the_rank_that_has_most(name: str) -> None:
     assert layout_of(name, 2**30, 10**6).most == 1074
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("grain", ["3", "4x5", "64"])
+@pytest.mark.parametrize(("length", "ranks"), [(17, 2), (19, 2), (20, 3), (23, 1)])
+def test_laws_of_a_grain(name: str, grain: str, length: int, ranks: int) -> None:
+    """Cut between units alone; more units than there are may be counted, or fewer."""
+    layout = layout_of(f"{name}:{grain}", length, ranks)
+    assert layout.text == f"{name}:{grain}"
+    held = [layout.ranges(rank) for rank in range(ranks)]
+    assert sorted(row for ranges in held for rows in ranges for row in rows) == list(range(length)), "no partition"
+    assert all(rows.start % layout.grain == 0 for ranges in held for rows in ranges)
+    assert all(rows.stop % layout.grain == 0 or rows.stop == length for ranges in held for rows in ranges)
+    assert all(layout.owner(row) == rank for rank, ranges in enumerate(held) for rows in ranges for row in rows)
+    assert layout.most == max(map(count, held))
+    for start in range(0, length, 3):
+        for stop in range(start, length + 1, 5):
+            assert layout.owners(range(start, stop)) == {layout.owner(row) for row in range(start, stop)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_units_lie_alike_in_sequences_that_differ_by_some_rows(name: str) -> None:
+    edges = {length: [layout_of(f"{name}:4x6", length, 2).edge(i) for i in range(2)] for length in range(21, 28)}
+    assert len({str(found) for found in edges.values()}) == 1
+    of_units = layout_of(name, 6, 2).ranges(1)
+    assert layout_of(f"{name}:4x6", 24, 2).ranges(1) == tuple(range(4 * x.start, 4 * x.stop) for x in of_units)
+
+
 @pytest.mark.parametrize(
     ("layout", "ranges"),
     [
@@ -66,5 +92,9 @@ def test_zigzag_shares_causal_work_equally(ranks: int) -> None:
 def test_refusals() -> None:
     with pytest.raises(OptionError, match="layout 'striped' is unknown; the layouts are 'contiguous', 'zigzag'"):
         layout_of("striped", 8, 2)
+    with pytest.raises(OptionError, match=r"layout 'zigzag:0' is unknown; .* each also with a grain, 'zigzag:64'"):
+        layout_of("zigzag:0", 8, 2)
+    with pytest.raises(PlanError, match="16 rows are no 6 units of 4 rows"):
+        layout_of("zigzag:4x6", 16, 2)
     with pytest.raises(PlanError, match="0 rows over 2 ranks was asked for; both must be at least 1"):
         layout_of("zigzag", 0, 2)

@@ -1,0 +1,87 @@
+"""Where a program works chunk by chunk, ranks hold whole chunks.
+
+    y = scan(x.view(B, n // 64, 64, D), ...)        # x [B, n, D] is cut between chunks of 64: "zigzag:64x6" for n = 384
+
+Then the reshape is one of what a rank has, and nothing inside of a chunk is sent. How many rows a step takes is read
+off the graph: the demand of a scan for its steps climbs to a reshape that makes steps of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch.fx as fx
+
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank
+from ringopt.dims.rules import rule_of
+from ringopt.distributed.mesh import ANY, Mesh
+from ringopt.ir.nodes import op_name, shape_of, tensor_args
+from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.symbolic_sizes import is_open
+from ringopt.scans.affine import AffineStep, prove_affine
+from ringopt.scans.call import ScanCall
+from ringopt.scans.trace import Kinds
+
+Grain = tuple[int, int]  # rows of a unit, and how many units
+ONE_MORE = frozenset({"cat", "constant_pad_nd", "pad", "slice", "narrow"})
+
+
+def with_grains(layouts: Layouts, scans: Iterable[fx.Node], mesh: Mesh, given: bool) -> Layouts:
+    """The layouts, cut between chunks where scans that ranks can share work chunk by chunk. Inputs that are `given` in
+    rows are cut already."""
+    if given or mesh.name == ANY:
+        return layouts
+    shared = [node for node in scans if isinstance(prove_affine(*body_of(node)), AffineStep)]
+    return replace(layouts, grains=grains_of(shared, chunks_per_rank(layouts.name) * mesh.size))
+
+
+def body_of(scan: fx.Node) -> tuple[str, Kinds]:
+    """The text of the body, and the kinds of its operands."""
+    call = ScanCall.of(scan)
+    return call.text, call.kinds
+
+
+def grains_of(scans: Iterable[fx.Node], least: int) -> tuple[Grain, ...]:
+    """Of the sequences that have steps of several rows; fewer than `least` units are too few to be cut between."""
+    chunks = {found for node in scans for found in chunks_of(node) if found[1] >= least}
+    found = list[Grain]()
+    for rows, steps in sorted(chunks, reverse=True):
+        larger = [(grain, units) for grain, units in found if abs(rows * steps - grain * units) < grain]
+        if not larger:
+            found.append((rows, steps))
+        elif larger[0][0] % rows == 0 and larger[0][0] > rows:  # its steps are cut where the larger chunks end
+            found.append((larger[0][0] // rows, larger[0][1]))
+    return tuple(found)
+
+
+def chunks_of(scan: fx.Node) -> Iterator[Grain]:
+    """How many rows a unit has, and how many units there are; (1, units) where steps are one more or less."""
+    xs = ScanCall.of(scan).xs
+    steps = shape_of(xs[0])[0]
+    if is_open(steps):
+        return
+    pending, seen = [(x, Sharded(0, 1, steps, 1)) for x in xs], set[fx.Node]()
+    while pending:
+        node, place = pending.pop()
+        if place.inner > 1 and not is_open(place.inner):
+            yield int(place.inner), int(place.length)
+            if place.length != steps:
+                yield 1, int(place.length)
+        elif node not in seen and place.inner == 1:
+            seen.add(node)
+            pending += above(node, place)
+
+
+def above(node: fx.Node, place: Sharded) -> Iterator[tuple[fx.Node, Sharded]]:
+    """How the demand climbs over an op that works row by row, or that puts a row before or behind them, or drops it."""
+    rule, operands = rule_of(node), list(tensor_args(node))
+    wanted = rule.pull(place) if rule is not None and len(rule.operands) == len(operands) else None
+    for i, (operand, at) in enumerate(zip(operands, wanted or (), strict=False)):
+        if rule is not None and at is not None and rule.push(i, at) == place:
+            yield operand, at
+    if wanted is None and op_name(node) in ONE_MORE and place.outer * place.inner == 1:
+        for operand in operands:
+            rows = shape_of(operand)[place.dim] if len(shape_of(operand)) == len(shape_of(node)) else 0
+            if not is_open(rows) and abs(rows - place.length) == 1:
+                yield operand, Sharded(place.dim, 1, rows, 1)
