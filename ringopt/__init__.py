@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ringopt.backend import reports
     from ringopt.compare.diff import diff
     from ringopt.compare.graph_diff import GraphDiff
+    from ringopt.distributed.sampler import SameBatchSampler
     from ringopt.distributed.traffic import record_traffic
     from ringopt.drivers.convert import convert
     from ringopt.drivers.explain import explain
@@ -29,6 +30,7 @@ __all__ = [
     "Options",
     "Plan",
     "Report",
+    "SameBatchSampler",
     "__version__",
     "attention",
     "convert",
@@ -54,6 +56,7 @@ _HOME = {
     "GraphDiff": "ringopt.compare.graph_diff",
     "Options": "ringopt.options",
     "Report": "ringopt.report",
+    "SameBatchSampler": "ringopt.distributed.sampler",
     "attention": "ringopt.functional",
     "convert": "ringopt.drivers.convert",
     "defaults": "ringopt.options",
