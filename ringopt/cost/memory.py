@@ -22,6 +22,7 @@ from ringopt.context_parallel.plan.tiling import pieces, placeless, strip_of
 from ringopt.cost.message_bytes import back_bytes, there_bytes
 from ringopt.cost.simulate import Heads, row_bytes_by_cargo
 from ringopt.cost.tile_memory import Sums, TileBytes, backward_tile, first_tile, forward_tile
+from ringopt.hardware.devices import limits_of
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,9 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, dense: bool = False) -> Mem
         begun.add(piece.queries)
         return forward_tile(plan.pattern, piece, heads if at_home else one, strip, fresh)
 
+    if (merged := limits_of(heads.device).merged) > 1:
+        others = sum(len(step.blocks) for step in plan.forward(rank)) - 1
+        there.take(min(merged, max(0, others)) * (sums.out + sums.lse))  # they wait to be merged at once
     over_steps(there, plan, rank, heads, False, sums.wide_out + sums.lse, tile)
     # A kernel gives its output in the order of the queries, the operator in that of its dims.
     there.briefly(sums.out * (sums.narrow + (whole and not dense)))

@@ -51,6 +51,7 @@ class Limits:
                idle
     mask       elements of a mask that is held at once: memory is not to grow with the square of the tokens of a rank
     scores     elements of scores that are held at once, where they are written out
+    merged     results of tiles that wait to be merged at once, where Triton can; 1: each is merged as it comes
     part       of the device's memory an attention may hold one of so many parts
     """
 
@@ -60,12 +61,13 @@ class Limits:
     least: int
     mask: int
     scores: int
+    merged: int
     part: int
 
 
 # Measured on two cores; on GPUs not measured: one call a block, 256 MiB of masks and 1 GiB of scores in 32 bits.
-OF_CORES = Limits(exchanges=8, message=1 << 19, strip=1024, least=64, mask=1 << 22, scores=1 << 22, part=64)
-OF_GPUS = Limits(exchanges=1, message=1 << 19, strip=0, least=512, mask=1 << 26, scores=1 << 28, part=16)
+OF_CORES = Limits(exchanges=8, message=1 << 19, strip=1024, least=64, mask=1 << 22, scores=1 << 22, merged=1, part=64)
+OF_GPUS = Limits(exchanges=1, message=1 << 19, strip=0, least=512, mask=1 << 26, scores=1 << 28, merged=4, part=16)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ out 0, lse -inf and gradients 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -49,14 +49,15 @@ class TileInputs:
 @dataclass(frozen=True)
 class WholeRows:
     """What a backward needs of the queries of a tile, over the keys of all tiles: the gradient of the output, the
-    output and its log-sum-exp."""
+    output and its log-sum-exp. `clear`: that is `visible_lse` already."""
 
     dout: Tensor
     out: Tensor
     lse: Tensor
+    clear: bool = field(default=False, kw_only=True)
 
     def visible(self) -> WholeRows:
-        return replace(self, lse=visible_lse(self.lse))
+        return self if self.clear else replace(self, lse=visible_lse(self.lse), clear=True)
 
 
 class Kernel(ABC):

@@ -76,6 +76,7 @@ def unshared(x: Tensor) -> Tensor:
 
 
 def laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """`x` with the strides of `torch.empty_like(like)`, which has its sizes."""
+    """`x` with the strides of `torch.empty_like(like)`, which has its sizes; those of sizes of 1 address nothing."""
     wanted = torch.empty_like(like)
-    return x if x.stride() == wanted.stride() else wanted.copy_(x)
+    alike = all(a == b or n == 1 for a, b, n in zip(x.stride(), wanted.stride(), x.shape, strict=True))
+    return x if alike else wanted.copy_(x)

@@ -4,6 +4,7 @@ needs no message, and what is left when the last one has come."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from ringopt.context_parallel.executor.keys_move import (
     post_first,
 )
 from ringopt.context_parallel.executor.loop import Posted, Run, run_plan
-from ringopt.context_parallel.executor.merge_lse import Merged
+from ringopt.context_parallel.executor.merge_lse import merged_of
 from ringopt.context_parallel.executor.operands import (
     Attention,
     AttentionGrads,
@@ -37,6 +38,7 @@ from ringopt.context_parallel.plan.concurrency import SubExchange, home_halves, 
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import PlanError
 from ringopt.kernels.base import HIDDEN
+from ringopt.kernels.cuda import tokens_first
 
 
 def begin(attention: Attention, mesh: Mesh, k: Tensor, v: Tensor, backward: bool) -> list[Posted]:
@@ -94,7 +96,7 @@ def attend_keys(
     """See `attend`. The rank's own keys hide the first messages of all exchanges."""
     cut = sub_exchanges(attention.exchange, kv_sizes(given.k, given.v, attention.mask))
     firsts = begun or post_all_first(cut, mesh, given.k, given.v, backward=False)
-    merged = Merged(given.q, given.v.shape[3])
+    merged = merged_of(given.q, given.v.shape[3])
     whole = KeysForward(attention, mesh, given, merged)
     whole.at_home()
 
@@ -117,6 +119,8 @@ def backward_keys(
     given, mask = saved.given, attention.mask
     cut = sub_exchanges(attention.exchange, kv_sizes(given.k, given.v, mask))
     firsts = begun or post_all_first(cut, mesh, given.k, given.v, backward=True)
+    if given.q.device.type == "cuda":  # its kernels would copy what lies otherwise, for each tile
+        dout, saved = tokens_first(dout), replace(saved, out=tokens_first(saved.out))
     dq, home = wide_zeros(given.q), HomeKVGrads(given.k, given.v)
     dsources = [wide_zeros(given.sources[i]) for i in attention.learned]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.rows import Rows, count, within
 from ringopt.context_parallel.plan.exchange import Message
 from ringopt.errors import PlanError
+from ringopt.kernels.fused import add_parts_
 
 Pair = tuple[Tensor, Tensor]
 
@@ -149,21 +150,33 @@ class Gradients:
 
     def add(self, rows: range, dk: Tensor, dv: Tensor) -> None:
         """Adds to the sums of `rows`. Raises PlanError where the plan has no way home for them."""
-        self.join(self._pair(rows), (dk, dv))
+        self.join([self.of(rows)], [(dk, dv)])
 
-    def join(self, total: Pair, part: Pair) -> None:
-        """Adds `part` to `total`, in place."""
-        for whole, some in zip(total, part, strict=True):
-            whole += some
+    def join(self, totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
+        """Adds each of `parts` to its total, in place."""
+        add_parts_(list(chain(*totals)), list(chain(*parts)))
+
+    def join_whole(self, total: Packed, part: Packed) -> None:
+        """The same of all that two buffers of the same rows hold."""
+        total.flat.add_(part.flat)
 
     def nothing(self, pair: Pair) -> None:
         """Makes of `pair` the sum of no parts, in place."""
         for tensor in pair:
             tensor.zero_()
 
+    def blank(self, packed: Packed) -> None:
+        """The same of a whole buffer."""
+        packed.flat.zero_()
+
     def put(self, packed: Packed) -> None:
-        for piece, pair in packed.pairs():
-            self.add(piece, *pair)
+        onward = next((message for message in self._leaving if message.rows == packed.rows), None)
+        if onward is None:
+            self.join([self.of(piece) for piece in packed.rows], [pair for _, pair in packed.pairs()])
+        elif onward in self._sums:
+            self.join_whole(self._sums[onward], packed)
+        else:
+            self._sums[onward] = packed  # what is made here is added in the buffer that arrived
 
     def take(self, message: Message) -> Tensor:
         """The buffer of `message`, to which nothing can be added any more."""
@@ -188,11 +201,11 @@ class Gradients:
 
     def _started(self, rows: Rows) -> Packed:
         packed = self.shape.empty(rows)
-        for _, pair in packed.pairs():
-            self.nothing(pair)
+        self.blank(packed)
         return packed
 
-    def _pair(self, rows: range) -> Pair:
+    def of(self, rows: range) -> Pair:
+        """The sums of `rows`; views. Raises PlanError where the plan has no way home for them."""
         if any(within(rows, piece) for piece in self._own):
             place = self._local.slice(rows)
             dk, dv = self.home()

@@ -33,6 +33,7 @@ from ringopt.context_parallel.plan.tiling import strip_of
 from ringopt.distributed.mesh import Mesh, Pending
 from ringopt.distributed.traffic import log_event
 from ringopt.kernels.base import TileInputs, WholeRows, accumulator
+from ringopt.kernels.fused import add_parts_
 
 
 def held_kv(exchange: Exchange, rank: int, k: Tensor, v: Tensor) -> Held:
@@ -88,6 +89,7 @@ class KeysBackward(BlockBackward):
         exchange, k, v = attention.exchange, saved.given.k, saved.given.v
         steps = exchange.backward(mesh.rank)
         self.steps = (*steps[:-1], *(replace(step, blocks=()) for step in steps[-1:]))  # the last has those at home
+        self._rows: tuple[range, WholeRows] | None = None
         self.dq, self.held = totals.dq, held_kv(exchange, mesh.rank, k, v)
         own, local = exchange.kv_pieces(mesh.rank), Local(exchange.kv_layout.ranges(mesh.rank))
         wide = KVShape.of(k, v, accumulator(k.dtype))
@@ -100,13 +102,20 @@ class KeysBackward(BlockBackward):
         log_event("computed", label, self.mesh.logging_rank)
 
     def operands(self, tile: Tile) -> tuple[TileInputs, WholeRows]:
-        rows, saved, (k, v) = self.tiles.local.slice(tile.queries), self.saved, self.held.pair(tile.keys)
-        dout, q, out, lse = (x[:, :, rows] for x in (self.dout, saved.given.q, saved.out, saved.lse))
-        return TileInputs(q, k, v, self.attention.scale, tile.mask, tile.causal), WholeRows(dout, out, lse)
+        rows, (k, v) = self.tiles.local.slice(tile.queries), self.held.pair(tile.keys)
+        inputs = TileInputs(self.saved.given.q[:, :, rows], k, v, self.attention.scale, tile.mask, tile.causal)
+        return inputs, self._of_rows(tile.queries)
+
+    def _of_rows(self, queries: range) -> WholeRows:
+        """Kept until other queries are asked for: tiles that follow each other have the same."""
+        if self._rows is None or self._rows[0] != queries:
+            own, saved = self.tiles.local.slice(queries), self.saved
+            self._rows = queries, WholeRows(*(x[:, :, own] for x in (self.dout, saved.out, saved.lse))).visible()
+        return self._rows[1]
 
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        self.dq[:, :, self.tiles.local.slice(tile.queries)] += dq
-        self.sums.add(tile.keys, dk, dv)
+        dq_sum, sums = self.dq[:, :, self.tiles.local.slice(tile.queries)], self.sums.of(tile.keys)
+        add_parts_([dq_sum, *sums], [dq, dk, dv])
         self.mesh.attend()
 
 

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.geometry.rows import Rows, overlap, within, without
+from ringopt.hardware.devices import limits_of
 from ringopt.kernels.base import HIDDEN, accumulator
+from ringopt.kernels.fused import merge_parts_, usable
 
 Pair = tuple[Tensor, Tensor]
 
@@ -16,6 +18,9 @@ def merge_(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None
 
     A row hidden on both sides stays 0 and -inf; the usual sigmoid(more_lse - lse) would be NaN there.
     """
+    if usable(out):
+        merge_parts_(out, lse, [out, lse], [more_out], [more_lse], [0])
+        return
     total = torch.logaddexp(lse, more_lse)
     weight = (more_lse - total).exp_().masked_fill_(more_lse == HIDDEN, 0.0)
     out.lerp_(more_out.to(out.dtype), weight.unsqueeze(-1))
@@ -27,6 +32,11 @@ def add_logits_(out: Tensor, lse: Tensor, logits: Tensor) -> None:
     total = torch.logaddexp(lse, logits.to(lse.dtype))
     out *= (lse - total).exp_().masked_fill_(lse == HIDDEN, 0.0).unsqueeze(-1)
     lse.copy_(total)
+
+
+def merged_of(q: Tensor, value_dim: int) -> Merged:
+    """Nothing yet, of the queries `q`."""
+    return MergedAtOnce(q, value_dim) if usable(q) else Merged(q, value_dim)
 
 
 class Merged:
@@ -85,4 +95,45 @@ class Merged:
                 own = slice(blank.start, blank.stop)
                 out[:, :, own], lse[:, :, own] = 0.0, HIDDEN
         self._blank = tuple(blank for blank in self._blank if not overlap(blank, rows))
+        return out, lse
+
+
+class MergedAtOnce(Merged):
+    """The same where several parts are merged in one launch: they wait until there are so many (Limits.merged)."""
+
+    def __init__(self, q: Tensor, value_dim: int):
+        super().__init__(q, value_dim)
+        self._waiting: list[tuple[int, Tensor, Tensor]] = []  # each with the first of its rows
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        own = range(self._q.shape[2])[rows]
+        if own.step > 1:
+            super().add(rows, out, lse)
+            return
+        if len(self._waiting) == limits_of(self._q.device.type).merged:  # not sooner: the last ones leave in q's dtype
+            self._started()
+        self._waiting.append((own.start, out, lse))
+
+    def result(self) -> Pair:
+        if not self._waiting and self._sums is not None:
+            return super().result()
+        return self._merge(self._q.dtype)
+
+    def _started(self) -> Pair:
+        """The sums, with all that waited."""
+        if self._waiting or self._sums is None:
+            self._sums = self._merge(accumulator(self._q.dtype))
+        return self._sums
+
+    def _merge(self, dtype: torch.dtype) -> Pair:
+        """In the memory of the sums, if there are any of that dtype."""
+        wide, sizes, sums = accumulator(self._q.dtype), self._q.shape[:3], self._sums or ()
+        if sums and sums[0].dtype == dtype:
+            out, lse = sums
+        else:
+            out = self._q.new_empty(*sizes, self._value_dim, dtype=dtype)
+            lse = self._q.new_empty(sizes, dtype=wide)
+        firsts, parts, lses = zip(*self._waiting, strict=True) if self._waiting else ((), (), ())
+        self._waiting = []
+        merge_parts_(out, lse, sums, parts, lses, firsts)
         return out, lse

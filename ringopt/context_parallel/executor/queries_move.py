@@ -12,14 +12,16 @@ Inference, 2024), here forward and backward, over any plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.blocks import BlockBackward, TileKernels
-from ringopt.context_parallel.executor.buffers import Gradients, Held, KVShape, Local, Pair
+from ringopt.context_parallel.executor.buffers import Gradients, Held, KVShape, Local, Packed, Pair
 from ringopt.context_parallel.executor.interleave import run_alone
 from ringopt.context_parallel.executor.loop import Run, Task, leaving
-from ringopt.context_parallel.executor.merge_lse import Merged, merge_
+from ringopt.context_parallel.executor.merge_lse import merge_, merged_of
 from ringopt.context_parallel.executor.operands import (
     Attention,
     AttentionGrads,
@@ -34,17 +36,26 @@ from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.tiling import strip_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.kernels.base import HIDDEN, TileInputs, WholeRows, accumulator
+from ringopt.kernels.fused import add_parts_
 
 
 class Results(Gradients):
     """Outputs [B, Hq, rows, Dv] and log-sum-exps [B, Hq, rows, 1] in place of gradients: merged, not added."""
 
-    def join(self, total: Pair, part: Pair) -> None:
-        merge_(total[0], total[1].squeeze(-1), part[0], part[1].squeeze(-1))
+    def join(self, totals: Sequence[Pair], parts: Sequence[Pair]) -> None:
+        for total, part in zip(totals, parts, strict=True):
+            merge_(total[0], total[1].squeeze(-1), part[0], part[1].squeeze(-1))
+
+    def join_whole(self, total: Packed, part: Packed) -> None:
+        self.join(*([pair for _, pair in each.pairs()] for each in (total, part)))
 
     def nothing(self, pair: Pair) -> None:
         pair[0].zero_()
         pair[1].fill_(HIDDEN)
+
+    def blank(self, packed: Packed) -> None:
+        for _, pair in packed.pairs():
+            self.nothing(pair)
 
 
 def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[Tensor, Tensor]:
@@ -52,7 +63,7 @@ def attend_queries(attention: Attention, mesh: Mesh, given: Operands) -> tuple[T
     q, v = given.q, given.v
     task = QueriesForward(attention, mesh, given)
     run_alone(Run(mesh, [task], "forward"))
-    merged, found = Merged(q, v.shape[3]), [task.sums.home()]
+    merged, found = merged_of(q, v.shape[3]), [task.sums.home()]
     if attention.exchange.merges:  # in the order of the ranks, so that all have the same bits
         parts = mesh.all_gather(torch.cat(found[0], -1), "forward merge")
         # The first becomes the result, which is two tensors, each of its own memory.
@@ -135,7 +146,6 @@ class QueriesBackward(BlockBackward):
 
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         rows = self.keys_here.slice(tile.keys)
-        self.sums.add(tile.queries, dq, dq[..., :0])
-        self.dk[:, :, rows] += dk
-        self.dv[:, :, rows] += dv
+        dk_sum, dv_sum = (x[:, :, rows] for x in (self.dk, self.dv))
+        add_parts_([self.sums.of(tile.queries)[0], dk_sum, dv_sum], [dq, dk, dv])
         self.mesh.attend()

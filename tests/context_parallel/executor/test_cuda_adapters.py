@@ -3,10 +3,13 @@ executor makes of it: slices of rows and heads, buffers of messages, strips, row
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
+from ringopt.context_parallel.executor import merge_lse
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
@@ -15,7 +18,8 @@ from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import plan_of
 from ringopt.expr.mask import Mask
 from ringopt.expr.terms import axis, load
-from ringopt.kernels.base import Kernel
+from ringopt.kernels import fused
+from ringopt.kernels.base import HIDDEN, Kernel
 from ringopt.kernels.choose import MaskedByAnother
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
@@ -79,3 +83,56 @@ def test_numbers(pattern: str, masked: bool, kernel: Kernel, strategy: str) -> N
             ran(case, pattern, layout, strategy, kernel, there if masked else None), exact, strict=True
         ):
             assert_near(found, expected, 2e-2)
+
+
+# ---- sums in one launch ----------------------------------------------------------------------------------------------
+def merge_parts(
+    out: Tensor, lse: Tensor, sums: Sequence[Tensor], parts: Sequence[Tensor], lses: Sequence[Tensor], firsts: list[int]
+) -> None:
+    """What the kernel in Triton does, in float64; rows that see nothing are not read, whatever they are."""
+    assert len(parts) <= fused.AT_ONCE and all(part.stride(-1) == 1 for part in parts)
+    every = [(0, *sums)] if sums else []
+    every += zip(firsts, parts, lses, strict=True)
+    scores = torch.full((*lse.shape, len(every)), HIDDEN, dtype=torch.float64)
+    values = torch.zeros(*out.shape, len(every), dtype=torch.float64)
+    for i, (first, part, its) in enumerate(every):
+        rows = slice(first, first + part.shape[2])
+        scores[:, :, rows, i] = its.double()
+        values[:, :, rows, :, i] = part.double().masked_fill((its == HIDDEN).unsqueeze(-1), 0.0)
+    total = scores.logsumexp(-1)
+    weights = (scores - total.masked_fill(total == HIDDEN, 0.0).unsqueeze(-1)).exp()
+    out.copy_((values * weights.unsqueeze(3)).sum(-1))
+    lse.copy_(total)
+
+
+def add_parts(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    assert len(parts) <= fused.AT_ONCE
+    for total, part in zip(totals, parts, strict=True):
+        assert total.dim() == part.dim() == 4 and total.shape == part.shape
+        total += part
+
+
+@pytest.fixture
+def fused_sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sums are made as on a GPU that has Triton."""
+    library = torch.library.Library("ringopt_kernels", "IMPL")
+    library.impl("merge_parts_", merge_parts, "CPU")
+    library.impl("add_parts_", add_parts, "CPU")
+    for module in (fused, merge_lse):
+        monkeypatch.setattr(module, "usable", lambda x: x.numel() > 0 and x.dtype != torch.float64)
+    set_limits(monkeypatch, merged=3)
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ring_q", "gather_q", "ulysses"])
+@pytest.mark.parametrize(("pattern", "masked"), [("causal", False), ("full", True), ("causal(rate=2)", False)])
+@pytest.mark.usefixtures("fused_sums")
+def test_numbers_with_sums_in_one_launch(pattern: str, masked: bool, strategy: str) -> None:
+    test_numbers(pattern, masked, KERNELS[0], strategy)
+
+
+@pytest.mark.usefixtures("fused_sums")
+def test_numbers_of_one_exchange_with_sums_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, message=1 << 30, strip=0)  # as on GPUs
+    test_numbers("causal", False, KERNELS[1], "ring")

@@ -26,7 +26,7 @@ from ringopt.context_parallel.executor.dilated.views import (
     views,
 )
 from ringopt.context_parallel.executor.loop import Task, leaving
-from ringopt.context_parallel.executor.merge_lse import Merged, merge_
+from ringopt.context_parallel.executor.merge_lse import merge_, merged_of
 from ringopt.context_parallel.geometry.local_segments import Segments
 from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.plan.dilated import Piece, TermPlan
@@ -63,7 +63,7 @@ class CutForward(TermKeys, Task):
         super().__init__(part, mesh.rank, given.k, given.v, backward)
         self.attention, self.mesh, self.given = attention, mesh, given
         self.q = self._packed(given.q, self.term.heads)
-        self.merged = Merged(self.q, self.v.shape[3])
+        self.merged = merged_of(self.q, self.v.shape[3])
         self.seen = None if given.seen is None else seen_of(given.seen, part)
 
     def compute(self, block: Block) -> None:
