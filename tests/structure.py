@@ -160,7 +160,8 @@ TAKES_SIZES = {"expand", "permute", "reshape", "view"}  # methods of tensors: as
 def is_operator(function: Function) -> bool:
     """Whether its signature is the schema of an operator."""
     said = [ast.unparse(each) for each in function.decorator_list]
-    return any(each.startswith("torch.library.custom_op(") or each.endswith(".register_fake") for each in said)
+    operators = ("torch.library.custom_op(", "triton.jit")
+    return any(each.startswith(operators) or each.endswith(".register_fake") for each in said)
 
 
 def many_parameters(known: Mapping[str, Module]) -> list[str]:

@@ -45,6 +45,7 @@ def add_parts_(totals: Tensors, parts: Tensors) -> None:
 
 
 def dense(x: Tensor) -> Tensor:
+    """`x` with its last dim in one piece."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

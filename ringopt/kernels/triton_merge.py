@@ -22,6 +22,7 @@ HIDDEN = tl.constexpr(float("-inf"))
 
 @triton.jit
 def place(b, h, row, strides):
+    """Where rows of a head begin."""
     return b * strides[0] + h * strides[1] + row.to(tl.int64) * strides[2]
 
 
