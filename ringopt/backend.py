@@ -15,7 +15,8 @@ import torch
 import torch.fx as fx
 
 from ringopt.distributed.consistency import digest
-from ringopt.drivers.compile import Run, in_order, mesh_for, raise_or_warn, transform, warn_of_limit
+from ringopt.drivers.announce import announce, heard_once, log_report, raise_or_warn
+from ringopt.drivers.compile import Run, in_order, mesh_for, transform, warn_of_limit
 from ringopt.drivers.reference import reference
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.open_floats import left_open
@@ -74,8 +75,8 @@ def ring(
         with unseen():
             made = transform(gm, inputs, chosen, mesh, anew)
         _reports.append(made.report)
-        log.info("%s", made.report)
-        raise_or_warn(made.report, chosen)
+        log_report(log, made.report)
+        raise_or_warn(made.report, chosen, heard_once(mesh))
         if not anew:
             warn_of_limit(made.report)
         flat = made.graph
@@ -95,6 +96,8 @@ def ring(
                 alike = reference(gm, inputs, chosen, made.drawn)
                 original.drawn_by_position(alike.program, alike.found)
             run = Verified(run, original, mesh, made.local, made.averaged)
+        if not anew:
+            run = announce(gm, made.report, chosen, mesh, run)
         return run, made.relied_on, made.claims
 
     watched = Watched(make, example_inputs)

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringopt
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import PretendedMesh
-from ringopt.drivers.compile import raise_or_warn, transform
+from ringopt.drivers.announce import raise_or_warn
+from ringopt.drivers.compile import transform
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, value_of
 from ringopt.options import Options
@@ -201,6 +202,8 @@ def other_inputs(what):
             model.out.bias += 1
     if what == "shape":
         x = data(12 + rank)
+    if what == "layers":
+        model = nn.Sequential(*(Attention() for _ in range(2 + rank)))
     try:
         torch.compile(model, backend="ring", options={"inner_backend": "aot_eager", "timeout": 20})(x)
     except ringopt.errors.RingMismatchError as error:
@@ -213,7 +216,9 @@ def other_inputs(what):
     [
         ("batch", "every rank passes the same full batch"),
         ("parameters", "out_bias on ranks [1]"),
-        ("shape", "inputs of other shapes, than rank 0"),
+        ("shape", "rank 0 has %x = input L['x'] torch.float32 [2, 12, 16]"),
+        ("shape", "rank 1 has %x = input L['x'] torch.float32 [2, 13, 16]"),
+        ("layers", "The first node that differs: rank 0 has return [%"),
     ],
 )
 def test_ranks_with_other_inputs_are_told(ranks, what, sentence):

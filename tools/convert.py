@@ -49,6 +49,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("target", metavar="OUT.pt2", help="file to write")
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
     parser.add_argument("--explain", action="store_true", help="print the report")
+    parser.add_argument("--verbose", action="store_true", help="with --explain: every site, value and note")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -191,6 +192,6 @@ def save(program: ExportedProgram, file: Path, provenance: str) -> None:
 
 def _print_summary(arguments: argparse.Namespace, report: Report, verdict: str) -> None:
     if arguments.explain:
-        console().print(report)
+        console().print(report.rich() if arguments.verbose else report)
     sharded = sum(site.refusal is None for site in report.sites)
     print(f"{arguments.target}: {sharded} of {len(report.sites)} attention sites sharded{verdict}")

@@ -50,6 +50,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--world-size", metavar="N", type=positive, help=f"number of ranks (default: {RANKS})")
     parser.add_argument("--hardware", metavar="NAME", help="choose for ranks of this kind, such as h100")
     parser.add_argument("--options", metavar="JSON", type=json_object, default={}, help="options of the backend")
+    parser.add_argument("--verbose", action="store_true", help="print every site, value and note")
     parser.add_argument("--json", action="store_true", help="print the report as JSON (see ringopt.Report)")
     parser.add_argument("--html", metavar="FILE", help="also write a page, one file that needs no network")
     parser.add_argument(
@@ -75,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if made:
         console().print(made, markup=False)
-    console().print(report)
+    console().print(report.rich() if arguments.verbose else report)
     return 0
 
 
@@ -122,7 +123,7 @@ def kept(arguments: argparse.Namespace, made: dict[str, Any]) -> tuple[str, Repo
         raise CommandError(f"{target} was converted by ringopt {by}, and this is {ringopt.__version__}; use that one")
     with blamed(target, "explained"):
         report = ringopt.Report.from_dict(made["report"])
-        str(report)
+        report.text(verbose=True)
     if arguments.options or arguments.hardware or arguments.world_size not in (None, report.world_size):
         raise CommandError(
             f"{target} was converted already and holds the report for {report.world_size} ranks; leave out "

@@ -26,19 +26,13 @@ def compare_ranks(
 ) -> None:
     """Compares the digest `program` and the `inputs` over the ranks. Raises the same RingMismatchError on every rank
     where one differs; with the `lines` of its program it names the first line that does."""
-    shapes = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else x for x in inputs]
-    header = [len(inputs), *program, *digest(repr(shapes).encode())]
-    headers = mesh.all_gather(torch.tensor([header], device=mesh.device))
-    odd = differing(headers)
-    if odd:
-        given = [found[0, 1 + WORDS :].tolist() for found in headers]
-        if lines is not None and all(found == given[0] for found in given):  # so it is the program that differs
+    shapes = [f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x) for x in inputs]
+    called = [len(inputs), *program]
+    headers = mesh.all_gather(torch.tensor([[*called, *digest(repr(shapes).encode())]], device=mesh.device))
+    if differing(headers):
+        if lines is not None and differing([found[:, : len(called)] for found in headers]):
             raise RingMismatchError(other_programs(mesh, lines))
-        raise RingMismatchError(
-            f"ranks {sorted(odd)} compiled another program, or were given inputs of other shapes, than rank 0; "
-            f"this is rank {mesh.rank} with {[shape for shape in shapes if shape is not None][:8]}. Every rank must "
-            "make the same call with the same full batch, and the model must not ask for its rank (if rank == 0: print)"
-        )
+        raise RingMismatchError(other_shapes(mesh, names, shapes))
     rows = torch.tensor([digest(bytes_of(x)) for x in inputs], device=mesh.device).reshape(-1, WORDS)
     odd = differing(mesh.all_gather(rows))
     if odd:
@@ -47,6 +41,20 @@ def compare_ranks(
             f"inputs differ from those of rank 0: {where}. {ADVICE}; if parameters or random number generators "
             "(dropout) differ, call torch.manual_seed with one number on all ranks before building the model"
         )
+
+
+def other_shapes(mesh: Mesh, names: Sequence[str], shapes: Sequence[str]) -> str:
+    """The error message where programs are alike and shapes are not: the first input that is not that of rank 0."""
+    texts = [text.split("\n") for text in texts_of_all(mesh, "\n".join(shapes), "shapes")]
+    found = [[*text, *["nothing"] * (max(map(len, texts)) - len(text))] for text in texts]
+    place = next(i for i, given in enumerate(zip(*found, strict=True)) if len(set(given)) > 1)
+    odd = [rank for rank, given in enumerate(found) if given[place] != found[0][place]]
+    name = names[place] if place < len(names) else f"input {place}"
+    where = "; ".join(f"rank {rank} has {found[rank][place]}" for rank in (0, *odd))
+    return (
+        f"ranks {odd} were given inputs of other shapes than rank 0. The first that differs is {name}: {where}. Every "
+        f"rank must make the same call. {ADVICE}"
+    )
 
 
 SHOWN = 300  # bytes of a line of a program that are sent to the other ranks
@@ -67,8 +75,9 @@ def other_programs(mesh: Mesh, program: Program) -> str:
     where = "; ".join(f"rank {rank} has {lines[rank]}" for rank in (0, *odd))
     return (
         f"ranks {odd} compiled another program than rank 0, whatever order it is written in. The first node that "
-        f"differs: {where}. Every rank must run the same model in the same mode; it must not ask for its rank "
-        "(if rank == 0: print), and must draw random numbers in one order (not by going through a set)"
+        f"differs: {where}. Every rank must build the same model, in the same mode, and make the same call with the "
+        "same full batch; the model must not ask for its rank (if rank == 0: print), and must draw random numbers in "
+        "one order (not by going through a set)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.distributed.lookup import mesh_of, process_mesh
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
-from ringopt.errors import RefusedError, first_line
+from ringopt.errors import first_line
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize, with_sizes_at_hand
 from ringopt.frontend.flatten import has_custom
@@ -32,13 +33,13 @@ from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import same
 from ringopt.ops import operators
 from ringopt.options import Options
-from ringopt.output.printable import logger
+from ringopt.output.printable import logger, once
 from ringopt.overlap.async_collectives import Budget
 from ringopt.passes import UNDERSTAND, chosen_line, switched_off
 from ringopt.pipeline import Callback, Context, Pass, Pipeline
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
-from ringopt.reporting.figures import report_of
+from ringopt.reporting.figures import report_of, with_place
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
 from ringopt.scans.call import is_scan
 from ringopt.torch_compat import dynamo
@@ -124,10 +125,12 @@ def mesh_for(options: Options, inputs: Sequence[Any]) -> Mesh:
     if options.mesh is None and not (dist.is_available() and dist.is_initialized()):
         launched = os.environ.get("WORLD_SIZE", "1")
         if launched not in ("", "1"):
-            log.warning(
-                "compiled for this process alone, which was launched as one of %s (WORLD_SIZE): torch.distributed is "
-                "not initialized. Call torch.distributed.init_process_group before the model is first called",
-                launched,
+            once(
+                log,
+                logging.WARNING,
+                f"compiled for this process alone, which was launched as one of {launched} (WORLD_SIZE): "
+                "torch.distributed is not initialized. Call torch.distributed.init_process_group before the model is "
+                "first called",
             )
         return mesh_of("pretend:0/1")
     mesh = process_mesh(options.mesh, options.timeout)
@@ -272,7 +275,7 @@ def draws_here(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Optio
     try:
         return any(map(draws, capture(gm, with_sizes_at_hand(example_inputs)).graph.graph.nodes))
     except GraphRefused as problem:
-        return problem.refusal.sentence
+        return with_place(problem.refusal)
     except Exception as error:
         if is_passed_on(error):
             raise
@@ -293,7 +296,7 @@ def line_of_passes(
         dump.captured(flat)
         Pipeline(steps, passed, logged).run(flat, context)
     except GraphRefused as problem:
-        return refused(problem.refusal.sentence, context.options, context.mesh, dump)
+        return refused(with_place(problem.refusal), context.options, context.mesh, dump)
     return made
 
 
@@ -320,25 +323,6 @@ def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     spelled = info.form == "unfused" and call.sinks is None and mask.score is None and not large
     backward = info.form == "flex" and value_of(call.q).device.type == "cpu" and requires_grad(node.graph)[node]
     return call.seed is not None or spelled or backward or (info.masked and plain)
-
-
-def raise_or_warn(report: Report, options: Options) -> None:
-    """Refusals, as the user asked to hear of them. Without ranks to shard over there is nothing to refuse but to
-    dilate."""
-    reasons = [f"{site.module or 'attention'}: {site.refusal}" for site in report.sites if site.refusal]
-    reasons += [report.refusal] if report.refusal else []
-    reasons += report.left_alone if not report.sites else ()
-    undilated = [f"{site.module or 'attention'}: {site.not_dilated}" for site in report.sites if site.not_dilated]
-    if options.dilates and not report.sites:
-        undilated.append(report.refusal or "no attention was found")
-    causes = {"not sharded": reasons if report.world_size > 1 else [], "not dilated": undilated}
-    message = ". ".join(f"{what}: {'; '.join(why)}" for what, why in causes.items() if why)
-    if not message or options.on_refusal == "ignore":
-        return
-    if options.on_refusal == "error":
-        runs = "replicated on every rank" if causes["not sharded"] else "as the model has it"
-        raise RefusedError(message + f'. With on_refusal="warn" it runs {runs}')
-    log.warning(message)
 
 
 def warn_of_limit(report: Report) -> None:

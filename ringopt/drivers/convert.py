@@ -29,7 +29,8 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from ringopt.calls import OpCall
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
-from ringopt.drivers.compile import Compiled, line_of_passes, raise_or_warn
+from ringopt.drivers.announce import log_report, raise_or_warn
+from ringopt.drivers.compile import Compiled, line_of_passes
 from ringopt.errors import ProgramError
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import sizes_of
@@ -106,7 +107,7 @@ def convert_program(
         if allow_empty:
             return program, report
         raise ProgramError(f"nothing of this program can be sharded: {why}. allow_empty=True keeps it as it is")
-    log.info("%s", report)
+    log_report(log, report)
     raise_or_warn(report, chosen)
     check_fixed(program)
     gm = for_any_rank(made)

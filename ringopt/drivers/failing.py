@@ -8,7 +8,6 @@ for ever; so as soon as passes know of ranks, all hear of it and take the same w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,11 +16,12 @@ import torch
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.distributed.roll_call.entrance import COMPILES, enter_together
 from ringopt.errors import PlanError, RingError, first_line
+from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import TorchDynamoException
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 from ringopt.torch_compat.symbolic_shapes import GuardAsked, GuardOnDataDependentSymNode
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 #: For tests: errors are raised, so that none is taken for a refusal.
 RAISES = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from ringopt.calls import OpCall
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.mesh import Mesh
-from ringopt.ir.nodes import is_tensor, outputs_of, source_line, value_of
+from ringopt.ir.nodes import is_tensor, module_path, op_name, outputs_of, source_line, value_of
 from ringopt.ir.notes import PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
@@ -28,26 +29,32 @@ from ringopt.torch_compat.tensors import storage_key
 
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
     """`graph` is flat ATen with fake values; of a graph that was refused before it came so far, pass an empty one."""
+    spread = {(node.name, node.target) for node in graph.nodes if node.meta.get(PLACEMENT) is not None}
     sites = tuple(
         Site(
             info.module, info.form, info.pattern, info.strategy, info.kernel, info.layout, info.refusal,
             info.bytes_sent, tuple(info.notes), info.source, info.not_dilated,
+            info.refusal is not None and (node.name, node.target) in spread,
         )
-        for info in (*context.sites.values(), *context.scans.values())
+        for node, info in (*context.sites.items(), *context.scans.items())
     )  # fmt: skip
     ranks, figures = context.mesh.size, Figures(graph, context.mesh)
     outside = note_of(context.options)
+    sharded, whole = matrix_work(graph, figures)
+    flops = sharded + sum(whole.values())
     return Report(
         world_size=ranks,
         sites=sites,
-        left_alone=tuple(map(_with_source_line, context.left_alone)),
+        left_alone=tuple(map(with_place, context.left_alone)),
         gathers=tuple(context.gathers),
         outputs=tuple(left_outputs(graph, context)),
-        sharded_fraction=sharded_fraction(graph, figures),
+        sharded_fraction=sharded / flops if flops else 0.0,
         memory=memory(graph, figures),
         bytes_sent=sent_by(graph, figures),
         refusal=refusal,
         notes=(*context.notes, *([outside] if outside else [])),
+        matrix_flops=flops,
+        heaviest=max(whole, key=whole.__getitem__, default=""),
     )
 
 
@@ -85,9 +92,12 @@ class Figures:
         return prod(map(self, sizes))
 
 
-def _with_source_line(refused: Refusal) -> str:
-    where = source_line(refused.node) if refused.node is not None else ""
-    return f"{refused.sentence} ({where})" if where else refused.sentence
+def with_place(refused: Refusal) -> str:
+    """The sentence, and the module and source line of its node where it does not name them."""
+    if refused.node is None:
+        return refused.sentence
+    where = [at for at in (module_path(refused.node), source_line(refused.node)) if at and at not in refused.sentence]
+    return f"{refused.sentence} ({', '.join(where)})" if where else refused.sentence
 
 
 def sent_by(graph: fx.Graph, figures: Figures) -> int:
@@ -95,16 +105,23 @@ def sent_by(graph: fx.Graph, figures: Figures) -> int:
     return sum(sent_bytes(figures.call(node)) for node in graph.nodes if sends(node))
 
 
-def sharded_fraction(graph: fx.Graph, figures: Figures) -> float:
-    """Of the FLOPs of all products, the share that each rank does for its own rows only."""
-    sharded = whole = 0
+def matrix_work(graph: fx.Graph, figures: Figures) -> tuple[int, Counter[str]]:
+    """FLOPs of all products: of those that each rank does for its own rows only, over all ranks; and of those that
+    every rank does whole, once, by module and source line."""
+    sharded, whole = 0, Counter[str]()
     for node in graph.nodes:
         flops = matrix_flops(node, figures)
         if any(value.meta.get(PLACEMENT) is not None for value in (node, *node.all_input_nodes)):
             sharded += flops * figures.mesh.size
-        else:
-            whole += flops
-    return sharded / (sharded + whole) if sharded + whole else 0.0
+        elif flops:
+            whole[place_of(node)] += flops
+    return sharded, whole
+
+
+def place_of(node: fx.Node) -> str:
+    """`mlp.fc1 (model.py:12: h = self.fc1(x))`, as far as it is known."""
+    module, line = module_path(node), source_line(node)
+    return f"{module} ({line})" if module and line else module or line or op_name(node)
 
 
 def matrix_flops(node: fx.Node, figures: Figures) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringopt.report import Report, bytes_text, several
+from ringopt.report import Report, bytes_text, drawn_by, several
 from ringopt.reporting.page import filled
 
 ACROSS, COLOURS = 1000, 5  # the picture of the memory: units across, colours before they come again
@@ -22,6 +22,7 @@ class Bar:
     share: str
 
 
+@drawn_by
 def report_page(report: Report, title: str) -> str:
     """`title` says of what."""
     return filled(

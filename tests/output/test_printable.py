@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import export
 
 import ringopt
-from ringopt.drivers.compile import raise_or_warn
+from ringopt.drivers.announce import raise_or_warn
 from ringopt.errors import OptionError
 from ringopt.output.printable import UNSAFE, all_printable, logger, printable
 from ringopt.report import Plainly
@@ -69,8 +69,8 @@ def test_a_report_a_warning_and_a_dump(tmp_path: Path, caplog: pytest.LogCapture
     x = torch.zeros(1, 2, 3, 8)  # on four ranks the sequence is too short
     report = ringopt.explain(Named(), x, world_size=4, options={"dump": str(tmp_path)})
     raise_or_warn(report, ringopt.Options())
-    shown = [str(report), caplog.text, *(file.read_text() for file in tmp_path.rglob("*.*"))]
-    assert len(shown) > 10 and r"\x1b" in shown[0] and r"\x1b" in shown[1]
+    shown = [report.text(verbose=True), str(report), caplog.text, *(file.read_text() for file in tmp_path.rglob("*.*"))]
+    assert len(shown) > 10 and r"\x1b" in shown[0] and r"\x1b" in shown[2]
     for text in shown:
         assert not UNSAFE.search(text)
 

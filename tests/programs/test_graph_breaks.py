@@ -67,4 +67,4 @@ def test_lazy_outputs_cross_in_rows(ranks):
 def test_explain_says_it_too():
     report = ringopt.explain(Broken(), data(), world_size=4)
     assert sum("ends at a graph break" in note for note in report.notes) == 3
-    assert "between the layers" in str(report).replace("\n", " ")
+    assert "between the layers" in report.text(verbose=True).replace("\n", " ")

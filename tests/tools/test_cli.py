@@ -91,8 +91,12 @@ def test_the_console_script_is_installed() -> None:
 def test_explain_prints_the_report(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(HERE + factory, "--world-size", "4") == 0
     printed = capsys.readouterr().out
-    assert "1 attention site on 4 ranks" in printed
-    assert "causal" in printed
+    first, *rest, last = printed.splitlines()
+    assert first == "ringopt: 1 of 1 attention, 100% of matrix work on shards, 4 ranks"
+    assert [line.split()[0] for line in rest] == ["sharded", "whole", "sends", "holds"]
+    assert "causal, " in rest[0] and "gathered for output" in rest[1] and last.startswith("--verbose, or report.text(")
+    assert explain(HERE + factory, "--world-size", "4", "--verbose") == 0
+    assert "1 attention site on 4 ranks" in capsys.readouterr().out
 
 
 def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +136,7 @@ def test_explain_of_a_converted_file_is_what_it_holds(files: Path, capsys: pytes
     assert explain(str(files / "out.pt2")) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"converted by ringopt {ringopt.__version__} with torch {torch.__version__}; options ")
-    assert "layout=contiguous" in printed and "1 attention site on 2 ranks" in printed
+    assert "layout=contiguous" in printed and "1 of 1 attention, 100% of matrix work on shards, 2 ranks" in printed
     assert explain(str(files / "out.pt2"), "--world-size", "4") == 2
     assert "out.pt2 was converted already and holds the report for 2 ranks; leave out " in capsys.readouterr().err
 
@@ -141,7 +145,7 @@ def test_explain_as_a_page(files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     page = tmp_path / "report.html"
     assert explain(str(files / "in.pt2"), "--world-size", "2", "--html", str(page)) == 0
     assert "1 attention site" in page.read_text()
-    assert "1 attention site on 2 ranks" in capsys.readouterr().out
+    assert "100% of matrix work on shards, 2 ranks" in capsys.readouterr().out
 
 
 def test_explain_for_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +170,11 @@ def test_explaining_often_is_explaining() -> None:
 def test_many_sites_that_are_alike_are_told_as_one() -> None:
     site = Site("layers.0", "sdpa", "causal", "ring", "math", "zigzag", None, 2048)
     windows = [replace(site, module=f"layers.{i}", pattern="window(4)" if i % 2 else "causal") for i in range(24)]
-    printed = str(ringopt.Report(2, (*windows, replace(site, module="head", pattern="full"))))
+    report = ringopt.Report(2, (*windows, replace(site, module="head", pattern="full")))
+    folded = "12 x causal, ring, zigzag (layers.0 to layers.22); 12 x window(4), ring, zigzag (layers.1 to layers.23)"
+    assert f"{folded}; 1 more" in " ".join(str(report).split())
+    assert repr(report) == "<ringopt.Report: 25 of 25 attentions, 2 ranks>"
+    printed = report.text(verbose=True)
     told = " ".join(printed.replace("\u2502", " ").split())
     assert "ringopt: 25 attention sites on 2 ranks" in told
     assert "layers.0 and 11 like it, to layers.22 sdpa causal" in told
@@ -185,7 +193,7 @@ class Mixed(Causal):
 
 def test_the_text_of_a_report_tells_reasons_lines_and_memory() -> None:
     report = ringopt.explain(Mixed(), torch.zeros(1, 64, 16), world_size=4, options={"on_refusal": "ignore"})
-    printed = str(report)
+    printed = report.text(verbose=True)
     assert max(map(len, printed.splitlines())) <= 100
     told = " ".join(printed.replace("\u2502", " ").split())
     assert "by topk (test_cli.py:" in told
@@ -199,7 +207,7 @@ def test_the_text_of_a_report_tells_reasons_lines_and_memory() -> None:
 
 
 def test_the_report_without_the_letters_of_lines_and_bars(files: Path) -> None:
-    command = [sys.executable, "-m", "ringopt.tools.cli", "explain", str(files / "in.pt2")]
+    command = [sys.executable, "-m", "ringopt.tools.cli", "explain", "--verbose", str(files / "in.pt2")]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "1 attention site" in result.stdout
@@ -213,7 +221,7 @@ def test_the_report_without_colour_in_a_narrow_terminal(
         monkeypatch.setenv(name, value)
     assert main(["explain", str(files / "in.pt2")]) == 0
     printed = capsys.readouterr().out
-    assert "1 attention site" in printed
+    assert "1 of 1 attention" in printed
     assert not re.search("\x1b\\[[0-9;]*(3[0-9]|4[0-9])m", printed)  # bold and italics stay, colours go
     assert max(map(len, re.sub("\x1b\\[[0-9;]*m", "", printed).splitlines())) <= 40
 

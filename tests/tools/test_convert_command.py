@@ -46,7 +46,7 @@ def test_a_file_is_written_with_its_provenance(
     arguments = [str(folder / "in.pt2"), str(target), "--explain", "--verify", "--options", options]
     assert main(["convert", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert "1 attention site on 2 ranks" in printed
+    assert "1 of 1 attention, 100% of matrix work on shards, 2 ranks" in printed
     assert "out.pt2: 1 of 1 attention sites sharded; on 1 process the largest difference of an output is " in printed
     assert re.search(r", of a gradient \d\.\de[+-]\d+\n$", printed)
     program, made = load_with_provenance(target)
