@@ -103,6 +103,7 @@ def crowd(first: str, second: str, ranks_with_two: list[int], timeout: float) ->
 PAIRS = [(first, second) for first in KINDS for second in KINDS]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_second_thread_is_an_error_for_both(ranks: Ranks, first: str, second: str) -> None:
     timeout = 100.0 + PAIRS.index((first, second))  # a mesh for each

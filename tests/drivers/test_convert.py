@@ -79,7 +79,8 @@ def compiled_distances(file: Path, wanted: dict[int, list[Tensor]]) -> list[floa
     return [difference(found[n], wanted[n]) for n in wanted]
 
 
-@pytest.mark.parametrize("p", [pytest.param(1, marks=pytest.mark.zoo), 2, pytest.param(3, marks=pytest.mark.zoo)])
+@pytest.mark.zoo
+@pytest.mark.parametrize("p", [1, 2, 3])
 def test_through_inductor_on_any_number_of_ranks(p: int, ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     """Of a length that is open in the file, which neither 2 nor 3 ranks share evenly."""
     program = export(Mixer().double(), (rows().double(),), dynamic_shapes=({1: Dim("n", min=8, max=99)},))

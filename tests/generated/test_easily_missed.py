@@ -104,6 +104,7 @@ LINES = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("p", "layout"), CASES)
 @pytest.mark.parametrize("name", LINES)
 def test_right(name: str, p: int, layout: str) -> None:

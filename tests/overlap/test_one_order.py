@@ -55,6 +55,7 @@ def test_whatever_is_computed_again(model: type[nn.Module], shard: str) -> None:
     assert len(found) == 1, found
 
 
+@pytest.mark.zoo
 def test_numbers_within_a_memory_budget() -> None:
     with functorch.patch(activation_memory_budget=0.3, activation_memory_budget_runtime_estimator="flops"):
         found, _ = on_ranks(3, Model(2).double(), data(), values_and_gradients, strategy="ring")

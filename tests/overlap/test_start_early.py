@@ -323,7 +323,11 @@ def by_start(event: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("inner_backend", "dynamic"), [("aot_eager", True), pytest.param("inductor", None, marks=pytest.mark.zoo)]
+    ("inner_backend", "dynamic"),
+    [
+        ("aot_eager", None),
+        *(pytest.param(*each, marks=pytest.mark.zoo) for each in (("aot_eager", True), ("inductor", None))),
+    ],
 )
 def test_on_ranks(ranks: Any, inner_backend: str, dynamic: bool | None) -> None:
     """Also with lengths that are open."""

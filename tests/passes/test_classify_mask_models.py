@@ -82,7 +82,7 @@ MODELS = {
 ALSO = ("mistral", "gpt2", "t5")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.zoo] if name in ALSO else []) for name in MODELS]
 )

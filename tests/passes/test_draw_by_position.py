@@ -122,7 +122,7 @@ def run_on(p: int, gm: Any, given: list[Any], **options: Any) -> list[Values]:
     return run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], given))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_same_on_any_number_of_ranks(name: str) -> None:
     gm, given = captured(Program(DRAWS[name]).double(), data())

@@ -85,7 +85,7 @@ SCORES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mod(name):
     mod, pattern = SCORES[name]
@@ -112,7 +112,7 @@ MASKS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["documents", "causal", "padding", "blocks"])
 def test_block_masks_made_inside(name):
     mod, pattern = MASKS[name]
@@ -249,7 +249,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     core, sentence = REFUSED[name]

@@ -68,6 +68,7 @@ def test_of_an_input_whose_length_is_marked_as_open_too(found: Plan) -> None:
     assert points == found.points[:1]
 
 
+@pytest.mark.zoo
 def test_what_is_turned_to_columns_and_back_falls_with_ranks() -> None:
     class Sorted(Model):
         def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +107,9 @@ def sent_on_a_rank(strategy: str, rows: int) -> list[int]:
     return [traffic.bytes_sent, sum(exchanged)]
 
 
-@pytest.mark.parametrize(("p", "rows"), [(2, 61), (3, 61), pytest.param(4, ROWS, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    ("p", "rows"), [(3, 61), *(pytest.param(*each, marks=pytest.mark.zoo) for each in ((2, 61), (4, ROWS)))]
+)
 def test_bytes_and_pairs_are_those_of_a_real_run(ranks: Any, p: int, rows: int) -> None:
     """The chunks of 61 rows are of two sizes. Beside attention, bytes are those of the ranks traced."""
     strategy = "ring"

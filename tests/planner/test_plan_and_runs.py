@@ -62,6 +62,7 @@ def ran(build: Callable[..., Made], n: int, size: tuple[int, int], p: int, train
     return [step_of(lambda: build(n, *size), rank, p, training, **options) for rank in range(p)]
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     ("build", "n", "training"), [(encoder, 33, True), pytest.param(vit, 26, False, marks=pytest.mark.zoo)]
 )

@@ -231,6 +231,7 @@ def test_where_hooks_are_forbidden_blocks_are_compiled_all_the_same():
 
 
 # ---- whole models, refusals ----------------------------------------------------------------------------------------
+@pytest.mark.zoo
 def test_llama_with_gradient_checkpointing():
     model, inputs = build("llama", 21, torch.float64)
     model.model.gradient_checkpointing_enable()
@@ -263,5 +264,6 @@ def lengths_in_turn():
     return worst, len(ringopt.reports()) - before
 
 
+@pytest.mark.zoo
 def test_lengths_in_turn_compile_twice(ranks):
     assert all(error < 1e-5 and graphs == 2 for error, graphs in ranks(2, lengths_in_turn))

@@ -101,8 +101,9 @@ def on_rank(names, inner_backend, dtype):
 @pytest.mark.parametrize(
     "names, inner_backend, dtype, bound",
     [
-        (("clipped twice", "written"), "aot_eager", None, 1e-4),
-        (("mixed", "norm"), "aot_eager", torch.bfloat16, 0.05),
+        (("clipped twice",), "aot_eager", None, 1e-4),
+        pytest.param(("written",), "aot_eager", None, 1e-4, marks=pytest.mark.zoo),
+        pytest.param(("mixed", "norm"), "aot_eager", torch.bfloat16, 0.05, marks=pytest.mark.zoo),
         pytest.param(("projected",), "inductor", None, 1e-5, marks=pytest.mark.zoo),
         pytest.param(("split", "changed in place"), "aot_eager", None, 1e-4, marks=pytest.mark.zoo),
         pytest.param(("projected", "changed in place"), "aot_eager", torch.bfloat16, 0.05, marks=pytest.mark.zoo),
@@ -143,5 +144,6 @@ def lengths_in_turn():
     return worst, ringopt.reports()[-1].sharded_fraction
 
 
+@pytest.mark.zoo
 def test_lengths_in_turn(ranks):
     assert all(error < 1e-5 and sharded == 1.0 for error, sharded in ranks(2, lengths_in_turn))

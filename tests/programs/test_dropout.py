@@ -79,7 +79,7 @@ def steps(
 CASES: dict[str, tuple[Any, ...]] = {
     "eager": ("eager", (13, 13)),
     "checkpointed": ("aot_eager", (13, 13), partial(Transformer, checkpointed=True)),
-    "open lengths": ("aot_eager", (13, 17, 22), Small),
+    "open lengths": ("aot_eager", (13, 17), Small),
     "small": ("eager", (13, 13), Small),
     "inductor": ("inductor", (13, 13), Small),
 }
@@ -96,8 +96,8 @@ def agree(found: list[Tensor], expected: list[Tensor], bound: float = 1e-12) -> 
         assert float((one - other).abs().max()) < bound * max(1.0, float(other.abs().max()))
 
 
-SWEEP = [("eager", 4), ("checkpointed", 3), ("checkpointed", 4), ("open lengths", 4)]
-SAMPLE = [("eager", 2), ("eager", 3), ("checkpointed", 2), ("open lengths", 2), ("open lengths", 3)]
+SWEEP = [("eager", 2), ("eager", 4), ("checkpointed", 3), ("checkpointed", 4), ("open lengths", 3), ("open lengths", 4)]
+SAMPLE = [("eager", 3), ("checkpointed", 2), ("open lengths", 2)]
 
 
 @pytest.mark.parametrize(("name", "p"), [*SAMPLE, *(pytest.param(*each, marks=pytest.mark.zoo) for each in SWEEP)])
@@ -108,6 +108,7 @@ def test_the_same_on_any_number_of_ranks(ranks: Any, name: str, p: int) -> None:
         agree(found, expected)
 
 
+@pytest.mark.zoo
 def test_ranks_that_compile_draw_the_same(ranks: Any) -> None:
     expected, state = alone("small")
     for found, after in ranks(2, steps, *CASES["inductor"], timeout=600):

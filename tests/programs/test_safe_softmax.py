@@ -65,7 +65,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rows_that_see_nothing_are_0(name):
     p = 2 + len(name) % 2
@@ -93,6 +93,7 @@ BY_SCORES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p, name", [(2, "all"), (3, "any"), (2, "not any"), (3, "isneginf")])
 def test_rows_whose_scores_are_all_hidden(p, name):
     verdict = validate(p, Attention(same_scores(BY_SCORES[name])), *given(13))
@@ -193,8 +194,6 @@ def converted(program, lengths):
 
 
 def test_a_decomposed_program_is_converted(ranks):
-    program = decomposed(True, dynamic_shapes=({1: (n := Dim("n", min=8, max=99))}, {1: n}))
-    assert converted(program, (13, 21)) < 1e-12
     assert max(ranks(2, convert_here, timeout=600)) < 1e-12
 
 

@@ -46,6 +46,7 @@ def test_on_ranks(ranks, name):
         assert [gather.op for gather in report.gathers] == ["output"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_on_three_ranks(ranks, layout):
     for of_rank in ranks(3, in_layout, layout):
@@ -57,6 +58,6 @@ def in_layout(layout: str) -> tuple[float, ringopt.Report]:
 
 
 def test_lengths_that_change(ranks):
-    for of_rank in ranks(2, compared, "tokens", [12, 17, 23, 31]):
+    for of_rank in ranks(2, compared, "tokens", [12, 17, 23]):
         assert max(error for error, _report in of_rank) < 1e-10
         assert all(report.sites[0].strategy == "states" for _error, report in of_rank)

@@ -51,6 +51,7 @@ def on_rank(how):
     return curve(how, "ring"), [report.sharded_fraction for report in ringopt.reports()[-1:]]
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     "how, bound",
     [

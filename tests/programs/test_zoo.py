@@ -93,7 +93,7 @@ def spread_or_known(found: Outcome) -> bool:
 # ---- the sample ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample(name):
     needs(name)

@@ -97,6 +97,7 @@ def nothing_else_changes():
     return [all(map(torch.equal, *pair)) for pair in pairs]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p", (1, 2))
 def test_buffers_and_generators_are_those_of_one_call(ranks, p):
     assert ranks(p, nothing_else_changes) == [[True, True, True]] * p

@@ -186,7 +186,7 @@ def handed_on(how, outputs, lengths):
     return max(errors), sum(event.bytes for event in traffic.events if event.kind == "all_gather")
 
 
-@pytest.mark.parametrize("outputs, lengths", [("lazy", (13, 17)), ("local", (17,))])
+@pytest.mark.parametrize("outputs, lengths", [pytest.param("lazy", (13, 17), marks=pytest.mark.zoo), ("local", (17,))])
 def test_rows_go_over_graph_breaks(ranks, outputs, lengths):
     """With "local" too what crosses a break is a whole tensor to the program; only the last graph returns rows."""
     for error, gathered in ranks(2, handed_on, "breaks", outputs, lengths):
@@ -216,7 +216,7 @@ def written_between_graphs(layout):
     return errors
 
 
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
 def test_what_is_written_before_the_next_graph_is_seen_by_it(ranks, layout):
     """In another layout too, where the rows that a rank holds are not those that the next graph wants."""
@@ -242,6 +242,7 @@ def two_layouts():
     return difference([given.grad, *(p.grad for p in model.parameters() if p.grad is not None)], wanted)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p", (2, 3))
 def test_graphs_of_two_layouts_hand_on_rows_and_gradients(ranks, p):
     assert max(ranks(p, two_layouts)) < 1e-9
@@ -288,6 +289,7 @@ def plain_rows():
         return str(error)
 
 
+@pytest.mark.zoo
 def test_rows_have_to_be_told_from_short_sequences(ranks):
     for said in ranks(2, plain_rows):
         assert "inputs='local': no input comes in rows; found x [2, 6, 8], labels [2, 6]" in said

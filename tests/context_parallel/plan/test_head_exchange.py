@@ -211,6 +211,7 @@ def run(case: Problem, p: int, pattern: str, layouts: tuple[str, str], node: int
     return [join(out, layouts[0]), join(dq, layouts[0]), join(dk, layouts[1]), join(dv, layouts[1])]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layouts", [("contiguous", "contiguous"), ("zigzag", "zigzag"), ("zigzag", "contiguous")])
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(5)", "window(5,both)"])
 @pytest.mark.parametrize(("p", "heads"), [(2, (4, 2)), (3, (10, 2)), (4, (4, 1)), (3, (3, 3))])
@@ -221,6 +222,7 @@ def test_numbers(p: int, heads: tuple[int, int], pattern: str, layouts: tuple[st
             assert_near(found, right, 1e-12)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layouts", [("contiguous", "contiguous"), ("zigzag", "zigzag"), ("zigzag", "contiguous")])
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(5)"])
 @pytest.mark.parametrize(("p", "node", "heads"), [(4, 2, (4, 2)), (4, 2, (3, 1)), (6, 2, (6, 3)), (6, 3, (10, 2))])

@@ -112,7 +112,7 @@ def check(results: list[list[str]], steps: list[str], odd: int) -> None:
 def test_a_batch_that_differs_on_one_rank(ranks: Ranks) -> None:
     """It is named, and the mesh goes on: the next call, with equal batches, has the numbers of one process."""
     steps = [EQUAL, EQUAL, *(step for change in TOLD for step in (change, EQUAL))]
-    check(ranks(3, trained, steps, 2, {}), steps, 2)
+    check(ranks(2, trained, steps, 1, {}), steps, 1)
 
 
 def test_it_is_not_asked_where_options_say_so(ranks: Ranks) -> None:

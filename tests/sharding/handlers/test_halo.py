@@ -174,7 +174,7 @@ WRITES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", {**STEPS, **WRITES})
 def test_steps(name):
     steps = {**STEPS, **WRITES}

@@ -109,14 +109,14 @@ ELEMENTS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CLASSES)
 def test_against_classes(name):
     p, layout = case(CLASSES, name)
     assert check(end=CLASSES[name], p=p, layout=layout, n=13).report.gathers == ()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_element_by_element(name):
     p, layout = case(ELEMENTS, name)

@@ -133,7 +133,7 @@ def test_instance_norm_with_running_statistics_is_gathered():
     assert [gather.op for gather in verdict.report.gathers] == ["instance_norm", "instance_norm", "output"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
     p, layout = case(STEPS, name)

@@ -82,7 +82,7 @@ ENDS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
     p, layout = case(STEPS, name)

@@ -40,6 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return tables("forms", "--only", "dropout_train", "softcap", "over_queries", str(target))
 
 
+@pytest.mark.zoo
 def test_a_row_of_forms(found: dict[str, Any]) -> None:
     rows = {row["form"]: row for row in found["rows"]}
     assert list(rows) == ["softcap", "dropout_train", "over_queries"]

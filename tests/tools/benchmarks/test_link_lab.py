@@ -119,6 +119,7 @@ def fails(rank: int, ranks: int) -> None:
         raise ValueError("of rank 1")
 
 
+@pytest.mark.zoo
 def test_the_error_of_a_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of processes that are started as outside the tests."""
     monkeypatch.setattr(link_lab, "context", STARTED_OUTSIDE)
