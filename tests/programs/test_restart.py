@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
 STEPS, DEATH = 5, 3
@@ -19,7 +21,6 @@ def trained(folder: Path, *arguments: str) -> list[tuple[int, int, str]]:
     command = [sys.executable, *TORCHRUN, "examples/train_restart.py", "--checkpoint", str(folder / "checkpoint.pt")]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    settings["RINGOPT_OPTIONS"] = '{"inner_backend": "aot_eager"}'  # kernels would be compiled three times
     done = subprocess.run(
         [*command, "--steps", str(STEPS), *arguments],
         cwd=ROOT,
@@ -34,6 +35,7 @@ def trained(folder: Path, *arguments: str) -> list[tuple[int, int, str]]:
     return [(int(start), int(step), loss) for start, step, loss in lines]
 
 
+@pytest.mark.zoo  # nine processes begin
 def test_a_killed_rank_costs_the_step_it_was_in(tmp_path: Path) -> None:
     disturbed = trained(tmp_path / "disturbed", "--die-at", str(DEATH))
     assert [(start, step) for start, step, _ in disturbed] == [(int(step >= DEATH), step) for step in range(STEPS)]
