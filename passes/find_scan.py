@@ -15,7 +15,7 @@ why and where. After: the size of the graph does not depend on the number of ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -37,13 +37,15 @@ from ringopt.scans.trace import Kinds
 @dataclass(frozen=True)
 class Found:
     """A recurrence: the body of its scan on operands of such kinds, and what puts the scan there; or why there is none.
-    `steps` and `node` are for the report."""
+    `steps` and `node` are for the report. `any_step`: one that is not affine becomes a scan too, run whole by every
+    rank, for Inductor compiles no gradient of torch's own on CPUs."""
 
     steps: int
     node: fx.Node
     text: str | Refusal
     kinds: Kinds = ()
     put: Callable[[fx.Graph], None] | None = None
+    any_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
         if isinstance(found.text, Refusal):
             return found.text
         proof = prove_affine(found.text, found.kinds)
-        return proof if isinstance(proof, Refusal) else None
+        return proof if isinstance(proof, Refusal) and not found.any_step else None
 
     def rewrite(self, found: Found, facts: Facts) -> None:
         assert found.put is not None
@@ -110,7 +112,8 @@ def of_operator(node: fx.Node) -> Found:
     except NotRolled as problem:
         return Found(0, node, Refusal(problem.sentence, problem.node))
     parts = hoisted(recurrence)
-    return with_body(recurrence, parts, lambda graph, text: replace_operator(graph, node, recurrence, parts, text))
+    found = with_body(recurrence, parts, lambda graph, text: replace_operator(graph, node, recurrence, parts, text))
+    return replace(found, any_step=True)
 
 
 def with_body(found: FoundRecurrence, parts: SplitStep, put: Callable[[fx.Graph, str], None]) -> Found:

@@ -19,6 +19,11 @@ from ringopt.drivers.announce import announce, heard_once, log_report, raise_or_
 from ringopt.drivers.compile import Run, in_order, mesh_for, transform, warn_of_limit
 from ringopt.drivers.reference import reference
 from ringopt.frontend.dynamo_polyfills import teach
+from ringopt.frontend.higher_order.associative_scan import (
+    keeps_associative_scans,
+    teach_associative_scan,
+    trace_as_written,
+)
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import readable_name
@@ -42,6 +47,7 @@ log = logger(__name__)
 _reports: list[Report] = []
 
 teach()  # before Dynamo traces: it looks the backend up first
+teach_associative_scan()
 
 
 def reports() -> list[Report]:
@@ -49,6 +55,7 @@ def reports() -> list[Report]:
     return list(_reports)
 
 
+@keeps_associative_scans
 def ring(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Run:
@@ -74,6 +81,8 @@ def ring(
     def make(inputs: Sequence[Any], anew: bool) -> Made:
         with unseen():
             made = transform(gm, inputs, chosen, mesh, anew)
+        if made.graph is None and not anew:
+            trace_as_written()
         _reports.append(made.report)
         log_report(log, made.report)
         raise_or_warn(made.report, chosen, heard_once(mesh))

@@ -247,11 +247,11 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
     if mesh.size == 1:
         sites = [(node, info) for node, info in sites if gains_alone(node, info)]
-    scans = any(info.refusal is None for info in context.scans.values())
-    scans = scans or (mesh.size == 1 and any(map(is_scan, made.graph.graph.nodes)))
+    left = any(map(is_scan, made.graph.graph.nodes))  # those that no ranks share
+    scans = any(info.refusal is None for info in context.scans.values()) or (mesh.size == 1 and left)
     if sites or scans or context.given or context.pairs:
         return Compiled.of(made, report, context)
-    if context.drawn:  # nothing is spread, so nothing is compared
+    if context.drawn or left:  # nothing is spread, so nothing is compared
         return replace(Compiled.of(made, report, context), program=None)
     return Compiled(None, report)
 

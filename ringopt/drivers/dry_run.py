@@ -13,6 +13,7 @@ import torch.fx as fx
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.compile import Compiled, transform
 from ringopt.errors import RingError
+from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.options import Options
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
 
@@ -29,6 +30,7 @@ class DryRun:
         """Raises what the passes raise, and what the model does."""
         torch.compile(model, backend=self.backend, dynamic=self.dynamic)(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    @keeps_associative_scans
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
         self.graphs.append(transform(gm, example_inputs, self.options, self.mesh))
         outputs = [_example_of(node) for node in gm.graph.output_node().args[0]]

@@ -13,21 +13,33 @@ import torch.nn.modules.module
 from torch import fx
 from torch._dynamo import config, convert_frame, eval_frame
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    TensorifyScalarRestartAnalysis,
+    TorchDynamoException,
+    UnspecializeRestartAnalysis,
+)
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.utils import counters
+from torch._higher_order_ops.associative_scan import associative_scan as ASSOCIATIVE_SCAN
+from torch._higher_order_ops.scan import scan as SCAN
 
 __all__ = [
+    "ASSOCIATIVE_SCAN",
+    "SCAN",
     "BackendCompilerFailed",
     "TensorifyScalarRestartAnalysis",
     "TensorifyState",
     "TorchDynamoException",
+    "TraceOtherwise",
     "TransformGetItemToIndex",
     "aot_eager",
+    "backends_compiling",
     "break_reason",
     "code_being_compiled",
     "counters",
+    "frame_being_compiled",
     "frames_of_program",
     "guard_source_of",
     "is_continuation",
@@ -41,7 +53,14 @@ __all__ = [
 #     given to TensorifyState.specialize(name) fixed. TensorifyState.force_specializations: the set of these names, of
 #     all frames, which AOTAutograd asks too, and clear() empties.
 # TransformGetItemToIndex(): a mode in which a tensor is indexed by tensors without dims, as mods of flex_attention do.
+# ASSOCIATIVE_SCAN(combine_fn, xs, dim, reverse=False, combine_mode="pointwise"), SCAN(combine_fn, init, xs, *, dim=0):
+#     the functions that programs call.
 # counters: what compilers count, by compiler and by name.
+
+
+class TraceOtherwise(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
+    """Raised in a backend, has Dynamo trace the frame again, and find another program there: that kind clears what it
+    remembers of the first time, this is the one that backends may raise."""
 
 
 def patched(**settings: Any) -> AbstractContextManager[Any]:
@@ -82,6 +101,15 @@ def guard_source_of(placeholder: fx.Node) -> str:
     return str(getattr(where() if callable(where) else where, "name", ""))  # a method up to torch 2.12
 
 
+def backends_compiling() -> Iterator[Any]:
+    """The backend that Dynamo traces for now: what wraps it first, itself last."""
+    found: Any = InstructionTranslator.current_tx().output.compiler_fn
+    while found is not None:
+        yield found
+        wrapped = (getattr(found, name, None) for name in ("__wrapped__", "compiler_fn"))
+        found = next((each for each in wrapped if each is not None), None)
+
+
 # ---- the frames around a compilation ---------------------------------------------------------------------------------
 def break_reason(gm: fx.GraphModule) -> Any:
     """Why Dynamo ended its graph: graph_break, reason, and user_stack, frames of the program, the last the innermost.
@@ -92,6 +120,12 @@ def break_reason(gm: fx.GraphModule) -> Any:
 def code_being_compiled() -> CodeType:
     """The code of the frame of which Dynamo compiles a graph now."""
     code: CodeType = InstructionTranslator.current_tx().f_code
+    return code
+
+
+def frame_being_compiled() -> CodeType:
+    """The same, of the outermost function, while Dynamo traces what is called in it."""
+    code: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
     return code
 
 

@@ -23,6 +23,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.drivers.compile import transform
 from ringopt.frontend.capture import Captured, capture
+from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.refusal import GraphRefused
 from ringopt.options import Options
@@ -64,6 +65,7 @@ def captured_graphs(
     """Every graph that Dynamo makes of `module(*args, **kwargs)`, with its inputs."""
     found: list[tuple[fx.GraphModule, list[Any]]] = []
 
+    @keeps_associative_scans
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         found.append((gm, [int(x) if isinstance(x, torch.SymInt) else x for x in inputs]))
         origins.update((node, node.meta["grapharg"]) for node in gm.graph.nodes if "grapharg" in node.meta)

@@ -131,13 +131,15 @@ def test_the_scan_operator_is_the_same_node():
     assert ops(gm).index("sigmoid") < ops(gm).index("scan") and ops(gm).index("matmul") < ops(gm).index("scan")
 
 
-def test_a_scan_operator_that_is_not_affine_stays():
+def test_a_scan_operator_that_is_not_affine_is_the_same_node():
+    """Inductor compiles no gradient of torch's on CPUs. Ranks run it whole."""
+
     def program(x):
         return scan(lambda s, x_t: (torch.tanh(s + x_t), s * 2), torch.zeros_like(x[:, 0]), x, dim=1)
 
-    gm, context = after(PASSES, program, *given((2, TOKENS, WIDTH)))
-    assert torch.ops.ringopt.scan.default not in {node.target for node in gm.graph.nodes}
-    assert "tanh" in context.notes[0]
+    gm, context = assert_same_numbers(program, given((2, TOKENS, WIDTH)))
+    assert torch.ops.ringopt.scan.default in {node.target for node in gm.graph.nodes}
+    assert "is one scan" in context.notes[0]
 
 
 # ---- sums with decays between chunks ---------------------------------------------------------------------------------

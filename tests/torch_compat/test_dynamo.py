@@ -165,3 +165,44 @@ def test_frames_from_the_function_that_is_compiled_outwards() -> None:
     assert first[0] and not first[2]
     assert not rest[0] and rest[2] and "inner" in rest[1] and rest[3]
     assert not end[0] and end[2] and "forward" in end[1]
+
+
+def test_a_backend_has_the_frame_traced_again_as_another_program() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def first() -> bool:
+        return not graphs
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().cos() if first() else x.exp()
+        torch._dynamo.graph_break()
+        return y + 1
+
+    def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(gm)
+        if len(graphs) == 1:
+            raise dynamo.TraceOtherwise
+        return gm
+
+    assert torch.compile(program, backend=backend)(torch.zeros(1)).item() == 2.0
+    assert len(graphs) == 3
+
+
+def test_the_backend_that_compiles_is_known_while_dynamo_traces() -> None:
+    found: list[Any] = []
+    frames: list[Any] = []
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def note() -> bool:
+        found.extend(dynamo.backends_compiling())
+        frames.append(dynamo.frame_being_compiled())
+        return True
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if note() else x
+
+    backend = looking(lambda gm: None)
+    torch.compile(program, backend=backend, dynamic=False)(torch.ones(1))
+    assert backend in found and frames == [program.__code__]
+    assert dynamo.ASSOCIATIVE_SCAN.__name__ == "associative_scan" and dynamo.SCAN.__name__ == "scan"

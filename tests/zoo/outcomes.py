@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def rewritten(self) -> int:
-        return sum(site.refusal is None for site in self.report.sites)
+        return sum(site.refusal is None for site in self.report.sites if site.form != "scan")
 
     @property
     def refusals(self) -> list[str]:

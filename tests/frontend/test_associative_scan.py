@@ -1,0 +1,118 @@
+"""torch's associative_scan is one scan under backend="ring", and what it was under any other."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops.associative_scan import associative_scan
+
+import ringopt
+import ringopt.backend
+from ringopt.ops import operators
+from tests.harness.translation import validate
+
+ROWS, WIDTH = 13, 4
+
+
+def affine(a: Tensor, b: Tensor) -> Tensor:
+    """As Mamba's layers call it."""
+
+    def combine(left: Any, right: Any) -> Any:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return associative_scan(combine, (a.sigmoid(), b), dim=1, combine_mode="generic")[1] * b
+
+
+def from_the_end(a: Tensor, b: Tensor) -> Tensor:
+    """In a dict, from the last row to the first."""
+
+    def combine(left: Any, right: Any) -> Any:
+        return {"gate": left["gate"] * right["gate"], "sum": right["gate"] * left["sum"] + right["sum"]}
+
+    given = {"gate": a.sigmoid(), "sum": b}
+    return associative_scan(combine, given, dim=-2, reverse=True, combine_mode="generic")["sum"] * b
+
+
+def not_affine(a: Tensor, b: Tensor) -> Tensor:
+    return associative_scan(torch.logaddexp, a, dim=1, combine_mode="generic") * b
+
+
+class Called(torch.nn.Module):
+    def __init__(self, program: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.program, self.layer = program, torch.nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.layer(x).chunk(2, -1)
+        found: Tensor = self.program(a, b)
+        return found
+
+
+def given() -> Tensor:
+    return torch.randn(2, ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("p, layout", [(1, "contiguous"), (2, "zigzag"), (3, "contiguous")])
+@pytest.mark.parametrize("program", [affine, from_the_end])
+def test_it_is_a_scan_on_shards(program: Any, p: int, layout: str) -> None:
+    verdict = validate(p, Called(program), given(), layout=layout)
+    assert verdict.wrong == "" and verdict.report.refusal is None
+    assert f"a recurrence of {ROWS - 1} steps is one scan" in verdict.report.notes[0]
+    if p > 1:
+        assert [site.strategy for site in verdict.report.sites] == ["states"]
+        assert verdict.report.sharded_fraction == 1.0
+
+
+def test_what_is_not_affine_is_run_whole_and_the_rest_stays_on_shards() -> None:
+    verdict = validate(2, Called(not_affine), given())
+    assert verdict.wrong == "" and verdict.report.refusal is None
+    (site,) = verdict.report.sites
+    assert "logaddexp of what a step carries" in site.refusal
+    assert operators.scan.default in {node.target for node in verdict.graph.graph.nodes}
+
+
+def test_other_backends_have_what_they_had() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def other(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    model, x = Called(affine), given()
+    torch._dynamo.reset()
+    found = torch.compile(model, backend=other)(x)
+    names = {getattr(node.target, "__name__", str(node.target)) for node in graphs[0].graph.nodes}
+    assert "_vmap_increment_nesting" in names and "scan" not in names
+    torch.testing.assert_close(torch.compile(model, backend="ring", options={"inner_backend": "eager"})(x), found)
+    torch.testing.assert_close(torch.compile(model, backend=other)(x), found)
+    assert len(graphs) == 1  # that one is still there
+
+
+def test_a_program_that_is_left_as_it_is_has_what_it_had() -> None:
+    """What no pass can read refuses the graph; it is compiled as under any other backend, Inductor too."""
+
+    def refused(a: Tensor, b: Tensor) -> Tensor:
+        return affine(a, b) + torch.vmap(torch.sin)(b)
+
+    model, x = Called(refused), given()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "eager"})
+    with patch.object(ringopt.backend, "inner", lambda gm, *_given, **_options: seen.append(gm) or gm):
+        seen: list[torch.fx.GraphModule] = []
+        torch.testing.assert_close(compiled(x), model(x))
+    assert "vmap" in str(ringopt.reports()[-1].refusal)
+    assert "scan" not in {getattr(node.target, "__name__", "") for node in seen[-1].graph.nodes}
+
+
+def test_what_torch_says_of_bad_arguments_is_said() -> None:
+    def scalar(x: Tensor) -> Any:
+        return associative_scan(torch.add, x, dim=5, combine_mode="generic")
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Dimension out of range"):
+        torch.compile(scalar, backend="ring", options={"inner_backend": "eager"})(torch.ones(3))
