@@ -9,11 +9,13 @@ Nothing here prints or reads torch: `ringopt/compare/` makes the views of real g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from typing import Any, Literal
 
 from ringopt.compare.align import PARTED, Alignment, Item, align
+from ringopt.output.printable import printable
 
 Kind = Literal["same", "resized", "rerouted", "changed", "replaced", "removed", "added"]
 KINDS: dict[Kind, str] = {
@@ -26,6 +28,7 @@ KINDS: dict[Kind, str] = {
     "added": "only after",
 }
 SCHEMA_VERSION = 1
+SHOWN = 12  # attentions in a notebook
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,28 @@ class GraphDiff:
     def __str__(self) -> str:
         counted = ", ".join(f"{number} {kind}" for kind, number in self.counts.items() if number)
         return f"{self.before.nodes} nodes before, {self.after.nodes} after: {counted or 'nothing'}"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: how many nodes of each kind, and the first attentions. `ringopt diff --html` has all."""
+        kinds = [(kind, f"{number:,}", KINDS[kind]) for kind, number in self.counts.items() if number]
+        sites = [(change.node.module or "-", _site(change.before), _site(change.after)) for change in self.sites]
+        shown = _table(("nodes", "number", ""), kinds) + _table(("attention", "before", "after"), sites[:SHOWN])
+        more = f"<p>and {len(sites) - SHOWN:,} more</p>" if len(sites) > SHOWN else ""
+        return f"<p>{escape(printable(str(self)))}</p>{shown}{more}"
+
+
+def _site(view: NodeView | None) -> str:
+    if view is None or view.site is None:
+        return "" if view is None else view.op
+    return ", ".join(part for part in (view.site.pattern, view.site.strategy, view.site.layout) if part)
+
+
+def _table(head: Iterable[str], rows: Sequence[Iterable[str]]) -> str:
+    if not rows:
+        return ""
+    cells = ["".join(f"<th>{name}</th>" for name in head)]
+    cells += ["".join(f"<td>{escape(printable(cell))}</td>" for cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def diff_views(before: Sequence[NodeView], after: Sequence[NodeView]) -> GraphDiff:

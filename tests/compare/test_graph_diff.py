@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringopt.compare.graph_diff import NodeView, diff_views
+from ringopt.compare.graph_diff import NodeView, SiteView, diff_views
 
 
 def program(text: str, module: str = "m", source: str = "") -> list[NodeView]:
@@ -44,6 +44,18 @@ def test_a_program_has_no_difference_from_itself() -> None:
     diff = diff_views(program(CHAIN), program(CHAIN))
     assert diff.same
     assert str(diff) == "5 nodes before, 5 after: 5 same"
+
+
+def test_a_notebook_shows_kinds_and_the_first_attentions() -> None:
+    def attending(pattern: str) -> list[NodeView]:
+        views = program("x = input\n" + "".join(f"y{n} = attention(x) @layer<{n}>\n" for n in range(14)))
+        site = SiteView(pattern, "ring", "zigzag", "math", "")
+        return [view if view.op == "input" else replace(view, site=site) for view in views]
+
+    page = diff_views(attending("none"), attending("causal"))._repr_html_()
+    assert "<td>same</td><td>15</td>" in page
+    assert page.count("<td>none, ring, zigzag</td><td>causal, ring, zigzag</td>") == 12 and "and 2 more" in page
+    assert "layer&lt;0&gt;" in page and "layer<" not in page
 
 
 def test_names_do_not_matter() -> None:

@@ -172,6 +172,11 @@ def test_a_forward_alone_is_planned_without_gradients() -> None:
     assert training.points[0].flops == pytest.approx(3.3 * forward.points[0].flops, rel=0.15)
 
 
+def test_a_notebook_shows_the_table(found: Plan) -> None:
+    page = found._repr_html_()
+    assert page.startswith("<pre>") and "tokens" in page and str(found).splitlines()[-1] in page
+
+
 def test_the_formulas_that_were_used_are_shown(found: Plan) -> None:
     formulas = found.formulas()
     assert "causal zigzag ring" in formulas and "flops = " in str(formulas["causal zigzag ring"])
