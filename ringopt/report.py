@@ -265,7 +265,8 @@ def _missed(report: Report) -> list[str]:
     found = [report.refusal] if report.refusal else []
     found += _by_kind((site.refusal, site) for site in report.sites if site.refusal and not site.by_rows)
     found += [report.shards_nothing] if report.shards_nothing and not report.left_alone else []
-    found += report.left_alone
+    if not report.sharded_fraction:  # else what only looks like attention is sharded with the rest
+        found += report.left_alone
     if 0 < report.sharded_fraction < 1:
         most = f", most of it in {report.heaviest}" if report.heaviest else ""
         found.append(f"{percent(1 - report.sharded_fraction)} of the matrix work{most}")

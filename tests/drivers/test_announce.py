@@ -95,6 +95,7 @@ def test_what_is_computed_on_shards_is_not_said_to_be_replicated(caplog: pytest.
     raise_or_warn(report, Options(on_refusal="error"))
     raise_or_warn(report, Options())
     assert not caplog.messages
+    assert "whole    nothing" in str(report) and "softmax: it hides" in str(replace(report, sharded_fraction=0.0))
     with pytest.raises(RefusedError, match=r"not sharded: softmax: it hides by value\. With on_refusal"):
         raise_or_warn(replace(report, sharded_fraction=0.0), Options(on_refusal="error"))
 
