@@ -15,6 +15,7 @@ from ringopt.tools.benchmarks.tables import (
     dilated,
     exchange,
     forms,
+    gpu,
     kernels,
     launches,
     memory,
@@ -39,7 +40,10 @@ examples:
   ringopt bench one-process --lengths 1024 --repeats 3 --json bench.json
 """
 
-TABLES = (forms, one_process, overlap, kernels, launches, exchange, speedup, memory, soak, dilated, training, passes)
+TABLES = (
+    *(forms, one_process, overlap, kernels, gpu, launches, exchange),
+    *(speedup, memory, soak, dilated, training, passes),
+)
 
 
 def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
