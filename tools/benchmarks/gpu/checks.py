@@ -103,7 +103,7 @@ def hiding(queries: int, keys: int, like: Tensor) -> Tensor:
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def sums(device: torch.device, tokens: int) -> Iterator[Row]:
+def merging(device: torch.device, tokens: int) -> Iterator[Row]:
     """Results of tiles merged in one launch, against one after the other."""
     parts = [made(2, 4, tokens, DIM, device=device, seed=i) for i in range(4)]
     lses = [x[..., 0].float().contiguous() * 3 for x in parts]

@@ -77,7 +77,7 @@ def _in_one_process(parts: list[str], progress: Progress) -> Iterator[Row]:
     if "kernels" in parts:
         yield from checks.kernels(device, 512 if large else 48)
     if "sums" in parts:
-        yield from checks.sums(device, 4096 if large else 64)
+        yield from checks.merging(device, 4096 if large else 64)
     if "ranks" in parts:
         yield from checks.ranks(device, 4096 if large else 96, 8, lambda: progress.advance(task))
     if "compiled" in parts:
