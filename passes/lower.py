@@ -2,6 +2,7 @@
 
     gather(linear(scatter(x)))      ->   the same, each node with the fake value it has on this rank,
     output [B, S, D] strided         ->   outputs laid out in memory as the original program returned them
+    copy_(weight, y)                ->   copy_(detach(weight), detach(y)), where `weight` has a gradient
 
 Every node is run on fake local tensors, once for each kind of operands (ringopt/ir/fake_cache.py), and its size held
 against its placement, so that a wrong rule is an error when the graph is compiled and not a wrong number when it runs.
@@ -18,7 +19,7 @@ import torch.fx as fx
 from ringopt.ir.autograd_function import GradientArguments, calls_of_graphs, custom_gradients, operands_of
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.memory import LOST, laying_out, lies_in_order, storages
-from ringopt.ir.nodes import origin, outputs_of, value_of
+from ringopt.ir.nodes import named, origin, outputs_of, value_of
 from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, Memory
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_nodes
@@ -38,6 +39,7 @@ class Lower(Pass):
     reads = ("sites", "scans", "given", "pairs", "left", "drawn")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
+        write_unseen(gm.graph)
         if not context.shards and not context.drawn and not any(map(is_scan, gm.graph.nodes)):
             return
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
@@ -54,6 +56,19 @@ class Lower(Pass):
         restore_strides(gm.graph)
         keep_memory(gm.graph, context)
         into_nodes(gm.graph)
+
+
+def write_unseen(graph: fx.Graph) -> None:
+    """Inputs with a gradient get the values that the program has written to them where autograd did not see it."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, value = named(node, "self"), named(node, "src")
+        if not value_of(target).requires_grad:
+            continue
+        with graph.inserting_before(node):
+            node.args = tuple(graph.call_function(aten.detach.default, (arg,)) for arg in (target, value))
+        for part in node.args:
+            placement = part.all_input_nodes[0].meta.get(PLACEMENT)
+            part.meta = {**origin(node), PLACEMENT: placement, "val": value_of(target).detach()}
 
 
 def restore_strides(graph: fx.Graph) -> None:

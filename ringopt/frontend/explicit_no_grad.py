@@ -6,8 +6,10 @@ Memory has to be followed on the way, for a write brings a gradient to all views
 
     o = zeros(3); o[:2] = x; with no_grad: f(o)   ->   f(detach(o))
 
-and values in graphs without writes cannot say what autograd does with a write that it does not see: the numbers change,
-and the gradient is that of the value as it was made. Such a write is refused.
+A write that autograd does not see changes the numbers, and the gradient is that of the value as it was made. To an
+input that no gradient has been asked of yet (a weight that is clamped at the begin of a step) it is noted as UNSEEN,
+and `Functional` makes a value of it that has the new numbers and the old gradient. Others are refused: operators may
+have kept the numbers that it writes over.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch.fx as fx
 
 from ringopt.frontend.functionalize import Unwritable, storage
 from ringopt.ir.nodes import carries_gradient, is_undropped, is_write, op_name, value_of, written_args
-from ringopt.ir.notes import VIEW_OF
+from ringopt.ir.notes import UNSEEN, VIEW_OF
 
 aten = torch.ops.aten
 
@@ -39,6 +41,8 @@ class ExplicitDetach:
         self.cut: set[fx.Node] = set()  # values that autograd does not know to be views of what they are
         self.taught: set[int] = set()  # memory that a value with a gradient was written to
         self.known: set[int] = set()  # memory of which some value carries a gradient
+        self.read: set[int | None] = set()  # memory that a value with a gradient was computed from
+        self.inputs = set(map(storage, graph.find_nodes(op="placeholder")))
         self.detached: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self) -> None:
@@ -82,6 +86,8 @@ class ExplicitDetach:
         self.given[node] = self.learns and self.sees(node) and carries_gradient(node, given)
         targets = written_args(node) if is_write(node) else node.all_input_nodes
         memory = storage(node)
+        if self.given[node]:
+            self.read |= {storage(arg) for arg in node.all_input_nodes if self.carries(arg)} - {memory}
         if is_write(node) and self.given[node]:
             self.taught.update(filter(None, map(storage, targets)))
         if self.given[node] and memory is not None:
@@ -91,15 +97,19 @@ class ExplicitDetach:
             self.cut.add(node)
 
     def check(self, node: fx.Node) -> None:
-        """Raises Unwritable for a write that autograd does not see, to memory whose gradient it knows; and for one that
-        brings a gradient which it sees in the alias alone."""
+        """Notes a write that autograd does not see, to memory whose gradient it knows. Raises Unwritable where that may
+        have been read; and for a write that brings a gradient which autograd sees in the alias alone."""
         learned = any(map(self.carries, node.all_input_nodes))
         for target in written_args(node):
             known = storage(target) in self.known | self.taught
-            if known and not self.enabled:
+            fresh = storage(target) in self.inputs - self.read - self.taught
+            if known and not self.enabled and not fresh:
                 raise Unwritable(f"{node.target} writes under no_grad to a value with a gradient", node)
-            if target in self.cut and self.enabled and (known or learned):
+            if target in self.cut and self.enabled and (learned or (known and not fresh)):
                 raise Unwritable(f"{node.target} writes through detach to a value with a gradient", node)
+            if known and (target in self.cut or not self.enabled):
+                node.meta[UNSEEN] = True
+                node.replace_all_uses_with(target)  # which has a gradient, though the call gave it back without one
 
     def detach_operands(self, node: fx.Node) -> None:
         for arg in filter(self.carries, list(node.all_input_nodes)):

@@ -18,6 +18,7 @@ import torch.fx as fx
 
 from ringopt.dims.op_families import SPLITS
 from ringopt.dims.undone_views import PARTS, undone
+from ringopt.ir.autograd_function import GradientArguments, hands_gradient_on
 from ringopt.ir.memory import laying_out
 from ringopt.ir.nodes import (
     carries_gradient,
@@ -31,7 +32,7 @@ from ringopt.ir.nodes import (
     value_of,
     written_args,
 )
-from ringopt.ir.notes import STANDS_FOR, VIEW_OF, WRITTEN
+from ringopt.ir.notes import STANDS_FOR, UNSEEN, VIEW_OF, WRITTEN
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.returning import returning
 from ringopt.ir.symbolic_sizes import place_of, same
@@ -142,6 +143,8 @@ class Functional:
 
     def write(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """The functional form of one mutable op, pasted into the base of its target."""
+        if op_name(node) == "set_":
+            raise Unwritable(f"{node.target} gives a tensor the memory of another one", node)
         target = self.written(self.only_target(node))
         root = self.root(target)
         if storage(target) in self.tangled:
@@ -151,11 +154,22 @@ class Functional:
         while place in self.parents:
             value = self.paste(place, value, node)
             place = self.parents[place]
+        if node.meta.get(UNSEEN):
+            value = self.with_gradient_of(self.latest(root), value)
         value.meta[STANDS_FOR], new.meta[STANDS_FOR] = root, target
         self.now[root] = self.now.get(root, 0) + 1
         self.made[root] = (value, self.now[root])
         self.made[target] = (value if target is root else new, self.now[root])
         node.meta[WRITTEN] = target
+
+    def with_gradient_of(self, before: fx.Node, value: fx.Node) -> fx.Node:
+        """The numbers of `value`; the gradient goes to `before`, unchanged."""
+        numbers = self.emit(aten.detach.default, (value,), {}, value)
+        both = self.emit(hands_gradient_on(value_of(before)), GradientArguments([numbers], [before], []), {}, value)
+        both.meta["val"] = [value_of(both)]
+        new = self.emit(operator.getitem, (both, 0), {}, before)
+        new.meta |= origin(value)
+        return new
 
     def written(self, node: fx.Node) -> fx.Node:
         """The result of a write is its target."""

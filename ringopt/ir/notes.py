@@ -9,6 +9,7 @@
     MEMORY         of the output node: in which memory each output lies
     VIEW_OF        the place of the operand in whose memory the value lies
     STANDS_FOR     of a value: the node that a write made it of
+    UNSEEN         of a write: autograd does not see it, and the gradient of what is written stays as it was
     WRITTEN        of a node that is written to: what it holds afterwards
     ROWS_OF        the tensor of which a node has the rows that a rank's queries have
     POLICY         of selective checkpointing, to be asked by a partitioner
@@ -27,6 +28,7 @@ MEMORY = "memory"
 Memory = tuple[str, int]  # "input" or "output", and the place of the first that lies in it
 VIEW_OF = "view_of"
 STANDS_FOR = "stands_for"
+UNSEEN = "unseen"
 WRITTEN = "written"
 ROWS_OF = "rows_of"
 POLICY = "policy"

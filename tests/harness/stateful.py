@@ -138,6 +138,15 @@ def identities(m, x):
     return y, y.contiguous(), y.to(torch.float64), x.contiguous(), x.view(x.shape), m.out.weight, m.out.weight.T
 
 
+def unseen(m, x):
+    m.qkv.weight.data.mul_(0.9)
+    with torch.no_grad():
+        m.out.weight[0].zero_()
+        kept = m.out.bias.copy_(x.mean((0, 1)))
+    m.norm.weight.detach().clamp_(0.2, 0.5)
+    return m.attention(x) * kept, m.out.weight, m.norm.weight * 2
+
+
 STEPS: dict[str, Callable[..., Any]] = {
     "returns its input": lambda m, x: (x, m.attention(x)),
     "writes its input": lambda m, x: (m.attention(x), x.add_(1))[0],
@@ -154,6 +163,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "another object": new_object,
     "in no_grad": in_no_grad,
     "by number": by_number,
+    "weights, unseen by autograd": unseen,
     "with gradient": with_gradient,
     "gradient through state": gradient_through_state,
     "swapped": swapped,

@@ -44,6 +44,7 @@ FORWARD_ONLY = ("batch norm", "batch norm of a written buffer")
 NORMAL = (
     "returns a view of a buffer that it wrote",
     "counts",
+    "weights, unseen by autograd",
     "another object",
     "gradient through state",
     "identities",

@@ -86,9 +86,21 @@ def test_writes_through_what_was_handed_back(p, same):
     assert_sharded(Model(written(same)), p)
 
 
-def clamped(m, x):
+def clamped_first(m, x):
     m.side.weight.data.clamp_(-0.1, 0.1)
+    with torch.no_grad():
+        m.out.weight[0].mul_(0.9)
     return m.attention(x) + m.side(x).sum(-1, keepdim=True)
+
+
+def test_weights_written_before_they_are_read_leave_a_graph_sharded():
+    assert_sharded(Model(step=clamped_first), 2)
+
+
+def clamped(m, x):
+    y = m.attention(x) + m.side(x).sum(-1, keepdim=True)
+    m.side.weight.data.clamp_(-0.1, 0.1)
+    return y
 
 
 def replaced(m, x):
@@ -97,22 +109,23 @@ def replaced(m, x):
 
 
 def clamped_in_no_grad(m, x):
+    y = m.side(x).sum(-1, keepdim=True)
     with torch.no_grad():
-        m.side.weight.clamp_(-0.1, 0.1)
-    return m.attention(x) + m.side(x).sum(-1, keepdim=True)
+        y.clamp_(-0.1, 0.1)
+    return m.attention(x) + y
 
 
 @pytest.mark.parametrize(
-    "step, line",
+    "step, why, line",
     [
-        (clamped, "m.side.weight.data.clamp_(-0.1, 0.1)"),
-        (replaced, "m.side.weight.data = m.side.weight.data * 0.5"),
-        (clamped_in_no_grad, "m.side.weight.clamp_(-0.1, 0.1)"),
+        (clamped, "writes through detach to a value with a gradient", "m.side.weight.data.clamp_(-0.1, 0.1)"),
+        (replaced, "gives a tensor the memory of another one", "m.side.weight.data = m.side.weight.data * 0.5"),
+        (clamped_in_no_grad, "writes under no_grad to a value with a gradient", "y.clamp_(-0.1, 0.1)"),
     ],
 )
-def test_a_write_that_autograd_does_not_see_is_refused_with_its_line(step, line):
+def test_a_write_that_autograd_does_not_see_is_refused_with_its_line(step, why, line):
     (report,) = run_over(Model(step=step), [(rows(12),)], 2).reports
-    assert "to a value with a gradient (test_writes.py:" in report.refusal and line in report.refusal
+    assert f"{why} (test_writes.py:" in report.refusal and line in report.refusal
 
 
 def in_place_logic(m, x):
