@@ -2,35 +2,26 @@
 
     torchrun --nproc-per-node 2 examples/train_trainer.py
 
-Three things differ from training on one device. The model is compiled with `model.compile(backend="ring")`: the
-Trainer's own torch_compile_backend takes only names it knows. Every rank gets the same batches, by a plain DataLoader,
-where a Trainer under torchrun would give each rank its part of the data. And Dynamo keeps the graph in one piece. The
-Trainer wraps the model in DDP, which averages gradients that are equal already. Needs `pip install -e '.[hf]'
-accelerate`.
+Two lines differ from training on one device: the import of ParallelismConfig, and the argument that has it. Its
+`cp_size` ranks get the same batches, the model is compiled with backend="ring", and losses, evaluation losses and
+gradient norms are those of one process. Needs `pip install -e '.[accelerate]'`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 
 import torch
-import torch._dynamo
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import ringopt
+from ringopt.integrations.accelerate import ParallelismConfig
 
 LENGTH, STEPS = 1024, 4
-
-
-class SameBatches(Trainer):
-    """Every rank has every batch."""
-
-    def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size)
 
 
 def build() -> LlamaForCausalLM:
@@ -50,20 +41,20 @@ def sequences() -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> int:
-    model = build()
-    torch._dynamo.config.optimize_ddp = False  # or Dynamo cuts the graph where DDP's buckets end
-    # Nobody reads the logits beside the loss, so they are not gathered.
-    model.compile(backend="ring", options={"outputs": "lazy"})
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
             use_cpu=not torch.cuda.is_available(), report_to=[], save_strategy="no", disable_tqdm=True,
+            parallelism_config=ParallelismConfig(cp_size=ranks),
         )  # fmt: skip
-        trainer = SameBatches(model, arguments, train_dataset=sequences())
+        rows = sequences()
+        trainer = Trainer(build(), arguments, train_dataset=rows, eval_dataset=rows[:3])
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        evaluated = trainer.evaluate()["eval_loss"]
         if trainer.is_world_process_zero():
-            print(f"losses {losses}")
+            print(f"losses {losses}, then {evaluated} in evaluation")
             print(*ringopt.reports(), sep="\n")
     return 0
 

@@ -20,6 +20,7 @@ import torch.fx as fx
 from ringopt.ir.nodes import outputs_of, value_of
 from ringopt.ir.notes import MEMORY, VIEW_OF, Memory
 from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import same
 from ringopt.torch_compat.tensors import storage_key
 
 aten = torch.ops.aten
@@ -115,4 +116,5 @@ def laying_out(stride: Sequence[Any]) -> list[tuple[Any, tuple[Any, ...]]]:
 
 def lies_in_order(value: torch.Tensor, stride: Sequence[Any]) -> bool:
     """Whether `laying_out` is not needed."""
-    return value.stride() == tuple(stride) or value.permute(order_of(stride)).is_contiguous()
+    alike = all(same(found, wanted) for found, wanted in zip(value.stride(), stride, strict=True))
+    return alike or value.permute(order_of(stride)).is_contiguous()

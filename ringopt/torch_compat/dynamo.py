@@ -42,7 +42,9 @@ __all__ = [
     "frame_being_compiled",
     "frames_of_program",
     "guard_source_of",
+    "is_compiled",
     "is_continuation",
+    "leave_graphs_whole_in_ddp",
     "patched",
     "recompile_limit",
     "source_of",
@@ -67,6 +69,16 @@ def patched(**settings: Any) -> AbstractContextManager[Any]:
     """Other settings of torch._dynamo.config within the context."""
     context: AbstractContextManager[Any] = config.patch(settings)
     return context
+
+
+def leave_graphs_whole_in_ddp() -> None:
+    """From now on in this process: Dynamo would cut a graph in DDP where a bucket of gradients ends."""
+    config.optimize_ddp = False
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """By `module.compile`, in place."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def recompile_limit() -> int:

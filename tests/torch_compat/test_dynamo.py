@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config
 from torch import nn
 
 from ringopt.torch_compat import dynamo
@@ -28,6 +29,19 @@ def looking(look: Callable[[torch.fx.GraphModule], None]) -> Backend:
         return gm
 
     return backend
+
+
+def test_a_module_knows_that_it_was_compiled_in_place() -> None:
+    module = nn.Linear(2, 2)
+    assert not dynamo.is_compiled(module)
+    module.compile(backend="eager")
+    assert dynamo.is_compiled(module)
+
+
+def test_graphs_stay_whole_in_ddp() -> None:
+    with dynamo.patched(optimize_ddp=True):
+        dynamo.leave_graphs_whole_in_ddp()
+        assert torch._dynamo.config.optimize_ddp is False
 
 
 def test_what_a_backend_raises_comes_with_its_cause() -> None:

@@ -1,0 +1,1 @@
+"""Other libraries, each of which is imported only by its own module here."""
