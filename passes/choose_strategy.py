@@ -22,14 +22,13 @@ from ringopt.cost.choose import choose_strategy
 from ringopt.cost.dilated_site import choose_dilated
 from ringopt.cost.layouts import layouts_for
 from ringopt.cost.message_bytes import bytes_sent
-from ringopt.cost.site import case_of, lengths, looked_at, over_nodes, rates_for
+from ringopt.cost.site import case_of, kernel_of, lengths, looked_at, over_nodes, rates_for
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, requires_grad, shape_of, source_line
 from ringopt.ir.placement import Sharded
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand, is_open
-from ringopt.kernels.choose import choose_kernel
 from ringopt.options import KernelName, LayoutName, Shard, SiteOptions, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
@@ -114,7 +113,6 @@ def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) ->
 
 def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Context) -> None:
     """Fills in strategy, layout, kernel and predicted bytes of one site. Raises OptionError if the strategy cannot."""
-    q, k, v = AttentionCall.of(node).values
     case = case_of(node, context.mesh, asked.kernel, context.carries)
     info.layout = text_of(*map(context.layouts.of, lengths(node, context.mesh)))
     info.strategy = on_nodes(asked.strategy, context.mesh)
@@ -128,9 +126,9 @@ def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Conte
         info.strategy = choice.strategy
         info.reason = choice.reason
         info.notes.append(info.reason)
-    kernel, reason = choose_kernel(asked.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
-    info.kernel = kernel.name
-    info.notes.append(reason)
+    kernel = kernel_of(AttentionCall.of(node).values, asked.kernel, context.mesh)
+    info.kernel, info.kernel_there = kernel.here, kernel.there
+    info.notes.append(kernel.reason)
     case = replace(case, whole=info.whole)
     try:
         plan = case.plan(context.mesh.size, info.layout, info.strategy)

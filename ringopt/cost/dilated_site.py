@@ -18,6 +18,7 @@ from ringopt.context_parallel.plan.dilated import DilatedPlan, dilated_plan_of
 from ringopt.context_parallel.plan.exchange import Cargo
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.choose import CLOSE, duration
+from ringopt.cost.site import kernel_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import OptionError
 from ringopt.hardware.rates import Rates
@@ -62,12 +63,11 @@ def seconds(node: fx.Node, info: SiteInfo, options: SiteOptions, layout: str, ra
 def choose_dilated(node: fx.Node, info: SiteInfo, options: SiteOptions, mesh: Mesh, layout: str) -> None:
     """Fills in `info`."""
     call = AttentionCall.of(node)
-    q, k, v = call.values
     plan = plan_of(node, info, options.strategy, layout, mesh.size)
-    kernel, reason = choose_kernel(options.kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
-    info.layout, info.strategy, info.kernel = layout, plan.strategies, kernel.name
+    kernel = kernel_of(call.values, options.kernel, mesh)
+    info.layout, info.strategy, info.kernel, info.kernel_there = layout, plan.strategies, kernel.here, kernel.there
     info.bytes_sent = plan.sent_rows(mesh.rank, Cargo.OUT) * row_bytes(node)
-    info.notes += [reason, spared(node, plan, layout, mesh.size)]
+    info.notes += [kernel.reason, spared(node, plan, layout, mesh.size)]
 
 
 def plan_of(node: fx.Node, info: SiteInfo, strategy: str, layout: str, ranks: int) -> DilatedPlan:

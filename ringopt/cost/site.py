@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
+from torch import Tensor
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
@@ -14,10 +16,11 @@ from ringopt.cost.message_bytes import bytes_between, bytes_sent
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.agreed_rates import agreed_rates
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
+from ringopt.hardware.devices import device_of
 from ringopt.hardware.rates import Rates, cautious, rates_of
 from ringopt.ir.nodes import named, value_of
 from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.kernels.choose import choose_kernel
+from ringopt.kernels.choose import choose_kernel, kernel_on
 from ringopt.options import KernelName
 from ringopt.report import bytes_text
 
@@ -30,13 +33,34 @@ def lengths(node: fx.Node, mesh: Mesh) -> tuple[int, int]:
     return (at_hand(q), at_hand(k)) if mesh.name == ANY else (q, k)
 
 
+@dataclass(frozen=True)
+class SiteKernel:
+    """The kernel that a graph is made with, that which the hardware would run that a report is made for, and why that
+    one."""
+
+    here: str
+    there: str
+    reason: str
+
+
+def kernel_of(values: tuple[Tensor, Tensor, Tensor], asked: KernelName, mesh: Mesh) -> SiteKernel:
+    """Of an attention of q, k, v. Raises OptionError where the kernel that is asked for cannot do it."""
+    q, k, v = values
+    gpu = device_of(mesh.hardware) if isinstance(mesh, PretendedMesh) and mesh.hardware is not None else None
+    if gpu is None or gpu.capability is None:
+        kernel, reason = choose_kernel(asked, q.dtype, q.device, k.shape[-1], v.shape[-1])
+        return SiteKernel(kernel.name, kernel.name, reason)
+    there, reason = kernel_on(gpu, asked, q.dtype, k.shape[-1], v.shape[-1])
+    here, _ = choose_kernel("math" if asked == "math" else "auto", q.dtype, q.device, k.shape[-1], v.shape[-1])
+    return SiteKernel(here.name, there.name, reason)
+
+
 def case_of(node: fx.Node, mesh: Mesh, kernel: KernelName, carries: Mapping[fx.Node, bool]) -> Case:
     """What the prediction looks at: where lengths are open, those at hand. Scores that a function changes, and dropped
     weights, are computed in products."""
     call = AttentionCall.of(node)
     q, k, v = call.values
-    chosen, _reason = choose_kernel(kernel, q.dtype, q.device, k.shape[-1], v.shape[-1])
-    by = "math" if call.dropout_p > 0 or call.mask_term.score is not None else chosen.name
+    by = "math" if call.dropout_p > 0 or call.mask_term.score is not None else kernel_of((q, k, v), kernel, mesh).here
     training = torch.is_grad_enabled() and carries[node]
     q_length, kv_length = map(at_hand, lengths(node, mesh))
     return Case(call.pattern, q_length, kv_length, Heads.of(q, k, v, by), training, call.mask)

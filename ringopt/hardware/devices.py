@@ -86,6 +86,11 @@ class Device:
     network: str = ""
     limits: Limits = OF_GPUS
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability of a GPU; None for what is none."""
+        return CAPABILITIES.get(self.name)
+
     def flops(self, dtype: str) -> float:
         """FLOP/s that attention reaches at best. A dtype that is not listed counts as the slowest that is."""
         return self.peak.get(dtype, min(self.peak.values())) * self.efficiency
@@ -129,6 +134,8 @@ DEVICES = {
         Device("b200", tensor_cores(75, 2250, 2250), 180 * GIB, 8000 * GIGA, 0.5, "nvlink5", 8, "infiniband-ndr"),
     )
 }
+
+CAPABILITIES = {"p100": (6, 0), "v100": (7, 0), "a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
 
 
 def device_of(name: str) -> Device:

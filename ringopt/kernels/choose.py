@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from ringopt.errors import OptionError
+from ringopt.hardware.devices import Device
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.cpu_flash import CpuFlash
+from ringopt.kernels.cuda import assumed
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash, implementation
@@ -73,6 +75,14 @@ def choose_kernel(
         reasons.append(f"tiles with a mask are left to {other.name}")
         kernel = MaskedByAnother(kernel, other)
     return kernel, f"kernel {kernel.name}: " + "; ".join(reasons)
+
+
+def kernel_on(gpu: Device, name: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> tuple[Kernel, str]:
+    """What `choose_kernel` would say on such a GPU, with a build of torch and a cuDNN that are current."""
+    assert gpu.capability is not None
+    with assumed(gpu.capability):
+        kernel, reason = choose_kernel(name, dtype, torch.device("cuda"), key_dim, value_dim)
+    return kernel, f"{reason} (on {gpu.name})"
 
 
 def first_choice(kernel: Kernel, device: torch.device) -> bool:

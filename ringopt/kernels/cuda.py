@@ -6,6 +6,10 @@ mem_eff_attention/kernel_backward.h, sdp_utils.cpp) and native/cudnn/MHA.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +21,29 @@ HALF = (torch.bfloat16, torch.float16)
 WIDTH = 8  # head dims are multiples of it
 ALIGNMENT = 16  # bytes that a kernel loads at once: whatever it steps to begins at a multiple of them
 
+_assumed: ContextVar[tuple[int, int] | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assumed(capability: tuple[int, int]) -> Iterator[None]:
+    """Within, CUDA tensors are on a GPU of this compute capability, with a build of torch and a cuDNN for it, whatever
+    is here."""
+    token = _assumed.set(capability)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def is_assumed() -> bool:
+    """Whether the GPU is one that need not be here."""
+    return _assumed.get() is not None
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of the GPU, or of the assumed one."""
+    return _assumed.get() or torch.cuda.get_device_capability(device)
+
 
 def refusal(
     kernel: str, dtype: torch.dtype, device: torch.device, dtypes: tuple[torch.dtype, ...], capability: tuple[int, int]
@@ -26,11 +53,11 @@ def refusal(
         return Refusal(f"kernel {kernel} runs on NVIDIA GPUs, and the tensors are on {device.type}")
     if dtype not in dtypes:
         return Refusal(f"kernel {kernel} has no {dtype}; it has {', '.join(map(str, dtypes))}")
-    if torch.version.hip is not None:
+    if torch.version.hip is not None and not is_assumed():
         return Refusal(f"kernel {kernel} is for NVIDIA GPUs, and this torch is built for AMD's")
-    if not torch.cuda.is_available():
+    if not is_assumed() and not torch.cuda.is_available():
         return Refusal(f"kernel {kernel} needs a GPU, and torch sees none")
-    found = torch.cuda.get_device_capability(device)
+    found = capability_of(device)
     if found < capability:
         needed, has = (f"{major}.{minor}" for major, minor in (capability, found))
         return Refusal(f"kernel {kernel} needs compute capability {needed}; this GPU has {has}")

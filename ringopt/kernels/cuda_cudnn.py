@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.cuda import HALF, loadable, narrowed, refusal, repeated, sum_groups
+from ringopt.kernels.cuda import HALF, capability_of, is_assumed, loadable, narrowed, refusal, repeated, sum_groups
 from ringopt.torch_compat import sdpa
 
 WIDEST = 128  # both ways on all that it runs on; newer versions and GPUs know wider heads
@@ -30,9 +30,10 @@ class CudaCudnn(Kernel):
         if key_dim > WIDEST:
             return Refusal(f"kernel cudnn has heads of up to {WIDEST}; found {key_dim}")
         reason = refusal(self.name, dtype, device, HALF, (8, 0))
-        if reason is None and not torch.backends.cudnn.is_available():
+        if reason is None and not is_assumed() and not torch.backends.cudnn.is_available():
             return Refusal("kernel cudnn needs cuDNN, and this torch has none")
-        if reason is None and (found := torch.backends.cudnn.version() or 0) < VERSION:
+        found = VERSION if is_assumed() else torch.backends.cudnn.version() or 0
+        if reason is None and found < VERSION:
             return Refusal(f"kernel cudnn needs cuDNN {VERSION}, as cuDNN counts versions; found {found}")
         if reason is None and torch.are_deterministic_algorithms_enabled():
             return Refusal("kernel cudnn is not deterministic, and torch.use_deterministic_algorithms asks for that")
@@ -42,7 +43,7 @@ class CudaCudnn(Kernel):
         """PyTorch takes it before flash attention on these, unless the user has switched it off or back."""
         deprioritized = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
         on = torch.backends.cuda.cudnn_sdp_enabled() and not deprioritized
-        return on and torch.cuda.get_device_capability(device) in PREFERRED
+        return on and capability_of(device) in PREFERRED
 
     def takes(self, tile: TileInputs) -> bool:
         return super().takes(tile) and min(tile.q.shape[2], tile.k.shape[2]) > 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.cuda import HALF, loadable, narrowed, refusal
+from ringopt.kernels.cuda import HALF, capability_of, loadable, narrowed, refusal
 from ringopt.torch_compat import sdpa
 
 WIDEST = 256
@@ -33,7 +33,7 @@ class CudaFlash(Kernel):
             return Refusal(f"kernel flash has heads of up to {WIDEST}; found {key_dim}")
         reason = refusal(self.name, dtype, device, HALF, (8, 0))
         if reason is None and NO_BACKWARD[0] < key_dim <= NO_BACKWARD[1]:
-            found = torch.cuda.get_device_capability(device)
+            found = capability_of(device)
             if any(first <= found <= last for first, last in SMALL):
                 major, minor = found
                 return Refusal(

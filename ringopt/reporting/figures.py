@@ -32,7 +32,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
     spread = {(node.name, node.target) for node in graph.nodes if node.meta.get(PLACEMENT) is not None}
     sites = tuple(
         Site(
-            info.module, info.form, info.pattern, info.strategy, info.kernel, info.layout, info.refusal,
+            info.module, info.form, info.pattern, info.strategy, info.shown_kernel, info.layout, info.refusal,
             info.bytes_sent, tuple(info.notes), info.source, info.not_dilated,
             info.refusal is not None and (node.name, node.target) in spread,
         )

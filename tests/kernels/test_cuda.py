@@ -13,8 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringopt.errors import OptionError
+from ringopt.hardware.devices import device_of
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.choose import MaskedByAnother, choose_kernel
+from ringopt.kernels.choose import MaskedByAnother, choose_kernel, kernel_on
+from ringopt.kernels.cuda import is_assumed
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
@@ -231,6 +233,27 @@ def test_choice_on_a_gpu(
     kernel, said = choose_kernel(name, dtype, CUDA, *dims)
     assert kernel.name == chosen
     assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("hardware", "name", "dtype", "dim", "chosen"),
+    [
+        ("h100", "auto", torch.bfloat16, 128, "cudnn"),
+        ("h100", "flash", torch.bfloat16, 128, "flash"),
+        ("b200", "auto", torch.float16, 256, "flash"),
+        ("a100", "auto", torch.bfloat16, 128, "flash"),
+        ("a100", "auto", torch.float32, 128, "efficient"),
+        ("v100", "auto", torch.bfloat16, 128, "math"),
+    ],
+)
+def test_choice_for_a_gpu_that_is_not_here(
+    hardware: str, name: str, dtype: torch.dtype, dim: int, chosen: str
+) -> None:
+    kernel, said = kernel_on(device_of(hardware), name, dtype, dim, dim)
+    assert kernel.name == chosen and said.endswith(f"(on {hardware})")
+    assert not is_assumed()
+    with pytest.raises(OptionError, match="flash_cpu runs on the CPU"):
+        kernel_on(device_of(hardware), "flash_cpu", dtype, dim, dim)
 
 
 def test_cudnn_is_first_where_pytorch_has_it_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,7 @@ def test_explain_for_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
         note.endswith("; data sheet of h100, nvlink4 in nodes of 8 and infiniband-ndr between")
         for note in report["sites"][0]["notes"]
     )
+    assert report["sites"][0]["kernel"] == "efficient", "of float32 on a GPU"
     held = bytes_text(sum(report["memory"].values()))
     assert report["notes"][-1].startswith(f"{held} are 0.0% of the 80.0 GiB of h100; what a rank sends takes ")
     assert explain(HERE + "positional", "--hardware", "x100") == 2
