@@ -5,9 +5,9 @@
                                        z = draw(select(seeds(2), 0, 1), [arange(2), arange(3)], "uniform", [0, 1])
 
 So they are equal on any number of ranks, one included: a draw is pointwise in positions, which are cut as any `arange`
-is (ringopt/ops/draws.py). The seeds come from the program's generator, at every call one for each draw: so
-torch.manual_seed reproduces, no two draws and no two calls share numbers, and what a checkpoint computes again is
-equal. The seeds of attention that drops weights are among them.
+is (ringopt/ops/draws.py); rows that were sorted have the positions that they had before. The seeds come from the
+program's generator, at every call one for each draw: so torch.manual_seed reproduces, no two draws and no two calls
+share numbers, and what a checkpoint computes again is equal. The seeds of attention that drops weights are among them.
 
 Before: a functional graph in which attention has been found. After: what draws by torch's own stream is what has no
 form here (an explicit generator, multinomial, randperm, ...): every rank draws it whole and alike, and a note says so.

@@ -17,8 +17,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.calls import OpCall
-from ringopt.ir.nodes import arguments_of, emit, named, origin, shape_of, value_of
-from ringopt.ir.symbolic_sizes import behind_inputs, formula, is_open
+from ringopt.ir.nodes import arguments_of, emit, named, op_name, origin, shape_of, value_of
+from ringopt.ir.symbolic_sizes import behind_inputs, formula, is_open, same
 from ringopt.ops import operators
 
 aten = torch.ops.aten
@@ -117,7 +117,7 @@ class Draw:
         logical, count = [1] * len(sizes), 1
         for dim in reversed(range(len(sizes))):
             logical[dim], count = count, count * sizes[dim]
-        places = [self.seeds.along(sizes[dim], len(order) - 1 - at, self.node) for at, dim in enumerate(order)]
+        places = [self.places(dim, sizes[dim], len(order) - 1 - at) for at, dim in enumerate(order)]
         seed, by = self.seeds.draw(self.node), [logical[dim] for dim in order]
         stream: dict[str, Any] = {"seed": seed, "places": places, "strides": by, "count": count}
         drawn_as: dict[str, Any] = {"kind": kind, "numbers": list(map(float, numbers)), "dtype": dtype}
@@ -126,10 +126,54 @@ class Draw:
             return drawn
         return self(aten.permute.default, drawn, [order.index(dim) for dim in range(len(order))])
 
+    def places(self, dim: int, size: Any, behind: int) -> fx.Node:
+        """The positions along a dim; of rows that were sorted, those that they had before."""
+        order = order_of_rows(self.node) if dim == 0 else None
+        if order is None or not same(shape_of(order)[0], size):
+            return self.seeds.along(size, behind, self.node)
+        before = self(aten.index.Tensor, self.seeds.along(size, 0, self.node), [order])
+        return self(aten.reshape.default, before, [-1] + [1] * behind) if behind else before
+
     def cast(self, x: fx.Node) -> fx.Node:
         """To the dtype of the operator's result."""
         kind = self.value.dtype
         return x if value_of(x).dtype == kind else self(aten.to.dtype, x, kind)
+
+
+def order_of_rows(node: fx.Node) -> fx.Node | None:
+    """The order in which a sort has put the rows that `node` draws for, as of tokens for experts: ranks that sort their
+    own rows draw for them what one process does. It is a permutation, so any order serves for numbers that are
+    independent; the nearest one that rows of as many were picked by is taken."""
+    sorts = list(node.graph.find_nodes(op="call_function", target=aten.sort.default))
+    sorts += node.graph.find_nodes(op="call_function", target=aten.sort.stable)
+    counts = {formula(shape_of(sort)[0]) for sort in sorts if len(shape_of(sort)) == 1}
+    if not counts or not shape_of(node) or formula(shape_of(node)[0]) not in counts:
+        return None
+    todo, seen = list(node.all_input_nodes), set[fx.Node]()
+    for each in todo:
+        found = _picked_by(each)
+        if found is not None:
+            return found
+        like = [x for x in each.all_input_nodes if x not in seen and _has_rows_of(x, node)]
+        todo += like
+        seen.update(like)
+    return None
+
+
+def _has_rows_of(x: fx.Node, node: fx.Node) -> bool:
+    value = value_of(x)
+    return isinstance(value, Tensor) and value.dim() > 0 and same(value.shape[0], shape_of(node)[0])
+
+
+def _picked_by(node: fx.Node) -> fx.Node | None:
+    """The second result of the sort by which `node` picks rows, divided or not."""
+    if op_name(node) != "index" or len(named(node, "indices")) != 1:
+        return None
+    (at,) = named(node, "indices")
+    while op_name(at) == "floor_divide":
+        at = named(at, "self")
+    is_order = at.target is operator.getitem and op_name(at.args[0]) == "sort" and at.args[1] == 1
+    return at if is_order and value_of(at).dim() == 1 else None
 
 
 def is_plain(node: fx.Node) -> bool:

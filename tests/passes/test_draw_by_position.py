@@ -71,6 +71,13 @@ def flattened(m: Any, y: Tensor) -> Tensor:
     return F.dropout(y.flatten(0, 1), 0.3).view_as(y) + torch.randint(3, 9, (2 * N, D)).view_as(y)
 
 
+def in_order_of_experts(x: Tensor) -> Tensor:
+    """Ranks sort rows of their own, so nothing is where it is in the whole."""
+    experts, order = x[:, :3].argmax(-1).sort()
+    hidden = F.dropout(F.silu(x[order]) + experts[:, None], 0.4)
+    return F.dropout(hidden * 2, 0.2)[order.argsort()]
+
+
 DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "dropout": lambda m, y: F.dropout(y, 0.3),
     "several": twice,
@@ -92,6 +99,7 @@ DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "flattened": flattened,
     "of probabilities that are drawn": lambda m, y: y * torch.bernoulli(torch.rand_like(y)),
     "around means that are drawn": lambda m, y: y * torch.normal(torch.rand(2, N, D, dtype=y.dtype), 1.0),
+    "of rows sorted by their expert": lambda m, y: y + in_order_of_experts(y.flatten(0, 1)).view_as(y),
     "of probabilities that are dropped": lambda m, y: y * torch.bernoulli(F.dropout(y.sigmoid() * 0.5, 0.3)),
     "of a draw of two results": lambda m, y: y + torch.bernoulli(torch.native_dropout(y.sigmoid() / 2, 0.3, True)[0]),
 }
