@@ -55,7 +55,7 @@ _HOME = {
     "__version__": "ringopt.version",
     "GraphDiff": "ringopt.compare.graph_diff",
     "Options": "ringopt.options",
-    "Report": "ringopt.report",
+    "Report": "ringopt.reporting.report_page",  # with the page of `to_html`
     "SameBatchSampler": "ringopt.distributed.sampler",
     "attention": "ringopt.functional",
     "convert": "ringopt.drivers.convert",
@@ -83,5 +83,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 

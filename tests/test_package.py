@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import ringopt
 from ringopt.version import source_hash
+from tests.structure import imported, modules
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -66,6 +68,19 @@ def test_any_byte_of_any_folder_changes_the_key_of_compiled_code(tmp_path: Path)
         file.write_bytes(file.read_bytes() + b"\n")
         keys.add(source_hash(package))
     assert len(keys) == 1 + len(folders)
+
+
+OF_OTHERS = {"matplotlib", "coverage", "pytest", "triton", "markupsafe"}  # of extras, torch and jinja2
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Torch installs without numpy, and tensors reach it by `.numpy()` without an import: a bare wheel in an empty
+    environment failed on its first message. (`.ci/bare` installs one there and runs it on two ranks.)"""
+    found = {name.partition(".")[0] for module in modules().values() for name, _ in imported(module.tree)}
+    if any(".numpy()" in module.path.read_text() for module in modules().values()):
+        found.add("numpy")
+    declared = {re.split(r"\W", one)[0] for one in PROJECT["project"]["dependencies"]}
+    assert found - set(sys.stdlib_module_names) - {"ringopt", "tools"} - OF_OTHERS == declared
 
 
 def test_import_is_light() -> None:

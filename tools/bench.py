@@ -26,7 +26,7 @@ from ringopt.tools.benchmarks.tables import (
     speedup,
     training,
 )
-from ringopt.tools.common.command import CommandError, check_file, console, write
+from ringopt.tools.common.command import CommandError, check_file, console, progress, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -93,14 +93,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(arguments: argparse.Namespace) -> Result:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    stderr = Console(stderr=True)
     try:
-        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        with progress() as bar:
             run = arguments.measure
-            result: Result = calibrate.measure(progress, arguments.network) if run is None else run(arguments, progress)
+            result: Result = calibrate.measure(bar, arguments.network) if run is None else run(arguments, bar)
     except (CommandError, RingError):
         raise
     except Exception as error:

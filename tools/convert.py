@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
-from ringopt.tools.common.command import CommandError, add_trusted, console, import_all, json_object, positive
+from ringopt.tools.common.command import CommandError, add_trusted, console, import_all, json_object, positive, progress
 from ringopt.tools.verify import MOST, verify
 
 if TYPE_CHECKING:
@@ -73,19 +73,15 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_ranks(arguments.world_size, arguments.verify)
     import_all(arguments.imports)
 
-    from rich.console import Console
-    from rich.progress import Progress
-
     from ringopt.drivers.convert import convert_program
     from ringopt.frontend.pt2_archive import load_with_provenance
 
-    stderr, ranks = Console(stderr=True), arguments.world_size or 1
-    quiet = not stderr.is_terminal
-    with beside(target) as file, Progress(console=stderr, transient=True, disable=quiet) as progress:
-        task = progress.add_task("load", total=3 + (ranks if arguments.verify else 0))
+    ranks = arguments.world_size or 1
+    with beside(target) as file, progress() as bar:
+        task = bar.add_task("load", total=3 + (ranks if arguments.verify else 0))
 
         def done(following: str = "verify") -> None:
-            progress.update(task, advance=1, description=following)
+            bar.update(task, advance=1, description=following)
 
         program, made = load_with_provenance(arguments.source, trusted=arguments.trusted)
         if made is not None:

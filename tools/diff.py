@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING
 
-from ringopt.tools.common.command import add_trusted, check_file, console, import_all, positive, write
+from ringopt.tools.common.command import add_trusted, check_file, console, import_all, positive, working, write
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -64,12 +64,15 @@ def _run(arguments: argparse.Namespace) -> int:
     check_file("--html", arguments.html)
     import_all(arguments.imports)
     before, after, ranks = arguments.before, arguments.after, arguments.world_size
-    diff = ringopt.diff(before, after, world_size=ranks, trusted=arguments.trusted)
+    with working("compare"):
+        diff = ringopt.diff(before, after, world_size=ranks, trusted=arguments.trusted)
     if arguments.html:
         _write_html(diff, arguments)
     if arguments.json:
         print(json.dumps(diff.to_dict(), indent=2))
-    elif not diff.same:
+    elif diff.same:
+        print(f"no difference: {diff.before.nodes} nodes on both sides")
+    else:
         _show(diff, arguments)
     return 0 if diff.same else 1
 

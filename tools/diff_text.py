@@ -83,7 +83,7 @@ def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
     if diff.sites:
         parts.append(_site_table(diff.sites, every))
     if stat:
-        parts.append(_stat_table(blocks_of(diff, True)))
+        parts.append(_stat_table(blocks_of(diff, every)))
         return Group(*parts)
     hidden = Counter[str]()
     for block in blocks_of(diff, every):
@@ -192,5 +192,6 @@ def _stat_table(blocks: Sequence[Block]) -> Table:
     for block in blocks:
         found = Counter[str](change.kind for change in block.changes)
         if set(found) != {"same"}:
-            table.add_row(Text(block.module), *(str(found[kind] or "") for kind in kinds))
+            like = f" and {len(block.like)} like it, to {block.like[-1]}" if block.like else ""
+            table.add_row(Text(f"{block.module}{like}"), *(str(found[kind] or "") for kind in kinds))
     return table

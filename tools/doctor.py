@@ -82,6 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def examined(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """By part of the report, by name, as sentences."""
     return {
+        "versions": versions(environment),
         "devices": _devices(),
         "kernels": kernels(),
         "links": _links(),
@@ -89,6 +90,35 @@ def examined(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
         "settings": settings(environment),
         "obsolete": obsolete(environment),
     }
+
+
+def versions(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a report of an error has to name."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import ringopt
+
+    found = {"ringopt": ringopt.__version__, "python": f"{platform.python_version()} on {platform.platform()}"}
+    for package in ("torch", "numpy", "transformers", "accelerate", "lightning"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return {**found, "compiler": compiler(environment)}
+
+
+def compiler(environment: Mapping[str, str]) -> str:
+    """That of C++, which Inductor runs for CPUs."""
+    import shutil
+    import subprocess
+
+    names = [environment["CXX"]] if "CXX" in environment else ["g++", "clang++", "c++"]
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        return f"none ({', '.join(names)}): Inductor compiles nothing for CPUs without one; CXX names another"
+    lines = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return f"{path}, {lines[0] if lines else 'of unknown version'}"
 
 
 def _devices() -> dict[str, str]:

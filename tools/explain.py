@@ -16,6 +16,7 @@ from ringopt.tools.common.command import (
     json_object,
     load_example,
     positive,
+    working,
     write,
 )
 
@@ -66,7 +67,8 @@ def _run(arguments: argparse.Namespace) -> int:
     of_file = arguments.target.endswith(".pt2")
     if not of_file and ":" not in arguments.target:
         raise CommandError(f"{arguments.target!r} is not of the form module:factory, and no file that ends in .pt2")
-    made, report = report_of_file(arguments) if of_file else ("", _report_of_model(arguments))
+    with working("explain"):
+        made, report = report_of_file(arguments) if of_file else ("", _report_of_model(arguments))
     if arguments.html:
         from ringopt.reporting.report_page import report_page
 

@@ -17,6 +17,7 @@ from ringopt.tools.common.command import (
     load_example,
     natural,
     positive,
+    progress,
     write,
 )
 
@@ -55,9 +56,6 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from ringopt.planner.plan import PlanRequest, predicted
 
     check_file("--plot", arguments.plot)
@@ -72,13 +70,12 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.world_size, arguments.hardware, arguments.link, arguments.lengths, arguments.options
     )
     example = load_example(arguments.target)
-    stderr = Console(stderr=True)
     try:
-        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-            task = progress.add_task("trace", total=None)
+        with progress() as bar:
+            task = bar.add_task("trace", total=None)
             found = predicted(
                 example.model, example.args, example.kwargs, asked,
-                lambda done, of: progress.update(task, description="predict", completed=done, total=of),
+                lambda done, of: bar.update(task, description="predict", completed=done, total=of),
             )  # fmt: skip
     except RingError:
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from io import StringIO
+from io import BytesIO, StringIO
 from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from ringopt.cost.choose import Case
 from ringopt.cost.simulate import SimSpan, simulate
 from ringopt.hardware.devices import GIB, device_of
 from ringopt.hardware.rates import Rates, rates_of
+from ringopt.output.files import write_whole
 from ringopt.planner.plan import Plan, Point
 from ringopt.planner.site_cost import SitePoint, at_length
 from ringopt.tools.common.command import CommandError
@@ -46,7 +47,9 @@ def check_picture(target: Path) -> None:
 def draw(plan: Plan, target: Path) -> None:
     """Raises CommandError where the file cannot be written."""
     try:
-        _figure_of(plan).savefig(target)
+        content = BytesIO()
+        _figure_of(plan).savefig(content, format=target.suffix.lower().removeprefix("."))
+        write_whole(target, content.getvalue())
     except (OSError, ValueError) as problem:
         raise CommandError(f"--plot {target}: {problem}") from None
 

@@ -123,7 +123,7 @@ def total(parts: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(parts) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphDiff:
     """`changes` has every node of both sides, in the order of `after`, removed ones where they stood."""
 
@@ -157,6 +157,9 @@ class GraphDiff:
             "after": asdict(self.after),
             "changes": [asdict(change) for change in shown],
         }
+
+    def __repr__(self) -> str:
+        return f"<ringopt.GraphDiff: {self}>"
 
     def __str__(self) -> str:
         counted = ", ".join(f"{number} {kind}" for kind, number in self.counts.items() if number)

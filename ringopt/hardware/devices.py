@@ -160,6 +160,7 @@ def link_of(name: str) -> Link:
 
 
 def _found(what: str, name: str, table: dict[str, T]) -> T:
-    if not isinstance(name, str) or name not in table:
+    found = table.get(name.lower()) if isinstance(name, str) else None
+    if found is None:
         raise OptionError(f"{what} {name!r} is unknown; the table has {', '.join(table)}")
-    return table[name]
+    return found

@@ -140,7 +140,7 @@ def rates_of(hardware: str, dtype: str = "bfloat16", link: str | None = None) ->
     Raises OptionError for names that the tables lack.
     """
     device, wire = device_of(hardware), link_of(link or device_of(hardware).link)
-    launch, source = 0.0 if hardware == "cpu" else LAUNCH, f"data sheet of {hardware}, {wire.name}"
+    launch, source = 0.0 if device.name == "cpu" else LAUNCH, f"data sheet of {device.name}, {wire.name}"
     memory, part = device.memory, device.limits.part
     speed = Speed(device.flops(dtype), launch)
     found = Rates(source, wire, speed, touch=device.bandwidth, memory=memory, part=part)

@@ -63,7 +63,7 @@ class Point:
         return ", ".join(dict.fromkeys(site.strategy for site in self.sites)) or "gather"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Prints itself as a table. Each `node` ranks are joined by `link`, nodes by `network`; 0 and "" where all ranks
     are joined alike. `points`: by length, then by number of ranks; `longest`: by number of ranks, the longest of
@@ -134,6 +134,9 @@ class Plan:
             text = f"up to {length:,} tokens fit" if length else "not even the shortest length fits"
             yield f"{several(ranks, 'rank')}: {text}"
         yield from self.notes
+
+    def __repr__(self) -> str:
+        return f"<ringopt.Plan: {several(len(self.points), 'point')} on {self.hardware} over {self.links}>"
 
     def __str__(self) -> str:
         console = Console(width=100, no_color=True)

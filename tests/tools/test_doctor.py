@@ -22,7 +22,7 @@ def test_every_part_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     said = capsys.readouterr().out
     assert dict(os.environ) == before
     assert [line for line in said.splitlines() if not line.startswith(" ")] == [
-        "devices", "kernels", "links", "rates", "settings", "obsolete",
+        "versions", "devices", "kernels", "links", "rates", "settings", "obsolete",
     ]  # fmt: skip
     assert "GLOO_SOCKET_IFNAME: eth7 (set)" in said and "NCCL_P2P_DISABLE: unset: 0: GPUs" in said
     assert "NCCL_BLOCKING_WAIT: is set, and no longer read" in said.replace("\n", " ")

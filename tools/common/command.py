@@ -7,15 +7,18 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringopt.output.files import write_whole
 from ringopt.output.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 WIDTH = 100  # columns of output that is no terminal
 
@@ -54,12 +57,15 @@ def load_example(target: str) -> Example:
 
 
 def _factory(target: str) -> Callable[[], Any]:
-    name, colon, attribute = target.partition(":")
+    name, colon, attribute = target.rpartition(":")
     if not (name and colon and attribute):
         file = "; of a .pt2 file there is `ringopt explain`" if target.endswith(".pt2") else ""
         raise CommandError(f"{target!r} is not of the form module:factory, such as my_models.llama:tiny{file}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    if name.endswith(".py"):  # the path of a file
+        folder, name = str(Path(name).resolve().parent), Path(name).stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(name)
     except Exception as error:
@@ -70,8 +76,17 @@ def _factory(target: str) -> Callable[[], Any]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         found = "is not callable" if hasattr(module, attribute) else "does not exist"
-        raise CommandError(f"{target}: {attribute} {found} in {module.__file__}")
+        functions = [known for known, value in vars(module).items() if callable(value)]
+        raise CommandError(f"{target}: {attribute} {found} in {module.__file__}{meant(attribute, functions)}")
     return factory  # type: ignore[no-any-return]
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'explain'?`, or nothing."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def positive(text: str) -> int:
@@ -120,6 +135,17 @@ def import_all(names: Sequence[str]) -> None:
             raise CommandError(f"cannot import {name!r}: {type(error).__name__}: {error}") from None
 
 
+@dataclass
+class Shown:
+    """What the command line asks for: `quiet`, nothing on standard error but errors; `colour`, where it can be."""
+
+    quiet: bool = False
+    colour: bool = True
+
+
+SHOWN = Shown()
+
+
 def console() -> Console:
     """Standard output. Where that is no terminal (a log, a pipe), without colour, in 100 columns or as many as COLUMNS
     says: every table fits."""
@@ -127,12 +153,37 @@ def console() -> Console:
 
     from ringopt.report import PrintedPlainly
 
-    out = Console(highlight=False)
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            """In place of rich's, which ends with 1: of a diff that says that there is a difference."""
+            raise BrokenPipeError
+
+    out = Piped(highlight=False, no_color=None if SHOWN.colour else True)
     width = None if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
     if not out.is_terminal:
-        out = Console(highlight=False, width=width, color_system=None)
+        out = Piped(highlight=False, width=width, color_system=None)
     out.push_render_hook(PrintedPlainly())
     return out
+
+
+def progress() -> Progress:
+    """On standard error, where that is a terminal and nobody asked for quiet."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    stderr = Console(stderr=True, no_color=None if SHOWN.colour else True)
+    return Progress(console=stderr, transient=True, disable=SHOWN.quiet or not stderr.is_terminal)
+
+
+@contextmanager
+def working(doing: str) -> Iterator[None]:
+    """A bar without an end while something of unknown length goes on, with the time that it has taken."""
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with progress() as bar:
+        bar.columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        bar.add_task(doing, total=None)
+        yield
 
 
 def check_file(option: str, path: str | Path | None) -> None:
@@ -146,8 +197,8 @@ def check_file(option: str, path: str | Path | None) -> None:
 
 
 def write(path: str | Path, text: str) -> None:
-    """A page or a table as a file."""
+    """A page or a table as a file, whole or not at all."""
     try:
-        Path(path).write_text(printable(text), encoding="utf-8")
+        write_whole(Path(path), printable(text))
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None

@@ -49,7 +49,8 @@ class Result:
 
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column in self.columns:
-            table.add_column(column.heading, justify="right" if column.right else "left")
+            side = "right" if column.right else "left"
+            table.add_column(column.heading, justify=side, overflow="fold")  # type: ignore[arg-type]
         for row in self.rows:
             table.add_row(*(column.cell(row) for column in self.columns))
         return table
