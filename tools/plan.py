@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,11 @@ from ringopt.errors import RingError
 from ringopt.output.printable import printable
 from ringopt.tools.common.command import (
     CommandError,
+    Example,
+    add_trusted,
     check_file,
     console,
+    import_all,
     json_object,
     load_example,
     natural,
@@ -24,10 +28,14 @@ from ringopt.tools.common.command import (
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from ringopt.planner.plan import Plan
+
 EXAMPLES = """\
 examples:
   ringopt plan ringopt.tools.example:tiny --world-size 8 1024 --hardware h100
   ringopt plan ringopt.tools.example:tiny --world-size 64 --lengths 65536 1048576 --formulas
+  python -m ringopt.tools.example model.pt2
+  ringopt plan model.pt2 --world-size 8 --lengths 65536
 """
 
 
@@ -40,7 +48,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", metavar="TARGET", help="module:factory; factory() returns (model, inputs)")
+    parser.add_argument("target", metavar="TARGET", help="file of torch.export.save (.pt2), or module:factory")
     parser.add_argument("--world-size", metavar="P", nargs="+", type=positive, default=[512], help="ranks (512)")
     parser.add_argument("--lengths", metavar="N", nargs="+", type=natural, help="tokens (4096 to 16777216)")
     parser.add_argument("--hardware", metavar="NAME", default="h100", help="cpu, p100, v100, a100, h100, h200, b200")
@@ -52,6 +60,10 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--html", metavar="FILE", type=Path, help="also write it as a page, one file that needs no network"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--import", metavar="MODULE", dest="imports", action="append", default=[], help="import what the file names"
+    )
+    add_trusted(parser)
     parser.set_defaults(run=_run)
 
 
@@ -60,16 +72,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
     check_file("--plot", arguments.plot)
     check_file("--html", arguments.html)
-    if arguments.plot or arguments.html:
+    if arguments.plot:
         from ringopt.tools.plan_pictures import check_matplotlib, check_picture
 
         check_matplotlib()
-        if arguments.plot:
-            check_picture(arguments.plot)
+        check_picture(arguments.plot)
     asked = PlanRequest.of(
         arguments.world_size, arguments.hardware, arguments.link, arguments.lengths, arguments.options
     )
-    example = load_example(arguments.target)
+    import_all(arguments.imports)
+    of_file = arguments.target.endswith(".pt2")
+    example = of_program(arguments.target, arguments.trusted) if of_file else load_example(arguments.target)
     try:
         with progress() as bar:
             task = bar.add_task("trace", total=None)
@@ -85,8 +98,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         console().print(found)
-        for name, formulas in found.formulas().items() if arguments.formulas else ():
-            print(printable(f"\n{name}, one attention on the busiest rank (bytes: on rank r)\n{formulas}"))
+        if arguments.formulas:
+            _print_formulas(found)
     if arguments.plot:
         from ringopt.tools.plan_pictures import draw
 
@@ -95,5 +108,28 @@ def _run(arguments: argparse.Namespace) -> int:
         from ringopt.tools.plan_page import plan_page
         from ringopt.tools.plan_pictures import svg_of
 
-        write(arguments.html, plan_page(found, arguments.target, svg_of(found)))
+        picture = svg_of(found) if find_spec("matplotlib") else ""
+        write(arguments.html, plan_page(found, arguments.target, picture))
     return 0
+
+
+def of_program(path: str, trusted: bool) -> Example:
+    """The module that a .pt2 file makes, with the inputs that it was exported with."""
+    from ringopt.frontend.pt2_archive import load_with_provenance
+
+    program, made = load_with_provenance(path, trusted=trusted)
+    if made is not None:
+        raise CommandError(f"{path} was converted by ringopt {made['ringopt']}; plan the program that it was made from")
+    if program.example_inputs is None:
+        raise CommandError(f"{path} holds no inputs; plan module:factory, which gives them")
+    args, kwargs = program.example_inputs
+    return Example(program.module(), tuple(args), dict(kwargs))
+
+
+def _print_formulas(found: Plan) -> None:
+    from ringopt.cost.formulas import LEGEND
+
+    formulas = found.formulas()
+    for name, text in formulas.items():
+        print(printable(f"\n{name}, one attention on the busiest rank (bytes: on rank r)\n{text}"))
+    print("\n" + "\n".join(LEGEND) if formulas else "\nno exchange that was chosen has a closed formula")

@@ -43,6 +43,14 @@ from ringopt.cost.volume import (
 )
 from ringopt.errors import OptionError
 
+LEGEND = (
+    "n tokens, p ranks, r the rank, g ranks of a node, w keys of a window",
+    "B sequences, Hq and Hkv heads, Dk and Dv their sizes, e and e_acc bytes of an element and of one of a gradient",
+    "F FLOP/s of a tile and o seconds beside (F_b, o_b: backward), s seconds a step",
+    "W bytes/s of the link and L seconds a message (V, U: within a node)",
+    "T exchanges that take turns, Q the part of the queries that a strip has, Z the fewest queries of a strip",
+)
+
 F, o, F_b, o_b, W, L, V, U, s, Q = sympy.symbols("F o F_b o_b W L V U s Q", nonnegative=True)
 T, Z = sympy.symbols("T Z", integer=True, positive=True)
 

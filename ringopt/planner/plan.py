@@ -38,6 +38,7 @@ from ringopt.planner.site_cost import (
 from ringopt.planner.trace_model import TRACED, PlannedSite, Traced, traced
 from ringopt.report import Plainly, bytes_text, counted, several
 
+LONGEST = 1 << 24  # tokens
 LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi
 
 
@@ -66,8 +67,8 @@ class Point:
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Prints itself as a table. Each `node` ranks are joined by `link`, nodes by `network`; 0 and "" where all ranks
-    are joined alike. `points`: by length, then by number of ranks; `longest`: by number of ranks, the longest of
-    lengths that double from 1,024 to 16 Mi that fits the device's memory, None where none does."""
+    are joined alike. `points`: by length, then by number of ranks; `longest`: by number of ranks, the longest length
+    from 1,024 to 16 Mi that fits the device's memory, to a 64th, None where none does."""
 
     hardware: str
     link: str
@@ -82,6 +83,18 @@ class Plan:
     def sent(self, point: Point) -> str:
         away = f"\n{point.between / max(point.bytes, 1):.0%} off node" if self.network else ""
         return f"{bytes_text(point.bytes)}{away}"
+
+    def fitting(self, length: int | None) -> str:
+        """The longest length that fits, with what caps it."""
+        if length is None:
+            return "not even the shortest length fits"
+        if any(listing(self.traced)):
+            why = "the one length of its mask"
+        elif length >= LONGEST:
+            why = "the longest that is looked at"
+        else:
+            why = f"then the {bytes_text(device_of(self.hardware).memory)} of {self.hardware} are full"
+        return f"up to {length:,} tokens fit, {why}"
 
     @property
     def links(self) -> str:
@@ -131,8 +144,7 @@ class Plan:
             )
         yield table
         for ranks, length in self.longest.items():
-            text = f"up to {length:,} tokens fit" if length else "not even the shortest length fits"
-            yield f"{several(ranks, 'rank')}: {text}"
+            yield f"{several(ranks, 'rank')}: {self.fitting(length)}"
         yield from self.notes
 
     def __repr__(self) -> str:
@@ -225,9 +237,15 @@ def predicted(
         points.append(point_of(found, asked.options, asked.device, rates, n, p))
     for p in asked.world_sizes:
         progress(1 + len(points) + len(longest), parts)
-        longest[p] = longest_of(found, asked.options, asked.device, rates, p)
+        fitting = [point.length for point in points if point.world_size == p and point.fits]
+        longest[p] = max([*fitting, longest_of(found, asked.options, asked.device, rates, p) or 0]) or None
     notes = [f"not sharded: {reason}" for reason in found.refused]
     notes += found.pairs
+    notes += [
+        f"{name} has {rows:,} positions, so the model takes no longer input; it is planned as if it had more"
+        for name, rows in found.positions.items()
+        if rows < max(asked.lengths)
+    ]
     if any(one.bound for ranks in found.moved.values() for each in ranks for one in each):
         notes.append("rows that are looked up by number are counted as if the busiest rank had them all")
     if any(not site.exact for point in points for site in point.sites):
@@ -331,8 +349,15 @@ def part(few: int, more: int, ranks: int) -> float:
 
 
 def longest_of(found: Traced, options: Options, device: Device, rates: Rates, ranks: int) -> int | None:
-    """Of lengths that double from 1,024 to 16 Mi, or of the one that there is; more tokens never need less."""
-    doubled = (1 << power for power in range(10, 25))
+    """From 1,024 to LONGEST, to a 64th, or of the one length that there is; more tokens never need less."""
+
+    def is_too_long(length: int) -> bool:
+        return not point_of(found, options, device, rates, length, ranks).fits
+
+    doubled = (1 << power for power in range(10, LONGEST.bit_length()))
     lengths = [n for n in ((found.length,) if any(listing(found)) else doubled) if n >= 2 * ranks]
-    fit = bisect_left(lengths, True, key=lambda n: not point_of(found, options, device, rates, n, ranks).fits)
-    return lengths[fit - 1] if fit else None
+    fit = bisect_left(lengths, True, key=is_too_long)
+    if fit in (0, len(lengths)):
+        return lengths[fit - 1] if fit else None
+    finer = range(lengths[fit - 1], lengths[fit], lengths[fit - 1] // 64)
+    return finer[bisect_left(finer, True, key=is_too_long) - 1]

@@ -5,7 +5,7 @@ beside them, and what is live when. Traced once for each of a few numbers of ran
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -19,8 +19,8 @@ from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.drivers.compile import Compiled
 from ringopt.drivers.dry_run import DryRun, errors_of_passes
-from ringopt.ir.nodes import is_tensor, op_name, requires_grad, shape_of, value_of
-from ringopt.ir.notes import PLACEMENT, WHOLE
+from ringopt.ir.nodes import is_parameter, is_tensor, module_path, op_name, requires_grad, shape_of, value_of
+from ringopt.ir.notes import OF_PROGRAM, PLACEMENT, WHOLE
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import Sending
 from ringopt.ops.traits import attends, sending_of, sends
@@ -49,6 +49,7 @@ class Traced:
     """What the traces say.
 
     length        of the longest sequence
+    positions     how many learned positions a table has, by module
     dtype         of the attentions
     pairs         notes of the reports on weights of pairs that are no site
     shared_flops  forward, of products outside the attentions: of the whole sequence, where each rank does its rows
@@ -69,6 +70,7 @@ class Traced:
     own_flops: int
     moved: Mapping[int, Sequence[Sequence[Sending]]]
     live: Mapping[int, Sequence[Live]]
+    positions: Mapping[str, int] = field(default_factory=dict)
 
 
 def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, hardware: str) -> Traced:
@@ -125,7 +127,32 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         own_flops=own,
         moved=moved,
         live=live,
+        positions=positions_of(nodes),
     )
+
+
+def positions_of(nodes: Sequence[fx.Node]) -> dict[str, int]:
+    """Tables of learned positions, by module: how many each has. They are looked up by numbers that come from no
+    input."""
+    found = {}
+    for node in nodes:
+        if op_name(node) == "embedding":
+            table, numbers = node.args[:2]
+            if isinstance(table, fx.Node) and isinstance(numbers, fx.Node) and not comes_from_inputs(numbers):
+                found[module_path(node) or table.name] = int(shape_of(table)[0])
+    return found
+
+
+def comes_from_inputs(node: fx.Node) -> bool:
+    """Whether it depends on what the program is called with, its parameters and buffers aside."""
+    seen, stack = {node}, [node]
+    while stack:
+        one = stack.pop()
+        if one.op == "placeholder" and not (is_parameter(one) or one.meta.get(OF_PROGRAM)):
+            return True
+        stack += [x for x in one.all_input_nodes if x not in seen]
+        seen.update(one.all_input_nodes)
+    return False
 
 
 def weights_of(made: Compiled) -> dict[fx.Node, tuple[int, int]]:

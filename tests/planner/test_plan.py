@@ -290,6 +290,37 @@ def test_pairs_that_are_no_site_grow_with_the_square(attends: bool, training: bo
         assert (told.strategies, told.layout) == (found.strategies, found.layout)
 
 
+class Positions(nn.Module):
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.tokens, self.wpe, self.model = nn.Embedding(50, 16), nn.Embedding(512, 16), Model()
+        self.register_buffer("ids", torch.arange(512)[None] if kept else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = torch.arange(x.shape[1]) if self.ids is None else self.ids[:, : x.shape[1]]
+        return self.model(self.tokens(x) + self.wpe(ids))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_positions_that_a_model_does_not_have_are_named(kept: bool) -> None:
+    x = torch.zeros(1, 64, dtype=torch.long)
+    notes = [ringopt.plan(Positions(kept), x, world_size=8, lengths=[n]).notes for n in (512, 1024)]
+    named = [[note for note in each if "positions" in note] for each in notes]
+    assert not named[0] and len(named[1]) == 1 and named[1][0].startswith("wpe has 512 positions, so the model takes")
+
+
+def test_the_longest_length_that_fits_agrees_with_the_table() -> None:
+    module, x = Model(), torch.randn(16, ROWS, 16)
+    plan = ringopt.plan(module, x, world_size=2, lengths=[ROWS], hardware="p100")
+    (longest,) = plan.longest.values()
+    assert longest is not None and longest < 2**24
+    beyond = longest + longest // 16
+    table = ringopt.plan(module, x, world_size=2, lengths=[longest, beyond], hardware="p100")
+    assert [point.fits for point in table.points] == [True, False] and table.longest == plan.longest
+    assert f"2 ranks: up to {longest:,} tokens fit, then the 16.0 GiB of p100 are full" in str(plan)
+    assert repr(plan).startswith("<ringopt.Plan: 1 point on p100 over ")
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +338,8 @@ def test_the_command_prints_a_table_that_fits(here: Path, capsys: pytest.Capture
     assert main([*asked, "--formulas"]) == 0
     table, _, formulas = capsys.readouterr().out.partition("\n\n")
     assert max(map(len, table.splitlines())) <= WIDTH and "16,777,216" in table
-    assert "up to 16,777,216 tokens fit" in table and "seconds = " in formulas
+    assert "up to 16,777,216 tokens fit, the longest that is looked at" in table and "seconds = " in formulas
+    assert "Hq and Hkv heads" in formulas
 
 
 def test_the_command_as_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,3 +362,15 @@ def test_pictures_and_the_page(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert (here / "plan.png").stat().st_size > 10_000
     page = (here / "plan.html").read_text()
     assert page.count('<tr class="row">') == 4 and "<svg" in page and "src=" not in page
+
+
+def test_a_page_without_matplotlib_and_a_program_in_a_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = model()
+    torch.export.save(torch.export.export(module, inputs), here / "model.pt2")
+    monkeypatch.setattr("ringopt.tools.plan.find_spec", lambda _name: None)
+    asked = ["--world-size", "2", "--lengths", "4096", "--html"]
+    pages = []
+    for target in ("model.pt2", "planned_models:tiny"):
+        assert main(["plan", target, *asked, "plan.html"]) == 0
+        pages.append((here / "plan.html").read_text().replace(target, "TARGET"))
+    assert pages[0] == pages[1] and "Pictures need matplotlib" in pages[0] and "Symbols of the formulas" in pages[0]
