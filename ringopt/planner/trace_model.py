@@ -19,7 +19,7 @@ from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.drivers.compile import Compiled
 from ringopt.drivers.dry_run import DryRun, errors_of_passes
-from ringopt.ir.nodes import is_parameter, is_tensor, module_path, op_name, requires_grad, shape_of, value_of
+from ringopt.ir.nodes import is_parameter, is_tensor, module_path, named, op_name, requires_grad, shape_of, value_of
 from ringopt.ir.notes import OF_PROGRAM, PLACEMENT, WHOLE
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import Sending
@@ -137,7 +137,7 @@ def positions_of(nodes: Sequence[fx.Node]) -> dict[str, int]:
     found = {}
     for node in nodes:
         if op_name(node) == "embedding":
-            table, numbers = node.args[:2]
+            table, numbers = named(node, "weight"), named(node, "indices")
             if isinstance(table, fx.Node) and isinstance(numbers, fx.Node) and not comes_from_inputs(numbers):
                 found[module_path(node) or table.name] = int(shape_of(table)[0])
     return found
