@@ -153,6 +153,11 @@ def test_commands_and_their_options_exist(page: str) -> None:
         assert flags <= options_of(words), f"ringopt {' '.join(words)}"
 
 
+def test_every_table_of_bench_is_among_the_benchmarks() -> None:
+    tables = reference.subcommands(reference.subcommands(parser())["bench"])
+    assert sorted(name for name in tables if f"| `{name}` |" not in TEXT["BENCHMARKS.md"]) == []
+
+
 @pytest.mark.parametrize("words", ["explian model.pt2", "bench overlapp", "diff --stats"])
 def test_a_command_that_does_not_exist_is_found(words: str) -> None:
     with pytest.raises(AssertionError):
