@@ -12,30 +12,7 @@ pytest.importorskip("accelerate", reason="an extra: pip install 'ringopt[acceler
 
 from ringopt.errors import OptionError
 from ringopt.integrations.accelerate import ParallelismConfig
-from tests.integrations.trainings import Training, looped, trained
-
-EAGER = {"inner_backend": "eager"}
-LONG = 600.0  # seconds, for compilations on a busy machine
-
-
-def check_alike(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
-    """What was logged at each step, and in evaluations."""
-    for name in {"loss", "grad_norm", "resumed"} & set(expected):
-        assert found[name] == pytest.approx(expected[name], rel=tolerance), name
-    for name in ("eval", "test"):
-        measured = [key for key in expected.get(name, {}) if not key.endswith(("runtime", "per_second", "_time"))]
-        for key in measured:
-            assert found[name][key] == pytest.approx(expected[name][key], rel=tolerance), key
-
-
-def check_ranks(ranks: Callable[..., list[Any]], run: Any, case: Training, p: int = 2, **mesh: int) -> Any:
-    """That each of `p` ranks logs what one process logs, and that attention was sharded. Gives both."""
-    [expected] = ranks(1, run, case, None, timeout=LONG)
-    found = ranks(p, run, case, mesh or {"cp_size": p}, timeout=LONG)
-    for each in found:
-        check_alike(each, expected)
-        assert each["sites"] and not each.get("refused")
-    return found[0], expected
+from tests.integrations.trainings import EAGER, LONG, Training, check_alike, check_ranks, looped, trained
 
 
 def test_train_evaluate_predict_and_resume(ranks: Callable[..., list[Any]]) -> None:

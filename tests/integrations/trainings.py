@@ -6,12 +6,13 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo.config
 import torch.distributed as dist
@@ -21,6 +22,9 @@ import ringopt
 VOCAB = 64
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+EAGER = {"inner_backend": "eager"}
+LONG = 600.0  # seconds, for compilations on a busy machine
+
 
 @dataclass(frozen=True)
 class Training:
@@ -29,7 +33,7 @@ class Training:
     model: str = "llama"
     data: str = "padded"
     arguments: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=lambda: {"inner_backend": "aot_eager"})
+    options: dict[str, Any] = field(default_factory=lambda: dict(EAGER))
     steps: int = 3
     resume: bool = False
     predict: bool = False
@@ -249,3 +253,23 @@ def fsdp_on_cpu(config: dict[str, Any]) -> Any:
 
     with patch.object(AcceleratorState, "__init__", of_fsdp):
         return Accelerator(cpu=True, **config)
+
+
+def check_alike(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
+    """What was logged at each step, and in evaluations."""
+    for name in {"loss", "grad_norm", "resumed"} & set(expected):
+        assert found[name] == pytest.approx(expected[name], rel=tolerance), name
+    for name in ("eval", "test"):
+        measured = [key for key in expected.get(name, {}) if not key.endswith(("runtime", "per_second", "_time"))]
+        for key in measured:
+            assert found[name][key] == pytest.approx(expected[name][key], rel=tolerance), key
+
+
+def check_ranks(ranks: Callable[..., list[Any]], run: Any, case: Training, p: int = 2, **mesh: int) -> Any:
+    """That each of `p` ranks logs what one process logs, and that attention was sharded. Gives both."""
+    [expected] = ranks(1, run, case, None, timeout=LONG)
+    found = ranks(p, run, case, mesh or {"cp_size": p}, timeout=LONG)
+    for each in found:
+        check_alike(each, expected)
+        assert each["sites"] and not each.get("refused")
+    return found[0], expected

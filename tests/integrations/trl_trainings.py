@@ -43,7 +43,7 @@ def supervised(case: Training, mesh: dict[str, int] | None) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     with launched(), tempfile.TemporaryDirectory() as own:
-        rows = [{"input_ids": x["input_ids"]} for x in samples(case.data, 24)]
+        rows = [{"input_ids": x["input_ids"]} for x in samples("equal", 24)]
         if case.data == "completions":
             for row in rows:
                 half = len(row["input_ids"]) // 2
@@ -52,7 +52,7 @@ def supervised(case: Training, mesh: dict[str, int] | None) -> dict[str, Any]:
         lora = {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)}
         given = common(case, mesh, shared_folder(own))
         trainer = SFTTrainer(
-            build("llama"), SFTConfig(**given, max_length=64), train_dataset=Dataset.from_list(rows),
+            build("llama"), SFTConfig(**given, max_length=128), train_dataset=Dataset.from_list(rows),
             eval_dataset=Dataset.from_list(rows[:5]), processing_class=tokenizer(),
             **(lora if case.model == "lora" else {}),
         )  # fmt: skip
@@ -73,7 +73,7 @@ def preferred(case: Training, mesh: dict[str, int] | None) -> dict[str, Any]:
         def text(words: int) -> str:
             return " ".join(draw.choices(WORDS, k=words))
 
-        rows = [{"prompt": text(9 + i % 3), "chosen": " " + text(12), "rejected": " " + text(8)} for i in range(8)]
+        rows = [{"prompt": text(9), "chosen": " " + text(12), "rejected": " " + text(12)} for i in range(8)]
         set_seed(0)
         given = common(case, mesh, shared_folder(own))
         trainer = DPOTrainer(
