@@ -33,7 +33,7 @@ from ringopt.options import KernelName, LayoutName, Shard, SiteOptions, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 from ringopt.scans.call import is_scan
-from ringopt.sharding.grains import with_grains
+from ringopt.sharding.grains import inside_chunks, with_grains
 from ringopt.sharding.scans import scan_site
 
 
@@ -58,13 +58,14 @@ class ChooseStrategy(Pass):
         context.carries = requires_grad(gm.graph)
         given = {where.layout for where in context.given.values()}
         context.layouts, why = layouts_for(sites, self, context.mesh, given, context.carries)
-        context.pairs = pairs_of(gm.graph, context) if self.shard == "model" else {}
+        if self.shard == "model":
+            scans = [node for node in gm.graph.nodes if is_scan(node)]
+            context.layouts = with_grains(context.layouts, scans, context.mesh, bool(context.given))
+            context.pairs = pairs_of(gm.graph, context)
         if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
         if self.shard == "model":
-            scans = [node for node in gm.graph.nodes if is_scan(node)]
-            context.layouts = with_grains(context.layouts, scans, context.mesh, bool(context.given))
             context.scans = {node: scan_site(node, context.mesh, context.layouts.of) for node in scans}
         for node, info in sites.items():
             info.notes += [why] if why else []
@@ -76,11 +77,13 @@ class ChooseStrategy(Pass):
 
 
 def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
-    """Queries of what is no site, where every chunk of their layout has a row of them."""
+    """Queries of what is no site, where every chunk of their layout has a row of them, but for those inside of the
+    chunks of a scan, which ranks hold whole."""
     found = {
         node: pairs
         for node, pairs in pairs_in(graph).items()
-        if at_hand(pairs.rows.length) >= chunks_per_rank(context.layouts.of(pairs.rows.length)) * context.mesh.size
+        if not inside_chunks(pairs.queries, pairs.rows, context.layouts.grains)
+        and at_hand(pairs.rows.length) >= chunks_per_rank(context.layouts.of(pairs.rows.length)) * context.mesh.size
     }
     where = [f"{op_name(node)} {list(shape_of(node))} ({source_line(node)})" for node in found]
     if where:

@@ -9,11 +9,14 @@ Backward   V of each segment: the gradient of its first state by way of its own 
 
 What travels has the size of the state, however many steps there are. Where the step is affine in stages (a running
 maximum first, then what it scales), each level is an exchange of its own: forward in order, backward in reverse.
+
+A product of many gates may overflow where no state does (0 times inf is no number). What is composed is the same on all
+ranks, so they see it alike, and hand the states themselves on, from one segment to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -71,7 +74,7 @@ class SegmentedScan:
         """The last carries, the same on all ranks; the ys of this rank; what the backward needs: for each carry the
         states before the segments of this rank, then for each the matrices of all segments."""
         starts = {number: list(init) for number in self.mine}
-        finals, matrices = list(init), list[Tensor](init)
+        finals, matrices, composed = list(init), list[Tensor](init), list[Tensor]()
         for level in self.affine.levels:
             for stage, maps in zip(level, self.maps_of(level, starts), strict=True):
                 frame, place = Frame(stage), stage.place
@@ -80,12 +83,37 @@ class SegmentedScan:
                     if number in starts:
                         starts[number][place] = frame.outward(state)
                     state = frame.apply(of, state) if self.lengths[number] else state
+                    composed.append(numbers_of(stage, state))
                 finals[place] = frame.outward(state)
                 matrices[place] = kept_matrices(stage, maps)
+        if not all_finite(composed):
+            starts, finals = self.handed_on(init)
         found = [steps.run(starts[number]) for number, steps in self.mine.items()]
         ys = [torch.cat(parts) for parts in zip(*(ys for _last, ys in found), strict=True)]
         before = [torch.stack(states) for states in zip(*starts.values(), strict=True)]
         return [x.clone() for x in finals], ys, [*before, *matrices]
+
+    def handed_on(self, init: Tensors) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
+        """The states before the segments of this rank, and the last ones: each segment is run when that before it is
+        done."""
+        state, starts = list(init), dict[int, list[Tensor]]()
+        for number in range(len(self.lengths)):
+            if number in self.mine:
+                starts[number] = state
+            state = self.broadcast(number, state, lambda at, now: self.mine[at].run(now)[0])
+        return starts, state
+
+    def broadcast(
+        self, number: int, state: list[Tensor], run: Callable[[int, list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        """What the rank that holds a segment makes of `state`, on all ranks."""
+        if not self.lengths[number]:
+            return state
+        found = run(number, state) if number in self.mine else state
+        message = torch.cat([x.reshape(-1).to(wide(x.dtype)) for x in found])
+        of_holder = self.mesh.all_gather(message, "states of a scan")[self.layout.holder(number)]
+        parts = of_holder.split([x.numel() for x in state])
+        return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, state, strict=True)]
 
     def maps_of(self, level: Level, starts: dict[int, list[Tensor]]) -> list[list[SegmentMap]]:
         """Of each stage, those of all segments."""
@@ -114,7 +142,7 @@ class SegmentedScan:
         carries = len(given.like)
         matrices = kept[carries:]
         back = _Backward(self, given, [list(states) for states in zip(*kept[:carries], strict=True)])
-        of_init = list(given.finals)
+        of_init, composed = list(given.finals), list[Tensor]()
         for level in reversed(self.affine.levels):
             stages = zip(level, *back.of_segments(level), strict=True)
             for stage, own, derivatives in stages:
@@ -126,7 +154,10 @@ class SegmentedScan:
                     if self.lengths[number]:
                         of = derivatives[number] if stage.form == "max-plus" else matrices[place][number]
                         gradient = own[number] + frame.apply_back(of, gradient)
+                    composed.append(gradient)
                 of_init[place] = frame.outward(gradient)
+        if not all_finite(composed):
+            of_init = back.handed_on()
         return of_init, back.of_operands(wanted)
 
 
@@ -164,6 +195,15 @@ class _Backward:
         through_stages = dict(zip([stage.place for stage in tropical], columns[len(frames) :], strict=True))
         return columns[: len(frames)], [through_stages.get(stage.place, []) for stage in level]
 
+    def handed_on(self) -> list[Tensor]:
+        """The gradients before the first step; each segment is walked over when that behind it is done."""
+        gradient = list(self.given.finals)
+        for number in reversed(range(len(self.scan.lengths))):
+            if number in self.finals:
+                self.finals[number] = gradient
+            gradient = self.scan.broadcast(number, gradient, lambda at, now: self.walked(at, now, self.ys[at]))
+        return gradient
+
     def walked(self, number: int, finals: Tensors, ys: Tensors) -> list[Tensor]:
         """The gradients of the carries before a segment."""
         of = ResultGradients(finals, ys, self.given.like)
@@ -180,6 +220,16 @@ class _Backward:
         ]
         join = {place: torch.cat if place < carries + len(scan.xs) else summed_up for place in wanted}
         return {place: join[place]([part[place] for part in found]) for place in wanted}
+
+
+def numbers_of(stage: Stage, state: Tensor) -> Tensor:
+    """Those of a state that have to be finite: a maximum over nothing is -inf."""
+    return state if stage.form == "linear" else state.clamp(min=torch.finfo(state.dtype).min)
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Asked once."""
+    return bool(torch.stack([x.isfinite().all() for x in tensors]).all())
 
 
 def summed_up(parts: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ off the graph: the demand of a scan for its steps climbs to a reshape that makes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch.fx as fx
@@ -73,15 +73,33 @@ def chunks_of(scan: fx.Node) -> Iterator[Grain]:
             pending += above(node, place)
 
 
+def inside_chunks(node: fx.Node, rows: Sharded, grains: Sequence[Grain]) -> bool:
+    """Whether rows of a value are those inside of chunks that ranks hold whole."""
+    pending, seen = [(node, rows)], set[fx.Node]()
+    while pending:
+        each, place = pending.pop()
+        if any(grain == place.length and place.outer % units == 0 for grain, units in grains if grain > 1):
+            return True
+        if each not in seen:
+            seen.add(each)
+            pending += climbed(each, place)
+    return False
+
+
 def above(node: fx.Node, place: Sharded) -> Iterator[tuple[fx.Node, Sharded]]:
     """How the demand climbs over an op that works row by row, or that puts a row before or behind them, or drops it."""
+    yield from climbed(node, place)
+    if op_name(node) in ONE_MORE and place.outer * place.inner == 1:
+        for operand in tensor_args(node):
+            rows = shape_of(operand)[place.dim] if len(shape_of(operand)) == len(shape_of(node)) else 0
+            if not is_open(rows) and abs(rows - place.length) == 1:
+                yield operand, Sharded(place.dim, 1, rows, 1)
+
+
+def climbed(node: fx.Node, place: Sharded) -> Iterator[tuple[fx.Node, Sharded]]:
+    """How the demand climbs over an op that works row by row."""
     rule, operands = rule_of(node), list(tensor_args(node))
     wanted = rule.pull(place) if rule is not None and len(rule.operands) == len(operands) else None
     for i, (operand, at) in enumerate(zip(operands, wanted or (), strict=False)):
         if rule is not None and at is not None and rule.push(i, at) == place:
             yield operand, at
-    if wanted is None and op_name(node) in ONE_MORE and place.outer * place.inner == 1:
-        for operand in operands:
-            rows = shape_of(operand)[place.dim] if len(shape_of(operand)) == len(shape_of(node)) else 0
-            if not is_open(rows) and abs(rows - place.length) == 1:
-                yield operand, Sharded(place.dim, 1, rows, 1)

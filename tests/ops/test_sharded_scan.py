@@ -102,6 +102,39 @@ def test_segments_without_a_step_change_nothing(steps, layout):
     compared(stabilised(steps), 3, layout)
 
 
+def overflowing() -> Scan:
+    """Gates whose product is inf over the steps of a rank, for a state that is small there: 0 at first, then shrunk."""
+
+    def step(s: Tensor, x: Tensor, g: Tensor) -> Any:
+        new = s * g + x
+        return new, new * 2
+
+    gates = torch.full((12, 3), 1e200, dtype=torch.float64)
+    gates[8:] = 1e-200
+    given = torch.zeros(12, 3, dtype=torch.float64)
+    given[9:] = drawn(3, 3).detach()
+    return Scan(step, [torch.zeros(3).double().requires_grad_()], [given.requires_grad_(), gates], [])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("p", [2, 3])
+def test_gates_whose_product_overflows(p, layout):
+    """Where the loop has numbers, so have ranks; what the loop itself has as inf (gradients of such steps) too."""
+    scan, text, expected = overflowing(), overflowing().text, overflowing().loop()
+    assert all(x.isfinite().all() for x in expected)
+    weights = [torch.ones_like(x) for x in expected]
+    wanted = torch.autograd.grad(scan.loop(), [scan.init[0], scan.xs[0]], weights)
+
+    def body(mesh: ThreadMesh) -> None:
+        own, rows = mine(scan, mesh, layout), held(layout_of(layout, 12, p), mesh.rank)
+        found = over_ranks(own, text, 12, mesh, layout)
+        torch.testing.assert_close(found, [expected[0], expected[1][rows]], rtol=1e-12, atol=0)
+        grads = torch.autograd.grad(found, [own.init[0], own.xs[0]], [weights[0], weights[1][rows]])
+        torch.testing.assert_close(grads, (wanted[0], wanted[1][rows]), rtol=1e-12, atol=0, equal_nan=True)
+
+    run_on_threads(p, body)
+
+
 @pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize("way", ["apply", "apply_back"])
 def test_a_state_that_is_forgotten_is_seen(name, way, monkeypatch):

@@ -66,10 +66,12 @@ class Tokens(nn.Module):
 
 
 class Chunks(nn.Module):
-    """A gated delta rule over chunks of `c` tokens, the chunks made by a reshape, the last filled up by `padded`."""
+    """A gated delta rule over chunks of `c` tokens, the chunks made by a reshape, the last filled up by `padded`.
+    `pairs`: with products of the tokens of a chunk beside the scan."""
 
-    def __init__(self, c: int, padded: int = 0):
+    def __init__(self, c: int, padded: int = 0, pairs: bool = False):
         super().__init__()
+        self.pairs = pairs
         torch.manual_seed(0)
         self.c, self.text, self.padded = c, text_of_chunks(c), padded
         self.proj, self.gate, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, 3)
@@ -85,6 +87,7 @@ class Chunks(nn.Module):
         gate = gate.unflatten(2, (-1, self.c)).mean(-1).movedim(2, 0)
         start = x.new_zeros(x.shape[0], HEADS, WIDTH // HEADS, WIDTH // HEADS)
         _last, y = ops.scan([start], [q, F.normalize(k, dim=-1) * 0.5, v, gate], [], self.text)
+        y = y + (q @ k.mT).tril() @ v if self.pairs else y
         y = y.movedim(0, 2).flatten(2, 3)[:, :, : x.shape[1]].transpose(1, 2).flatten(2)
         scores = self.out(y + x)
         return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
@@ -147,6 +150,12 @@ def test_ranks_hold_whole_chunks(p, padded, layout):
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
     text = str(verdict.graph.graph)
     assert (f"{layout}:4x8" in text) == bool(padded) and "respread" not in text
+
+
+def test_pairs_inside_of_chunks_stay_with_their_chunk():
+    verdict = checked(2, Chunks(8, pairs=True), 64)
+    assert verdict.report.sharded_fraction == 1.0 and not any("no site" in note for note in verdict.report.notes)
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
 def test_chunks_of_two_sizes_end_together():
