@@ -51,6 +51,12 @@ def test_no_strategy_reads_back(strategy: str) -> None:
 
 
 @COMPILER
+def test_dropped_weights_read_nothing_back() -> None:
+    for row in launched(Shape("dropout", tokens=64), 3):
+        assert (row["attention"], row["reads"], row["copies"]) == (0, 0, 0)
+
+
+@COMPILER
 def test_reads_and_copies_are_counted() -> None:
     with fake_cuda():
         x = torch.zeros(4, device="cuda")
