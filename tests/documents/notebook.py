@@ -1,4 +1,4 @@
-"""Writes examples/tutorial.ipynb from examples/tutorial.py, with what its cells print: `python -m docs.notebook`.
+"""Writes examples/tutorial.ipynb from the script beside it: `python -m tests.documents.notebook`.
 
 Cells of the script begin with `# %%`, those of text with `# %% [markdown]`. A cell that ends with `print(name)` ends in
 the notebook with `name`, which a notebook shows as it shows tables. Cells are run here, one after the other, without
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT, NOTEBOOK = EXAMPLES / "tutorial.py", EXAMPLES / "tutorial.ipynb"
 
 

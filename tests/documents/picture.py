@@ -1,4 +1,4 @@
-"""Draws `docs/four_ranks.svg`, what happens to a model on 4 ranks: `python -m docs.picture`.
+"""Draws `examples/four_ranks.svg`, what happens to a model on 4 ranks: `python -m tests.documents.picture`.
 
 Which tokens a rank holds is asked of the layout that ringopt uses. The picture has a ground of its own, and colours for
 light and dark pages.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS
 
-FILE = Path(__file__).parent / "four_ranks.svg"
+FILE = Path(__file__).parents[2] / "examples" / "four_ranks.svg"
 RANKS, TOKENS = 4, 16
 WIDTH, HEIGHT, TOP, LANE, BAR = 900, 372, 84, 58, 20
 # Columns: where each begins, and how wide it is.

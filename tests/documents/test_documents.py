@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ringopt
-from docs.notebook import EXAMPLES, NOTEBOOK, SCRIPT, Cell, cells, run
+from tests.documents.notebook import EXAMPLES, NOTEBOOK, SCRIPT, Cell, cells, run
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -53,7 +53,7 @@ def test_the_code_of_readme_has_the_numbers_of_one_process(ranks: Callable[..., 
 def test_the_notebook_has_the_cells_of_the_script() -> None:
     written = json.loads(NOTEBOOK.read_text())
     found = [Cell(cell["cell_type"], "".join(cell["source"])) for cell in written["cells"]]
-    assert found == cells(SCRIPT.read_text()), "run: python -m docs.notebook"
+    assert found == cells(SCRIPT.read_text()), "run: python -m tests.documents.notebook"
     assert {cell["cell_type"] for cell in written["cells"]} == {"markdown", "code"}
     assert written["nbformat"] == 4 and len({cell["id"] for cell in written["cells"]}) == len(found)
 

@@ -1,7 +1,7 @@
-"""Writes the generated parts of REFERENCE.md anew: `python -m docs.reference`.
+"""Writes the generated parts of REFERENCE.md anew: `python -m tests.documents.reference`.
 
 They come from the docstrings of the public names, the parsers of the commands, the errors and the passes, so the page
-says what the code says; `tests/test_readme.py` compares.
+says what the code says; `tests/documents/test_pages.py` compares.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ringopt.tools.cli import parser
 from ringopt.tools.doctor import SETTINGS
 from ringopt.tools.passes import listed
 
-PAGE = Path(__file__).parent.parent / "REFERENCE.md"
+PAGE = Path(__file__).parents[2] / "REFERENCE.md"
 
 
 def python() -> Iterator[str]:

@@ -13,13 +13,13 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from docs import picture, reference
 from ringopt.options import Options
 from ringopt.passes import LINE
 from ringopt.tools.cli import parser
+from tests.documents import picture, reference
 from tests.structure import modules
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "REFERENCE.md", "BENCHMARKS.md", "COVERAGE.md", "LIMITATIONS.md", "ARCHITECTURE.md")
 TEXT = {page: (ROOT / page).read_text() for page in PAGES}
 README, REFERENCE = TEXT["README.md"], TEXT["REFERENCE.md"]
@@ -95,7 +95,7 @@ def test_architecture_is_read_in_ten_minutes_and_leaves_nothing_out() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_path_named_exists(page: str) -> None:
-    named = re.findall(r"`((?:ringopt|passes|tools|tests|examples|docs)/[\w./]*)", TEXT[page])
+    named = re.findall(r"`((?:ringopt|passes|tools|tests|examples)/[\w./]*)", TEXT[page])
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
@@ -165,11 +165,11 @@ def test_a_command_that_does_not_exist_is_found(words: str) -> None:
 
 
 def test_the_generated_parts_say_what_the_code_says() -> None:
-    assert reference.written(REFERENCE) == REFERENCE, "run: python -m docs.reference"
+    assert reference.written(REFERENCE) == REFERENCE, "run: python -m tests.documents.reference"
 
 
 def test_the_picture_is_what_its_script_draws() -> None:
-    assert picture.FILE.read_text() == picture.drawn(), "run: python -m docs.picture"
+    assert picture.FILE.read_text() == picture.drawn(), "run: python -m tests.documents.picture"
 
 
 def test_every_environment_variable_that_is_read_is_in_the_reference() -> None:
