@@ -20,14 +20,20 @@ from ringopt.torch_compat.tracing import TracingContext
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
 
 
+# Of these an operator is known by its name alone: what ringopt's is called no operator of torch is.
+OWN_NAMES = ("aten", "prims", "ringopt")
+
+
 def op_name(node: fx.Node) -> str:
-    """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for other nodes. `view(dtype)`,
-    which reads the same bits as another type, is no view of dims: it is "view_dtype"."""
+    """`aten.add.Tensor` is "add": the schema's name without namespace and overload; "" for other nodes. One of a
+    user's library keeps its namespace, for `mylib::relu` is not ATen's. `view(dtype)`, which reads the same bits as
+    another type, is no view of dims: it is "view_dtype"."""
     target = node.target
     if target is torch.ops.aten.view.dtype:
         return "view_dtype"
     if isinstance(target, OpOverload):
-        return schema_of(target).name.split("::")[1]
+        name = schema_of(target).name
+        return name.split("::")[1] if target.namespace in OWN_NAMES else name
     return getattr(target, "__name__", "") if node.op == "call_function" else ""
 
 
