@@ -20,7 +20,7 @@ from ringopt.ir.autograd_function import GradientArguments, calls_of_graphs, cus
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.memory import LOST, laying_out, lies_in_order, storages
 from ringopt.ir.nodes import named, origin, outputs_of, value_of
-from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, Memory
+from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, UNSEEN, Memory
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_nodes
 from ringopt.pipeline import Context, Pass
@@ -62,7 +62,7 @@ def write_unseen(graph: fx.Graph) -> None:
     """Inputs with a gradient get the values that the program has written to them where autograd did not see it."""
     for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         target, value = named(node, "self"), named(node, "src")
-        if not value_of(target).requires_grad:
+        if not (node.meta.get(UNSEEN) and value_of(target).requires_grad):
             continue
         with graph.inserting_before(node):
             node.args = tuple(graph.call_function(aten.detach.default, (arg,)) for arg in (target, value))

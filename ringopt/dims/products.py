@@ -8,10 +8,11 @@ from ringopt.dims.op_families import CONVOLUTIONS, MATRIX_PRODUCTS
 from ringopt.ir.nodes import named, op_name
 
 # Groups of rows of one matrix, each by a matrix of its own: torch's operator, and what transformers runs in its place.
-GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))
+GROUPED = frozenset(("_grouped_mm", "transformers::grouped_mm_fallback"))
 # The operand whose last dim is summed over.
 FACTORS = {
-    **dict.fromkeys((*MATRIX_PRODUCTS, "mv", "_grouped_mm"), "self"), "linear": "input", "grouped_mm_fallback": "input",
+    **dict.fromkeys((*MATRIX_PRODUCTS, "mv", "_grouped_mm"), "self"), "linear": "input",
+    "transformers::grouped_mm_fallback": "input",
     "addmm": "mat1", "addmv": "mat", "baddbmm": "batch1",
 }  # fmt: skip
 # Convolutions and fused attention have many names more (convert_element_type is no convolution).

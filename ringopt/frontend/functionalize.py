@@ -64,6 +64,7 @@ class Functional:
         self.carries: dict[fx.Node, bool] = {}
         self.given_back: dict[fx.Node, fx.Node] = {}  # what is returned of memory that was written
         self.outputs = Counter[fx.Node]()  # how many outputs lie in the memory of a root
+        self.seen = set[fx.Node]()  # what autograd sees a write to
         self.overwritten = set[int | None]()  # storages that some write writes to
 
     def rewrite(self) -> None:
@@ -156,6 +157,8 @@ class Functional:
             place = self.parents[place]
         if node.meta.get(UNSEEN):
             value = self.with_gradient_of(self.latest(root), value)
+        else:
+            self.seen.add(root)
         value.meta[STANDS_FOR], new.meta[STANDS_FOR] = root, target
         self.now[root] = self.now.get(root, 0) + 1
         self.made[root] = (value, self.now[root])
@@ -280,7 +283,8 @@ class Functional:
     def copy_back(self) -> None:
         """Inputs that the program changes get their last value."""
         for root in [node for node in self.now if node.op == "placeholder"]:
-            self.emit(aten.copy_.default, (root, self.latest(root)), {}, root)
+            copied = self.emit(aten.copy_.default, (root, self.latest(root)), {}, root)
+            copied.meta[UNSEEN] = root not in self.seen
 
     def emit(self, target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, tuple(args), dict(kwargs))

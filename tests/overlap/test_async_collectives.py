@@ -206,7 +206,7 @@ def test_the_note_of_a_site_says_what_does_not_fit(monkeypatch: pytest.MonkeyPat
     report = ringopt.explain(Model(), data(12, torch.float32), world_size=2, options={"strategy": "ring"})
     assert re.sub(r"[0-9.]+ [mu]?s", "T", report.sites[0].notes[-1]) == (
         "its exchange starts behind q (T); in the backward behind the gradients of o, up, down and 1 more (T), and "
-        "ends with it, for 1.1 KiB would be under way behind q (T), and at most 1000 B may be"
+        "ends with it, for 1.1 KiB would be under way behind q (T), and at most 1.0 KiB may be"
     )
 
 
@@ -231,7 +231,7 @@ def test_of_a_backward_the_report_tells_what_alone_is_more_than_may_be_under_way
         monkeypatch.setattr(in_flight, "UNKNOWN", bound)
         report = ringopt.explain(Twice(), data(12, torch.float32), world_size=2, options={"strategy": "ring"})
         note = (
-            "held back in the backward: gather of the gradient of x (1.5 KiB), for at most 1000 B may be under way; "
+            "held back in the backward: gather of the gradient of x (1.5 KiB), for at most 1.0 KiB may be under way; "
             "others may be too"
         )
         assert (note in report.notes) == told, report.notes

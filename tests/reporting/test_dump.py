@@ -121,7 +121,7 @@ def compiled_twice(folder: Path) -> None:
 def test_what_cannot_be_written_is_warned_of_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, file: str, number: int
 ) -> None:
-    made, wrote = Path.mkdir, Path.write_text
+    made, wrote = Path.mkdir, Path.write_bytes
 
     def failing(real: Any) -> Any:
         def call(self: Path, *given: Any, **named: Any) -> Any:
@@ -132,7 +132,7 @@ def test_what_cannot_be_written_is_warned_of_once_and_ends_nothing(
         return call
 
     monkeypatch.setattr(Path, "mkdir", failing(made))
-    monkeypatch.setattr(Path, "write_text", failing(wrote))
+    monkeypatch.setattr(Path, "write_bytes", failing(wrote))
     if file == "graph0" and number != errno.ENOSPC:  # a path that is wrong from the start
         with pytest.raises(Exception, match=r"option dump: cannot make .*graph0"):
             compiled_twice(tmp_path)

@@ -187,15 +187,15 @@ def test_a_trace_that_cannot_be_written_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     monkeypatch.setattr("ringopt.runtime.trace.EVERY", -1.0)
-    trace, real = Trace(str(tmp_path), 0), Path.write_text
+    trace, real = Trace(str(tmp_path), 0), Path.write_bytes
     trace.called()
     before = trace.path.read_text()
 
-    def full(self: Path, text: str, *given: Any, **named: Any) -> None:
-        real(self, text[:5], *given, **named)
+    def full(self: Path, data: bytes) -> None:
+        real(self, data[:5])
         raise OSError(number, os.strerror(number), str(self))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     for _ in range(3):
         trace.called()
     trace.close()

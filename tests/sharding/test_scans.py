@@ -181,6 +181,6 @@ def test_a_step_that_is_not_affine_is_computed_by_all():
 
 
 def test_the_report_names_what_is_carried():
-    text = str(checked(2, Tokens(), 12).report)
+    text = checked(2, Tokens(), 12).report.text(verbose=True)
     assert "0 attention sites and 1 scan on 2 ranks" in text
     assert "[2, 8] (point, point)" in text

@@ -275,7 +275,6 @@ def test_an_option_that_does_not_fit_the_model_says_why(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["explain"], "the following arguments are required: TARGET"),
         (["explain", "a:b", "--world-size", "0"], "'0' is not a number of ranks, 1 or more"),
         (["explain", "a:b", "--world-size", "two"], "'two' is not a number of ranks, 1 or more"),
