@@ -12,6 +12,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 
 import ringopt
 import ringopt.backend
+from ringopt.frontend.higher_order.associative_scan import teach_associative_scan
 from ringopt.ops import operators
 from tests.harness.translation import validate
 
@@ -116,3 +117,9 @@ def test_what_torch_says_of_bad_arguments_is_said() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="Dimension out of range"):
         torch.compile(scalar, backend="ring", options={"inner_backend": "eager"})(torch.ones(3))
+
+
+def test_what_dynamo_does_not_take_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with patch("torch.compiler.substitute_in_graph", side_effect=ValueError("another library has it")):
+        teach_associative_scan()
+    assert "no recurrence is found in it: another library has it" in caplog.text

@@ -12,13 +12,13 @@ scan on CPUs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
+from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import (
     ASSOCIATIVE_SCAN,
     SCAN,
@@ -27,6 +27,8 @@ from ringopt.torch_compat.dynamo import (
     frame_being_compiled,
 )
 from ringopt.torch_compat.pytree import tree_flatten, tree_unflatten
+
+log = logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "associative_scan_is_one_node"
@@ -93,6 +95,8 @@ def associative_scan(
 
 
 def teach_associative_scan() -> None:
-    """Registers it with Dynamo."""
-    with suppress(ValueError):  # torch takes one form of a function: another library has given it
+    """Registers it with Dynamo, which takes one form of a function, of the same signature."""
+    try:
         torch.compiler.substitute_in_graph(ASSOCIATIVE_SCAN)(associative_scan)
+    except (TypeError, ValueError) as error:
+        log.warning("torch's associative_scan is written out by Dynamo, and no recurrence is found in it: %s", error)

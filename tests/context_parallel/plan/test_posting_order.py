@@ -121,7 +121,8 @@ def test_the_executor_posts_in_this_order(p: int, pattern: str, strategy: str, c
     for layout in ("contiguous", "zigzag"):
         try:
             exchange = exchange_of(ShardedPattern(pattern, n, n, p, layout, layout), strategy)
-        except OptionError:  # halo of full attention
+        except OptionError:
+            assert strategy == "halo" and (pattern, layout) != ("window(9)", "contiguous")
             continue
         site = Attention(exchange, Mask(), NoKernel(), 1.0)
         for rank in range(p):
