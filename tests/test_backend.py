@@ -132,6 +132,7 @@ def changed_option_and_lengths():
     return layouts
 
 
+@pytest.mark.zoo
 def test_changed_options_and_lengths_compile_again(ranks):
     assert ranks(2, changed_option_and_lengths) == [[{"contiguous"}, {"zigzag"}]] * 2
 
@@ -161,7 +162,7 @@ def called_under(mode):
     return error, found.dtype == expected.dtype, ringopt.reports()[-1].sharded_fraction
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode, bound", [("autocast", 0.03), ("no_grad", 1e-6), ("inference", 1e-6), ("dynamic", 1e-5)])
 def test_the_modes_a_model_is_called_in(ranks, mode, bound):
     for error, same_dtype, sharded in ranks(2, called_under, mode):
@@ -187,6 +188,7 @@ def warm_cache(folder):
     return cold, warm, report == again, hits.get("autograd_cache_hit", 0)
 
 
+@pytest.mark.zoo
 def test_a_warm_cache_gives_the_same_numbers_and_report(ranks):
     with tempfile.TemporaryDirectory() as folder:
         for cold, warm, same_report, hits in ranks(2, warm_cache, folder, timeout=240):
@@ -212,6 +214,7 @@ def other_inputs(what):
     return "ran"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "what, sentence",
     [
@@ -270,6 +273,7 @@ def test_explain_needs_no_process_and_any_world_size():
     assert "causal" in str(report) and report.to_dict()["sites"][0]["layout"] == "zigzag"
 
 
+@pytest.mark.zoo
 def test_explain_runs_nothing_at_full_size():
     with torch.device("meta"):
         model, inputs = build("llama", 64)
@@ -332,7 +336,7 @@ def hidden_far(m, scores, n):
     return scores.masked_fill((torch.arange(n)[:, None] - torch.arange(n)).abs() > 5, -torch.inf)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("hide", [lambda m, scores, n: scores, hidden_later, hidden_by_buffer, hidden_far])
 def test_one_process_fuses_attention_at_every_length(hide):
     """From the second length on one graph serves all, with SDPA where no mask is made of the length, else as it was."""
@@ -362,8 +366,9 @@ def test_one_process_fuses_attention_at_every_length(hide):
 def test_one_process_takes_the_causal_flag():
     """The mask transformers builds goes; numbers stay."""
     model, inputs = build("llama", 67)
-    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
-    assert difference(run(compiled, model, inputs), run(model, model, inputs)) < 1e-5
+    with torch.no_grad():
+        found = torch.compile(model, backend="ring", options={"inner_backend": "eager"})(**inputs).logits
+        assert difference([found], [model(**inputs).logits]) < 1e-5
     assert ringopt.reports()[-1].world_size == 1
     flat = transform(*captured(model, **inputs), Options(), mesh_of("pretend:0/1")).graph
     sites = [node for node in flat.graph.nodes if op_name(node) == "attention"]

@@ -103,6 +103,7 @@ def test_strategy_and_kernel_are_options() -> None:
 STRATEGIES = ("halo", "gather", "ring", "ring2", "gather_q", "ring_q", "ulysses")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("p", "strategy"), [(1, "auto"), *((3, name) for name in STRATEGIES), (4, "hybrid")])
 @pytest.mark.parametrize("sizes", [(4,), (1, 4), (2, 4)])
 def test_sinks_are_logits_that_lead_to_no_value(

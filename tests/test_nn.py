@@ -78,6 +78,7 @@ class Encoder(nn.Module):
         return out.mean(1)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("p", "compat"), [(2, None), (3, "torchscale")])
 def test_a_compiled_encoder_is_sharded(p: int, compat: str | None) -> None:
     x, padding = torch.randn(2, N, 16, **F64), torch.rand(2, N) > 0.8
@@ -94,10 +95,12 @@ def test_one_compilation_serves_all_lengths() -> None:
     assert len(run_over(Encoder(), calls, 3).reports) == 2  # the first length, then all
 
 
+@pytest.mark.zoo
 def test_padding_of_any_length() -> None:
     run_over(Encoder(), [(torch.randn(2, n, 16, **F64), torch.rand(2, n) > 0.8) for n in (50, 67, 33)], 2)
 
 
+@pytest.mark.zoo
 def test_an_exported_encoder_is_converted() -> None:
     """On one process; numbers on several are those of the same passes above."""
     x = torch.randn(2, N, 16, **F64)

@@ -92,6 +92,7 @@ def repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_what_is_switched_off_costs_no_digit(name: str) -> None:
     model = Model(lambda _scale, q, k, v, _mask: differential(q, k, v) + repeated(q, k, v))

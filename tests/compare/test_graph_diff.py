@@ -151,6 +151,7 @@ def test_totals_are_unknown_where_a_part_is() -> None:
     assert (diff.before.flops, diff.after.flops) == (0, None)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("layers", [400])
 def test_thousands_of_nodes(layers: int) -> None:
     """A layer inserted in the middle; every other node finds its counterpart."""

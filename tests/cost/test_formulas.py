@@ -28,12 +28,14 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("pattern", "layout", "strategy"), CASES)
 def test_formulas_agree_with_the_plan(pattern: str, layout: str, strategy: str, ranks: int) -> None:
     agree(pattern, layout, strategy, ranks, RATES)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize(
     ("pattern", "layout", "strategy"),

@@ -62,6 +62,7 @@ def test_ranks_that_read_each_others_memory_need_no_buffer_to_gather(p: int) -> 
     assert near["forward"] < far["forward"]
 
 
+@pytest.mark.zoo
 def test_over_nodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_ranks, "STRATEGIES", ("hybrid(2)",))
     for p, heads in ((4, WIDE), (6, GROUPED), (4, HALF)):

@@ -160,6 +160,7 @@ def run(node, rule, wanted, values, rows):
     return node.target(*args, **kwargs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPS)
 def test_the_law(name):
     function, shapes, along = OPS[name]

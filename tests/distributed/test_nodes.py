@@ -152,6 +152,7 @@ def test_a_program_on_two_nodes(ranks: Any) -> None:
     assert any(note.startswith("nodes of 2 ranks: of ") for note in results[0]["site"].notes)
 
 
+@pytest.mark.zoo
 def test_auto_takes_it_where_the_profile_has_a_slow_link_between_nodes(ranks: Any, tmp_path: Path) -> None:
     assert ranks(4, chosen_by_auto, str(tmp_path)) == ["hybrid(2)"] * 4
 

@@ -177,6 +177,7 @@ def meshes_of_their_own() -> list[str]:
     return [process_mesh(mesh).name for mesh in meshes]
 
 
+@pytest.mark.zoo
 def test_models_in_threads_with_meshes_of_their_own(ranks: Ranks) -> None:
     assert ranks(2, meshes_of_their_own) == [["world", "world (2)", "world (3)"]] * 2
 

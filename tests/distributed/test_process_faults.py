@@ -133,6 +133,7 @@ def test_what_cuts_a_backward_short_between_its_operators_ends_the_mesh_at_the_n
     assert "was not begun: an earlier message has failed" in others_after
 
 
+@pytest.mark.sample(3)
 @needs_reading
 @pytest.mark.parametrize(
     ("where", "told"),

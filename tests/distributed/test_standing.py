@@ -71,7 +71,7 @@ TOLD = {
 
 
 @needs_reading
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("how", HOW)
 def test_what_differs_after_the_first_call_is_named(ranks: Ranks, tmp_path: Path, how: str) -> None:
     (said, seconds), (other, _) = ranks(2, unequal, how, str(tmp_path))

@@ -129,6 +129,7 @@ def mixed(file: Path) -> tuple[list[Tensor], int]:
     return found, sum(event.bytes for event in traffic.events if event.label != LABEL)
 
 
+@pytest.mark.zoo
 def test_ops_that_mix_rows_are_exact(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     program = export(MixingRows().double(), (rows(17).double(),))
     whole, after = program.module(), ringopt.convert(program)
@@ -183,6 +184,7 @@ def error_of(file: Path, n: int, *alike: bool) -> str:
     return ""
 
 
+@pytest.mark.zoo
 def test_ranks_with_other_inputs_are_told(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     torch.export.save(ringopt.convert(exported(n=15)), tmp_path / "checked.pt2")
     torch.export.save(ringopt.convert(exported(n=15), {"check_inputs": "never"}), tmp_path / "trusting.pt2")
@@ -258,6 +260,7 @@ def test_a_buffer_that_the_program_writes_is_written(tmp_path: Path) -> None:
     assert float(module.count) == 2
 
 
+@pytest.mark.zoo
 def test_a_diff_lists_the_sites_that_explain_lists() -> None:
     model, inputs = build("encoder_causal", 24)
     program = export(model, (), inputs)

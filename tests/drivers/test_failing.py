@@ -106,6 +106,7 @@ def call_over_lengths(step, alone: bool, when: str, option: str = "warn"):
     return error, notes
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("step", [FindAttention, Lower])
 @pytest.mark.parametrize("alone", [False, True])
 def test_ranks_decide_alike(ranks, step, alone):

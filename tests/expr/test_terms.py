@@ -170,7 +170,7 @@ SPAN = {name: st.tuples(st.integers(0, size - 1), st.integers(1, size)).map(
     lambda ends, size=size: range(ends[0], min(ends[0] + ends[1], size))) for name, size in SIZES.items()}  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.one_of(*grow(3)), st.fixed_dictionaries(SPAN))
 def test_folding_keeps_every_element_and_bounds_hold_them(pair, spans):
     folded, plain = pair

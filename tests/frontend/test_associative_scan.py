@@ -58,6 +58,7 @@ def given() -> Tensor:
     return torch.randn(2, ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p, layout", [(1, "contiguous"), (2, "zigzag"), (3, "contiguous")])
 @pytest.mark.parametrize("program", [affine, from_the_end])
 def test_it_is_a_scan_on_shards(program: Any, p: int, layout: str) -> None:
@@ -77,6 +78,7 @@ def test_what_is_not_affine_is_run_whole_and_the_rest_stays_on_shards() -> None:
     assert operators.scan.default in {node.target for node in verdict.graph.graph.nodes}
 
 
+@pytest.mark.zoo
 def test_other_backends_have_what_they_had() -> None:
     graphs: list[torch.fx.GraphModule] = []
 
@@ -94,6 +96,7 @@ def test_other_backends_have_what_they_had() -> None:
     assert len(graphs) == 1  # that one is still there
 
 
+@pytest.mark.zoo
 def test_a_program_that_is_left_as_it_is_has_what_it_had() -> None:
     """What no pass can read refuses the graph; it is compiled as under any other backend, Inductor too."""
 

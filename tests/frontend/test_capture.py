@@ -21,6 +21,7 @@ def is_operator(node):
 SAMPLE = ("llama_padded", "vit", "t5", "encoder_causal")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.zoo]) for name in MODELS if name != "gpt2"],

@@ -42,6 +42,7 @@ def batch():
     return torch.randn(2, ROWS, WIDTH, dtype=torch.float64, requires_grad=True), padding
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "make, p, patterns",

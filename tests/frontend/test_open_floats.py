@@ -54,12 +54,13 @@ def calls(dtype=torch.float64, numbers=NUMBERS):
     return [(torch.randn(2, 11, 8, generator=draw).to(dtype), number) for number in numbers]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("use", USES)
 def test_one_graph_serves_all_numbers(use):
     assert len(run_over(Layer(USES[use]), calls(), 3).reports) == 2  # the first number is a constant to Dynamo
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("use", ["times", "in its own sum", "losses"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_dtypes_are_those_of_eager(use, dtype):
@@ -85,6 +86,7 @@ def trained(inner_backend):
     return worst, len(ringopt.reports()) - before
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.zoo)])
 def test_training_with_a_weight_that_changes(ranks, inner_backend):
     assert all(error < 1e-9 and graphs == 2 for error, graphs in ranks(2, trained, inner_backend))

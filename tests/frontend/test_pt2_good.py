@@ -68,6 +68,7 @@ def trees() -> ExportedProgram:
     return export(Trees(), ({"an input": x},), {"pairs": pairs, "mode": "bilinear", "times": float("inf")})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [sizes, higher, trees])
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_programs_are_read_and_run(make: Callable[[], ExportedProgram], decomposed: bool, tmp_path: Path) -> None:

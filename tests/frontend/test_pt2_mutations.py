@@ -120,11 +120,13 @@ def sweep(
                 raise
 
 
+@pytest.mark.zoo
 @pytest.mark.filterwarnings("ignore")
 def test_diffs_of_mutated_files_end_well(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(range(60), files, tmp_path, ("diff",), capsys)
 
 
+@pytest.mark.zoo
 @pytest.mark.filterwarnings("ignore")
 def test_other_commands_end_well(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(range(1000, 1008), files, tmp_path, ("explain", "convert"), capsys)

@@ -66,7 +66,7 @@ def check(ranks, p: int, first: int, count: int) -> None:
     assert exact > p * count // 2
 
 
-@pytest.mark.parametrize("p, first, count", [(2, 0, 2), (3, 501, 1)])
+@pytest.mark.parametrize("p, first, count", [(2, 0, 2), pytest.param(3, 501, 1, marks=pytest.mark.zoo)])
 def test_programs_called_several_times(ranks, p, first, count):
     """A sample; with -m zoo a thousand."""
     check(ranks, p, first, count)
@@ -78,7 +78,7 @@ def test_a_thousand_programs_called_several_times(ranks, first):
     check(ranks, 2 + first // 500, first, 50)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.zoo
 @pytest.mark.parametrize("seed", [24, 44, 67])
 def test_programs_that_failed_once(ranks, seed):
     """A length that a guard fixes while layouts are chosen, a row picked from blocks of open number, chunks behind

@@ -232,13 +232,13 @@ def outcome(table, name):
     return verdict(program, p, layout)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_gathered(name):
     assert outcome(EXACT, name) == "exact"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", GATHERED)
 def test_right_though_gathered(name):
     # In torch 2.11 a quantile looks at numbers to check its argument, which no graph of all sizes can.

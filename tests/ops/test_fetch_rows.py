@@ -40,6 +40,7 @@ def whole(wanted, x):
     return of
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
 @pytest.mark.parametrize("p", (2, 3, 4))
 @pytest.mark.parametrize("name", WANTED)

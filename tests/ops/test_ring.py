@@ -62,6 +62,7 @@ def detached(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 # ---- as torch sees them ----------------------------------------------------------------------------------------------
+@pytest.mark.sample(3)
 @CASES
 def test_opcheck(dtype: torch.dtype, values: int, bias: bool) -> None:
     args = arguments(dtype, values, bias)

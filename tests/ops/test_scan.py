@@ -43,6 +43,7 @@ def test_without_a_step_the_carries_are_as_they_were(name):
     assert all(torch.equal(x.grad, torch.ones_like(x)) for x in scan.init)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SCANS)
 def test_what_torch_asks_of_an_operator(name):
     scan = SCANS[name](3)

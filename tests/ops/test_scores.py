@@ -42,7 +42,7 @@ WAYS = [(1, "contiguous", "ring"), (2, "zigzag", "ring"), (3, "zigzag", "gather"
 OTHER_WAYS = [(3, "zigzag", "ulysses"), (3, "zigzag", "ring_q"), (4, "zigzag", "hybrid(2)")]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES | FILLS)
 def test_numbers(name: str) -> None:
     case, given = (CASES | FILLS)[name], problem(N)

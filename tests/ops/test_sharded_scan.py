@@ -88,6 +88,7 @@ def compared(scan: Scan, p: int, layout: str) -> None:
         torch.testing.assert_close(sum(parts), whole, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SCANS)
@@ -162,6 +163,7 @@ def sent(steps: int, p: int, layout: str) -> list[tuple[int, int]]:
     return run_on_threads(p, body)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("p", [2, 4])
 def test_what_travels_has_the_size_of_the_state(p, layout):
@@ -191,6 +193,7 @@ def test_a_rank_with_too_many_steps_is_an_error_on_all():
         run_on_threads(2, lambda mesh: over_ranks(scan, text, 6, mesh, "contiguous"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["delta rule", "stabilised"])
 def test_what_torch_asks_of_an_operator(name):
     scan = SCANS[name]()

@@ -78,6 +78,7 @@ class Routed(nn.Module):
         return (self.second(y) * best).square().mean()
 
 
+@pytest.mark.zoo
 def test_a_gather_of_torch_is_no_message() -> None:
     found, _ = on_ranks(2, Routed().double(), data(), values_and_gradients, strategy="ring")
     for values, expected in found:
@@ -95,6 +96,7 @@ def test_what_is_returned_is_gathered_behind_the_layers_that_follow() -> None:
         assert len({names.count(name) for name in ("gather", "gathered")}) == 1
 
 
+@pytest.mark.zoo
 def test_gathers_around_attention_alone() -> None:
     """Each rank computes the rest whole: what attention gives travels behind the branch beside it, and the gradients
     of K and V behind each other's products."""
@@ -175,6 +177,7 @@ def test_a_bucket_holds_two_copies_whatever_is_behind_it(widths: tuple[int, ...]
 
 
 # ---- what may be in flight -------------------------------------------------------------------------------------------
+@pytest.mark.zoo
 def test_the_bound_holds_back_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two values of 2 x 11 rows of 16 float64, beside 6 rows of keys and values, 2 heads of 4 each."""
     whole, keys = 2 * 11 * WIDTH * 8, 2 * 6 * KV_HEADS * 8 * 8
@@ -223,6 +226,7 @@ def test_the_report_says_which_gathers_are_held_back(monkeypatch: pytest.MonkeyP
     assert not any("held back" in note for note in notes)
 
 
+@pytest.mark.zoo
 def test_of_a_backward_the_report_tells_what_alone_is_more_than_may_be_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_branch_that_is_written_behind_the_attention_is_computed_before_it(p: 
     assert report.sites[0].notes[-1].startswith("its exchange starts behind q, up, down (")
 
 
+@pytest.mark.zoo
 def test_sums_of_gradients_are_waited_for_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_gradients, "BUCKET", 4000)
     found, _ = on_ranks(3, Model().double(), data(), ordered, strategy="ring")
@@ -160,6 +161,7 @@ def test_sums_of_gradients_are_waited_for_in_the_end(monkeypatch: pytest.MonkeyP
         assert set(names[ended:]) <= {"reduce", "reduced"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("p", "strategy"), [(2, "gather"), (4, "ring2")])
 def test_numbers(p: int, strategy: str) -> None:
     found, _ = on_ranks(p, Model().double(), data(13), values_and_gradients, strategy=strategy)
@@ -167,6 +169,7 @@ def test_numbers(p: int, strategy: str) -> None:
         assert not difference(expected, values)
 
 
+@pytest.mark.zoo
 def test_with_checkpointing() -> None:
     """Keys and values are computed again in the backward, and sent as soon as they are."""
     found, _ = on_ranks(2, Model(checkpointed=True).double(), data(), ordered, strategy="ring")
@@ -184,6 +187,7 @@ class Delayed(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.mark.zoo
 def test_random_delays() -> None:
     def runner(compiled: Any, inputs: Any) -> list[Any]:
         with Delayed():

@@ -50,6 +50,7 @@ def test_masks_that_no_input_reaches(make):
     assert {source.op for source in site.node.args[4]} <= {"get_attr"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", READ, ids=lambda make: make.__name__)
 def test_masks_that_read_tensors(make):
     extra, pattern, name = READ[make]

@@ -92,7 +92,7 @@ def run_on(p: int, module: nn.Module, inputs: tuple[Tensor, ...], **options: Any
     return run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], flat))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("p", [1, pytest.param(2, marks=pytest.mark.zoo), 3])
 def test_it_is_the_definition_on_any_number_of_ranks(p: int, name: str) -> None:

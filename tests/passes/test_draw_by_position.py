@@ -130,7 +130,7 @@ def run_on(p: int, gm: Any, given: list[Any], **options: Any) -> list[Values]:
     return run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], given))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_same_on_any_number_of_ranks(name: str) -> None:
     gm, given = captured(Program(DRAWS[name]).double(), data())
@@ -142,6 +142,7 @@ def test_the_same_on_any_number_of_ranks(name: str) -> None:
     assert {gather.op for gather in report.gathers} == {"output"} and report.sharded_fraction == 1, report
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_in_any_layout(layout: str) -> None:
     gm, given = captured(Program(twice).double(), data())
@@ -149,6 +150,7 @@ def test_in_any_layout(layout: str) -> None:
     assert not any(difference(alone, found, 1e-10) for found in run_on(4, gm, given, layout=layout))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DRAWS)
 def test_shapes_dtypes_and_strides_are_those_of_torch(name: str) -> None:
     """Of the results, of the gradients, and of which inputs have one."""
@@ -179,6 +181,7 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MEANS)
 def test_the_distribution_is_that_of_torch(name: str) -> None:
     x = torch.randn(60, 50, 20, generator=torch.Generator().manual_seed(1))

@@ -72,6 +72,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_one_canonical_node(name):
     call, lead, sizes = FORMS[name]

@@ -85,7 +85,7 @@ SCORES = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mod(name):
     mod, pattern = SCORES[name]
@@ -125,7 +125,7 @@ def test_block_masks_made_inside(name):
     assert verdict.wrong == ""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MASKS)
 def test_block_masks_made_outside(name):
     x, m = given()
@@ -171,7 +171,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name):
     verdict = validate(2, Model(SHAPES[name]), *given())
@@ -283,6 +283,7 @@ def test_tables_may_change_with_every_batch_but_not_lie(ranks):
         assert not refusals[0] and "do not say what mask_mod says" in refusals[1]
 
 
+@pytest.mark.zoo
 def test_one_process_gains_a_backward():
     core = MASKS["documents"][0]
     model = Model(lambda s, q, k, v, m: flex_attention(q, k, v, block_mask=tables(core(s, m), batch=BATCH)))
@@ -297,6 +298,7 @@ def test_one_process_gains_a_backward():
     assert [site.form for site in ringopt.reports()[-1].sites] == ["flex"]
 
 
+@pytest.mark.zoo
 def test_the_diff():
     class Program(nn.Module):
         def forward(self, q, k, v):

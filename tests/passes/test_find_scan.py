@@ -105,6 +105,7 @@ LEFT = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", LEFT, ids=lambda program: program.__name__)
 def test_what_is_not_affine_stays_a_loop_and_the_report_says_why_and_where(program):
     inputs = given((2, TOKENS, WIDTH), (WIDTH, WIDTH))
@@ -207,6 +208,7 @@ def test_another_matrix_is_none(name):
 
 
 # ---- as users have it ------------------------------------------------------------------------------------------------
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_one_process_runs_it_with_gradients(inner):
     inputs = given(*[(2, 8, WIDTH)] * 4)

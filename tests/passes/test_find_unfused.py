@@ -174,7 +174,7 @@ SCORES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SCORES)
 def test_what_is_done_to_scores(name):
     core, pattern = SCORES[name]
@@ -238,7 +238,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("fill", (-math.inf, -1e9))
 def test_what_is_done_to_weights(name, fill):
@@ -268,6 +268,7 @@ ZEROED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ZEROED)
 @pytest.mark.parametrize("fill", (-1e9, -1e4, -1.0))
 def test_weights_of_whole_rows_and_keys_are_put_to_0_by_factors(name, fill):

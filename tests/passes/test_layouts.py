@@ -57,7 +57,7 @@ def given(n, m):
     return x, torch.randint(11, (1, m), generator=draw)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("p", "n", "m"), [(2, 64, 41), (3, 64, 41), (4, 64, 128), (4, 7, 128)])
 def test_an_encoder_that_looks_near_and_a_causal_decoder(p, n, m):
     """Rows of the encoder stay together, for they are needed near; those of the decoder share the triangle. Of 7 rows

@@ -236,7 +236,7 @@ FUNCTIONS = [
 LOGIC = ("__and__", "__or__", "__xor__", "__lshift__", "__rshift__")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_same_bits_without_writes_or_regions(function):
     captured, _ = after([], Body(function), torch.randn(2, 5, 8))
@@ -274,7 +274,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_what_was_handed_back_is_written(view):
     """Operators that return their operand itself where there is nothing to do, and rarer views."""

@@ -80,7 +80,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name, p", [(name, 2 + i % 2) for i, name in enumerate(PAIRS)])
 def test_rows_of_the_queries(name, p):
     verdict = validate(p, Layers(PAIRS[name]), given())

@@ -86,7 +86,7 @@ def model(weigh: Callable[..., Tensor]) -> Attention:
     return Attention(weigh).double()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_sharded_program_is_the_program(name: str) -> None:
     for p, options in ((2, {"layout": "zigzag"}), (3, {"strategy": "gather", "layout": "contiguous"})):
@@ -103,6 +103,7 @@ def test_with_heads_traded_for_rows(name: str) -> None:
     assert [site.strategy for site in verdict.report.sites] == ["ulysses"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["-1e9", "sinks and padding", "table", "temperature in a softcap"])
 def test_over_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -112,6 +113,7 @@ def test_over_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert site.strategy == "hybrid(2)" and any(note.startswith("nodes of 2 ranks: of ") for note in site.notes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["-1e9", "sinks and padding", "table", "temperature in a softcap"])
 def test_with_queries_that_travel(name: str) -> None:
     verdict = validate(3, model(WEIGHTS[name]), *inputs(), strategy="ring_q")
@@ -148,6 +150,7 @@ DROPPED: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DROPPED)
 def test_dropout_drops_the_same_weights_on_any_number_of_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gm, given = captured(model(DROPPED[name]), *inputs())

@@ -91,7 +91,7 @@ MIXING = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LOCAL)
 def test_token_wise_steps_stay_sharded(name):
     p, layout = case(LOCAL, name)
@@ -107,6 +107,7 @@ def test_steps_that_mix_rows_are_right_and_told(name):
     assert len(verdict.report.gathers) > 1 and all(gather.why for gather in verdict.report.gathers)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("n", (2, 3, 4, 5, 7))
 def test_short_sequences(n):
     """Fewer rows than ranks: replicated, with the reason; fewer than 2p: contiguous."""
@@ -151,6 +152,7 @@ def test_attention_alone(p):
 ALONE = ("linear", "softmax over channels", "scaled by the mean of all", "buffer is counted up", "no_grad", "rolled")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ALONE)
 def test_attention_alone_between_steps(name):
     step = {**LOCAL, **MIXING}[name]

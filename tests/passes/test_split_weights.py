@@ -65,7 +65,7 @@ def turned(s, q, k, v, m):
 SPELLED = [(by_bmm, 2), (by_einsum, 2), (pairs_by_einsum, 1), (turned, 2)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("core", "sites", "p"), [(two, 2, 2), (two, 2, 3), (pairs, 1, 2), (pairs, 1, 3), *((*each, 2) for each in SPELLED)]
 )

@@ -48,6 +48,7 @@ def step(model, x):
     return y + model.norm(model.vector) * model.table.weight.mean(0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("size, buckets, alone", [(10**9, 1, 1), (1000, 1, 4), (0, 0, 6)])
 def test_a_bucket_is_one_message(p, size, buckets, alone):

@@ -42,6 +42,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name):
     verdict = validate(2, Model(SHAPES[name]), *given())
@@ -89,6 +90,7 @@ ONE_SEQUENCE = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, p", [(name, 2 + i % 2) for i, name in enumerate(ONE_SEQUENCE)])
 def test_products_without_a_batch(name, p):
     torch.manual_seed(1)

@@ -108,6 +108,7 @@ class Dilated(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
 
 
+@pytest.mark.zoo
 def test_bytes_of_dilated_attention() -> None:
     """Segments that lie across an edge of the shards: of 61 rows on 3 ranks, and where they were traced."""
 
@@ -148,6 +149,7 @@ def test_rows_that_are_looked_up_count_as_if_one_rank_had_them() -> None:
     assert found.points[0].bytes == max(step.bytes for step in steps)  # here it has
 
 
+@pytest.mark.zoo
 def test_each_sequence_has_the_layout_that_the_run_takes() -> None:
     def build(n: int, *_: int) -> Made:
         draw = torch.Generator().manual_seed(1)

@@ -83,6 +83,7 @@ def data(n=11, dtype=torch.float64):
     return torch.randn(2, n, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_one_step(name):
     """Outputs, buffers, and all gradients, that of the input included."""

@@ -130,7 +130,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name, p", RUNS)
 def test_right_and_sharded(name, p):
     found = [validate_graph(p, *graph, TOLERANCE) for graph in graphs_of(name)]

@@ -99,6 +99,7 @@ def data(n=11, dtype=torch.float64):
     return torch.randn(2, n, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", FORMS)
 def test_numbers(how):
     verdict = validate(2 + FORMS.index(how) % 2, Blocks(how).double(), data())
@@ -130,7 +131,7 @@ def backward_ops(gm, inputs):
     return Counter(map(op_name, backward[0].graph.nodes))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("how, products", [("not", 0), ("plain", 7), ("selective", 0), ("nested", 7)])
 def test_the_backward_computes_again_what_torch_does(how, products):
     """But for attention: its results are kept, and no exchange is repeated. Torch 2.11 keeps two products of regions in
@@ -169,6 +170,7 @@ def bytes_kept(how):
     return bytes_kept_by(compiled, model, inputs["x"]), error
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize("p", (2, pytest.param(4, marks=pytest.mark.zoo)))
 def test_a_block_keeps_its_input_and_its_attention(ranks, p):
     """Per rank and block: the rows that go in, and those that the exchange brought with their log-sum-exp."""
@@ -216,6 +218,7 @@ def around_compiled_blocks(verify):
     return [difference(run(model, model, inputs), expected) for _ in range(2)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("verify", (False, True))
 def test_blocks_compiled_inside_checkpoints(ranks, verify):
     for errors in ranks(2, around_compiled_blocks, verify):

@@ -106,10 +106,14 @@ def beside(name, of_dp=True, accumulate=1, steps=3):
     return error, [(len(report.sites), report.refusal) for report in ringopt.reports()[reports:]]
 
 
-def test_ddp(ranks):
+@pytest.mark.zoo
+def test_ddp_in_parts(ranks):
     for error, _ in ranks(4, beside, "ddp_in_parts"):
         assert error < 1e-9
-    for error, graphs in ranks(4, beside, "compiled_in_ddp", True, 2):
+
+
+def test_ddp(ranks):
+    for error, graphs in ranks(4, beside, "compiled_in_ddp", True, 2, 2):
         assert error < 1e-9 and graphs[0] == (2, None)
 
 
@@ -121,10 +125,11 @@ def test_fifty_steps_of_ddp(ranks):
 
 
 def test_fsdp(ranks):
-    for error, graphs in ranks(4, beside, "fsdp"):
+    for error, graphs in ranks(4, beside, "fsdp", True, 1, 2):
         assert error < 1e-9 and len(graphs) == 3  # FSDP breaks the graph around what it shards
 
 
+@pytest.mark.zoo
 def test_tensor_parallel_layers_are_left_alone(ranks):
     for error, [(_sites, refusal)] in ranks(4, beside, "tensor_parallel", False):
         assert error < 1e-9 and "up_weight is a DTensor: a tensor that is spread over ranks already" in refusal

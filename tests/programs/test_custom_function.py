@@ -16,7 +16,7 @@ from tests.harness.models import difference, run
 from tests.harness.translation import captured, validate
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("p", (2, 3))
 @pytest.mark.parametrize("name", TOKEN_WISE)
 def test_token_by_token_it_stays_sharded(name, p):
@@ -48,7 +48,7 @@ def test_what_the_backward_gathers_is_told():
     assert "the backward of a custom autograd.Function (custom_functions.py" in note and "for fft_fftn" in note
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("p", (2, 3))
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_mixes_rows_is_exact(name, p):
@@ -58,6 +58,7 @@ def test_what_mixes_rows_is_exact(name, p):
 IN_PLACE = ("changed in place", "written", "rows written", "columns written", "weighed", "written in a checkpoint")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name in (*TOKEN_WISE, *OTHERS) if name not in IN_PLACE])
 def test_the_captured_graph_is_the_program(name):
     gm, given = captured(Model({**TOKEN_WISE, **OTHERS}[name]).double(), data())

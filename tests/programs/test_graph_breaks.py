@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -58,6 +59,7 @@ def test_each_graph_is_exact_and_says_why_it_ends(ranks):
         assert "Tensor.item()" in said[1] and said[1].endswith("nothing is gathered for it")
 
 
+@pytest.mark.zoo
 def test_lazy_outputs_cross_in_rows(ranks):
     for error, notes in ranks(2, on_rank, "lazy"):
         assert error < 1e-5

@@ -93,7 +93,7 @@ def trained(inner_backend: str) -> tuple[list[str], list[Tensor], list[str]]:
 
 @pytest.mark.parametrize(
     ("p", "inner_backend"),
-    [(2, "aot_eager"), *(pytest.param(3, inner, marks=pytest.mark.zoo) for inner in ("aot_eager", "inductor"))],
+    [(2, "eager"), *(pytest.param(3, inner, marks=pytest.mark.zoo) for inner in ("aot_eager", "inductor"))],
 )
 def test_ranks_that_go_through_a_set_in_other_orders(seeded: Any, p: int, inner_backend: str) -> None:
     model = Kinds().double()
@@ -132,12 +132,13 @@ def refused(model: type[Kinds]) -> str:
 
 
 def test_the_first_node_that_differs_is_named(seeded: Any) -> None:
-    said = seeded(3, refused, Asks, timeout=600)
-    assert said == said[:1] * 3
+    said = seeded(2, refused, Asks, timeout=600)
+    assert said == said[:1] * 2
     assert said[0].startswith("ranks [1] compiled another program than rank 0")
     assert "rank 1 has %mul = aten.mul.Tensor(%x, 3) (test_hash_seeds.py:" in said[0] and "x = x * 3)" in said[0]
 
 
+@pytest.mark.zoo
 def test_random_numbers_drawn_in_another_order_are_other_programs(seeded: Any) -> None:
     """Each rank would draw for one kind what the next draws for another."""
     said = seeded(3, refused, Noise, timeout=600)

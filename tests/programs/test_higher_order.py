@@ -116,12 +116,9 @@ def compared(name, autocast=False):
     return difference(*found), ringopt.reports()[-1]
 
 
-NORMAL = ("scan",)
-
-
 @pytest.mark.parametrize(
     "name, p",
-    [pytest.param(name, 2 + i % 2, marks=[] if name in NORMAL else pytest.mark.zoo) for i, name in enumerate(STEPS)],
+    [("scan", 2), *(pytest.param(name, 2 + i % 2, marks=pytest.mark.zoo) for i, name in enumerate(STEPS))],
 )
 def test_on_ranks(ranks, name, p):
     for error, report in ranks(p, compared, name):
@@ -166,12 +163,14 @@ def dropped(apart=0, **backend):
         return str(error)
 
 
+@pytest.mark.zoo
 def test_random_numbers_are_those_of_one_process(ranks):
     expected = dropped(backend="aot_eager")
     for found in ranks(2, dropped):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.zoo
 def test_generators_that_differ_are_an_error(ranks):
     for error in ranks(2, dropped, 1):
         assert "the random number generator" in error

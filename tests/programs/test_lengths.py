@@ -64,6 +64,7 @@ def test_too_few_rows_for_the_layout_or_the_ranks_compile_again():
     ]
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(
     "name, pattern", [pytest.param("llama", "causal", marks=pytest.mark.zoo), ("bert", "padding(attention_mask)")]
 )
@@ -111,6 +112,7 @@ class Triangles(nn.Module):
         return (pairs @ pairs.mT).softmax(-1) @ x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("module", [Sinks(), Triangles()])
 def test_attention_whose_sizes_follow_the_length(module):
     calls = [(torch.randn(2, n, 8, dtype=torch.float64),) for n in (12, 15, 14)]
@@ -201,6 +203,7 @@ def test_any_order_of_lengths(module, order):
     run_over(module.double(), [(ids(2, n),) for n in order], 2)
 
 
+@pytest.mark.zoo
 def test_rows_padded_to_whole_blocks_stay_open():
     """Of lengths at which nothing is padded one graph serves all."""
     found = run_over(InBlocks().double(), [(ids(2, n),) for n in (25, 40, 44, 12)], 2)

@@ -110,6 +110,7 @@ NOT_SO = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NOT_SO)
 def test_other_rows_are_zeroed(name):
     """Never as if they were those that see nothing."""
@@ -161,6 +162,7 @@ def nothing_seen(n):
     return given(n)[0], torch.arange(n) >= torch.tensor([[0], [n]])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p, causal", [(2, True), (3, False)])
 def test_a_decomposed_program_is_compiled_and_explained(p, causal):
     program = decomposed(causal)
@@ -193,6 +195,7 @@ def converted(program, lengths):
     return apart
 
 
+@pytest.mark.zoo
 def test_a_decomposed_program_is_converted(ranks):
     assert max(ranks(2, convert_here, timeout=600)) < 1e-12
 

@@ -37,7 +37,9 @@ def compared(name: str, lengths: list[int], **options: Any) -> list[tuple[float,
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["tokens", *(pytest.param(name, marks=pytest.mark.zoo) for name in MODELS if name != "tokens")]
+)
 def test_on_ranks(ranks, name):
     for of_rank in ranks(2, compared, name, [20]):
         ((error, report),) = of_rank
@@ -46,7 +48,7 @@ def test_on_ranks(ranks, name):
         assert [gather.op for gather in report.gathers] == ["output"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_on_three_ranks(ranks, layout):
     for of_rank in ranks(3, in_layout, layout):
@@ -57,7 +59,11 @@ def in_layout(layout: str) -> tuple[float, ringopt.Report]:
     return compared("tokens", [17], layout=layout)[0]
 
 
+def lengths_in_turn(lengths: list[int]) -> list[tuple[float, ringopt.Report]]:
+    return compared("tokens", lengths, inner_backend="aot_eager")
+
+
 def test_lengths_that_change(ranks):
-    for of_rank in ranks(2, compared, "tokens", [12, 17, 23]):
+    for of_rank in ranks(2, lengths_in_turn, [12, 17, 23]):
         assert max(error for error, _report in of_rank) < 1e-10
         assert all(report.sites[0].strategy == "states" for _error, report in of_rank)

@@ -100,7 +100,7 @@ def only_site(verdict):
     return site
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("spelled", (True, False), ids=("products", "sdpa"))
 @pytest.mark.parametrize("skew", [skew for skew in SKEWS if skew != "by three"])
 def test_each_rank_computes_the_places_of_its_own_queries(skew, spelled):
@@ -163,7 +163,7 @@ def test_rows_of_a_longer_table_are_cut_out_of_it(first):
     assert only_site(validate(3, Cut(first, 16), data(19))).refusal is None
 
 
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("causal", (True, False))
 def test_lengths_in_turn_are_exact(causal):
     found = run_over(Relative("by one", causal), [(data(n),) for n in (11, 14, 17)], 2)

@@ -152,7 +152,7 @@ def filled_diagonal(m, x):
     return m.attention(x, mask.fill_diagonal_(True))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("p", (2, 3))
 @pytest.mark.parametrize("step", (in_place_logic, in_place_shifts, filled_diagonal), ids=lambda f: f.__name__)
 def test_integers_and_masks_written_in_place(step, p):

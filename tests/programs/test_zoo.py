@@ -93,7 +93,7 @@ def spread_or_known(found: Outcome) -> bool:
 # ---- the sample ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample(name):
     needs(name)
@@ -140,7 +140,7 @@ def test_every_form_is_found_in_inference(name):
     assert len(found) == 1 and not left_alone
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name in FORMS if not FORMS[name].dropout])
 def test_every_form_is_found_in_training_and_exact(name):
     tolerance = 1e-6 if FORMS[name].in_float32 else TOLERANCE
@@ -186,6 +186,7 @@ def same_sites_when_exported(name):
     assert len(found) == TRUTH[name].eligible
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_models_have_the_same_sites(name):
     same_sites_when_exported(name)

@@ -115,7 +115,7 @@ def compiled_twice(folder: Path) -> None:
         assert model(torch.zeros(1, length, 16)).shape == (1, length, 16)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("file", ["graph0", "01_", "report.html", "graph1"])
 def test_what_cannot_be_written_is_warned_of_once_and_ends_nothing(

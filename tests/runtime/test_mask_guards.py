@@ -80,6 +80,7 @@ def at_batches():
     return max(errors), patterns()
 
 
+@pytest.mark.zoo
 def test_what_is_compiled_anew_serves_its_own_sizes(ranks):
     """No guard can be added any more, so a graph made anew is one for the sizes of its inputs."""
     for error, patterns in ranks(2, at_batches):

@@ -97,7 +97,7 @@ def nothing_else_changes():
     return [all(map(torch.equal, *pair)) for pair in pairs]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("p", (1, 2))
 def test_buffers_and_generators_are_those_of_one_call(ranks, p):
     assert ranks(p, nothing_else_changes) == [[True, True, True]] * p
@@ -144,6 +144,7 @@ def drawing(spelled, weights=0.0, fault=False):
     return "", heard.said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spelled", (False, True))
 def test_attention_that_was_read_wrongly_is_told_where_the_program_draws(ranks, spelled):
     for error, said in ranks(2, drawing, spelled, 0.0, True):
@@ -152,6 +153,7 @@ def test_attention_that_was_read_wrongly_is_told_where_the_program_draws(ranks, 
         assert not error and len(said) == 2 and all("values agree" in each for each in said), said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spelled", (False, True))
 def test_where_weights_are_dropped_what_found_attention_is_not_compared(ranks, spelled):
     """And that is said, once a graph."""
@@ -182,14 +184,18 @@ def decaying():
     return heard.said
 
 
+@pytest.mark.zoo
 def test_a_recurrence_beside_draws_has_its_own_reason(ranks):
     for said in ranks(2, decaying):
         assert "its recurrences are scans" in said[0] and "not compared" in said[0], said
         assert len(said) == 2 and "values agree" in said[1], said
 
 
-def every_way():
-    """How many graphs agreed, of each way to run a program."""
+SAMPLE = ("checkpointed", "lazy", "rows", "autocast")
+
+
+def every_way(names=()):
+    """How many graphs agreed, of each way to run a program, or of those with these names."""
     found = {}
     x, labels = rows_and_labels()
     rows = [ringopt.from_rows(ringopt.shard(t, 1), 1) for t in (x, labels)]
@@ -206,11 +212,15 @@ def every_way():
         "attention alone": (Model(), (x, labels), {"shard": "attention"}),
     }
     for name, (model, inputs, options) in ways.items():
+        if names and name not in names:
+            continue
         with Heard() as heard:
             compiled(model, **options)(*inputs)
         found[name] = heard.agreed
     contexts = {"autocast": torch.autocast("cpu", torch.bfloat16), "inference": torch.inference_mode()}
     for name, around in contexts.items():
+        if names and name not in names:
+            continue
         with Heard() as heard, around:
             compiled(Blocks("not"))(data(13, torch.float32))
         found[name] = heard.agreed
@@ -222,6 +232,12 @@ def every_way():
     return found
 
 
+def test_once_a_graph(ranks):
+    for found in ranks(2, every_way, SAMPLE):
+        assert found == {**dict.fromkeys(SAMPLE, 1), "lengths": 2}
+
+
+@pytest.mark.zoo
 def test_once_a_graph_however_it_is_run(ranks):
     for found in ranks(2, every_way):
         assert found.pop("three graphs") == 3 and found.pop("lengths") == 2
@@ -265,6 +281,7 @@ def test_wrong_gradients_are_told_by_name(ranks):
     assert "output 0" not in said[0]
 
 
+@pytest.mark.zoo
 def test_nothing_is_compared_unless_it_is_asked_for(ranks):
     assert [said for said, _ in ranks(2, with_fault, "sums", 1, False)] == [[], []]
 

@@ -105,6 +105,7 @@ def checked(p: int, module: nn.Module, n: int, **options: Any) -> Verdict:
     return verdict
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("last", [False, True])
@@ -117,6 +118,7 @@ def test_a_model_of_scans_alone_is_sharded(p, layout, last):
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p", [2, 4])
 def test_beside_attention_it_has_the_layout_of_that(p):
     verdict = checked(p, Tokens(attends=True), 17)
@@ -125,6 +127,7 @@ def test_beside_attention_it_has_the_layout_of_that(p):
     assert "sharded_scan" in str(verdict.graph.graph) and verdict.report.sharded_fraction > 0.9
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_bytes_in_the_report_do_not_grow(layout):
     sent = {checked(2, Tokens(), n, layout=layout).report.sites[0].bytes_sent for n in (12, 24)}
@@ -132,6 +135,7 @@ def test_bytes_in_the_report_do_not_grow(layout):
     assert sent == {segments * 8 * (2 * WIDTH + 2 * WIDTH)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p, n, c", [(2, 16, 2), (2, 20, 4), (3, 24, 2)])
 def test_steps_of_several_tokens(p, n, c):
     verdict = checked(p, Chunks(c), n)
@@ -140,6 +144,7 @@ def test_steps_of_several_tokens(p, n, c):
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("p", [2, 3])

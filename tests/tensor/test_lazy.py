@@ -91,6 +91,7 @@ def loss_and_logits():
     return sent, ringopt.reports()[-1].outputs
 
 
+@pytest.mark.zoo
 def test_only_what_is_read_is_gathered(ranks):
     for (before, after, unread, still), (output,) in ranks(2, loss_and_logits):
         assert before == unread == still
@@ -133,6 +134,7 @@ def every_reader():
     return [name for name, value in found.items() if value is None or not torch.allclose(value, expected, rtol=1e-6)]
 
 
+@pytest.mark.zoo
 def test_whoever_reads_it_finds_the_whole(ranks):
     assert ranks(2, every_reader) == [[], []]
 
@@ -150,12 +152,14 @@ def read_alone(how):
         return type(error).__name__, str(error)
 
 
+@pytest.mark.zoo
 def test_a_rank_that_reads_alone_is_told(ranks):
     (kind, said), _ = ranks(2, read_alone, "one rank")
     assert kind == "RingCommError"
     assert "rank 0 read output 1 (linear" in said and "read it before `if rank == 0`" in said
 
 
+@pytest.mark.zoo
 def test_ranks_that_read_different_outputs_are_told(ranks):
     for kind, said in ranks(2, read_alone, "in another order"):
         assert kind == "RingMismatchError" and "read numbers [1, 2]" in said.replace("[3, 4]", "[1, 2]")
@@ -242,7 +246,7 @@ def two_layouts():
     return difference([given.grad, *(p.grad for p in model.parameters() if p.grad is not None)], wanted)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("p", (2, 3))
 def test_graphs_of_two_layouts_hand_on_rows_and_gradients(ranks, p):
     assert max(ranks(p, two_layouts)) < 1e-9

@@ -21,6 +21,7 @@ from tests.tools.test_cli import HERE
 
 # What their own tests run: one measures for minutes, one needs the traces of a run.
 ELSEWHERE = ("bench", "timeline")
+LONG = ("plan", "convert")
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -50,7 +51,7 @@ def test_help_has_two_examples(command: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(x, marks=[pytest.mark.zoo] if x == "plan" else []) for x in commands() if x not in ELSEWHERE],
+    [pytest.param(x, marks=[pytest.mark.zoo] if x in LONG else []) for x in commands() if x not in ELSEWHERE],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_the_examples_run_as_written(

@@ -66,6 +66,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.zoo
 def test_a_fault_that_no_test_sees_survives(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("coverage")
     results = checkout / "faults.jsonl"

@@ -37,6 +37,7 @@ def test_a_mode_stands_for_settings() -> None:
     assert inductor.list_mode_options("max-autotune")["max_autotune"] is True
 
 
+@pytest.mark.zoo
 def test_code_for_a_hash_is_not_generated_exponentially(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chain in which each step reads the one before twice."""
     operations: list[int] = []

@@ -69,6 +69,7 @@ def test_any_schedule_on_any_ranks(p: int, layout: str, name: str, causal: bool,
     assert_right(p, problem(67), replace(SCHEDULES[name], causal=causal, rule=rule), layout=layout)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["gather", "ring"])
 @pytest.mark.parametrize("heads", [(6, 2), (6, 3), (6, 1), (5, 5)])
 @pytest.mark.parametrize("p", [1, 3])
@@ -83,11 +84,13 @@ def test_sequences_shorter_than_a_segment(n: int, layout: str) -> None:
     assert_right(3, problem(n), Patterns((8, 16), (1, 4), True), layout=layout)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gigapath_schedule(causal: bool) -> None:
     assert_right(4, problem(357, heads=(16, 16), dims=(4, 4), batch=1), replace(GIGAPATH, causal=causal))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("causal", [False, True])
 def test_segments_that_divide_nothing(causal: bool) -> None:
     case = problem(1427, heads=(4, 4), dims=(4, 4), batch=1)
@@ -187,6 +190,7 @@ def test_one_token_changes_the_outputs_that_see_it_and_no_other(causal: bool, p:
 
 
 # ---- what travels ----------------------------------------------------------------------------------------------------
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "patterns", [Patterns((8, 23, 40), (1, 2, 4)), Patterns((8, 23, 60), (1, 2, 4), True), GIGAPATH]
 )
@@ -217,6 +221,7 @@ def test_the_schedule_whose_segments_lie_within_the_shards_sends_nothing() -> No
 
 
 # ---- torchscale ------------------------------------------------------------------------------------------------------
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("p", "layout"), [(1, "contiguous"), (3, "contiguous"), (2, "zigzag")])
 @pytest.mark.parametrize(("lengths", "rates"), [((16, 32, 64), (1, 2, 4)), ((8, 23, 500), (1, 3, 5))])
 @pytest.mark.parametrize("causal", [False, True])

@@ -123,6 +123,7 @@ def test_one_token_changes_the_outputs_that_see_it_and_no_other(causal: bool, p:
     assert int(visible.sum()) == (16 if causal else 28)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("p", "layout"), [(2, "contiguous"), (4, "contiguous"), (3, "zigzag"), (9, "contiguous")])
 def test_only_rows_that_are_needed_travel_for_each_head(p: int, layout: str, causal: bool) -> None:
@@ -193,6 +194,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_programs_that_write_it_are_found_and_send_what_is_needed(make: Any) -> None:
     x = torch.randn(2, 67, 16, dtype=torch.float64)

@@ -59,7 +59,7 @@ def run(
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["ring", "ring2", "gather", "ring_q", "gather_q"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -126,6 +126,7 @@ def relative_bias(clip: int) -> Mask:
     return Mask(bias=load(0, [place, axis("h")], torch.float64))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mask_elements", [1, 40, 1 << 22])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_padding(pattern: str, mask_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +242,7 @@ def recorded(case: Problem, site: Attention, layout: str) -> Traffic:
     return traffic
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["ring", "ring2", "gather", "ring_q", "gather_q"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -65,6 +65,7 @@ def ran(case: Problem, pattern: str, layout: str, strategy: str, kernel: Kernel,
     return [join(parts, layout) for parts in zip(*run_on_threads(3, body), strict=True)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ring_q", "gather_q", "ulysses"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(
@@ -125,6 +126,7 @@ def fused_sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["ring", "ring_q", "gather_q", "ulysses"])
 @pytest.mark.parametrize(("pattern", "masked"), [("causal", False), ("full", True), ("causal(rate=2)", False)])
 @pytest.mark.usefixtures("fused_sums")

@@ -44,6 +44,7 @@ def test_turns_are_taken_in_order() -> None:
     assert said == ["a0", "c0", "a1", "c1", "c2"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(5)"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 3), (10, 5), (4, 1)])

@@ -33,6 +33,7 @@ def attend(mesh: ThreadMesh, pattern: str, layout: str, sinks: bool, dropout_p: 
     return [out.detach(), *torch.autograd.grad(out, leaves, case.dout)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("p", [2, 3, 5])
 @pytest.mark.parametrize(

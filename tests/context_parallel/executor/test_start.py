@@ -15,6 +15,7 @@ from tests.harness.limits import set_limits
 from tests.harness.threads import ThreadMesh, run_on_threads
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("piece", [1 << 20, 1])
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ring2"])
 @pytest.mark.parametrize("p", [2, 3, 4])

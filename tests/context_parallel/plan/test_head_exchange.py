@@ -74,7 +74,7 @@ def test_shares_of_heads(heads: tuple[int, int], ranks: int, expected: list[str]
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 16), st.integers(1, 200), st.integers(1, 200))
-@settings(many, max_examples=300)
+@settings(many, max_examples=60)
 def test_any_plan_is_proved(kv_heads: int, group: int, ranks: int, n: int, m: int) -> None:
     if kv_heads * group >= ranks:
         prove(plan((kv_heads * group, kv_heads), ranks, n=n, m=m))
@@ -89,7 +89,7 @@ layouts = st.sampled_from(["contiguous", "zigzag"])
     st.sampled_from(["full", "causal", "window(9)", "window(40,both)", "prefix(21)", "chunked(24)"]),
     st.tuples(layouts, layouts),
 )
-@settings(many, max_examples=300)
+@settings(many, max_examples=60)
 def test_any_plan_of_several_nodes_is_proved(
     sizes: tuple[int, int, int, int], lengths: tuple[int, int], pattern: str, layouts: tuple[str, str]
 ) -> None:
@@ -211,7 +211,7 @@ def run(case: Problem, p: int, pattern: str, layouts: tuple[str, str], node: int
     return [join(out, layouts[0]), join(dq, layouts[0]), join(dk, layouts[1]), join(dv, layouts[1])]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("layouts", [("contiguous", "contiguous"), ("zigzag", "zigzag"), ("zigzag", "contiguous")])
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(5)", "window(5,both)"])
 @pytest.mark.parametrize(("p", "heads"), [(2, (4, 2)), (3, (10, 2)), (4, (4, 1)), (3, (3, 3))])
@@ -222,7 +222,7 @@ def test_numbers(p: int, heads: tuple[int, int], pattern: str, layouts: tuple[st
             assert_near(found, right, 1e-12)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("layouts", [("contiguous", "contiguous"), ("zigzag", "zigzag"), ("zigzag", "contiguous")])
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(5)"])
 @pytest.mark.parametrize(("p", "node", "heads"), [(4, 2, (4, 2)), (4, 2, (3, 1)), (6, 2, (6, 3)), (6, 3, (10, 2))])

@@ -113,6 +113,7 @@ def elements(message: Message, heads: int, exchange: Exchange, backward: bool) -
     return heads * count(message.rows) * width
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["ring", "ring2", "gather", "halo", "ring_q", "gather_q"])
 @pytest.mark.parametrize("pattern", ["full", "causal", "window(9)"])
 @pytest.mark.parametrize("p", [2, 3, 4])

@@ -109,12 +109,16 @@ def check(results: list[list[str]], steps: list[str], odd: int) -> None:
             assert not change or TOLD[change].format(odd=odd) in sentence, (change, sentence)
 
 
-def test_a_batch_that_differs_on_one_rank(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "changes", [("in_a_scalar", "another_length"), pytest.param(tuple(TOLD), marks=pytest.mark.zoo)]
+)
+def test_a_batch_that_differs_on_one_rank(ranks: Ranks, changes: tuple[str, ...]) -> None:
     """It is named, and the mesh goes on: the next call, with equal batches, has the numbers of one process."""
-    steps = [EQUAL, EQUAL, *(step for change in TOLD for step in (change, EQUAL))]
+    steps = [EQUAL, EQUAL, *(step for change in changes for step in (change, EQUAL))]
     check(ranks(2, trained, steps, 1, {}), steps, 1)
 
 
+@pytest.mark.zoo
 def test_it_is_not_asked_where_options_say_so(ranks: Ranks) -> None:
     """Nobody hears of it, and the numbers are neither rank's."""
     with pytest.raises(AssertionError, match="not close"):
@@ -175,6 +179,7 @@ def dist_copy(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("outputs", ["gather", "lazy"])
 def test_what_a_call_has_made_is_not_read_again(ranks: Ranks, outputs: str) -> None:
     for rank, (said, read) in enumerate(ranks(2, returned_again, outputs)):

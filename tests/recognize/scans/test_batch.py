@@ -33,6 +33,7 @@ VECTORS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name, sizes", [*((name, ()) for name in NUMBERS), *((name, (4, 4)) for name in VECTORS)])
 def test_of_all_steps_as_of_each(name, sizes):
     add = (VECTORS if sizes else NUMBERS)[name]

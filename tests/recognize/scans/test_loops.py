@@ -21,6 +21,7 @@ def refusals(context):
     return [note for note in context.notes if "no scan" in note]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", AFFINE)
 def test_a_loop_is_one_scan_of_the_same_numbers(name):
     given = AFFINE[name]
@@ -37,6 +38,7 @@ def test_a_loop_is_one_scan_of_the_same_numbers(name):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["GDN", "Mamba", "RWKV"])
 def test_the_size_of_the_graph_is_the_same_at_any_length(name):
     short, long = (after(PASSES, AFFINE[name].call, *AFFINE[name].inputs(rows))[0] for rows in (ROWS, ROWS + 4))
@@ -159,6 +161,7 @@ LOOPS = (blocks, two_loops, windows, list_before, split, some_read, number_first
          parts_written)  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("program", LOOPS, ids=lambda program: program.__name__)
 def test_loops_of_every_kind(program):
     torch.manual_seed(0)
@@ -207,6 +210,7 @@ def layers(x, f):
 NO_LOOPS = (sum_of_experts, taps, casts, maps, layers)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("program", NO_LOOPS, ids=lambda program: program.__name__)
 def test_what_is_no_recurrence_is_left_without_a_word(program):
     torch.manual_seed(0)

@@ -88,7 +88,7 @@ def inputs(b, n=32):
     return torch.randn(b, n, D, dtype=torch.float64, requires_grad=True), seen
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MASKS)
 def test_each_rank_has_its_windows(name):
     """8 and 16 windows: not all of 3 ranks have equally many."""
@@ -120,7 +120,7 @@ DROPPED = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("p, b", [(2, 1), (3, 2)])
 @pytest.mark.parametrize("name", DROPPED)
 def test_the_same_weights_are_dropped_as_on_one_process(name, p, b):
@@ -149,6 +149,7 @@ def dropped_alike(p, model, given, **options):
     return made[0].report
 
 
+@pytest.mark.zoo
 def test_heads_of_dilated_attention_keep_rows_of_their_own():
     """Windows in the place of heads are not spread: which rows a head keeps, its number among all says."""
     given = inputs(2)
@@ -184,6 +185,7 @@ def picture(rows=7, columns=5):
     return torch.randn(2, rows, columns, D, dtype=torch.float64, requires_grad=True), seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p", [2, 3])
 def test_lines_of_a_picture(p):
     """Both kinds of lines are in the batch, one after the other."""
@@ -197,6 +199,7 @@ def converted(file, given):
     return run(lambda x, seen: module(x, seen), module, given)
 
 
+@pytest.mark.zoo
 def test_a_file_for_any_number_of_ranks(ranks, tmp_path):
     """How many lines a rank has is known when it runs."""
     x, seen = picture()

@@ -54,7 +54,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
     p, layout = case(STEPS, name)
@@ -95,6 +95,7 @@ def test_of_what_is_above_the_first_attention_too():
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
+@pytest.mark.zoo
 def test_a_sequence_of_open_length():
     calls = [(*inputs(n),) for n in (N, N + 2, N + 5)]
     found = run_over(Model(lambda m, x: x.sort(1).values + x.cumprod(1)).double(), calls, 2)

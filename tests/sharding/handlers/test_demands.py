@@ -52,6 +52,7 @@ def check(module, *args, p=2, **options):
     return verdict
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_before_the_first_attention(name):
     torch.manual_seed(0)
@@ -93,7 +94,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STEPS)
 def test_pictures(name):
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions(name):
     p, layout = case(CONVOLUTIONS, name)
@@ -66,6 +66,7 @@ class Doubled(nn.Module):
         return F.avg_pool1d(self.more(x), 2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", [{}, {"groups": 2, "bias": False}])
 @pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous")])
 def test_rows_that_a_kernel_as_long_as_its_stride_makes(how, p, layout):
@@ -75,6 +76,7 @@ def test_rows_that_a_kernel_as_long_as_its_stride_makes(how, p, layout):
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
+@pytest.mark.zoo
 def test_of_open_length_such_rows_are_made_whole():
     """Inductor lowers no convolution over rows whose number is known only when it runs."""
     torch.manual_seed(0)
@@ -88,6 +90,7 @@ def causal(m, x):
     return T(F.silu(m.layer(T(x))[..., : x.shape[1]]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous"), (4, "zigzag")])
 def test_causal_convolution(p, layout):
     torch.manual_seed(0)
@@ -174,7 +177,7 @@ WRITES = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", {**STEPS, **WRITES})
 def test_steps(name):
     steps = {**STEPS, **WRITES}

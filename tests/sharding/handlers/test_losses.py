@@ -109,20 +109,21 @@ ELEMENTS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CLASSES)
 def test_against_classes(name):
     p, layout = case(CLASSES, name)
     assert check(end=CLASSES[name], p=p, layout=layout, n=13).report.gathers == ()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_element_by_element(name):
     p, layout = case(ELEMENTS, name)
     assert check(end=ELEMENTS[name], p=p, layout=layout, n=13).report.gathers == ()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ("weights", "shift by slice"))
 @pytest.mark.parametrize("p, layout", [(3, "contiguous"), (4, "zigzag")])
 def test_on_any_number_of_ranks(name, p, layout):

@@ -85,6 +85,7 @@ def checked(go, p, layout, chosen=CHOSEN):
     return verdict.report
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p, layout", CASES[:2])
 @pytest.mark.parametrize("go", [as_in_transformers, order_sorted_back, tokens_repeated_before, one_after_the_other])
 def test_every_token_meets_its_experts_where_it_is(go, p, layout):
@@ -181,6 +182,7 @@ def without_their_places(m, x, weights, experts):
     return x.repeat_interleave(m.chosen, 0) * weights.unsqueeze(-1) + torch.msort(experts).unsqueeze(-1)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "go",
     [

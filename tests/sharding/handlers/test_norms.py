@@ -107,7 +107,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
     p, layout = case(LAYERS, name)
@@ -133,7 +133,7 @@ def test_instance_norm_with_running_statistics_is_gathered():
     assert [gather.op for gather in verdict.report.gathers] == ["instance_norm", "instance_norm", "output"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
     p, layout = case(STEPS, name)
@@ -154,6 +154,7 @@ def test_elements_of_an_operator_taken_apart_are_its_parts():
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ("amax over ties", "max along, ties", "softmax", "var", "argmax"))
 def test_on_four_ranks(name):
     verdict = check(STEPS[name], p=4, layout="zigzag", n=11)
@@ -174,6 +175,7 @@ def test_what_is_not_known_is_gathered(step, op):
     assert [gather.op for gather in verdict.report.gathers] == [op, "output"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ("amax", "softmax", "logsumexp", "var", "norm", "cumsum", "mean"))
 def test_sixteen_bits_are_computed_in_float32(name):
     """Large sums too: to the rounding of the result."""

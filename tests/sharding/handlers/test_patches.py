@@ -39,6 +39,7 @@ def sharded(size, p=2, **how):
     return verdict.report.sharded_fraction
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size, p", [((22,), 2), ((10, 7), 3), ((6, 8), 2), ((4, 5, 6), 4)])
 def test_patches_are_rows(size, p):
     """What is left over at the sides of 7 and 5 is no part of a patch."""
@@ -49,6 +50,7 @@ def test_kernels_that_are_no_squares():
     assert sharded((6, 12), kernel_size=(2, 3), stride=(2, 3), bias=False) > 0.99
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", [{"kernel_size": 3}, {"padding": 1}])
 def test_other_convolutions_are_computed_by_rows_of_the_picture(how):
     assert sharded((8, 8), **how) > 0.99

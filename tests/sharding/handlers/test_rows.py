@@ -82,7 +82,7 @@ ENDS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
     p, layout = case(STEPS, name)
@@ -90,7 +90,7 @@ def test_steps(name):
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
 @pytest.mark.parametrize("name", ENDS)
 def test_ends(name, layout):

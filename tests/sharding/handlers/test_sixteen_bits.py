@@ -64,7 +64,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).abs().max() / exact.abs().max())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_as_exact_as_one_process(name: str, dtype: torch.dtype) -> None:

@@ -73,6 +73,7 @@ def check(p, model, n=32, b=2):
     return verdict.report
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", SPELLED)
 def test_nothing_is_sent_but_the_output(name, p):

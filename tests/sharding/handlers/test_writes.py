@@ -86,7 +86,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
     p, layout = case(STEPS, name)
@@ -174,7 +174,7 @@ class WithoutGradient(nn.Module):
         return self.model.attention(x + y)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous")])
 @pytest.mark.parametrize("step", (halves, thirds, pairs, interleaved))
 def test_through_one_of_many_views(step, p, layout):

@@ -88,6 +88,7 @@ def test_inductor_is_asked_by_its_own_counter(training: bool) -> None:
     assert not by_inductor("softcap", training).rewritten
 
 
+@pytest.mark.zoo
 def test_where_dropout_draws_no_numbers_are_compared() -> None:
     assert by_ringopt("dropout_train", True).error is None
     assert by_inductor("dropout_train", True).error is None

@@ -43,6 +43,7 @@ def test_one_exchange_has_one_batch_a_hop() -> None:
     assert (forward["batches"], backward["batches"]) == (7, 14)
 
 
+@pytest.mark.sample(3)
 @COMPILER
 @pytest.mark.parametrize("strategy", ["gather", "ring_q", "ulysses"])
 def test_no_strategy_reads_back(strategy: str) -> None:
@@ -50,6 +51,7 @@ def test_no_strategy_reads_back(strategy: str) -> None:
         assert row["reads"] == 0 and row["attention"] > 0
 
 
+@pytest.mark.zoo
 @COMPILER
 def test_dropped_weights_read_nothing_back() -> None:
     for row in launched(Shape("dropout", tokens=64), 3):

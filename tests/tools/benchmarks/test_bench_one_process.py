@@ -51,6 +51,7 @@ def test_rows_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"torch {torch.__version__}, ringopt {ringopt.__version__}" in told
 
 
+@pytest.mark.zoo
 @pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
 def test_the_peak_is_that_of_one_call() -> None:
     """In eager both layers hold scores of 4 * 8 * n^2 bytes and what is made of them; in training for the backward."""
