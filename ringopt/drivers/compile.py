@@ -30,7 +30,6 @@ from ringopt.ir.notes import OF_PROGRAM
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused
 from ringopt.ir.site import SiteInfo
-from ringopt.ir.symbolic_sizes import same
 from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger, once
@@ -229,8 +228,6 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
 
     def passed(step: Pass, gm: fx.GraphModule) -> None:
         sizes.passed(step.name)
-        if mesh.size == 1 and shape_env is not None and step.name == "classify_mask":
-            ask_numbers_of(context)
         dump.passed(step, gm)
 
     made = line_of_passes(begin, context, dump, passed)
@@ -254,17 +251,6 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     if context.drawn or left:  # nothing is spread, so nothing is compared
         return replace(Compiled.of(made, report, context), program=None)
     return Compiled(None, report)
-
-
-def ask_numbers_of(context: Context) -> None:
-    """Raises GuardAsked for attention that is made of numbers on one process: SDPA takes any length where nothing is
-    hidden or all that is later, and masks are written out at one."""
-    for node, info in context.sites.items():
-        if info.refusal is None and node.target is operators.attention.default:
-            call = AttentionCall.of(node)
-            bare = call.attn_mask is None and call.sinks is None and call.seed is None and not any(call.mask_term.terms)
-            if not bare or not (call.pattern == "full" or (call.pattern == "causal" and same(*call.rows))):
-                raise GuardAsked(f"{info.module or 'attention'} is written out for one length ({info.pattern})")
 
 
 def draws_here(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> bool | str:

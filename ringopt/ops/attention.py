@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.context_parallel.geometry.dilation import is_dilated
-from ringopt.context_parallel.geometry.parse import pattern_of
-from ringopt.context_parallel.geometry.visibility import seen
+from ringopt.context_parallel.geometry.visibility import seen_whole
 from ringopt.expr.mask import Mask, ScoreBlock
 from ringopt.ir.symbolic_sizes import same
 from ringopt.kernels.base import HIDDEN, accumulator
@@ -110,19 +109,19 @@ class WholeAttention:
 
     @property
     def block(self) -> ScoreBlock:
-        batch, heads, rows, _ = self.q.shape
-        return ScoreBlock(batch, heads, range(rows), range(self.k.shape[2]))
+        batch, heads = self.q.shape[:2]
+        queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (self.q, self.k))  # the sizes may be open
+        return ScoreBlock(batch, heads, queries, keys)
 
     def whole_mask(self, dtype: torch.dtype) -> Tensor | None:
         """What is added over all queries and keys, None where nothing is hidden or added."""
         q, given, pattern, mask = self.q, self.attn_mask, self.pattern, self.mask
         if pattern == "full" and given is None and mask.visible is None and mask.bias is None:
             return None
-        rows, keys = int(q.shape[2]), int(self.k.shape[2])  # a pattern is made of numbers
+        rows, keys = q.shape[2], self.k.shape[2]  # of any length where the pattern is
         total = q.new_zeros(1, 1, rows, keys, dtype=dtype)
         if pattern != "full":
-            visible = seen(pattern_of(pattern, rows, keys), range(rows), range(keys), q.device)
-            total = total.masked_fill(~visible, HIDDEN)
+            total = total.masked_fill(~seen_whole(pattern, rows, keys, q.device), HIDDEN)
         if mask.visible is not None or mask.bias is not None:
             total = total + mask.additive(self.block, self.sources, dtype, q.device)
         if given is not None:
@@ -153,7 +152,7 @@ def written_out(call: WholeAttention) -> Tensor:
         seed = call.seed.to(q.device)
         in_batch, among_heads = seed[1:].split([batch, heads]) if seed.dim() else (batch, heads)
         drop = Dropout(call.dropout_p, seed.view(-1)[0])
-        weights = weights * drop.factor(in_batch, among_heads, range(rows), range(k.shape[2]), wide)
+        weights = weights * drop.factor(in_batch, among_heads, block.queries, block.keys, wide)
     return unfold(fold(weights.to(v.dtype), groups) @ v, groups)
 
 

@@ -14,7 +14,7 @@ import torch.fx as fx
 from ringopt.expr.bands import band_of, pattern_around
 from ringopt.expr.evaluate import evaluate, show
 from ringopt.expr.simplify import COMPARISONS, substitute
-from ringopt.expr.terms import Apply, Score, Term, axis, conjuncts, constant, loads
+from ringopt.expr.terms import Affine, Apply, Score, Term, axis, conjuncts, constant, loads, walk
 from ringopt.ir.notes import INPUT
 from ringopt.recognize.lift import pairs
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
@@ -112,12 +112,17 @@ def name_of_modifier(score: Term) -> str:
         if len(tensors) != 1:
             break
         operand = tensors[0]
-    if isinstance(operand, Apply) and operand.op == "tanh" and operand is not score and not loads(score):
+    if isinstance(operand, Apply) and operand.op == "tanh" and operand is not score and is_of_score_alone(score):
         with unset_fake_temporarily():
             cap = evaluate(score, {"score": torch.tensor(1e30, dtype=torch.float64)}, []).item()
         return f"softcap({cap:g})"
     text = show(score, lambda source: label(source) or "constant")
     return f"score({text})" if len(text) <= LONGEST else "score"
+
+
+def is_of_score_alone(term: Term) -> bool:
+    """Whether it reads no tensor, and no place: a mask may be filled in before the cap."""
+    return not loads(term) and not any(isinstance(each, Affine) and each.steps for each in walk(term))
 
 
 def is_stored(term: Term) -> bool:

@@ -15,7 +15,9 @@ from ringopt.drivers import compile as compile_driver
 from ringopt.drivers import failing
 from ringopt.drivers.compile import transform
 from ringopt.errors import OptionError, PlanError, RefusedError
+from ringopt.ir.nodes import value_of
 from ringopt.options import Options
+from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.lower import Lower
 from ringopt.passes.shard_sequence import ShardSequence
@@ -176,14 +178,27 @@ def test_the_last_graph_that_dynamo_makes_is_told_of(ranks):
 
 
 class Drops(Causal):
-    """Weights of attention: on one process, too, each length is compiled by itself."""
+    """Weights of attention."""
 
     def forward(self, ids):
         x = self.embed(ids).unsqueeze(1)
         return F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.5)
 
 
-def test_one_process_says_that_dropped_weights_are_compiled_for_each_length(caplog):
+@pytest.fixture
+def a_pass_asks_for_a_length(monkeypatch):
+    """So that on one process, too, each length of a program that draws is compiled by itself."""
+    original = ClassifyMask.run
+
+    def run(self, gm, context):
+        inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        [int(size) for value in inputs for size in getattr(value, "shape", ())]
+        return original(self, gm, context)
+
+    monkeypatch.setattr(ClassifyMask, "run", run)
+
+
+def test_one_process_says_that_draws_are_compiled_for_each_length(caplog, a_pass_asks_for_a_length):
     torch._dynamo.reset()
     compiled = torch.compile(Drops(), backend="ring", options={"inner_backend": "eager"})
     with torch._dynamo.config.patch(recompile_limit=3), caplog.at_level(logging.WARNING):
@@ -195,7 +210,7 @@ def test_one_process_says_that_dropped_weights_are_compiled_for_each_length(capl
     assert notes[-1][0] in told
 
 
-def test_an_error_where_draws_are_looked_for_does_not_end_the_program(monkeypatch, caplog):
+def test_an_error_where_draws_are_looked_for_does_not_end_the_program(monkeypatch, caplog, a_pass_asks_for_a_length):
     torch._dynamo.reset()
     model = Drops()
     compiled = torch.compile(model, backend="ring", options={"inner_backend": "eager"})

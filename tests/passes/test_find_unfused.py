@@ -135,6 +135,10 @@ SCORES = {
         lambda s, q, k, v, m: (torch.tanh(q @ k.mT / 5) * s.temperature).softmax(-1) @ v,
         "score((tanh(score) * temperature[h, 0, 0]))",
     ),
+    "softcap of what was masked": (
+        lambda s, q, k, v, m: (torch.tanh((q @ k.mT).masked_fill(away() > 0, -math.inf) / 5) * 5).softmax(-1) @ v,
+        "score((tanh(div(where((k-q >= 1), -inf, score), 5)) * 5))",
+    ),
     "two functions of the score": (
         lambda s, q, k, v, m: torch.where(padding(m), torch.tanh(q @ k.mT), q @ k.mT * 0.3).softmax(-1) @ v,
         "score",

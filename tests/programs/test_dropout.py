@@ -130,6 +130,39 @@ def test_steps_differ_and_a_seed_reproduces_them() -> None:
     assert not torch.equal(first[0], first[len(first) // 2])
 
 
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "window, sinks and padding": lambda x, i: (
+        (i <= i[:, None]) & ((i > i[:, None] - 4) | (i < 2)) & (x[..., 0] > -1)[:, None, None]
+    ),
+    "chunks and a bias": lambda x, i: torch.where(i // 5 == i[:, None] // 5, (i - i[:, None]) / 9.0, -torch.inf).to(x),
+}
+
+
+def over_lengths(name: str, dynamic: bool | None, inner: str) -> list[Tensor]:
+    def step(x: Tensor) -> Tensor:
+        q, mask = x.unflatten(-1, (HEADS, -1)).transpose(1, 2), MASKS[name](x, torch.arange(x.shape[1]))
+        return F.scaled_dot_product_attention(q, q, q.sin(), mask, dropout_p=0.3)
+
+    found: list[Tensor] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="ring", dynamic=dynamic, options={"inner_backend": inner})
+    for n in (8, 12, 9):
+        torch.manual_seed(n)
+        x = torch.randn(2, n, WIDTH, dtype=torch.float64).requires_grad_()
+        out = compiled(x)
+        out.square().sum().backward()
+        assert x.grad is not None
+        found += [out.detach(), x.grad]
+    return found
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_one_graph_of_one_process_serves_all_lengths(name: str) -> None:
+    expected, before = over_lengths(name, False, "eager"), len(ringopt.reports())
+    agree(over_lengths(name, None, "aot_eager"), expected)
+    assert len(ringopt.reports()) - before == 2
+
+
 def by_stream() -> Tensor:
     return steps("eager", (13,), random="torch")[0][0]
 

@@ -20,7 +20,8 @@ FIRST, SECOND, ROWS = (number - 2**64 for number in (0xBF58476D1CE4E5B9, 0x94D04
 KEYS = 0x5851F42D4C957F2D  # another increment: the numbers of keys are not those of rows
 
 
-Places = int | range | Tensor  # how many from 0, or their numbers
+Rows = range | Tensor  # their numbers
+Places = int | Rows  # how many from 0, which may be open, or their numbers
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class Dropout:
     p: float
     seed: Tensor
 
-    def factor(self, b: Places, h: Places, q_rows: range, kv_rows: range, dtype: torch.dtype) -> Tensor:
+    def factor(self, b: Places, h: Places, q_rows: Rows, kv_rows: Rows, dtype: torch.dtype) -> Tensor:
         """[b, h, queries, keys]: what weights are multiplied with, 0 or 1 / (1 - p). Rows are global, `b` and `h` how
         many rows of the batch and heads there are, or their numbers."""
         rest = 1.0 - self.p
         return self.kept(b, h, q_rows, kv_rows).to(dtype) * (1.0 / rest if rest > 0 else 0.0)
 
-    def kept(self, b: Places, h: Places, q_rows: range, kv_rows: range) -> Tensor:
+    def kept(self, b: Places, h: Places, q_rows: Rows, kv_rows: Rows) -> Tensor:
         """[b, h, queries, keys], bool."""
         device, rows = self.seed.device, mixed(self.seed + ROWS)
         batch, heads = (counted(each, device) for each in (b, h))
@@ -45,9 +46,7 @@ class Dropout:
         keys = mixed(mixed(self.seed + KEYS) ^ counted(kv_rows, device))
         least = int(self.p * 2**64) - 2**63  # of the signed numbers, a share of p lies below
         if least >= 2**63:
-            return torch.zeros((), dtype=torch.bool, device=device).expand(
-                len(batch), len(heads), len(q_rows), len(kv_rows)
-            )
+            return torch.zeros((), dtype=torch.bool, device=device).expand(*rows.shape[:3], keys.shape[0])
         return scrambled(rows ^ keys) >= least
 
 
@@ -55,8 +54,9 @@ def counted(places: Places, device: torch.device) -> Tensor:
     """int64 indices on `device`: of a tensor itself, of a range, or of the first `places` numbers."""
     if isinstance(places, Tensor):
         return places
-    places = range(places) if isinstance(places, int) else places
-    return torch.arange(places.start, places.stop, places.step, device=device)
+    if isinstance(places, range):
+        return torch.arange(places.start, places.stop, places.step, device=device)
+    return torch.arange(places, device=device)
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.pattern import Full, Kind, Pattern, Window
 from ringopt.context_parallel.geometry.segmented import Chunked, Documents, Prefix, Sinks
 from ringopt.context_parallel.geometry.strided import Strided
-from ringopt.context_parallel.geometry.visibility import seen
+from ringopt.context_parallel.geometry.visibility import seen, seen_whole
 from ringopt.errors import OptionError, PlanError
 from tests.context_parallel.drawing import many, patterns, sees
 
@@ -30,6 +30,7 @@ def test_every_query_sees_what_the_definition_says(pattern: Pattern) -> None:
     expected = [[sees(pattern, query, key) for key in keys] for query in queries]
     assert seen(pattern, queries, keys).tolist() == expected
     assert seen(pattern, queries[2:], keys[3:]).tolist() == [row[3:] for row in expected[2:]]
+    assert seen_whole(pattern.text, len(queries), len(keys)).tolist() == expected
     for query in queries:
         needed = [key for rows in pattern.needed(range(query, query + 1)) for key in rows]
         assert needed == [key for key in keys if sees(pattern, query, key)]
