@@ -1,4 +1,4 @@
-"""`ringopt diff`: what two programs differ in: nodes, placements, bytes, FLOPs, attention."""
+"""`ringopt diff`: what two programs differ in: nodes, placements, bytes, FLOPs, attention, values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 OPEN = re.compile(r"\bs\d")  # in a shape, the length or batch size that an export leaves open
 
 EXAMPLES = """\
-Exit code: 0 no difference, 1 some, 2 an error. Nothing of a file is run.
+Exit code: 0 no difference, 1 some, 2 an error. Nothing of a file is run, unless --inputs asks for it.
 
 marks:
   + added   - removed   -+ replaced, or with other arguments   ~ reads other values   = only shape or placement
@@ -27,6 +27,7 @@ examples:
   ringopt convert before.pt2 after.pt2
   ringopt diff before.pt2 after.pt2 --stat
   ringopt diff before.pt2 after.pt2 --world-size 8 --html diff.html
+  ringopt diff before.pt2 after.pt2 --inputs random:1
 """
 
 
@@ -43,6 +44,12 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("after", metavar="B.pt2", help="file of torch.export.save")
     parser.add_argument(
         "--world-size", metavar="N", type=positive, help="count bytes and FLOPs for N ranks where a file serves any"
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="X",
+        help="run both and compare the value of every node: a file of torch.save with a tuple or dict of tensors, or "
+        "random[:SEED]",
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--all", action="store_true", help="fold nothing")
@@ -65,13 +72,14 @@ def _run(arguments: argparse.Namespace) -> int:
     import_all(arguments.imports)
     before, after, ranks = arguments.before, arguments.after, arguments.world_size
     with working("compare"):
-        diff = ringopt.diff(before, after, world_size=ranks, trusted=arguments.trusted)
+        diff = ringopt.diff(before, after, world_size=ranks, trusted=arguments.trusted, inputs=arguments.inputs)
     if arguments.html:
         _write_html(diff, arguments)
     if arguments.json:
         print(json.dumps(diff.to_dict(), indent=2))
     elif diff.same:
-        print(f"no difference: {diff.before.nodes} nodes on both sides")
+        values = f", {len(diff.compared)} values compared" if diff.compared else ""
+        print(f"no difference: {diff.before.nodes} nodes on both sides{values}")
     else:
         _show(diff, arguments)
     return 0 if diff.same else 1

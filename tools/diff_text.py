@@ -19,12 +19,22 @@ from rich.table import Table
 from rich.text import Text
 
 from ringopt.compare.align import LISTED
-from ringopt.compare.graph_diff import Change, GraphDiff, GraphTotals, NodeView, SiteView
+from ringopt.compare.graph_diff import (
+    Change,
+    GraphDiff,
+    GraphTotals,
+    NodeView,
+    SiteView,
+    differs,
+    nodes_text,
+    values_text,
+)
 from ringopt.report import fold_alike, several
 
 MARKS = {"added": ("+", "green"), "removed": ("-", "red"), "resized": ("=", "dim"), "same": (" ", "dim")}
 # Told by number, unless there is nothing else to tell.
 FOLDED = ("resized", "same")
+ROWS = 12  # of values, unless all are asked for
 # Longer text in quotes (the terms of a mask) is cut.
 QUOTED, LONGEST = re.compile(r"'[^']{60,}'"), 40
 # So are long lists of values, and of their shapes.
@@ -78,8 +88,10 @@ def kept(changes: list[Change]) -> list[Change]:
 
 def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
     """`every`: nothing folded. `stat`: numbers of nodes only. Of a diff without changes: nothing to read but that."""
-    parts: list[Text | Table] = [Text(str(diff)), *_totals(diff.before, diff.after)]
+    parts: list[Text | Table] = [Text(nodes_text(diff)), *_totals(diff.before, diff.after)]
     folded = () if every else FOLDED if any(change.kind not in FOLDED for change in diff.changes) else ("same",)
+    if diff.compared:
+        parts += values_lines(diff, every)
     if diff.sites:
         parts.append(_site_table(diff.sites, every))
     if stat:
@@ -95,6 +107,50 @@ def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
     if hidden:
         parts.append(Text(f"elsewhere: {_counted(hidden)}", style="dim"))
     return Group(*parts)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+def values_lines(diff: GraphDiff, every: bool = False) -> Iterator[Text | Table]:
+    """The first node whose value differs by more than its dtype allows, with its place; then a table, in order of
+    computation, of those that do, or of the largest differences where none does."""
+    yield Text(f"\n{values_text(diff)}", style="bold")
+    first = diff.first_bad
+    if first is not None:
+        yield Text(f"  {_shortened(first.node.text)}  # {_shortened(first.node.shape)}", style="red")
+        yield Text(f"      value: off by {first.error} (allowed: {first.error.allowed if first.error else 0:.0e})")
+        for name, where in (("module", first.node.module), ("source", first.node.source)):
+            if where:
+                yield Text(f"      {name}: {where}")
+    rows = worst_values(diff, None if every else ROWS)
+    if rows:
+        yield _value_table(rows, len(diff.compared))
+
+
+def worst_values(diff: GraphDiff, most: int | None) -> list[Change]:
+    """At most so many nodes, in order of computation: the first that differ by more than is allowed, or the largest
+    differences where none does."""
+    bad = [change for change in diff.compared if change.error is not None and change.error.bad]
+    if bad:
+        return bad[:most]
+    differing = [change for change in diff.compared if differs(change)]
+    largest = {id(change) for change in sorted(differing, key=_relative)[::-1][:most]}
+    return [change for change in differing if id(change) in largest]
+
+
+def _relative(change: Change) -> float:
+    return change.error.relative if change.error is not None else 0.0
+
+
+def _value_table(rows: Sequence[Change], compared: int) -> Table:
+    table = Table(title=f"values, {len(rows)} of {compared} in order of computation", title_justify="left")
+    for name, justify in (("node", "left"), ("relative", "right"), ("max abs", "right"), ("module", "left")):
+        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    for change in rows:
+        error = change.error
+        assert error is not None
+        cells = f"%{change.node.name}", f"{error.relative:.1e}", f"{error.largest:.1e}", change.node.module or "-"
+        table.add_row(*map(Text, cells), style="red" if error.bad else "")
+    return table
 
 
 def _totals(before: GraphTotals, after: GraphTotals) -> Iterator[Text]:

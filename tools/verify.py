@@ -187,11 +187,12 @@ def judge(program: ExportedProgram, apart: dict[str, float], expected: Values, w
     for."""
     import torch
 
-    from ringopt.runtime.verify import GRADIENT, ROUNDINGS, TOLERANCE, distances
+    from ringopt.ir.node_values import allowed_of
+    from ringopt.runtime.verify import GRADIENT, ROUNDINGS, distances
 
     seen = [node.meta.get("val") for node in program.graph.nodes]
     dtypes = {x.dtype.to_real() for x in seen if _is_floating(x) or (isinstance(x, torch.Tensor) and x.is_complex())}
-    bound = max((TOLERANCE.get(dtype, 0.5) for dtype in dtypes), default=0.0)
+    bound = max(map(allowed_of, dtypes), default=0.0)
     if all(error <= bound for error in apart.values()):
         return
     gradients = any(name.startswith(GRADIENT) for name in expected)

@@ -12,9 +12,11 @@ import torch.fx as fx
 from torch.export import ExportedProgram
 
 from ringopt.arguments import count_of
-from ringopt.compare.graph_diff import GraphDiff, diff_views, with_values
+from ringopt.compare.graph_diff import GraphDiff, diff_views, with_errors, with_values
+from ringopt.compare.node_errors import errors_of
 from ringopt.compare.node_views import views_of
 from ringopt.compare.program_files import FileProgram, Unknown, read_program
+from ringopt.compare.program_inputs import Given
 from ringopt.errors import ProgramError
 from ringopt.frontend.pt2_archive import blamed, load
 from ringopt.torch_compat.fake_tensors import FakeTensor
@@ -23,31 +25,44 @@ Program: TypeAlias = ExportedProgram | fx.GraphModule
 
 
 def diff(
-    before: Program | str | Path, after: Program | str | Path, *, world_size: int | None = None, trusted: bool = False
+    before: Program | str | Path,
+    after: Program | str | Path,
+    *,
+    world_size: int | None = None,
+    trusted: bool = False,
+    inputs: Given | None = None,
 ) -> GraphDiff:
     """What the two differ in: nodes matched by structure and provenance, and what changed in meaning.
 
     Each is an ExportedProgram, an fx.GraphModule or the path of a .pt2 file; ringopt need not have made either.
     `world_size` is the number of ranks to count bytes and FLOPs of rank 0 for, where a graph does not tell its own.
-    Values of parameters, buffers and constants are compared too. `trusted` is as in `ringopt.load`. Raises
-    ProgramError, OptionError for a `world_size` that is none, and PlanError where the rows of a program are too few
-    for it.
+    Values of parameters, buffers and constants are compared too. With `inputs` both programs are run on them, and the
+    values of all matched nodes compared: a tuple, or a dict by the names of inputs; a file of torch.save with either;
+    or "random", "random:SEED". `trusted` is as in `ringopt.load`. Raises ProgramError, OptionError for a `world_size`
+    that is none, and PlanError where the rows of a program are too few for it.
     """
     if world_size is not None:
         count_of("world_size", world_size)
     given = before, after
-    programs = [opened(program, trusted) for program in given]
+    programs = [opened(program, trusted, inputs is not None) for program in given]
     views, tensors = [], []
     for source, program in zip(given, programs, strict=True):
         with blamed(source, "compared") if isinstance(source, (str, Path)) else nullcontext():
             views.append(views_of(program, world_size))
             tensors.append(tensors_of(program))
-    return with_values(diff_views(*views), lambda one, other: differ(tensors[0](one), tensors[1](other)))
+    found = with_values(diff_views(*views), lambda one, other: differ(tensors[0](one), tensors[1](other)))
+    if inputs is None:
+        return found
+    one, other = (program for program in programs if not isinstance(program, FileProgram))
+    return with_errors(found, errors_of(found, one, other, inputs))
 
 
-def opened(program: Program | str | Path, trusted: bool = False) -> Program | FileProgram:
-    """The program in a file, or the one that is given. Raises ProgramError for what is no program."""
+def opened(program: Program | str | Path, trusted: bool = False, runs: bool = False) -> Program | FileProgram:
+    """The program in a file, or the one that is given; of a file what torch makes of it if it `runs`. Raises
+    ProgramError for what is no program."""
     if isinstance(program, (str, Path)):
+        if runs:
+            return load(program, trusted=trusted)
         try:
             return read_program(Path(program), trusted)
         except Unknown:

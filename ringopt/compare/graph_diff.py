@@ -8,13 +8,16 @@ Nothing here prints or reads torch: `ringopt/compare/` makes the views of real g
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import Any, Literal
 
 from ringopt.compare.align import PARTED, Alignment, Item, align
+from ringopt.errors import ProgramError
+from ringopt.ir.node_values import NodeError
 from ringopt.output.printable import printable
 
 Kind = Literal["same", "resized", "rerouted", "changed", "replaced", "removed", "added"]
@@ -27,7 +30,7 @@ KINDS: dict[Kind, str] = {
     "removed": "only before",
     "added": "only after",
 }
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SHOWN = 12  # attentions in a notebook
 
 
@@ -84,12 +87,14 @@ class Aspect:
 
 @dataclass(frozen=True)
 class Change:
-    """One node, or two that are each other's counterparts."""
+    """One node, or two that are each other's counterparts. `error`: how far the value after is from that before, where
+    both programs were run on the same inputs."""
 
     kind: Kind
     before: NodeView | None
     after: NodeView | None
     aspects: tuple[Aspect, ...] = ()
+    error: NodeError | None = None
 
     @property
     def node(self) -> NodeView:
@@ -125,15 +130,39 @@ def total(parts: Sequence[int | None]) -> int | None:
 
 @dataclass(frozen=True, repr=False)
 class GraphDiff:
-    """`changes` has every node of both sides, in the order of `after`, removed ones where they stood."""
+    """`changes` has every node of both sides, in the order of `after`, removed ones where they stood; `overlays` has
+    numbers of others, by the names of nodes."""
 
     changes: tuple[Change, ...]
     before: GraphTotals
     after: GraphTotals
+    overlays: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
-        return all(change.kind == "same" for change in self.changes)
+        """Whether neither nodes differ, nor values by more than their dtypes allow."""
+        return self.first_bad is None and all(change.kind == "same" for change in self.changes)
+
+    @property
+    def first_bad(self) -> Change | None:
+        """The first node, in order of computation, whose value differs by more than its dtype allows; None also where
+        nothing was run (`diff(..., inputs=...)` runs both)."""
+        return next((change for change in self.compared if change.error is not None and change.error.bad), None)
+
+    @property
+    def compared(self) -> tuple[Change, ...]:
+        """The nodes whose values were compared, in order of computation."""
+        return tuple(change for change in self.changes if change.error is not None)
+
+    def overlay(self, name: str, values: Mapping[Any, float]) -> GraphDiff:
+        """The diff with numbers of your own on its nodes: `values` by node, or by the name of one, after or before.
+        Pages colour nodes by them, and JSON holds them. Raises ProgramError for a node that is on neither side."""
+        known = {view.name for change in self.changes for view in (change.before, change.after) if view is not None}
+        given = {str(getattr(node, "name", node)): float(value) for node, value in values.items()}
+        if unknown := [node for node in given if node not in known]:
+            shown = ", ".join(unknown[:3])
+            raise ProgramError(f"overlay {name!r}: no node {shown} on either side; nodes are those of diff.changes")
+        return replace(self, overlays={**self.overlays, name: given})
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -146,24 +175,27 @@ class GraphDiff:
         return tuple(change for change in self.changes if change.is_site)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"schema": 1, "same", "counts": {kind: number}, "before", "after": GraphTotals, "changes": [...]} with all
-        fields of Change, NodeView, SiteView and Aspect under their names; `changes` has no "same" nodes but sites."""
-        shown = [change for change in self.changes if change.kind != "same" or change.is_site]
+        """For JSON, as ringopt/compare/diff.schema.json says: all fields of Change, NodeView, SiteView, Aspect and
+        NodeError under their names. `changes` has no "same" nodes but sites, and those whose values differ."""
+        shown = [change for change in self.changes if change.kind != "same" or change.is_site or differs(change)]
+        first = self.first_bad
         return {
             "schema": SCHEMA_VERSION,
             "same": self.same,
             "counts": self.counts,
             "before": asdict(self.before),
             "after": asdict(self.after),
-            "changes": [asdict(change) for change in shown],
+            "compared": len(self.compared),
+            "first_bad": first.node.name if first is not None else None,
+            "overlays": {name: {node: finite(x) for node, x in of.items()} for name, of in self.overlays.items()},
+            "changes": [as_dict(change) for change in shown],
         }
 
     def __repr__(self) -> str:
         return f"<ringopt.GraphDiff: {self}>"
 
     def __str__(self) -> str:
-        counted = ", ".join(f"{number} {kind}" for kind, number in self.counts.items() if number)
-        return f"{self.before.nodes} nodes before, {self.after.nodes} after: {counted or 'nothing'}"
+        return f"{nodes_text(self)}; {values_text(self)}" if self.compared else nodes_text(self)
 
     def _repr_html_(self) -> str:
         """For notebooks: how many nodes of each kind, and the first attentions. `ringopt diff --html` has all."""
@@ -172,6 +204,44 @@ class GraphDiff:
         shown = _table(("nodes", "number", ""), kinds) + _table(("attention", "before", "after"), sites[:SHOWN])
         more = f"<p>and {len(sites) - SHOWN:,} more</p>" if len(sites) > SHOWN else ""
         return f"<p>{escape(printable(str(self)))}</p>{shown}{more}"
+
+
+def nodes_text(diff: GraphDiff) -> str:
+    """How many nodes there are of each kind."""
+    counted = ", ".join(f"{number} {kind}" for kind, number in diff.counts.items() if number)
+    return f"{diff.before.nodes} nodes before, {diff.after.nodes} after: {counted or 'nothing'}"
+
+
+def values_text(diff: GraphDiff) -> str:
+    """How many values were compared, and how many differ."""
+    bad = sum(change.error.bad for change in diff.compared if change.error is not None)
+    first = diff.first_bad
+    told = f"{bad} differ, the first %{first.node.name}" if first is not None else "none differs"
+    return f"of {len(diff.compared)} values compared {told}"
+
+
+def as_dict(change: Change) -> dict[str, Any]:
+    """For JSON, which has no infinity."""
+    found = asdict(change)
+    if change.error is not None:
+        found["error"] = {name: finite(value) for name, value in asdict(change.error).items()}
+        found["error"]["bad"] = change.error.bad
+    return found
+
+
+def finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def differs(change: Change) -> bool:
+    """Whether its value was compared, and is another."""
+    return change.error is not None and change.error.largest != 0
+
+
+def with_errors(diff: GraphDiff, errors: Mapping[str, NodeError]) -> GraphDiff:
+    """`errors` by the names of nodes after."""
+    found = (replace(one, error=errors.get(one.after.name)) if one.after is not None else one for one in diff.changes)
+    return replace(diff, changes=tuple(found))
 
 
 def _site(view: NodeView | None) -> str:

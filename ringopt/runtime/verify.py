@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
+from ringopt.ir.node_values import allowed_of, generator_states, largest_difference, restore_generators
 from ringopt.ir.nodes import draws_by_stream
 from ringopt.ir.placement import Spread
 from ringopt.output.printable import logger
@@ -34,8 +35,6 @@ from ringopt.torch_compat.tensors import is_traceable_wrapper_subclass
 
 log = logger(__name__)
 
-# By which share of its largest element a value may differ, where nothing is computed in a coarser dtype.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 ROUNDINGS = 10
 # A gradient that cancels to nothing (of the bias of keys) is all rounding: below this share of the largest element of
 # all gradients, that is its measure.
@@ -84,12 +83,12 @@ class Verified:
 
     def __call__(self, *inputs: Any) -> Any:
         if not self.asked and not any(isinstance(x, FakeTensor) for x in inputs):
-            before = _generator_states()
+            before = generator_states()
             try:
                 with unseen():
                     self.verify(inputs)
             finally:
-                _restore_generators(before)
+                restore_generators(before)
             self.asked = True
         return self.run(*inputs)
 
@@ -97,12 +96,12 @@ class Verified:
         if any(is_traceable_wrapper_subclass(x) and not isinstance(x, Lazy) for x in inputs):
             log.warning("verify: nothing was compared, for tensors that are spread by others (DTensor) come in")
             return
-        before = _generator_states()
+        before = generator_states()
         found = self.values(inputs, compiled=True)
-        after = _generator_states() if self.original.draws else before
-        _restore_generators(before)
+        after = generator_states() if self.original.draws else before
+        restore_generators(before)
         expected = self.values(inputs)
-        if not all(map(torch.equal, after, _generator_states())):
+        if not all(map(torch.equal, after, generator_states())):
             log.warning(
                 "verify: nothing was compared, for the program draws random numbers (dropout) by torch's own stream, "
                 "and ranks draw others than one process does. Verify it with options={'random': 'position'}, with "
@@ -117,11 +116,11 @@ class Verified:
                 self.original.found,
             )
         dtypes = self.original.dtypes | ambient(inputs)
-        allowed = dict.fromkeys(expected, max((TOLERANCE.get(dtype, 0.5) for dtype in dtypes), default=0.0))
+        allowed = dict.fromkeys(expected, max(map(allowed_of, dtypes), default=0.0))
         apart = self.over_ranks(distances(found, expected))
         if any(error > allowed[name] for name, (error, _) in apart.items()):
             eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-            _restore_generators(before)
+            restore_generators(before)
             rounded = distances(self.values(inputs, shaken=eps), expected)
             allowed = {name: max(bound, ROUNDINGS * rounded[name]) for name, bound in allowed.items()}
         wrong = [Apart(name, *found, allowed[name]) for name, found in apart.items() if not found[0] <= allowed[name]]
@@ -228,16 +227,6 @@ def _random_like(size: Sequence[int], like: Tensor, seed: int) -> Tensor:
     return torch.randn(tuple(size), generator=generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
-def _generator_states() -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
-
-
-def _restore_generators(states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])
-
-
 # ---- what may differ -------------------------------------------------------------------------------------------------
 def dtypes_of(program: fx.GraphModule) -> set[torch.dtype]:
     """In which the program computes, its regions included."""
@@ -279,12 +268,8 @@ def distance(one: Any, other: Any, least: float) -> float:
         return 0.0
     if not other.is_floating_point() and not other.is_complex():
         return inf
-    wide = torch.complex128 if other.is_complex() else torch.float64
-    one, other = one.to(wide), other.to(wide)
-    alike = (one == other) | (one.isnan() & other.isnan())
-    worst = torch.where(alike, 0.0, (one - other).abs()).nan_to_num(inf).max()
-    largest = torch.where(other.isfinite(), other.abs(), 0.0).max()
-    return float(worst) / max(float(largest), least, 1e-300) if worst else 0.0
+    worst, largest = largest_difference(one, other)
+    return worst / max(largest, least, 1e-300) if worst else 0.0
 
 
 @dataclass(frozen=True)

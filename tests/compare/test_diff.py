@@ -251,8 +251,10 @@ def test_unrelated_programs_stay_readable() -> None:
 
 def test_to_dict_is_json_with_the_documented_keys(sharded: ringopt.GraphDiff) -> None:
     data = json.loads(json.dumps(sharded.to_dict()))
-    assert data["schema"] == 1
-    assert set(data) == {"schema", "same", "counts", "before", "after", "changes"}
+    assert data["schema"] == 2
+    assert set(data) == {
+        "schema", "same", "counts", "before", "after", "compared", "first_bad", "overlays", "changes",
+    }  # fmt: skip
     assert sum(data["counts"].values()) == len(sharded.changes)
     [site] = [change for change in data["changes"] if (change["after"] or {}).get("site")]
     assert site["kind"] == "replaced"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ringopt.compare.graph_diff import GraphDiff, NodeView, SiteView, diff_views
+from ringopt.compare.graph_diff import GraphDiff, NodeView, SiteView, diff_views, with_errors
+from ringopt.ir.node_values import NodeError
 from ringopt.reporting.diff_page import diff_page
 from tests.harness.browser import browser, missing
 
@@ -41,6 +43,50 @@ def test_it_needs_nothing_from_elsewhere_and_holds_names_as_text() -> None:
     assert re.findall(r"""(?:src|href)\s*=\s*["']?([^"'>\s]*)""", text) == ["data:,"]
     assert text.count("</script>") == 2
     assert "<b>" not in text
+
+
+def numbered() -> GraphDiff:
+    """Errors from the seventh node on, the last of them without bound; and a profile."""
+    nodes = [f"n0_{step}" for step in range(10)]
+    errors = {name: NodeError(1e-9, 1e-8, 1e-4) for name in nodes[:6]}
+    errors |= {name: NodeError(step + 0.5, 0.25, 1e-4) for step, name in enumerate(nodes[6:9])}
+    diff = with_errors(many(), errors | {"n0_9": NodeError(float("inf"), float("inf"), 1e-4)})
+    return diff.overlay("us", {"n1_3": 12.5, "n1_4": 3})
+
+
+def test_numbers_of_nodes_are_json_without_infinity() -> None:
+    text = diff_page(numbered(), "a.pt2", "b.pt2")
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)[0])
+    found = {metric["name"]: [x for x in metric["values"] if x is not None] for metric in data["metrics"]}
+    assert found["error, relative"] == [1e-8] * 6 + [0.25] * 3 + ["inf"]
+    assert found["us"] == [12.5, 3]
+    assert "Infinity" not in json.dumps(data)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_numbers_in_a_browser(tmp_path: Path) -> None:
+    """The first bad node on top, others below in order; another metric by size; a click finds the node."""
+    page = tmp_path / "page.html"
+    page.write_text(diff_page(numbered(), "a.pt2", "b.pt2"))
+    with browser() as window:
+        window.open(page)
+        assert window.texts("#numbers-told") == [
+            "10 nodes, 4 shown in order of computation; the first that is off: %n0_6"
+        ]
+        assert [text.split(" = ")[0] for text in window.texts("tr.value.bad")] == ["%n0_6", "%n0_7", "%n0_8", "%n0_9"]
+        assert window.texts("tr.value td.number") == ["0.250", "0.250", "0.250", "inf"]
+        assert (window.count("#strip rect"), window.count("#strip rect.bad")) == (10, 4)
+        window.click("tr.value")
+        assert window.texts("#modules .node")[0] == "  %n0_6 = op6(%n0_5)  # f32[4] replicated"
+        said = "value: off by 0.250 of its largest element (max abs 0.500)"
+        assert window.texts("#modules .aspects.bad")[0] == said
+        choose = "const all = byId('metric'); all.selectedIndex = 2; all.dispatchEvent(new Event('change'))"
+        window.run(choose)
+        assert window.texts("tr.value td.number") == ["12.5", "3"]
+        for width in (1280, 400):
+            window.resize(width, 800)
+            assert window.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert window.complaints() == []
 
 
 def test_of_5000_nodes_it_is_small() -> None:

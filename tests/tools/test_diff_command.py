@@ -57,6 +57,19 @@ def test_all_folds_nothing_and_stat_tells_numbers(files: tuple[str, str], capsys
     assert "%" not in printed
 
 
+def test_values_are_compared_on_inputs(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", files[0], files[0], "--inputs", "random:1"]) == 0
+    assert capsys.readouterr().out == "no difference: 4 nodes on both sides, 3 values compared\n"
+    assert main(["diff", *files, "--inputs", "random:1"]) == 1
+    printed = capsys.readouterr().out
+    assert "of 3 values compared 1 differ, the first %cos\n  %cos = cos(%scaled_dot_product_attention)" in printed
+    assert "      value: off by " in printed
+    assert "      source: test_diff_command.py:" in printed
+    assert "values, 1 of 3 in order of computation" in printed
+    assert main(["diff", *files, "--inputs", "absent.pt"]) == 2
+    assert capsys.readouterr().err.startswith("ringopt: error: inputs: absent.pt does not exist; ")
+
+
 def test_what_is_unknown_says_how_to_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +95,7 @@ def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["same"] is True
     assert main(["diff", *files, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    assert (data["schema"], data["counts"]["replaced"]) == (1, 1)
+    assert (data["schema"], data["counts"]["replaced"]) == (2, 1)
 
 
 @pytest.mark.parametrize(
