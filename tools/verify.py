@@ -187,7 +187,7 @@ def judge(program: ExportedProgram, apart: dict[str, float], expected: Values, w
     for."""
     import torch
 
-    from ringopt.ir.node_values import allowed_of
+    from ringopt.compare.node_values import allowed_of
     from ringopt.runtime.verify import GRADIENT, ROUNDINGS, distances
 
     seen = [node.meta.get("val") for node in program.graph.nodes]

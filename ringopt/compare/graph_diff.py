@@ -16,8 +16,8 @@ from html import escape
 from typing import Any, Literal
 
 from ringopt.compare.align import PARTED, Alignment, Item, align
+from ringopt.compare.node_values import NodeError
 from ringopt.errors import ProgramError
-from ringopt.ir.node_values import NodeError
 from ringopt.output.printable import printable
 
 Kind = Literal["same", "resized", "rerouted", "changed", "replaced", "removed", "added"]
@@ -216,8 +216,8 @@ def values_text(diff: GraphDiff) -> str:
     """How many values were compared, and how many differ."""
     bad = sum(change.error.bad for change in diff.compared if change.error is not None)
     first = diff.first_bad
-    told = f"{bad} differ, the first %{first.node.name}" if first is not None else "none differs"
-    return f"of {len(diff.compared)} values compared {told}"
+    which = f"{bad} differ, the first %{first.node.name}" if first is not None else "none differs"
+    return f"of {len(diff.compared)} values compared {which}"
 
 
 def as_dict(change: Change) -> dict[str, Any]:
@@ -230,6 +230,7 @@ def as_dict(change: Change) -> dict[str, Any]:
 
 
 def finite(value: float) -> float | str:
+    """A number for JSON, or what it is called."""
     return value if math.isfinite(value) else str(value)
 
 

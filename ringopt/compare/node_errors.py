@@ -18,9 +18,9 @@ from torch.export import ExportedProgram
 
 from ringopt.compare.align import PARTED
 from ringopt.compare.graph_diff import Change, GraphDiff
-from ringopt.compare.program_inputs import Given, Inputs, read
+from ringopt.compare.node_values import NodeError, SteppedGraph, error_of
+from ringopt.compare.program_inputs import Given, Inputs, what_is_given
 from ringopt.errors import ProgramError, first_line
-from ringopt.ir.node_values import NodeError, Steps, error_of
 
 Runnable: TypeAlias = ExportedProgram | fx.GraphModule
 
@@ -34,7 +34,7 @@ def errors_of(diff: GraphDiff, before: Runnable, after: Runnable, given: Given) 
         if change.before is not None and change.after is not None and runs_by_itself(change)
     }
     sides = [Inputs(program) for program in (before, after)]
-    values = inputs_of(sides[0], sides[1], read(given), pairs)
+    values = inputs_of(sides[0], sides[1], what_is_given(given), pairs)
     with torch.no_grad():
         runs = [
             named_values(which, program, side.in_order(value))
@@ -67,7 +67,7 @@ def inputs_of(
 def named_values(which: str, program: Runnable, inputs: list[Any]) -> Iterator[tuple[str, Any, bool]]:
     """Every node with its value, and whether that may be written later. Raises ProgramError for what a node raises."""
     gm = program if isinstance(program, fx.GraphModule) else program.graph_module
-    steps = Steps(gm)
+    steps = SteppedGraph(gm)
     values = steps.values(inputs)
     nodes = iter(gm.graph.nodes)
     while True:

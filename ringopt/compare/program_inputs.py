@@ -117,10 +117,11 @@ def drawn(name: str, expected: Any, example: Any, generator: torch.Generator) ->
 
 
 def copied(value: Any) -> Any:
+    """A tensor of the same numbers, or the value."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def read(given: Given) -> Sequence[Any] | Mapping[str, Any] | int:
+def what_is_given(given: Given) -> Sequence[Any] | Mapping[str, Any] | int:
     """Tensors, or a seed. Raises ProgramError for a file that holds something else; nothing of it is run."""
     if isinstance(given, str) and (random := RANDOM.fullmatch(given)):
         return int(random[1] or 0)

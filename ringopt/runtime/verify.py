@@ -22,9 +22,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.compare.node_values import allowed_of, generator_states, largest_difference, restore_generators
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
-from ringopt.ir.node_values import allowed_of, generator_states, largest_difference, restore_generators
 from ringopt.ir.nodes import draws_by_stream
 from ringopt.ir.placement import Spread
 from ringopt.output.printable import logger

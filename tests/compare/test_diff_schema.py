@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ringopt.compare.graph_diff import SCHEMA_VERSION, GraphDiff, diff_views, with_errors
-from ringopt.ir.node_values import NodeError
+from ringopt.compare.node_values import NodeError
 from tests.compare.test_graph_diff import CHAIN, program
 from tests.reporting.test_diff_page import many
 

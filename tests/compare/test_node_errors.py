@@ -16,8 +16,8 @@ from torch.export import ExportedProgram, export
 
 import ringopt
 from ringopt.compare import node_errors
+from ringopt.compare.node_values import error_of
 from ringopt.errors import ProgramError
-from ringopt.ir.node_values import error_of
 
 
 class Deep(nn.Module):

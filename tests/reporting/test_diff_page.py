@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ringopt.compare.graph_diff import GraphDiff, NodeView, SiteView, diff_views, with_errors
-from ringopt.ir.node_values import NodeError
+from ringopt.compare.node_values import NodeError
 from ringopt.reporting.diff_page import diff_page
 from tests.harness.browser import browser, missing
 

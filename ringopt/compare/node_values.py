@@ -1,6 +1,6 @@
 """A graph run node by node, and how far two values are apart.
 
-    for node, value in Steps(gm).values(inputs): ...
+    for node, value in SteppedGraph(gm).values(inputs): ...
 
 A value is dropped after its last reader, as an interpreter of torch.fx does, so two graphs can be run beside each other
 and their values compared as they come.
@@ -26,7 +26,7 @@ COARSE = 0.5  # of any other floating dtype
 ENTRIES = 1 << 22  # compared at a time: a value is not held once more in float64
 
 
-class Steps(fx.Interpreter):
+class SteppedGraph(fx.Interpreter):
     """Runs `gm`, one node a step. What it draws at random is as if nobody drew between its steps."""
 
     def __init__(self, gm: fx.GraphModule):
@@ -49,6 +49,7 @@ class Steps(fx.Interpreter):
                 del self.env[read]
 
     def step(self, node: fx.Node) -> Any:
+        """The value of one node, drawn from the stream of this run."""
         if not self.draws:
             return self.run_node(node)
         others = generator_states()
@@ -88,6 +89,7 @@ class NodeError:
 
     @property
     def bad(self) -> bool:
+        """Whether it is more than is allowed."""
         return not self.relative <= self.allowed
 
     def __str__(self) -> str:
