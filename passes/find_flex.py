@@ -23,14 +23,13 @@ from ringopt.calls import AttentionCall, FlexOpCall
 from ringopt.expr.bands import Known
 from ringopt.expr.simplify import substitute
 from ringopt.expr.terms import load, loads, score
-from ringopt.ir.nodes import shape_of, value_of
+from ringopt.ir.nodes import descendants, shape_of, value_of
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.ops import operators
 from ringopt.recognize.crosscheck import reading_of_scores
 from ringopt.recognize.emit import multiplied
 from ringopt.recognize.lift import Cone, Unreadable
-from ringopt.recognize.prove import descendants
 from ringopt.recognize.reading import Reading
 from ringopt.recognize.scores import NotAttention, Scores, peel_scores
 from ringopt.rewrite import Facts, Rewrite

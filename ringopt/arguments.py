@@ -14,6 +14,8 @@ from ringopt.context_parallel.plan.plan_of import NAMES
 from ringopt.errors import OptionError
 from ringopt.options import KernelName
 
+MASK_DIMS = ("mask batch", "mask heads", "mask rows", "mask keys")
+
 
 def check_operands(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     """What one rank can check on its shard; what has to match over all ranks they compare (recognize/crosscheck.py)."""

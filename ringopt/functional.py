@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringopt.arguments import (
+    MASK_DIMS,
     check_causal,
     check_layout,
     check_mask,
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["attention", "record_traffic", "shard", "unshard"]
-
-MASK_DIMS = ("mask batch", "mask heads", "mask rows", "mask keys")
 
 
 def attention(

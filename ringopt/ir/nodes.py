@@ -233,3 +233,13 @@ def written_args(node: fx.Node) -> list[fx.Node]:
         if arg.alias_info is not None and arg.alias_info.is_write:
             fx.map_arg(named(node, arg.name), found.append)
     return found
+
+
+def descendants(start: fx.Node, end: fx.Node) -> set[fx.Node]:
+    """`start` and the nodes computed from it, up to `end`."""
+    found, node = {start}, start
+    while node is not end:
+        node = node.next
+        if any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -20,7 +20,7 @@ from ringopt.dims.origin import is_constant, is_learned, is_row, origins
 from ringopt.expr.simplify import apply, literal, negate, substitute, where
 from ringopt.expr.terms import Affine, Apply, Cast, Load, Term, affine, axis, conjuncts, constant, load, loads, score
 from ringopt.ir.constants import Constants
-from ringopt.ir.nodes import argument, op_name, shape_of, value_of
+from ringopt.ir.nodes import argument, descendants, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import is_open, same
 from ringopt.recognize.additive_mask import every, folded
 from ringopt.recognize.candidates import Candidate, Roles
@@ -390,13 +390,3 @@ def without(term: Term, shifts: Sequence[Term]) -> Term | None:
         pending = [each for each in pending if each is not shift]
         term = left
     return None if pending else term
-
-
-def descendants(start: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """`start` and the nodes computed from it, up to `end`."""
-    found, node = {start}, start
-    while node is not end:
-        node = node.next
-        if any(arg in found for arg in node.all_input_nodes):
-            found.add(node)
-    return found
