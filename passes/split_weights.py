@@ -25,7 +25,7 @@ from ringopt.dims.contraction import product_of
 from ringopt.dims.op_families import MATRIX_PRODUCTS, PERMUTATIONS
 from ringopt.ir.nodes import emit, op_name, shape_of
 from ringopt.pipeline import Context, Pass
-from ringopt.recognize.softmax import SUMS, both, is_multiple, is_sum, unturned
+from ringopt.recognize.softmax import SUMS, both, is_multiple, is_sum, unturned, without_number
 
 aten = torch.ops.aten
 
@@ -69,6 +69,8 @@ class Splitter:
         if op_name(weights) in SUMS:
             parts = [self.times(part, turns) for part in weights.args[:2]]
             return emit(self.graph, weights.target, (*parts, *weights.args[2:]), self.product, weights.kwargs)
+        if (rest := without_number(weights)) is not None:
+            return emit(self.graph, weights.target, (self.times(rest, turns), weights.args[1]), self.product)
         if op_name(weights) == "mul" and not turns:
             factor, rest = next(pair for pair in both(weights) if is_multiple(*pair, weights))
             if (beside := self.of_rows(factor)) is not None:

@@ -169,6 +169,8 @@ def is_weights(node: fx.Node) -> bool:
     """A softmax, a view or a part of one, or a multiple of that."""
     if op_name(node) in SUMS:
         return is_sum(node)
+    if (rest := without_number(node)) is not None:
+        return is_weights(rest)
     if op_name(node) == "mul":
         return any(is_multiple(one, other, node) for one, other in both(node))
     if op_name(node) == "select":
@@ -176,6 +178,12 @@ def is_weights(node: fx.Node) -> bool:
     while op_name(node) in CONVERSIONS:
         node = node.args[0]
     return op_name(node) in SOFTMAXES
+
+
+def without_number(node: fx.Node) -> fx.Node | None:
+    """What a multiple by a Python number is made of; None for anything else."""
+    plain = op_name(node) in ("mul", "div") and len(node.args) == 2 and not node.kwargs
+    return node.args[0] if plain and is_tensor(node.args[0]) and isinstance(node.args[1], (int, float)) else None
 
 
 def both(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
