@@ -17,44 +17,28 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
-from ringopt.calls import AttentionCall
-from ringopt.ir.nodes import shape_of, value_of
+from ringopt.calls import AttentionCall, Sdpa
+from ringopt.dims.declared_attention import DeclaredSite, why_not
+from ringopt.ir.nodes import op_name, shape_of, value_of
+from ringopt.ir.notes import SPELLED
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.ops import operators
 from ringopt.recognize.emit import draw_seed, expanded, four_dims, four_sizes, mask_of, view, with_positive_scale
 from ringopt.rewrite import Facts, Rewrite
-from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Sdpa:
-    """The arguments of scaled_dot_product_attention, however they were given."""
-
-    query: fx.Node
-    key: fx.Node
-    value: fx.Node
-    attn_mask: fx.Node | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    @classmethod
-    def of(cls, node: fx.Node) -> Sdpa:
-        names = [argument.name for argument in schema_of(node.target).arguments]
-        return cls(**dict(zip(names, node.args)), **node.kwargs)  # noqa: B905
-
-
-@dataclass(frozen=True)
 class Called:
-    """A call of attention. `sdpa` is None where it is canonical already, as that of a module of ringopt/nn.py is."""
+    """A call of attention. `sdpa` is None where it is canonical already, as that of a module of ringopt/nn.py is, and
+    where it is an operator that is `declared` to be attention and had to stay as it is."""
 
     node: fx.Node
     info: SiteInfo
     sdpa: Sdpa | None = None
+    declared: DeclaredSite | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +54,8 @@ class FindAttention(Rewrite[fx.Node, Called]):
     def match(self, node: fx.Node, facts: Facts) -> Called | None:
         if node.target is operators.attention.default:
             return Called(node, SiteInfo.at(node, "ringopt", AttentionCall.of(node).pattern, False))
+        if (declared := DeclaredSite.of(node)) is not None:
+            return Called(node, SiteInfo.at(node, op_name(node), "full", False), declared=declared)
         if node.target is not aten.scaled_dot_product_attention.default:
             return None
         sdpa, form = Sdpa.of(node), _form_of(node)
@@ -77,6 +63,8 @@ class FindAttention(Rewrite[fx.Node, Called]):
         return Called(node, SiteInfo.at(node, form, pattern, masked), sdpa)
 
     def check(self, found: Called, facts: Facts) -> Refusal | None:
+        if found.declared is not None:  # what may be rewritten was, by normalize
+            return why_not(found.declared) or Refusal("its rule came too late", found.node)
         return _why_not(found.node, found.sdpa) if found.sdpa is not None else None
 
     def rewrite(self, found: Called, facts: Facts) -> None:
@@ -88,6 +76,8 @@ class FindAttention(Rewrite[fx.Node, Called]):
 
 
 def _form_of(node: fx.Node) -> str:
+    if SPELLED in node.meta:
+        return str(node.meta[SPELLED])
     callers = [str(name) for name, _ in node.meta.get("source_fn_stack", [])]
     return "multihead_attention" if any("multi_head_attention" in name for name in callers) else "sdpa"
 

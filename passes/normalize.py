@@ -12,6 +12,7 @@
     x[hidden] = 0                         ->   masked_fill(x, hidden, 0)
     rand_like(x)                          ->   rand([2, 3])
     cat([torch.tensor([]), x], -2)        ->   clone(x)
+    mylib::attend(q, k, v)                ->   scaled_dot_product_attention(q, k, v), where a rule says so
 
 After: no mutable op but the final copy_ into inputs the program changes, so a value may be read anywhere. Moving a read
 past a write, or a producer out of its no_grad region, is what makes hoisting lose or leak gradients.
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from ringopt.dims.declared_attention import spell_declared
 from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
@@ -46,6 +48,7 @@ class Normalize(Pass):
     reads = ("given",)
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
+        spell_declared(gm.graph)
         refuse_unknown_calls(gm.graph)
         rename_synonyms(gm.graph)
         each_by_itself(gm.graph)

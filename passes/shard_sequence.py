@@ -38,7 +38,7 @@ from ringopt.sharding.handlers.norms import refuse_mixed_statistics
 from ringopt.sharding.handlers.random import place_seeds
 from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
-from ringopt.sharding.outputs import gathers_of, leave
+from ringopt.sharding.outputs import gathers_of, leave, unknown_operators
 from ringopt.sharding.ranks import Ranks
 from ringopt.sharding.scans import begin_scans
 from ringopt.sharding.sharder import Sharder
@@ -78,6 +78,7 @@ class ShardSequence(Pass):
             decided |= twice
         context.replicated_random += random + functions.random()
         context.notes += functions.notes() + sharder.relaid
+        context.notes += unknown_operators(sharder, gm.graph)
         gm.graph = sharder.finished()
         refuse_mixed_statistics(gm.graph)
         context.gathers += gathers_of(sharder)

@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from ringopt.options import Options, defaults
     from ringopt.planner.plan import Plan, plan
     from ringopt.report import Report
+    from ringopt.rules.declare import AttentionRule, Gathered, Pointwise, Tokenwise, rule
     from ringopt.tensor.from_rows import from_rows
     from ringopt.version import __version__
 
 __all__ = [
+    "AttentionRule",
+    "Gathered",
     "GraphDiff",
     "Options",
     "Plan",
+    "Pointwise",
     "Report",
     "SameBatchSampler",
+    "Tokenwise",
     "__version__",
     "attention",
     "convert",
@@ -44,6 +49,7 @@ __all__ = [
     "plan",
     "record_traffic",
     "reports",
+    "rule",
     "shard",
     "unshard",
 ]
@@ -53,10 +59,14 @@ _MODULES = ("errors", "nn")
 # Where each other public name lives.
 _HOME = {
     "__version__": "ringopt.version",
+    "AttentionRule": "ringopt.rules.declare",
+    "Gathered": "ringopt.rules.declare",
     "GraphDiff": "ringopt.compare.graph_diff",
     "Options": "ringopt.options",
+    "Pointwise": "ringopt.rules.declare",
     "Report": "ringopt.reporting.report_page",  # with the page of `to_html`
     "SameBatchSampler": "ringopt.distributed.sampler",
+    "Tokenwise": "ringopt.rules.declare",
     "attention": "ringopt.functional",
     "convert": "ringopt.drivers.convert",
     "defaults": "ringopt.options",
@@ -68,6 +78,7 @@ _HOME = {
     "plan": "ringopt.planner.plan",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",
+    "rule": "ringopt.rules.declare",
     "shard": "ringopt.functional",
     "unshard": "ringopt.functional",
 }

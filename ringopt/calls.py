@@ -161,6 +161,25 @@ class AttentionCall(Call):
 
 
 @dataclass(frozen=True)
+class Sdpa:
+    """The arguments of scaled_dot_product_attention, however they were given."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    attn_mask: fx.Node | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Sdpa:
+        names = [argument.name for argument in schema_of(node.target).arguments]
+        return cls(**dict(zip(names, node.args)), **node.kwargs)  # noqa: B905
+
+
+@dataclass(frozen=True)
 class FlexOpCall(Call):
     """`ringopt::flex`, flex_attention while it is being read: `scores` is what it makes of `product`, q @ k.mT."""
 

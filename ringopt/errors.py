@@ -16,6 +16,10 @@ class OptionError(RingError, ValueError):
     """An option is unknown or has a value that cannot be used."""
 
 
+class RuleError(RingError, ValueError):
+    """A rule for an operator says what cannot be."""
+
+
 class PlanError(RingError):
     """An exchange plan does something wrong; it is refused before it moves a tensor."""
 

@@ -15,11 +15,13 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.dims.contraction_rules import LOOK_UPS, PRODUCTS
+from ringopt.dims.declared import declared_rule, element_rule
 from ringopt.dims.op_families import CASTS, COPIES, ELEMENTWISE
 from ringopt.dims.reduction_rules import LAYERS, MIXING, REDUCTIONS
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.dims.view_rules import VIEWS
 from ringopt.ir.nodes import is_tensor, op_name, shape_of
+from ringopt.rules.declare import declared_for, is_foreign
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 
@@ -28,7 +30,8 @@ def rule_of(node: fx.Node) -> Rule | None:
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
-        return Rule((same_dims(len(shape_of(node))),)) if is_tensor(node) else None
+        of_element = element_rule(node) if is_foreign(node.args[0]) else None
+        return of_element or (Rule((same_dims(len(shape_of(node))),)) if is_tensor(node) else None)
     target, name = node.target, op_name(node)
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return None
@@ -36,6 +39,8 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None  # the random numbers of a shard are not a shard of the random numbers
     if name in RULES:
         return RULES[name](node)
+    if is_foreign(node) and declared_for(target) is not None:
+        return declared_rule(node)
     if torch.Tag.pointwise in target.tags or name in POINTWISE or name.startswith("special_"):
         return pointwise(node)
     return None

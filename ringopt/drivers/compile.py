@@ -39,6 +39,7 @@ from ringopt.pipeline import Callback, Context, Pass, Pipeline
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of, with_place
+from ringopt.rules.plugins import load_rules
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
 from ringopt.scans.call import is_scan
 from ringopt.torch_compat import dynamo
@@ -274,7 +275,7 @@ def line_of_passes(
     """What `begin` gives, which fills the context with what is known, its graph after all passes; the report alone
     where it is refused as a whole."""
     steps = chosen_line(context.options, context.mesh.size)
-    context.notes += switched_off(context.options)
+    context.notes += [*switched_off(context.options), *load_rules()]
     try:
         made = begin()
         flat = made.graph

@@ -16,6 +16,8 @@
     PLACEMENT      of a sharded value: how; None where it is on every rank
     WHOLE          the value that all ranks hold together; None where it was no value of the program
     NAMED          what a node is to be called in the finished graph
+    SPELLED        of scaled_dot_product_attention: the operator of another library in whose place it stands
+    RULED          of an operator of another library: its rule, and the shapes that it was held against
 """
 
 INPUT = "input"
@@ -35,3 +37,5 @@ POLICY = "policy"
 PLACEMENT = "placement"
 WHOLE = "whole"
 NAMED = "named"
+SPELLED = "spelled"
+RULED = "ruled"

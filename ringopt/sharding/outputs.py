@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 
 import torch.fx as fx
@@ -9,10 +10,11 @@ import torch.fx as fx
 from ringopt.ir.memory import base_of, shared_outputs
 from ringopt.ir.nodes import module_path, op_name, source_line, value_of
 from ringopt.ir.notes import STRIDES
-from ringopt.ir.placement import Spread
+from ringopt.ir.placement import Sharded, Spread
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.options import Outputs
 from ringopt.report import Gather
+from ringopt.rules.declare import declaration_of, is_foreign, line_to_write
 from ringopt.sharding.sharder import Sharder
 
 
@@ -71,3 +73,23 @@ def gathers_of(sharder: Sharder) -> list[Gather]:
             line = source_line(note.reader) or source_line(note.value)
             found.append(Gather(op, sharder.describe(note), note.bytes, module_path(note.reader), line))
     return found
+
+
+def unknown_operators(sharder: Sharder, graph: fx.Graph) -> list[str]:
+    """For the report: operators of other libraries that have no rule, of whose results a rank needs its rows only, and
+    which every rank computes whole for them. (Those that sharded values are gathered for are told with that.)"""
+    cut = {node: form.dim for node, form in sharder.converted if isinstance(form, Sharded)}
+    named = {note.reader for note in sharder.gathers}
+    found = dict[str, str]()
+    for node in graph.nodes:
+        if not is_foreign(node) or node in named or declaration_of(node) is not None:
+            continue
+        results = [node, *(user for user in node.users if user.target is operator.getitem)]
+        dim = next((cut[each] for each in results if each in cut), None)
+        if dim is not None:
+            where = f" ({line})" if (line := module_path(node) or source_line(node)) else ""
+            found[op_name(node)] = (
+                f"{op_name(node)} has no rule, so every rank computes it whole, and all that it reads{where}. If it "
+                f"works token by token, {line_to_write(node, dim)} keeps it on shards"
+            )
+    return list(found.values())

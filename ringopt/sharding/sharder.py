@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import OpCall
+from ringopt.dims.declared import DeclaredRule, why_whole
 from ringopt.dims.rule import Rule, ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.memory import laying_out, viewed
@@ -39,6 +40,7 @@ from ringopt.ir.notes import NAMED, PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, same
 from ringopt.ops import operators
+from ringopt.rules.declare import is_foreign, line_to_write
 from ringopt.sharding.ranks import Ranks
 from ringopt.torch_compat.operators import UNSAFE_VIEW
 from ringopt.torch_compat.schema import schema_of
@@ -286,7 +288,9 @@ class Sharder:
         """`node` on local operands. Sizes given as arguments lose the sharded one: it is whatever is here."""
         args, kwargs = self.operands(node, wanted)
         target: Any = node.target
-        if isinstance(rule, ViewRule):
+        if isinstance(rule, DeclaredRule):
+            target = rule.local or target
+        elif isinstance(rule, ViewRule):
             target, args, kwargs = aten.reshape.default, (args[0], self.local_sizes(node, out)), {}
         elif is_aten(node) and op_name(node) in ("expand", "broadcast_to"):
             args = (args[0], self.local_sizes(node, out))
@@ -362,4 +366,15 @@ class Sharder:
             "an output of the graph" if note.reader.op == "output" else f"{op_name(note.reader) or note.reader.target}"
         )
         where = module_path(note.reader)
-        return f"{reader}{' in ' + where if where else ''} needs all rows of {note.value.name}, sharded {placement}"
+        what = f"{reader}{' in ' + where if where else ''} needs all rows of {note.value.name}, sharded {placement}"
+        return f"{what}{about_rule(note.reader, placement)}"
+
+
+def about_rule(reader: fx.Node, placement: Sharded | None) -> str:
+    """Of an operator of another library: why its rule does not help, or the line of code that would."""
+    if not is_foreign(reader):
+        return ""
+    if why := why_whole(reader):
+        return f": {why}"
+    line = line_to_write(reader, placement.dim if placement is not None else 1)
+    return f": it has no rule. If it works token by token, {line} keeps it on shards"

@@ -15,7 +15,9 @@ __all__ = [
     "can_decompose",
     "is_functorch",
     "names_of_all_operators",
+    "operator_behind",
     "overload_name",
+    "packet_name",
     "schema_of",
     "schema_or_none",
 ]
@@ -43,6 +45,16 @@ def schema_or_none(target: Any) -> torch.FunctionSchema | None:
 def overload_name(operator: OpOverload) -> str:
     """`_overloadname`: "Tensor" of aten.add.Tensor, "default" where the schema names none."""
     return str(operator._overloadname)
+
+
+def operator_behind(given: Any) -> Any:
+    """`_opoverload` of what torch.library.custom_op returns; anything else as it is."""
+    return getattr(given, "_opoverload", given)
+
+
+def packet_name(given: Any) -> str:
+    """`_qualified_op_name` of an OpOverloadPacket, "aten::add"; "" of anything else."""
+    return str(getattr(given, "_qualified_op_name", ""))
 
 
 def can_decompose(operator: OpOverload) -> bool:

@@ -17,7 +17,9 @@ from ringopt.torch_compat.schema import (
     can_decompose,
     is_functorch,
     names_of_all_operators,
+    operator_behind,
     overload_name,
+    packet_name,
     schema_of,
     schema_or_none,
 )
@@ -84,3 +86,12 @@ def test_what_begins_a_vmap_is_functorchs() -> None:
 
 def test_all_operators_are_listed_by_name_and_overload() -> None:
     assert {"aten::add.Tensor", "aten::linear"} <= set(names_of_all_operators())
+
+
+def test_an_operator_is_found_behind_what_defines_it() -> None:
+    made = torch.library.custom_op(
+        "ringopt_test_schema::twice", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    assert operator_behind(made) is torch.ops.ringopt_test_schema.twice.default
+    assert operator_behind(aten.add.Tensor) is aten.add.Tensor
+    assert (packet_name(aten.add), packet_name(3)) == ("aten::add", "")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.fx as fx
 
+from ringopt.dims.declared import DeclaredRule
 from ringopt.dims.rule import Rule, ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_random, is_tensor, shape_of, tensor_args
@@ -39,6 +40,8 @@ def by_columns(sharder: Sharder, node: fx.Node) -> bool:
     would have to come back by itself."""
     rule, operands = rule_of(node), list(tensor_args(node))
     users = [node] if is_tensor(node) else getitems(node)
+    if isinstance(rule, DeclaredRule) and users != [node]:
+        return False  # its results may run along with different dims
     if rule is None or isinstance(rule, ViewRule) or len(rule.operands) != len(operands):
         return False
     if sharder.ranks.asks or is_random(node) or not users or len(users) > 2:

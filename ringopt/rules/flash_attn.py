@@ -1,0 +1,59 @@
+"""Rules for the operators that flash-attn registers, by their schemas (flash_attn 2.7 and later).
+
+    flash_attn::_flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, ...)     B S H D
+    flash_attn::_flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, ...)                      S H D, packed
+
+`flash_attn_func` and its kin call them inside an autograd.Function, whose backward calls the operator named here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringopt.rules.declare import AttentionRule, Declaration, Gathered, rule
+
+FORWARD, VARLEN = "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"
+
+# What a rule cannot say, and the values that ask for nothing of it.
+BEYOND: dict[str, tuple[Any, ...]] = {
+    "softcap": (0.0, None), "alibi_slopes": (None,), "block_table": (None,), "leftpad_k": (None,), "seqused_k": (None,),
+    "return_softmax": (False,),
+}  # fmt: skip
+
+
+def declare_flash_attn() -> None:
+    """Both, for the registry."""
+    rule(FORWARD)(forward)
+    rule(VARLEN)(varlen)
+
+
+def forward(window_size_left: int = -1, window_size_right: int = -1, **given: Any) -> Declaration:
+    """A window and `causal` match the last query and the last key."""
+    return beyond(given) or AttentionRule(
+        layout="BSHD",
+        causal="causal",
+        scale="softmax_scale",
+        dropout="dropout_p",
+        window=(window_size_left, window_size_right),
+        align="last",
+        backward="flash_attn::_flash_attn_backward",
+    )
+
+
+def varlen(window_size_left: int = -1, window_size_right: int = -1, **given: Any) -> Declaration:
+    """Sequences one after the other."""
+    return beyond(given) or AttentionRule(
+        layout="SHD",
+        causal="causal",
+        scale="softmax_scale",
+        dropout="dropout_p",
+        window=(window_size_left, window_size_right),
+        segments=("cu_seqlens_q", "cu_seqlens_k"),
+        backward="flash_attn::_flash_attn_varlen_backward",
+    )
+
+
+def beyond(given: dict[str, Any]) -> Gathered | None:
+    """What a call asks for that is no attention of `AttentionRule`."""
+    found = [name for name, nothing in BEYOND.items() if name in given and given[name] not in nothing]
+    return Gathered(f"it is called with {', '.join(found)}, which no rule says") if found else None

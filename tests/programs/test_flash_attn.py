@@ -1,0 +1,157 @@
+"""The operators of flash-attn: stand-ins with its schemas, called as its own Python code calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from tests.harness.translation import validate
+
+if hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
+    pytest.skip("flash-attn itself is here", allow_module_level=True)
+
+OPTIONS = (
+    "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right, float softcap"
+)
+REST = "Tensor? alibi_slopes"
+DENSE = f"(Tensor q, Tensor k, Tensor v, {OPTIONS}, {REST}, bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)"
+PACKED = (
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k,"
+    " float dropout_p, float softmax_scale, bool causal, int window_size_left=-1, int window_size_right=-1,"
+    " float softcap=0., Tensor? alibi_slopes=None, bool return_softmax=False, Tensor? block_table=None,"
+    " Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+BACKWARD = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq, Tensor(b!)? dk,"
+    f" Tensor(c!)? dv, {OPTIONS}, {REST}, bool deterministic, Tensor? rng_state=None) -> Tensor"
+)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, right: int, cu: Any) -> Tensor:
+    """B S H D, as the kernel's documentation has it."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    own = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    keys = torch.arange(k.shape[2])
+    seen = (own >= keys) if causal else torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    seen = seen & (keys >= own - left) if left >= 0 else seen
+    seen = seen & (keys <= own + right) if right >= 0 else seen
+    if cu is not None:
+        place = torch.searchsorted(cu, keys.to(cu.dtype), right=True)
+        seen = seen & (place[:, None] == place)
+    out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).contiguous()
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, p: Any, scale: float, causal: bool, left: int, right: int, *_: Any) -> Any:
+    lse = q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+    return attention(q, k, v, scale, causal, left, right, None), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _k: Any, _m: Any, _n: Any, p: Any, scale: float, causal: bool,
+    left: int = -1, right: int = -1, *_: Any,
+) -> Any:  # fmt: skip
+    out = attention(q[None], k[None], v[None], scale, causal, left, right, cu)[0]
+    return out, q.new_zeros(q.shape[1], q.shape[0]), q.new_empty(0), torch.zeros(2, dtype=torch.int64)
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    p: Any, scale: float, causal: bool, left: int, right: int, *_: Any,
+) -> Tensor:  # fmt: skip
+    with torch.enable_grad():
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        found = torch.autograd.grad(attention(*given, scale, causal, left, right, None), given, dout)
+    for x, grad in zip((dq, dk, dv), found, strict=True):
+        x.copy_(grad)
+    return torch.zeros_like(lse)
+
+
+LIBRARY = torch.library.Library("flash_attn", "DEF")
+for name, schema, kernel in (
+    ("_flash_attn_forward", DENSE, dense),
+    ("_flash_attn_varlen_forward", PACKED, packed),
+    ("_flash_attn_backward", BACKWARD, backward),
+):
+    LIBRARY.define(name + schema)
+    LIBRARY.impl(name, kernel, "CPU")
+    if "forward" in name:
+        torch.library.register_fake(f"flash_attn::{name}", kernel, lib=LIBRARY)
+    else:
+        torch.library.register_fake(f"flash_attn::{name}", lambda *given: torch.empty_like(given[5]), lib=LIBRARY)
+ops = torch.ops.flash_attn
+
+
+class FlashAttention(Function):
+    """As flash_attn_func calls the operators."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: tuple[int, int]) -> Tensor:
+        ctx.given = (0.0, 0.5, causal, *window, 0.0, None)
+        out, lse, _mask, state = ops._flash_attn_forward(q, k, v, *ctx.given, return_softmax=False)
+        ctx.save_for_backward(q, k, v, out, lse, state)
+        return out[..., : q.shape[-1]]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+        q, k, v, out, lse, state = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        ops._flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, *ctx.given, False, rng_state=state)
+        return dq[..., : dout.shape[-1]], dk[..., : dout.shape[-1]], dv[..., : dout.shape[-1]], None, None
+
+
+class Flash(nn.Module):
+    """Grouped heads, B S H D."""
+
+    def __init__(self, way: str, causal: bool, window: tuple[int, int]) -> None:
+        super().__init__()
+        self.qkv, self.way, self.causal, self.window = nn.Linear(8, 16), way, causal, window
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 2)).split([4, 2, 2], 2)
+        if self.way == "function":
+            return FlashAttention.apply(q, k, v, self.causal, self.window).flatten(2).sin()
+        if self.way == "dense":
+            out = ops._flash_attn_forward(q, k, v, 0.0, 0.5, self.causal, *self.window, 0.0, None, False)[0]
+            return out.flatten(2).sin()
+        out = ops._flash_attn_varlen_forward(q[0], k[0], v[0], ends, ends, 6, 6, 0.0, 0.5, self.causal, *self.window)
+        return out[0].flatten(1).sin()
+
+
+WAYS = [
+    ("function", True, (-1, -1), 2), ("function", False, (3, 2), 3), ("packed", True, (-1, -1), 2),
+    ("packed", False, (4, 0), 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "causal", "window", "p"), WAYS)
+def test_flash_attention_is_a_site(way: str, causal: bool, window: tuple[int, int], p: int) -> None:
+    torch.manual_seed(0)
+    model = Flash(way, causal, window).double()
+    if way == "packed":
+        model.qkv.requires_grad_(False)  # the operator itself has no gradient
+    x, ends = torch.randn(1, 13, 8, dtype=torch.float64), torch.tensor([0, 4, 9, 13], dtype=torch.int32)
+    found = validate(p, model, {"x": x, "ends": ends})
+    assert found.wrong == ""
+    (site,) = found.report.sites
+    assert site.refusal is None and site.form.startswith("flash_attn::")
+    assert [gather.op for gather in found.report.gathers] == ["output"]
+
+
+def test_what_no_rule_says_is_gathered_with_its_name() -> None:
+    class Capped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x[:, None]
+            y = F.scaled_dot_product_attention(q, q, q)[:, 0]
+            z = y.unflatten(-1, (2, 4))
+            return ops._flash_attn_forward(z, z, z, 0.0, 0.5, True, -1, -1, 30.0, None, False)[0]
+
+    found = validate(2, Capped(), {"x": torch.randn(1, 13, 8, dtype=torch.float64)})
+    assert found.wrong == ""
+    assert any("it is called with softcap, which no rule says" in gather.why for gather in found.report.gathers)
