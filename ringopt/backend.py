@@ -38,6 +38,7 @@ from ringopt.runtime.input_check import CheckedInputs, Compared, Places, call_of
 from ringopt.runtime.mask_guards import Made, Watched
 from ringopt.runtime.trace import trace_to, with_trace
 from ringopt.runtime.verify import Original, Verified
+from ringopt.runtime.verify_nodes import NodeCheck
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.autograd import unseen
@@ -104,7 +105,10 @@ def ring(
             if made.drawn:
                 alike = reference(gm, inputs, chosen, made.drawn)
                 original.drawn_by_position(alike.program, alike.found)
-            run = Verified(run, original, mesh, made.local, made.averaged)
+            nodes = None
+            if made.pairs is not None:
+                nodes = NodeCheck(made.pairs, mesh, {**made.left, **made.local}, made.averaged, frozenset(made.given))
+            run = Verified(run, original, mesh, made.local, made.averaged, nodes)
         if not anew:
             run = announce(gm, made.report, chosen, mesh, run)
         return run, made.relied_on, made.claims

@@ -66,7 +66,8 @@ class Options:
     timeout         seconds until a message that does not arrive is an error
     on_refusal      what happens when an attention site cannot be sharded
     verify          whether the first call of each compiled graph also runs the graph it was made from, whole on every
-                    rank, and compares outputs and gradients (ringopt/runtime/verify.py)
+                    rank, and compares outputs and gradients (ringopt/runtime/verify.py); "nodes": and the value and
+                    gradient of each node (ringopt/runtime/verify_nodes.py)
     dump            folder for the graphs before and after each pass, the report and the diff; None: nothing is written
     trace           folder for what each rank did when, exchanges and compute; None: nothing is recorded
     disable_passes  names of passes that are not run; only those that no number depends on (`ringopt passes` lists them)
@@ -90,7 +91,7 @@ class Options:
     inner_backend: InnerBackend = "inductor"
     timeout: float = 600.0
     on_refusal: OnRefusal = "warn"
-    verify: bool = False
+    verify: bool | Literal["nodes"] = False
     dump: str | None = None
     trace: str | None = None
     disable_passes: tuple[str, ...] = ()
@@ -101,9 +102,10 @@ class Options:
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise OptionError(f"option {name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
-        for name in ("sync_gradients", "verify"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"option {name}={getattr(self, name)!r}: expected True or False")
+        for name, more in (("sync_gradients", ()), ("verify", ("nodes",))):
+            if not isinstance(getattr(self, name), bool) and getattr(self, name) not in more:
+                expected = " or ".join(map(repr, (*more, True, False)) if more else ("True", "False"))
+                raise OptionError(f"option {name}={getattr(self, name)!r}: expected {expected}")
         number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
         if not number or not 0 < self.timeout <= LONGEST:
             raise OptionError(

@@ -16,6 +16,7 @@ from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.distributed.lookup import mesh_of, process_mesh
 from ringopt.distributed.mesh import Mesh
+from ringopt.drivers.counterparts import Snapshot
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.errors import first_line
 from ringopt.frontend.capture import Captured, capture
@@ -41,6 +42,7 @@ from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of, with_place
 from ringopt.rules.plugins import load_rules
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
+from ringopt.runtime.verify_nodes import Counterparts
 from ringopt.scans.call import is_scan
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.symbolic_shapes import GuardAsked, without_guards
@@ -75,6 +77,7 @@ class Compiled:
     weights       by name, what is made of pairs of rows and is no site, and the dims that count them
     budget        what may be started early
     sites         by name, the attentions, those that were refused too
+    pairs         which node is which of the program, where each is to be verified
     """
 
     graph: fx.GraphModule | None
@@ -93,6 +96,7 @@ class Compiled:
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
     sites: Mapping[str, SiteInfo] = field(default_factory=dict)
+    pairs: Counterparts | None = None
 
     @classmethod
     def of(cls, made: Captured, report: Report, context: Context) -> Compiled:
@@ -217,7 +221,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
         if given or has_custom(gm) or (options.dilates and mesh.size == 1):
             specialize(gm)
     shape_env = shape_env_of(gm) if not anew else None
-    dump = Dump(options, mesh.rank)
+    dump, snapshot = Dump(options, mesh.rank), Snapshot(options.verify == "nodes")
 
     def begin() -> Captured:
         made = capture(gm, example_inputs, shape_env)
@@ -230,6 +234,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     def passed(step: Pass, gm: fx.GraphModule) -> None:
         sizes.passed(step.name)
         dump.passed(step, gm)
+        snapshot.passed(step, gm, context)
 
     made = line_of_passes(begin, context, dump, passed)
     if isinstance(made, Report):
@@ -248,7 +253,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     left = any(map(is_scan, made.graph.graph.nodes))  # those that no ranks share
     scans = any(info.refusal is None for info in context.scans.values()) or (mesh.size == 1 and left)
     if sites or scans or context.given or context.pairs:
-        return Compiled.of(made, report, context)
+        return replace(Compiled.of(made, report, context), pairs=snapshot.counterparts(made.graph, context))
     if context.drawn or left:  # nothing is spread, so nothing is compared
         return replace(Compiled.of(made, report, context), program=None)
     return Compiled(None, report)

@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
@@ -63,11 +63,30 @@ class Original:
         self.draws = not any(map(draws_by_stream, program.graph.nodes))
 
 
+@dataclass(frozen=True)
+class GivenLeaves:
+    """Of one run: what a graph is `given`, and the `leaves` that this was made of, which have the gradients."""
+
+    given: Sequence[Any]
+    leaves: Sequence[Any]
+
+
+class ByNode(Protocol):
+    """What compares each node (ringopt/runtime/verify_nodes.py). `taken`: inputs of which a rank takes its rows."""
+
+    @property
+    def taken(self) -> Collection[int]: ...
+
+    def first_off(
+        self, whole: Callable[[float], GivenLeaves], own: Callable[[], GivenLeaves], bound: float, eps: float
+    ) -> tuple[object | None, int]: ...
+
+
 class Verified:
     """`run`, whose first call is compared with `original`: outputs, inputs that are written, and gradients.
 
     `local` has the outputs that are this rank's rows; `averaged` the inputs whose gradients are to be averaged over the
-    ranks. Raises VerificationError on every rank alike.
+    ranks; `nodes` compares each node too. Raises VerificationError on every rank alike.
     """
 
     def __init__(
@@ -77,8 +96,10 @@ class Verified:
         mesh: Mesh,
         local: Mapping[int, Spread],
         averaged: Collection[int],
+        nodes: ByNode | None = None,
     ):
         self.run, self.original, self.mesh, self.local, self.averaged = run, original, mesh, local, averaged
+        self.nodes = nodes
         self.asked = False
 
     def __call__(self, *inputs: Any) -> Any:
@@ -116,17 +137,49 @@ class Verified:
                 self.original.found,
             )
         dtypes = self.original.dtypes | ambient(inputs)
-        allowed = dict.fromkeys(expected, max(map(allowed_of, dtypes), default=0.0))
+        bound, eps = max(map(allowed_of, dtypes), default=0.0), max((torch.finfo(x).eps for x in dtypes), default=0.0)
+        allowed = dict.fromkeys(expected, bound)
         apart = self.over_ranks(distances(found, expected))
         if any(error > allowed[name] for name, (error, _) in apart.items()):
-            eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
             restore_generators(before)
             rounded = distances(self.values(inputs, shaken=eps), expected)
             allowed = {name: max(bound, ROUNDINGS * rounded[name]) for name, bound in allowed.items()}
         wrong = [Apart(name, *found, allowed[name]) for name, found in apart.items() if not found[0] <= allowed[name]]
+        restore_generators(before)
+        by_node = self.by_node(inputs, bound, eps, bool(wrong)) if self.nodes is not None else ""
         if wrong:
-            raise VerificationError(_error_text(wrong, len(expected)))
+            raise VerificationError(_error_text(wrong, len(expected), by_node))
         log.info("verify: %d values agree, the largest error is %.1e", len(apart), max(e for e, _ in apart.values()))
+
+    def by_node(self, inputs: Sequence[Any], bound: float, eps: float, wrong: bool) -> str:
+        """Where what is `wrong` begins, as a sentence. Of a node that is off while results are right there is a
+        warning: nobody reads what is off of it, such as rows of padding."""
+        nodes = self.nodes
+        assert nodes is not None
+        own = self.own(inputs, nodes.taken)
+        off, compared = nodes.first_off(lambda shaken: self.whole(inputs, shaken), lambda: own, bound, eps)
+        if off is None:
+            log.info("verify: %d values and gradients of nodes agree", compared)
+            return (
+                f" All {compared} values and gradients of nodes agree where the graph runs op by op, so the difference "
+                "is made by what compiles it (option inner_backend)."
+            )
+        if not wrong:
+            log.warning("verify: results agree, and yet a node differs in what nobody reads of it: %s", off)
+        return f" The first node that differs: {off}."
+
+    def whole(self, inputs: Sequence[Any], shaken: float) -> GivenLeaves:
+        """Copies for the original program, with numbers rounded anew to so much of each."""
+        leaves = copies(inputs, rows=False)
+        if shaken:
+            leaves = [perturbed(x, shaken, seed) for seed, x in enumerate(leaves)]
+        return GivenLeaves(_writable(leaves, inputs), leaves)
+
+    def own(self, inputs: Sequence[Any], taken: Collection[int]) -> GivenLeaves:
+        """Copies for the sharded graph itself: of the inputs `taken` this rank's rows."""
+        both = zip(copies(inputs, rows=True), copies(inputs, rows=False), strict=True)
+        leaves = [one if i in taken else other for i, (one, other) in enumerate(both)]
+        return GivenLeaves(_writable(leaves, inputs), leaves)
 
     def values(self, inputs: Sequence[Any], compiled: bool = False, shaken: float = 0.0) -> Values:
         """What the compiled program or the original returns and writes, and the gradients, by name."""
@@ -134,8 +187,7 @@ class Verified:
         if shaken:
             leaves = [perturbed(x, shaken, seed) for seed, x in enumerate(leaves)]
         given = [_sharded_again(leaf, x) if compiled else leaf for leaf, x in zip(leaves, inputs, strict=True)]
-        # What is written must not be a leaf; what is a leaf to the caller is not written.
-        given = [x.clone() if _has_history(old) else x for x, old in zip(given, inputs, strict=True)]
+        given = _writable(given, inputs)
         run = self.run if compiled else self.original.run
         made = [_gathered(out) for out in run(*given)]
         rows = self.local if compiled else {}
@@ -205,6 +257,11 @@ def perturbed(leaf: Any, eps: float, seed: int) -> Any:
     return other.requires_grad_(leaf.requires_grad)
 
 
+def _writable(values: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """What is written must not be a leaf; what is a leaf to the caller is not written."""
+    return [x.clone() if _has_history(old) else x for x, old in zip(values, inputs, strict=True)]
+
+
 def _gathered(x: Any) -> Any:
     return whole(x) if isinstance(x, Lazy) else x
 
@@ -252,12 +309,12 @@ def distances(found: Values, expected: Values) -> dict[str, float]:
     gradients = [x for name, x in expected.items() if name.startswith(GRADIENT)]
     least = LEAST * max((float(x.abs().max()) for x in gradients if x.numel()), default=0.0)
     return {
-        name: distance(found.get(name), value, least if name.startswith(GRADIENT) else 0.0)
+        name: relative_distance(found.get(name), value, least if name.startswith(GRADIENT) else 0.0)
         for name, value in expected.items()
     }
 
 
-def distance(one: Any, other: Any, least: float) -> float:
+def relative_distance(one: Any, other: Any, least: float) -> float:
     """The largest difference of two results over the largest finite magnitude of the second, at least `least`.
     0 for equal values (NaN equals NaN), inf for another type, shape or dtype, or unequal integers."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
@@ -286,11 +343,11 @@ class Apart:
         return f"{self.name} {much} on rank {self.rank} (allowed: {self.allowed:.0e})"
 
 
-def _error_text(wrong: Sequence[Apart], compared: int) -> str:
+def _error_text(wrong: Sequence[Apart], compared: int, by_node: str = "") -> str:
     furthest = sorted(wrong, key=lambda apart: -apart.error)
     shown = "; ".join(map(str, furthest[:SHOWN])) + ("; ..." if len(wrong) > SHOWN else "")
     return (
-        f"verify: {len(wrong)} of {compared} values differ from those of the original program: {shown}. Its results "
-        "must not be used. Compile with backend='inductor' meanwhile, and report it with what "
+        f"verify: {len(wrong)} of {compared} values differ from those of the original program: {shown}.{by_node} Its "
+        "results must not be used. Compile with backend='inductor' meanwhile, and report it with what "
         "options={'dump': folder} writes"
     )
