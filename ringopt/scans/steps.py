@@ -1,17 +1,30 @@
-"""The steps of a scan, one after the other, and their gradient from the last to the first."""
+"""The steps of a scan, one after the other, and their gradient from the last to the first.
+
+Where steps are small, only what is carried goes step by step: what a step gives besides, and the gradients of its
+operands, are computed for many steps at once, from the states before them. Large steps are computed whole, each while
+its values are in the caches of a processor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from ringopt.scans.body import from_text
-from ringopt.scans.trace import Kinds, OperandKind, gradient_of, kinds_of, kinds_out
+from ringopt.scans.trace import Kinds, OperandKind, gradient_of, kinds_of, kinds_out, many_steps, some_outputs, writes
 
 Tensors = Sequence[Tensor]
+# Bytes of the operands of the steps that are computed at once: on CPUs what caches hold, elsewhere what launches are
+# worth.
+AT_ONCE = {"cpu": 2**22}
+AT_ONCE_ELSEWHERE = 2**26
+FEW = 4  # steps that are not worth a graph of their own
 
 
 @dataclass(frozen=True)
@@ -26,61 +39,157 @@ class Recurrence:
     def count(self) -> int:
         return self.xs[0].shape[0]
 
-    def rows(self) -> Iterator[Tensors]:
-        """The xs of each step."""
-        return iter(list(zip(*(x.unbind(0) for x in self.xs), strict=True)))
+    @property
+    def device(self) -> torch.device:
+        return self.xs[0].device
+
+    def rows(self, some: slice) -> list[Tensors]:
+        """The xs of each of some steps."""
+        return list(zip(*(x[some].unbind(0) for x in self.xs), strict=True))
 
     def kinds(self, init: Tensors) -> Kinds:
         """Of the operands of a step."""
         return kinds_of(init, self.xs, self.consts)
 
+    def parts(self, kinds: Kinds, computed: Callable[[], Sequence[fx.GraphModule]]) -> list[tuple[slice, bool]]:
+        """The steps in parts, and whether `computed` takes all of a part at once. Such parts have few sizes, powers of
+        two, for each takes a graph of its own; of consts there is a gradient a step. Others go step by step."""
+        most = AT_ONCE.get(self.device.type, AT_ONCE_ELSEWHERE) // max(1, sum(map(bytes_of, kinds)))
+        found, first, left = list[tuple[slice, bool]](), 0, self.count
+        if min(most, left) >= FEW and any(map(writes, computed())):
+            most = 0
+        while (some := min(most, left)) >= FEW:
+            size = 1 << (some.bit_length() - 1)
+            found.append((slice(first, first + size), True))
+            first, left = first + size, left - size
+        return [*found, (slice(first, self.count), False)] if left else found
+
+    def at_once(self, step: fx.GraphModule, some: slice, states: Tensors, *behind: Tensors) -> list[Tensor]:
+        """`step(*states, *xs, *consts, *behind)` of some steps, stacked; `states` and `behind` have these alone."""
+        rows, more = [*states, *(x[some] for x in self.xs)], [x for each in behind for x in each]
+        kinds = kinds_of((), rows, self.consts), kinds_of((), more, ())
+        return list(many_steps(step, some.stop - some.start, *kinds, len(rows))(*rows, *self.consts, *more))
+
     # ---- forward -----------------------------------------------------------------------------------------------------
     def run(self, init: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """The carries behind the last step, and the ys of all steps; new tensors."""
-        body, made = from_text(self.text), kinds_out(self.text, self.kinds(init))
-        device = self.xs[0].device
-        stacked = [torch.empty((self.count, *y.shape), dtype=y.dtype, device=device) for y in made[body.carries :]]
+        carries, kinds, step = len(init), self.kinds(init), from_text(self.text).module
+        stacked = [torch.empty((self.count, *y.shape), dtype=y.dtype, device=self.device)
+                   for y in kinds_out(self.text, kinds)[carries:]]  # fmt: skip
+        given = some_outputs(self.text, carries, carries + len(stacked))
         state = list(init)
-        for step, row in enumerate(self.rows()):
-            found = body.module(*state, *row, *self.consts)
-            state = list(found[: body.carries])
-            for whole, y in zip(stacked, found[body.carries :], strict=True):
-                whole[step] = y
+        for some, together in self.parts(kinds, lambda: (given,)):
+            if together:
+                before, state = self.advance(state, some)
+                for ys, found in zip(stacked, self.at_once(given, some, before), strict=True):
+                    ys[some] = found
+                continue
+            for t, row in enumerate(self.rows(some), some.start):
+                found = step(*state, *row, *self.consts)
+                state = list(found[:carries])
+                for ys, y in zip(stacked, found[carries:], strict=True):
+                    ys[t] = y
         return [fresh(x) for x in state], stacked
 
-    def states(self, init: Tensors) -> list[list[Tensor]]:
-        """The carries before each step."""
-        body, found = from_text(self.text), [list(init)]
-        for row in self.rows():
-            found.append(list(body.module(*found[-1], *row, *self.consts)[: body.carries]))
-        return found[: self.count]
+    def advance(self, state: Tensors, some: slice) -> tuple[list[Tensor], list[Tensor]]:
+        """The carries before each of some steps, stacked, and those behind the last."""
+        step, found = some_outputs(self.text, 0, len(state)), [list(state)]
+        for row in self.rows(some):
+            found.append(list(step(*found[-1], *row, *self.consts)))
+        return [torch.stack(of_carry) for of_carry in zip(*found[:-1], strict=True)], found[-1]
+
+    def states(self, init: Tensors) -> list[Tensor]:
+        """The carries before each step, stacked."""
+        return self.advance(init, slice(0, self.count))[0] if self.count else [x.new_empty(0, *x.shape) for x in init]
 
     # ---- backward ----------------------------------------------------------------------------------------------------
-    def gradients(self, states: Sequence[Tensors], given: ResultGradients, wanted: Sequence[int]) -> Found:
+    def gradients(self, states: Tensors, given: ResultGradients, wanted: Sequence[int]) -> Found:
         """Of the operands, from the gradients of the results; `states` are those before each step, `wanted` the places
         among (init, xs, consts) of the xs and consts whose gradients are asked for."""
-        body = from_text(self.text)
         kinds = self.kinds(given.like)
-        carried = [place for place in range(body.carries) if kinds[place].floats]
-        stacked = [place for place in wanted if body.carries <= place < body.carries + body.xs]
-        shared = [place for place in wanted if place >= body.carries + body.xs]
-        step = gradient_of(self.text, kinds, (*carried, *stacked, *shared))
+        way, carries = StepGradient(self.text, kinds, tuple(wanted)), len(given.like)
+        of = {place: torch.empty((self.count, *kinds[place].shape), dtype=kinds[place].dtype, device=self.device)
+              if place < carries + len(self.xs) else zeros(kinds[place], self.device) for place in wanted}  # fmt: skip
         state = list(given.finals)
-        of_xs = {place: torch.empty_like(self.xs[place - body.carries], memory_format=torch.contiguous_format)
-                 for place in stacked}  # fmt: skip
-        of_consts = {place: zeros(kinds[place], self.xs[0].device) for place in shared}
-        rows = list(self.rows())
-        for number in reversed(range(self.count)):
-            of_ys = (y[number] for y in given.ys)
-            found = step(*states[number], *rows[number], *self.consts, *state, *of_ys)
-            state = list(found[: len(carried)])
-            for place, grad in zip((*stacked, *shared), found[len(carried) :], strict=True):
-                if place in of_xs:
-                    of_xs[place][number] = grad
+        for some, together in reversed(self.parts(kinds, lambda: (way.direct, way.operands))):
+            before, ys = [x[some] for x in states], [y[some] for y in given.ys]
+            if together:
+                behind, state = self.retreat(way, some, before, state, ys)
+                found = self.at_once(way.operands, some, before, behind, ys) if wanted else []
+                for place, grad in zip(wanted, found, strict=True):
+                    if place < carries + len(self.xs):
+                        of[place][some] = grad
+                    else:
+                        of[place] += grad.sum(0, dtype=of[place].dtype)
+            else:
+                state = self.step_by_step(way, some, before, state, ys, of)
+        totals = {place: total.to(kinds[place].dtype) for place, total in of.items()}
+        return Found([fresh(x) for x in state], totals)
+
+    def step_by_step(
+        self, way: StepGradient, some: slice, before: Tensors, behind: Tensors, ys: Tensors, of: dict[int, Tensor]
+    ) -> list[Tensor]:
+        """The gradients of the carries before some steps; those of the operands go into `of`."""
+        state, stacked, whole = list(behind), len(before) + len(self.xs), way.whole
+        rows = list(zip(*(x.unbind(0) for x in (*before, *(x[some] for x in self.xs))), strict=True))
+        for t in reversed(range(len(rows))):
+            found = whole(*rows[t], *self.consts, *state, *(y[t] for y in ys))
+            state = list(found[: len(state)])
+            for (place, total), grad in zip(of.items(), found[len(state) :], strict=True):
+                if place < stacked:
+                    total[some.start + t] = grad
                 else:
-                    of_consts[place] += grad
-        totals = {place: total.to(kinds[place].dtype) for place, total in of_consts.items()}
-        return Found([fresh(x) for x in state], {**of_xs, **totals})
+                    total += grad
+        return state
+
+    def retreat(
+        self, way: StepGradient, some: slice, before: Tensors, behind: Tensors, ys: Tensors
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients of the carries behind each of some steps, stacked, and of those before the first."""
+        own = [x.unbind(0) for x in self.at_once(way.direct, some, before, ys)] if ys else []
+        rows, states, found, back = self.rows(some), [x.unbind(0) for x in before], [list(behind)], way.back
+        for t in reversed(range(len(rows))):
+            new = list(back(*(x[t] for x in states), *rows[t], *self.consts, *found[-1]))
+            found.append([x + y[t] for x, y in zip(new, own, strict=True)] if own else new)
+        return [torch.stack(of_carry[::-1]) for of_carry in zip(*found[:-1], strict=True)], found[-1]
+
+
+@dataclass(frozen=True)
+class StepGradient:
+    """The gradient of a step by (*carries, *wanted), from the gradients of all results that are floating."""
+
+    text: str
+    kinds: Kinds
+    wanted: tuple[int, ...]
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the floating carries, and of the floating ys, among the results."""
+        carries, results = from_text(self.text).carries, kinds_out(self.text, self.kinds)
+        floating = [place for place, kind in enumerate(results) if kind.floats]
+        return tuple(at for at in floating if at < carries), tuple(at for at in floating if at >= carries)
+
+    @property
+    def whole(self) -> fx.GraphModule:
+        carried, ys = self.places
+        return gradient_of(self.text, self.kinds, carried + self.wanted, carried + ys)
+
+    @property
+    def back(self) -> fx.GraphModule:
+        """Of the carries, by way of the next ones."""
+        carried, _ys = self.places
+        return gradient_of(self.text, self.kinds, carried, carried)
+
+    @property
+    def direct(self) -> fx.GraphModule:
+        """Of the carries, by way of the ys."""
+        return gradient_of(self.text, self.kinds, *self.places)
+
+    @property
+    def operands(self) -> fx.GraphModule:
+        """Of what is wanted, by way of both."""
+        carried, ys = self.places
+        return gradient_of(self.text, self.kinds, self.wanted, carried + ys)
 
 
 @dataclass(frozen=True)
@@ -98,6 +207,11 @@ class Found:
 
     init: list[Tensor]
     others: dict[int, Tensor]
+
+
+def bytes_of(kind: OperandKind) -> int:
+    """Of a tensor."""
+    return kind.dtype.itemsize * prod(kind.shape)
 
 
 def zeros(kind: OperandKind, device: torch.device) -> Tensor:

@@ -17,11 +17,16 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.ir.nodes import outputs_of
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.scans.body import Body, NoBody, from_text
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.fx import make_fx
+from ringopt.torch_compat.operators import UNSAFE_VIEW
+from ringopt.torch_compat.schema import OpOverload, schema_of
 
+aten = torch.ops.aten
+VIEWS = (aten.detach.default, aten.expand.default, aten.view.default, aten.reshape.default, UNSAFE_VIEW)
 T = TypeVar("T")
 
 
@@ -103,30 +108,76 @@ def kinds_out(text: str, kinds: Kinds) -> Kinds:
 
 
 @lru_cache(maxsize=1024)
-def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...]) -> fx.GraphModule:
-    """`(*inputs of the body, *gradients of its outputs that are floating) -> gradients of the inputs `wanted``."""
+def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...], given: tuple[int, ...]) -> fx.GraphModule:
+    """`(*inputs of the body, *gradients of its outputs `given`) -> gradients of the inputs `wanted``."""
     body, inputs, results = from_text(text), len(kinds), kinds_out(text, kinds)
-    floating = [place for place, kind in enumerate(results) if kind.floats]
 
-    def gradient(*given: Tensor) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_(place in wanted) for place, x in enumerate(given[:inputs])]
+    def gradient(*operands: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_(place in wanted) for place, x in enumerate(operands[:inputs])]
         found = body.module(*leaves)
-        outs = [(found[place], grad) for place, grad in zip(floating, given[inputs:], strict=True)]
+        outs = [(found[place], grad) for place, grad in zip(given, operands[inputs:], strict=True)]
         outs = [(out, grad) for out, grad in outs if out.requires_grad]
         asked = [leaves[place] for place in wanted]
-        if not outs:
+        if not outs or not asked:
             return [torch.zeros_like(x) for x in asked]
         given_outs, grads = zip(*outs, strict=True)
         return list(torch.autograd.grad(given_outs, asked, grads, allow_unused=True, materialize_grads=True))
 
     def traced() -> fx.GraphModule:
         with FakeTensorMode():
-            operands = [kind.empty() for kind in (*kinds, *(results[place] for place in floating))]
+            operands = [kind.empty() for kind in (*kinds, *(results[place] for place in given))]
             return make_fx(gradient, tracing_mode="real")(*operands)
 
     module = in_own_thread(traced)
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default  # a row of an operand need not be contiguous, as it was here
-    module.graph.eliminate_dead_code()
+    without_idle_views(module.graph)
     module.recompile()
     return module
+
+
+@lru_cache(maxsize=1024)
+def many_steps(step: fx.GraphModule, count: int, front: Kinds, behind: Kinds, rows: int) -> fx.GraphModule:
+    """`step(*rows, *consts, *behind)` of `count` steps at once: all but the consts are stacked. `front` are the kinds
+    of rows and consts, of a step. A graph, for modes that look at what is computed do not take vmap's tensors."""
+    dims = (*(0 if place < rows else None for place in range(len(front))), *(0 for _ in behind))
+
+    def traced() -> fx.GraphModule:
+        with FakeTensorMode(), torch.no_grad():
+            operands = [
+                torch.empty(kind.shape if dim is None else (count, *kind.shape), dtype=kind.dtype)
+                for kind, dim in zip((*front, *behind), dims, strict=True)
+            ]
+            return make_fx(torch.func.vmap(step, dims), tracing_mode="real")(*operands)
+
+    module = in_own_thread(traced)
+    without_idle_views(module.graph)
+    module.recompile()
+    return module
+
+
+@lru_cache(maxsize=1024)
+def writes(step: fx.GraphModule) -> bool:
+    """Whether an operator of it writes into an operand, which many steps at once could not do."""
+    targets = (node.target for node in step.graph.nodes)
+    return any(isinstance(target, OpOverload) and schema_of(target).is_mutable for target in targets)
+
+
+def without_idle_views(graph: fx.Graph) -> None:
+    """Views that change nothing go: a step has few numbers, and each call of an operator takes time of its own. Others
+    are reshapes, for a row of an operand need not be contiguous, as it was here."""
+    for node in list(graph.nodes):
+        if node.target in VIEWS and node.args[0].meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target in (aten.view.default, UNSAFE_VIEW):
+            node.target = aten.reshape.default
+    graph.eliminate_dead_code()
+
+
+@lru_cache(maxsize=1024)
+def some_outputs(text: str, first: int, last: int) -> fx.GraphModule:
+    """`(*inputs of the body) -> its outputs `first` to `last``, and no more than these need."""
+    whole = from_text(text).module.graph
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(whole, values)
+    graph.output(tuple(values[out] for out in outputs_of(whole)[first:last]))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.fx as fx
@@ -13,21 +15,57 @@ from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traits import TABLE
 from ringopt.scans.body import NoBody
 from ringopt.scans.call import ScanCall
+from ringopt.scans.steps import AT_ONCE, Recurrence, ResultGradients
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from ringopt.torch_compat.tensors import TorchDispatchMode
 from tests.scans.bodies import Scan, delta_rule, diagonal, drawn, stabilised
 
 SCANS = {"delta rule": delta_rule, "diagonal": diagonal, "stabilised": stabilised}
 
 
+@pytest.mark.parametrize("at_once", [0, 2**22])
 @pytest.mark.parametrize("name", SCANS)
-def test_a_scan_and_its_gradients_are_those_of_the_loop(name):
+def test_a_scan_and_its_gradients_are_those_of_the_loop(name, at_once, monkeypatch):
     scan = SCANS[name](7)
+    monkeypatch.setitem(AT_ONCE, "cpu", at_once)
     found, expected = scan.operator(), scan.loop()
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
     weights = [torch.randn_like(x) for x in expected]
     learned = [x for x in scan.operands if x.requires_grad]
     grads = [torch.autograd.grad(outs, learned, weights, allow_unused=True) for outs in (found, expected)]
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+class Called(TorchDispatchMode):
+    """How often each operator is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.times[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("at_once", [0, 2**22])
+def test_only_what_is_carried_goes_step_by_step(at_once, monkeypatch):
+    """s = a * s + x; y = s * w: one product a step, and those of all outputs and of all gradients at once."""
+    monkeypatch.setitem(AT_ONCE, "cpu", at_once)
+    scan = diagonal(32)
+    given = ResultGradients([torch.ones(2, 3).double()], [drawn(32, 2, 3).detach()], [scan.init[0].detach()])
+    own = Recurrence(scan.text, [x.detach() for x in scan.xs], [x.detach() for x in scan.consts])
+    with Called() as forward:
+        own.run([x.detach() for x in scan.init])
+    with Called() as states:
+        before = own.states([x.detach() for x in scan.init])
+    with Called() as backward:
+        own.gradients(before, given, [1, 2, 3])
+    assert states.times["mul"] == 32
+    if at_once:
+        assert forward.times["mul"] == 32 + 2 and backward.times["mul"] < 32 + 8
+    else:
+        assert forward.times["mul"] == 64 and backward.times["mul"] > 64
 
 
 @pytest.mark.parametrize("name", SCANS)
