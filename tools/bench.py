@@ -22,6 +22,7 @@ from ringopt.tools.benchmarks.tables import (
     one_process,
     overlap,
     passes,
+    scan,
     soak,
     speedup,
     training,
@@ -42,7 +43,7 @@ examples:
 
 TABLES = (
     *(forms, one_process, overlap, kernels, gpu, launches, exchange),
-    *(speedup, memory, soak, dilated, training, passes),
+    *(speedup, scan, memory, soak, dilated, training, passes),
 )
 
 

@@ -24,6 +24,7 @@ from ringopt.tools.benchmarks.lab.machine import this_machine
 from ringopt.tools.benchmarks.lab.numbers import WRONG, distance, numbers
 from ringopt.tools.benchmarks.lab.result import Result
 from ringopt.tools.benchmarks.lab.timing import interleaved
+from ringopt.tools.benchmarks.models.recurrent_layers import LAYERS
 from ringopt.tools.benchmarks.models.small_models import CASES
 from ringopt.tools.benchmarks.models.spellings import FORMS, LOOKALIKES
 from ringopt.tools.benchmarks.tables import forms, gpu
@@ -134,6 +135,7 @@ def test_gradients_are_among_the_numbers() -> None:
         (["forms", "--only", "softcup"], "--only softcup: expected one of div_scale, mul_scale, "),
         (["one-process", "--only", "mamba"], "--only mamba: expected one of sdpa, sdpa-causal, sdpa-gqa, plain, "),
         (["speedup", "--lengths", "3"], "--lengths 3: 2 ranks share 4 rows or more"),
+        (["scan", "--lengths", "192"], "--lengths 192: 2 ranks have whole chunks of 64: a multiple of 128"),
         (["kernels", "--lengths", "64", "5"], "--lengths 5: 8 ranks share 16 rows or more"),
         (["overlap", "--lengths", "7"], "--lengths 7: 4 ranks share 8 rows or more"),
         (["forms", "--json", "not_there/forms.json"], "--json not_there/forms.json: there is no folder not_there"),
@@ -191,6 +193,8 @@ def test_the_examples_of_the_help_are_commands(module: Any) -> None:
             *CASES,
             *KERNEL_NAMES,
             *gpu.PARTS,
+            *LAYERS,
+            *LAYERS,
         }
 
 

@@ -1,0 +1,122 @@
+"""Layers whose tokens meet in a state: a gated delta net in the chunked form of Qwen3-Next, and Mamba2 as in its paper.
+
+Each is written as models write it in plain torch: a Python loop over chunks, and sums over pairs of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+HEADS, DIM, TAPS = 4, 64, 4
+WIDTH = HEADS * DIM
+STATE = 64  # of Mamba2: numbers for each channel
+CHUNK = 64
+
+
+class CausalConvolution(nn.Module):
+    """Each channel [B, S, C] by itself, over this token and those before it."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.filter = nn.Conv1d(channels, channels, TAPS, groups=channels, padding=TAPS - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.filter(x.mT)[..., : x.shape[1]]).mT
+
+
+class GatedDeltaNet(nn.Module):
+    """[B, S, WIDTH] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.gates = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 2 * HEADS)
+        self.near, self.out = CausalConvolution(3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, gate = self.project(x).split([3 * WIDTH, WIDTH], -1)
+        q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.near(qkv).chunk(3, -1))
+        beta, decay = self.gates(x).transpose(1, 2).chunk(2, 1)
+        heads = gated_delta_rule(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, mild(decay), beta.sigmoid())
+        mixed: Tensor = self.out(heads.transpose(1, 2).flatten(2) * F.silu(gate))
+        return mixed
+
+
+def mild(decay: Tensor) -> Tensor:
+    """The logarithm of a decay, of which a good deal is left after a chunk: as layers that remember are trained."""
+    return -0.01 * F.softplus(decay)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Of heads [B, H, S, D], `decay` and `beta` [B, H, S]."""
+    length, short = q.shape[2], -q.shape[2] % CHUNK
+    q, k, v, grown = (F.pad(x, (0, 0, 0, short)) for x in (q * DIM**-0.5, k, v * beta[..., None], k * beta[..., None]))
+    q, k, v, grown = (x.unflatten(2, (-1, CHUNK)) for x in (q, k, v, grown))
+    total = F.pad(decay, (0, short)).unflatten(2, (-1, CHUNK)).cumsum(-1)
+    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf).exp()
+    system, near = (grown @ k.mT) * between, (q @ k.mT) * between
+    news = torch.linalg.solve_triangular(system, v, upper=False, unitriangular=True)
+    olds = torch.linalg.solve_triangular(system, grown * total.exp()[..., None], upper=False, unitriangular=True)
+    q, k = q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None]
+    left = total[..., -1].exp()[..., None, None]
+    state, out = q.new_zeros(*q.shape[:2], DIM, DIM), torch.zeros_like(v)
+    for i in range(q.shape[2]):
+        new = news[:, :, i] - olds[:, :, i] @ state
+        out[:, :, i] = q[:, :, i] @ state + near[:, :, i] @ new
+        state = state * left[:, :, i] + k[:, :, i].mT @ new
+    return out.flatten(2, 3)[:, :, :length]
+
+
+class Mamba2(nn.Module):
+    """[B, S, WIDTH] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 2 * WIDTH + 2 * STATE + HEADS)
+        self.near, self.out = CausalConvolution(WIDTH + 2 * STATE), nn.Linear(WIDTH, WIDTH)
+        self.decay, self.skip = nn.Parameter(torch.linspace(0.1, 0.5, HEADS)), nn.Parameter(torch.ones(HEADS, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, states, step = self.project(x).split([WIDTH, WIDTH + 2 * STATE, HEADS], -1)
+        value, key, query = self.near(states).split([WIDTH, STATE, STATE], -1)
+        value, step = value.unflatten(-1, (HEADS, DIM)), 0.1 * F.softplus(step)
+        heads = state_space(value * step[..., None], -self.decay * step, key, query) + self.skip * value
+        mixed: Tensor = self.out(heads.flatten(2) * F.silu(gate))
+        return mixed
+
+
+def state_space(value: Tensor, decay: Tensor, key: Tensor, query: Tensor) -> Tensor:
+    """As the paper has it: values [B, S, H, D], decays [B, S, H], keys and queries [B, S, N]; S is whole chunks."""
+    value, decay, key, query = (x.unflatten(1, (-1, CHUNK)) for x in (value, decay, key, query))
+    decay = decay.permute(0, 3, 1, 2)
+    total = decay.cumsum(-1)
+    near = torch.einsum("bcln,bcsn,bhcls,bcshp->bclhp", query, key, segment_sums(decay).exp(), value)
+    states = torch.einsum("bcln,bhcl,bclhp->bchpn", key, (total[..., -1:] - total).exp(), value)
+    states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
+    between = segment_sums(F.pad(total[..., -1], (1, 0))).exp()
+    before = torch.einsum("bhzc,bchpn->bzhpn", between, states)[:, :-1]
+    far = torch.einsum("bcln,bchpn,bhcl->bclhp", query, before, total.exp())
+    return (near + far).flatten(1, 2)
+
+
+def segment_sums(x: Tensor) -> Tensor:
+    """[..., i, j]: the sum of x from behind j to i; -inf where j is behind i."""
+    total = x.cumsum(-1)
+    pairs = total[..., :, None] - total[..., None, :]
+    return pairs.masked_fill(torch.ones(pairs.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -torch.inf)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {"gated delta net": GatedDeltaNet, "mamba2": Mamba2}
+# Numbers of the map of a segment: those of its matrix (of Mamba2 one a head), and of the state.
+SIZES = {"gated delta net": (HEADS * DIM * DIM, HEADS * DIM * DIM), "mamba2": (HEADS, HEADS * DIM * STATE)}
+
+
+def build(name: str) -> nn.Module:
+    """With weights that follow from its name."""
+    torch.manual_seed(0)
+    return LAYERS[name]()

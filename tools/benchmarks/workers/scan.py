@@ -1,0 +1,177 @@
+"""A layer that is a recurrence: on one process, compiled by ringopt and by Inductor as written, and over ranks, with
+its scan on shards and with its scan gathered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+import torch.nn as nn
+from torch import Tensor
+
+import ringopt
+from ringopt import backend as ring_backend
+from ringopt.distributed.traffic import Traffic, record_traffic
+from ringopt.ir.site import SiteInfo
+from ringopt.passes import choose_strategy
+from ringopt.sharding.scans import scan_site
+from ringopt.tools.benchmarks.lab.link_lab import LabError, as_ranks
+from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
+from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.lab.timing import interleaved
+from ringopt.tools.benchmarks.models.recurrent_layers import SIZES, WIDTH, build
+from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank, nothing, together
+from ringopt.tools.common.resident import STATUS, reset_peak, resident
+
+Step = Callable[[], list[Tensor]]
+MESSAGES = ("maps of a scan", "gradients of a scan")
+
+
+def row_of(name: str, length: int, ranks: int, repeats: int, longest: float, inner: str) -> Row:
+    """Of one layer and length. A backend that takes longer than `longest` seconds, or fails, has None in its places and
+    the reason under "failed". Raises LabError where ringopt fails."""
+    row: Row = {"layer": name, "length": length, "ranks": ranks, "failed": None}
+    (ours,) = as_ranks(1, alone, name, length, repeats, "ring", inner, timeout=longest)
+    try:
+        (theirs,) = as_ranks(1, alone, name, length, repeats, inner, inner, timeout=longest)
+    except LabError as error:
+        theirs, row["failed"] = dict.fromkeys(ours), str(error)
+    row |= {f"{who}_{key}": value for who, one in (("ring", ours), ("plain", theirs)) for key, value in one.items()}
+    found = as_ranks(ranks, over_ranks, name, length, repeats, inner, timeout=longest)
+    slowest = {key: max(one[key] for one in found) for key in ("states_seconds", "gathered_seconds", "states_error")}
+    most = {key: max(one[key] or 0 for one in found) or None for key in ("states_bytes", "gathered_bytes")}
+    sent = {key: sum(one[key] for one in found) for key in ("sent", "formula")}
+    alone_seconds = found[0]["alone_seconds"]
+    faster = {"faster": alone_seconds / slowest["states_seconds"]}
+    gathered = {"faster_gathered": alone_seconds / slowest["gathered_seconds"]}
+    return row | slowest | most | sent | faster | gathered | {"alone_seconds": alone_seconds}
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+def alone(_rank: int, _ranks: int, name: str, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
+    """Seconds of the first call and of a step, nodes of the graphs, bytes, and the error."""
+    torch.set_num_threads(1)
+    torch.compiler.reset()
+    model, x = drawn(name, length)
+    leaves = [x.requires_grad_(), *model.parameters()]
+    run = ring(model, inner) if backend == "ring" else torch.compile(model, backend=backend)
+
+    def step() -> list[Tensor]:
+        return numbers(run, (x,), leaves)
+
+    begin = time.perf_counter()
+    with counted() as nodes:
+        found = step()
+    compiled = time.perf_counter() - begin
+    error = distance(found, expected(name, length))
+    seconds = interleaved({backend: step}, repeats)[backend]
+    return {"compile": compiled, "seconds": seconds, "bytes": peak(step), "error": error, **nodes}
+
+
+def ring(model: nn.Module, inner: str, **options: Any) -> Any:
+    """The layer under backend="ring"."""
+    return torch.compile(model, backend="ring", options={"inner_backend": inner, **options})
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How many nodes a program has as it comes to ringopt, and as ringopt hands it on."""
+    nodes = {"written": 0, "nodes": 0}
+
+    def noting(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            nodes[key] += len(gm.graph.nodes)
+            return original(gm, *args, **kwargs)
+
+        return noted
+
+    with ExitStack() as stack:
+        for key, name in (("written", "transform"), ("nodes", "inner")):
+            stack.enter_context(patch.object(ring_backend, name, noting(key, getattr(ring_backend, name))))
+        yield nodes
+
+
+def drawn(name: str, length: int) -> tuple[nn.Module, Tensor]:
+    """The layer, and what goes in."""
+    return build(name), torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def expected(name: str, length: int) -> list[Tensor]:
+    """In eager, with 64 bits."""
+    model, x = drawn(name, length)
+    model, x = model.double(), x.double().requires_grad_()
+    return [part.float() for part in numbers(model, (x,), [x, *model.parameters()])]
+
+
+def peak(step: Step) -> int | None:
+    """Bytes of a call above what was resident before it; None on a system without /proc."""
+    if not STATUS.exists():
+        return None
+    before = reset_peak()
+    step()
+    return resident("VmHWM") - before
+
+
+# ---- over ranks ------------------------------------------------------------------------------------------------------
+def over_ranks(rank: int, ranks: int, name: str, length: int, repeats: int, inner: str) -> dict[str, Any]:
+    """Seconds with the scan on shards, with the scan gathered, and of rank 0 alone while the others wait."""
+    begin_rank()
+    meshes = dist.device_mesh.init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "alone"))
+    runs = {way: way_of(way, name, length, inner, meshes["all"]) for way in ("states", "gathered")}
+    found, (wanted, of_x, *of_parameters) = runs["states"](), expected(name, length)
+    compared = [ringopt.shard(wanted, 1), ringopt.shard(of_x, 1), *of_parameters]
+    runs["gathered"]()
+    with record_traffic() as traffic:
+        runs["states"]()
+    of_scan, formula = told(traffic), formula_of(name, ranks)
+    bytes_held = {f"{way}_bytes": peak(run) for way, run in runs.items()}
+    one = way_of("alone", name, length, inner, meshes["alone"])
+    one()
+    times = together({**runs, "alone": nothing if rank else one}, repeats)
+    seconds = {f"{way}_seconds": time.seconds for way, time in times.items()}
+    return {**seconds, **bytes_held, "states_error": distance(found, compared), "sent": of_scan, "formula": formula}
+
+
+def way_of(way: str, name: str, length: int, inner: str, mesh: Any) -> Step:
+    """A step of the layer, compiled: this rank's rows of the output, of the gradient of x, and those of parameters."""
+    model, x = drawn(name, length)
+    # (What Dynamo has compiled is used again for equal options.)
+    run = ring(model, inner, mesh=mesh, outputs="local", on_refusal="ignore" if way == "gathered" else "error")
+    rows = x if way == "alone" else ringopt.shard(x, 1).clone()
+    seed = weights(x) if way == "alone" else ringopt.shard(weights(x), 1).clone()
+    parameters = list(model.parameters())
+
+    def step() -> list[Tensor]:
+        leaf = rows.detach().requires_grad_()
+        out = run(leaf if way == "alone" else ringopt.from_rows(leaf, 1))
+        return [out.detach(), *torch.autograd.grad(out, [leaf, *parameters], seed)]
+
+    if way != "gathered":
+        return step
+    with patch.object(choose_strategy, scan_site.__name__, gathered):
+        step()
+    return step
+
+
+def gathered(node: fx.Node, *args: Any) -> SiteInfo:
+    """What a scan is that ranks do not share: everything it reads is gathered, and all run all of its steps."""
+    info = SiteInfo.at(node, "scan", "gathered", False)
+    info.refusal, info.layout = "gathered to be compared with", "none"
+    return info
+
+
+def told(traffic: Traffic) -> int:
+    """Bytes that this rank has sent for its scans."""
+    return sum(event.bytes for event in traffic.events if event.label in MESSAGES)
+
+
+def formula_of(name: str, ranks: int) -> int:
+    """Those by the sizes of the states: a matrix and a state for each segment, and the gradient of a state."""
+    matrix, state = SIZES[name]
+    return 4 * (ranks - 1) * (matrix + 2 * state)
