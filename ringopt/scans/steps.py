@@ -67,8 +67,8 @@ class Recurrence:
     def at_once(self, step: fx.GraphModule, some: slice, states: Tensors, *behind: Tensors) -> list[Tensor]:
         """`step(*states, *xs, *consts, *behind)` of some steps, stacked; `states` and `behind` have these alone."""
         rows, more = [*states, *(x[some] for x in self.xs)], [x for each in behind for x in each]
-        kinds = kinds_of((), rows, self.consts), kinds_of((), more, ())
-        return list(many_steps(step, some.stop - some.start, *kinds, len(rows))(*rows, *self.consts, *more))
+        front, last = kinds_of((), rows, self.consts), kinds_of((), more, ())
+        return list(many_steps(step, some.stop - some.start, front, last, len(rows))(*rows, *self.consts, *more))
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def run(self, init: Tensors) -> tuple[list[Tensor], list[Tensor]]:

@@ -194,7 +194,6 @@ def test_the_examples_of_the_help_are_commands(module: Any) -> None:
             *KERNEL_NAMES,
             *gpu.PARTS,
             *LAYERS,
-            *LAYERS,
         }
 
 

@@ -14,13 +14,13 @@ from ringopt.distributed.lookup import process_mesh
 from ringopt.tools import bench
 from ringopt.tools.benchmarks.lab import names
 from ringopt.tools.benchmarks.lab.machine import this_machine
+from ringopt.tools.benchmarks.lab.memory_peers import peers
 from ringopt.tools.benchmarks.lab.names import TORCH
 from ringopt.tools.benchmarks.lab.numbers import WRONG
 from ringopt.tools.benchmarks.lab.result import Result, Row
 from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
 from ringopt.tools.benchmarks.tables import memory
 from ringopt.tools.benchmarks.workers.memory import error, row_of
-from ringopt.tools.benchmarks.workers.memory_peers import peers
 from ringopt.tools.cli import main
 from ringopt.tools.common.command import WIDTH
 from tests.harness.benches import tables

@@ -116,7 +116,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {"gated delta net": GatedDeltaNet, 
 SIZES = {"gated delta net": (HEADS * DIM * DIM, HEADS * DIM * DIM), "mamba2": (HEADS, HEADS * DIM * STATE)}
 
 
-def build(name: str) -> nn.Module:
+def layer_of(name: str) -> nn.Module:
     """With weights that follow from its name."""
     torch.manual_seed(0)
     return LAYERS[name]()

@@ -25,12 +25,12 @@ from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import Mesh, Transfer
 from ringopt.errors import OptionError
 from ringopt.tools.benchmarks.lab.inserted import inserted
+from ringopt.tools.benchmarks.lab.memory_peers import Peer, peers
 from ringopt.tools.benchmarks.lab.names import FEW, PATTERNS, STRATEGIES
 from ringopt.tools.benchmarks.lab.numbers import distance
 from ringopt.tools.benchmarks.lab.peers import Run
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
-from ringopt.tools.benchmarks.workers.memory_peers import Peer, peers
 from ringopt.tools.benchmarks.workers.overlap_rank import Mute, begin_rank
 
 HEADS = Heads(1, 8, 8, 64, 64, 4, 4, "float32", "flash_cpu")

@@ -25,7 +25,7 @@ from ringopt.tools.benchmarks.lab.link_lab import LabError, as_ranks
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.timing import interleaved
-from ringopt.tools.benchmarks.models.recurrent_layers import SIZES, WIDTH, build
+from ringopt.tools.benchmarks.models.recurrent_layers import SIZES, WIDTH, layer_of
 from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank, nothing, together
 from ringopt.tools.common.resident import STATUS, reset_peak, resident
 
@@ -99,7 +99,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 def drawn(name: str, length: int) -> tuple[nn.Module, Tensor]:
     """The layer, and what goes in."""
-    return build(name), torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(1))
+    return layer_of(name), torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def expected(name: str, length: int) -> list[Tensor]:
@@ -129,7 +129,7 @@ def over_ranks(rank: int, ranks: int, name: str, length: int, repeats: int, inne
     runs["gathered"]()
     with record_traffic() as traffic:
         runs["states"]()
-    of_scan, formula = told(traffic), formula_of(name, ranks)
+    of_scan, formula = sent_for_scans(traffic), formula_of(name, ranks)
     bytes_held = {f"{way}_bytes": peak(run) for way, run in runs.items()}
     one = way_of("alone", name, length, inner, meshes["alone"])
     one()
@@ -166,7 +166,7 @@ def gathered(node: fx.Node, *args: Any) -> SiteInfo:
     return info
 
 
-def told(traffic: Traffic) -> int:
+def sent_for_scans(traffic: Traffic) -> int:
     """Bytes that this rank has sent for its scans."""
     return sum(event.bytes for event in traffic.events if event.label in MESSAGES)
 
