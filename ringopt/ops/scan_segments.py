@@ -5,7 +5,8 @@ Forward    (M, U) of each segment: what its steps make of any state. One all-gat
            steps from the right states.
 Backward   V of each segment: the gradient of its first state by way of its own outputs. One all-gather of V; every rank
            composes the transposed maps from the end. Then each rank walks back over its steps from the right gradients.
-           M is kept from the forward, and never differentiated.
+           M is kept from the forward, and never differentiated. (A program for any number of ranks keeps none, for
+           how many there are is no number in it: M is made and gathered again.)
 
 What travels has the size of the state, however many steps there are. Where the step is affine in stages (a running
 maximum first, then what it scales), each level is an exchange of its own: forward in order, backward in reverse.
@@ -42,6 +43,7 @@ class SegmentedScan:
     consts: Tensors
     layout: Layout
     mesh: Mesh
+    keeps: bool = True  # the matrices of all segments, for the backward
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -85,7 +87,7 @@ class SegmentedScan:
                     state = frame.apply(of, state) if self.lengths[number] else state
                     composed.append(numbers_of(stage, state))
                 finals[place] = frame.outward(state)
-                matrices[place] = kept_matrices(stage, maps)
+                matrices[place] = kept_matrices(stage, maps if self.keeps else maps[:0], frame.inward(init[place]))
         if not all_finite(composed):
             starts, finals = self.handed_on(init)
         found = [steps.run(starts[number]) for number, steps in self.mine.items()]
@@ -140,25 +142,33 @@ class SegmentedScan:
         """The gradients of the carries before the first step, the same on all ranks; and of the xs and consts `wanted`
         by their place, of consts this rank's part."""
         carries = len(given.like)
-        matrices = kept[carries:]
-        back = _Backward(self, given, [list(states) for states in zip(*kept[:carries], strict=True)])
+        starts = [list(states) for states in zip(*kept[:carries], strict=True)]
+        back = _Backward(self, given, starts)
         of_init, composed = list(given.finals), list[Tensor]()
         for level in reversed(self.affine.levels):
-            stages = zip(level, *back.of_segments(level), strict=True)
-            for stage, own, derivatives in stages:
+            matrices = self.matrices(level, kept[carries:], dict(zip(self.mine, starts, strict=True)))
+            stages = zip(level, matrices, *back.of_segments(level), strict=True)
+            for stage, matrix, own, derivatives in stages:
                 frame, place = Frame(stage), stage.place
                 gradient = frame.inward(given.finals[place])
                 for number in reversed(range(len(self.lengths))):
                     if number in back.finals:
                         back.finals[number][place] = frame.outward(gradient)
                     if self.lengths[number]:
-                        of = derivatives[number] if stage.form == "max-plus" else matrices[place][number]
+                        of = derivatives[number] if stage.form == "max-plus" else matrix[number]
                         gradient = own[number] + frame.apply_back(of, gradient)
                     composed.append(gradient)
                 of_init[place] = frame.outward(gradient)
         if not all_finite(composed):
             of_init = back.handed_on()
         return of_init, back.of_operands(wanted)
+
+
+    def matrices(self, level: Level, kept: Tensors, starts: dict[int, list[Tensor]]) -> list[Sequence[Tensor]]:
+        """Of each stage, those of all segments; of a max-plus stage there are none."""
+        if self.keeps or all(stage.form == "max-plus" for stage in level):
+            return [kept[stage.place] for stage in level]
+        return [[of.matrix for of in maps] for maps in self.maps_of(level, starts)]
 
 
 class _Backward:
@@ -237,9 +247,10 @@ def summed_up(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
 
 
-def kept_matrices(stage: Stage, maps: Sequence[SegmentMap]) -> Tensor:
+def kept_matrices(stage: Stage, maps: Sequence[SegmentMap], like: Tensor) -> Tensor:
     """[segments, ...]; none of a max-plus stage."""
-    return torch.stack([of.matrix for of in maps])[: len(maps) if stage.form == "linear" else 0].contiguous()
+    found = [of.matrix for of in maps] if stage.form == "linear" else []
+    return torch.stack(found) if found else like.new_empty(0, *Frame(stage).parts[0])
 
 
 def message_dtype(level: Level) -> torch.dtype:

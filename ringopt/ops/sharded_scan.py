@@ -5,7 +5,8 @@
 `xs` and `ys` have the steps of this rank; `init`, `consts` and the last carries are the same on all. The body has to be
 affine in what it carries (ringopt/scans/affine.py); what travels follows from the sizes of the state alone
 (scan_segments.py). `kept`, for the backward: for each carry the states before this rank's segments, then for each the
-matrices of all segments. The gradient of `init` is complete on every rank, that of `consts` is this rank's part.
+matrices of all segments (`segments` 0: of none, in a program for any number of ranks). The gradient of `init` is
+complete on every rank, that of `consts` is this rank's part.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ WHERE = "SymInt steps, int segments, str layout, str group"
 
 @dataclass(frozen=True)
 class ScanPlace:
-    """The arguments behind the operands: `steps` of the whole scan, `segments` of all ranks."""
+    """The arguments behind the operands: `steps` of the whole scan, `segments` of all ranks, whose matrices are kept;
+    0 where none are."""
 
     body: str
     steps: int
@@ -125,7 +127,7 @@ def prepared(
             f"an operand is {wrong[0]}, and rank {mesh.rank} of {mesh.size} holds {rows} rows (dim 0) of a "
             f"{place.layout} scan of {place.steps} steps; cut it with ringopt.shard"
         )
-    elif place.segments != segments:
+    elif place.segments not in (0, segments):
         misfit = f"{place.segments} segments, where {mesh.size} ranks of a {place.layout} layout have {segments}"
     agree(
         mesh,
@@ -135,13 +137,14 @@ def prepared(
             ("body", hashlib.blake2b(place.body.encode(), digest_size=8).hexdigest()),
             ("operands", str([(kind.shape, str(kind.dtype)) for kind in affine.kinds])),
             ("steps", place.steps),
+            ("segments", place.segments),
             ("layout", place.layout),
             ("ranks", mesh.size),
         ),
     )
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
-    return SegmentedScan(affine, xs, consts, layout, mesh)
+    return SegmentedScan(affine, xs, consts, layout, mesh, place.segments > 0)
 
 
 # ---- gradient --------------------------------------------------------------------------------------------------------

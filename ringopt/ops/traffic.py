@@ -227,8 +227,9 @@ def maps_gathered(call: SizedCall) -> Sending:
 
 
 def state_gradients_gathered(call: SizedCall) -> Sending:
-    """An all-gather of gradients of states."""
-    return Sending("told", gradients_bytes(call))
+    """An all-gather of gradients of states, and of the maps again where they were not kept."""
+    again = maps_bytes(call) if call.arguments.get("segments") == 0 else 0
+    return Sending("told", gradients_bytes(call) + again)
 
 
 # ---- what is held meanwhile ------------------------------------------------------------------------------------------

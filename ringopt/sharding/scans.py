@@ -57,7 +57,7 @@ def place_scan(sharder: Sharder, node: fx.Node) -> None:
         consts=[sharder.beside(x) for x in call.consts],
         body=call.text,
         steps=steps.length,
-        segments=chunks_per_rank(layout) * sharder.ranks.size,
+        segments=0 if sharder.ranks.group == ANY else chunks_per_rank(layout) * sharder.ranks.size,
         layout=layout,
     )
     sharder.values[node], sharder.placements[node] = made, None
@@ -75,9 +75,7 @@ def scan_site(node: fx.Node, mesh: Mesh, layout_for: Callable[[int], str]) -> Si
     least = chunks_per_rank(info.layout) * mesh.size
     if isinstance(proof, Refusal):
         info.refusal = proof.sentence
-    elif mesh.name == ANY:
-        info.refusal = "how many maps its backward keeps follows from the number of ranks, which is known only later"
-    elif not steps.length >= least:
+    elif mesh.name != ANY and not steps.length >= least:
         info.refusal = f"{at_hand(steps.length)} steps for {mesh.size} ranks: every rank needs one in each segment"
     if info.refusal is not None or isinstance(proof, Refusal):
         info.layout = "none"

@@ -140,6 +140,32 @@ def test_ops_that_mix_rows_are_exact(ranks: Callable[..., list[Any]], tmp_path: 
             assert difference(found, wanted) < TOLERANCE
 
 
+class Recurrent(nn.Module):
+    """A gated recurrence, token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, state, found = 0.9 + 0.1 * self.gate(x).sigmoid(), torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = state * gates[:, t] + x[:, t]
+            found.append(state)
+        return self.out(torch.stack(found, 1))  # type: ignore[no-any-return]
+
+
+def test_a_recurrence_is_shared_by_any_number_of_ranks(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    program = export(Recurrent().double(), (rows(17).double(),))
+    whole, after = program.module(), ringopt.convert(program)
+    assert [node.target for node in after.graph.nodes].count(torch.ops.ringopt.sharded_scan.default) == 1
+    wanted = run(lambda x: whole(x), whole, {"x": rows(17).double()})
+    torch.export.save(after, tmp_path / "recurrent.pt2")
+    for found, _sent in ranks(3, mixed, tmp_path / "recurrent.pt2"):
+        assert difference(found, wanted) < TOLERANCE
+
+
 LENGTHS = (17, 30, 9)
 
 

@@ -51,13 +51,15 @@ def mine(scan: Scan, mesh: ThreadMesh, layout: str) -> Scan:
     return Scan(scan.step, list(map(own, scan.init)), [own(x[rows]) for x in scan.xs], list(map(own, scan.consts)))
 
 
-def over_ranks(scan: Scan, text: str, steps: int, mesh: ThreadMesh, layout: str) -> list[Tensor]:
-    segments = LAYOUTS[layout].chunks_per_rank * mesh.size
+def over_ranks(
+    scan: Scan, text: str, steps: int, mesh: ThreadMesh, layout: str, keeps: bool = True
+) -> list[Tensor]:
+    segments = LAYOUTS[layout].chunks_per_rank * mesh.size if keeps else 0
     found = ops.sharded_scan(scan.init, scan.xs, scan.consts, text, steps, segments, layout, mesh.name)
     return list(found[: len(found) - 2 * len(scan.init)])
 
 
-def compared(scan: Scan, p: int, layout: str) -> None:
+def compared(scan: Scan, p: int, layout: str, keeps: bool = True) -> None:
     """Outputs and all gradients with those of the loop."""
     steps, text, carries, expected = scan.xs[0].shape[0], scan.text, len(scan.init), scan.loop()
     weights = [torch.randn_like(x) for x in expected]
@@ -66,7 +68,7 @@ def compared(scan: Scan, p: int, layout: str) -> None:
     def body(mesh: ThreadMesh) -> list[Tensor]:
         own = mine(scan, mesh, layout)
         rows = held(layout_of(layout, steps, p), mesh.rank)
-        found = over_ranks(own, text, steps, mesh, layout)
+        found = over_ranks(own, text, steps, mesh, layout, keeps)
         for x, whole in zip(found[:carries], expected, strict=False):
             torch.testing.assert_close(x, whole, rtol=1e-12, atol=1e-12)
         for y, whole in zip(found[carries:], expected[carries:], strict=True):
@@ -94,6 +96,11 @@ def compared(scan: Scan, p: int, layout: str) -> None:
 @pytest.mark.parametrize("name", SCANS)
 def test_a_scan_over_ranks_and_its_gradients_are_those_of_the_loop(name, p, layout):
     compared(SCANS[name](), p, layout)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_program_for_any_number_of_ranks_keeps_no_matrices(name):
+    compared(SCANS[name](), 3, "contiguous", keeps=False)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
@@ -194,6 +201,47 @@ def test_a_rank_with_too_many_steps_is_an_error_on_all():
 
 
 @pytest.mark.sample(2)
+def in_dtype(scan: Scan, dtype: torch.dtype) -> Scan:
+    """With the operands of a scan as they are in `dtype`."""
+    cast = lambda parts: [x.detach().to(dtype).requires_grad_() for x in parts]  # noqa: E731
+    return Scan(scan.step, cast(scan.init), cast(scan.xs), cast(scan.consts))
+
+
+def outcome(scan: Scan, found: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """Results and gradients of all operands, with 64 bits."""
+    given = [weight.to(x.dtype) for x, weight in zip(found, weights, strict=True)]
+    grads = torch.autograd.grad(found, scan.operands, given, allow_unused=True, materialize_grads=True)
+    return [x.detach().double() for x in (*found, *grads)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("name", ["delta rule", "diagonal", "stabilised"])
+def test_in_16_bits_ranks_err_at_most_twice_as_much_as_the_loop(name, p, dtype):
+    """From the same numbers computed in 64 bits, by the norm of each result and gradient."""
+    steps = 24
+    low = in_dtype({"delta rule": delta_rule, "diagonal": diagonal, "stabilised": stabilised}[name](steps), dtype)
+    exact, text, carries, xs = in_dtype(low, torch.float64), low.text, len(low.init), len(low.xs)
+    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(at)) for at, x in enumerate(low.loop())]
+    wanted, eager = (outcome(one, one.loop(), weights) for one in (exact, low))
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        rows = held(layout_of("contiguous", steps, p), mesh.rank)
+        own = mine(low, mesh, "contiguous")
+        cut = [*weights[:carries], *(weight[rows] for weight in weights[carries:])]
+        return outcome(own, over_ranks(own, text, steps, mesh, "contiguous"), cut)
+
+    parts = list(zip(*run_on_threads(p, body), strict=True))
+    results, stacked, of_consts = len(weights), len(weights) + carries, len(weights) + carries + xs
+    for at, (pieces, right, alone) in enumerate(zip(parts, wanted, eager, strict=True)):
+        if carries <= at < results or stacked <= at < of_consts:
+            found = torch.cat(pieces)
+        else:
+            found = sum(pieces) if at >= of_consts else pieces[0]
+        least = torch.finfo(dtype).eps / 2 * right.norm()
+        assert (found - right).norm() <= 2 * max((alone - right).norm(), least), (name, at)
+
+
 @pytest.mark.parametrize("name", ["delta rule", "stabilised"])
 def test_what_torch_asks_of_an_operator(name):
     scan = SCANS[name]()

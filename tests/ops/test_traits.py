@@ -133,11 +133,11 @@ def dilated(pattern: str, strategy: str = "auto", early: bool = False) -> Callab
     return call
 
 
-def scanned(of: Scan, text: str) -> Callable[[At], Tensor]:
+def scanned(of: Scan, text: str, keeps: bool = True) -> Callable[[At], Tensor]:
     def call(at: At) -> Tensor:
         init, consts = ([x.detach().requires_grad_() for x in part] for part in (of.init, of.consts))
         xs = [x.detach()[0].expand(at.rows(), *x.shape[1:]).clone().requires_grad_() for x in of.xs]
-        segments = LAYOUTS[at.layout].chunks_per_rank * at.mesh.size
+        segments = LAYOUTS[at.layout].chunks_per_rank * at.mesh.size if keeps else 0
         found: list[Tensor] = ops.sharded_scan(init, xs, consts, text, at.n, segments, at.layout, at.group)
         return sum(x.sum() for x in found[: len(init) + 1])  # type: ignore[return-value]
 
@@ -179,6 +179,7 @@ CALLS: dict[str, Callable[[At], Tensor]] = {
     "ring in halves": ring_in_halves,
     "dilated": dilated("dilated(8:1,16:2)"),
     "a scan": scanned(delta_rule(1), delta_rule(1).text),
+    "a scan for any number of ranks": scanned(delta_rule(1), delta_rule(1).text, keeps=False),
     "a stabilised scan": scanned(stabilised(1), stabilised(1).text),
     "dilated, started early": dilated("dilated(8:1,16:2)", "auto", True),
 }
