@@ -163,11 +163,10 @@ class SegmentedScan:
             of_init = back.handed_on()
         return of_init, back.of_operands(wanted)
 
-
     def matrices(self, level: Level, kept: Tensors, starts: dict[int, list[Tensor]]) -> list[Sequence[Tensor]]:
         """Of each stage, those of all segments; of a max-plus stage there are none."""
         if self.keeps or all(stage.form == "max-plus" for stage in level):
-            return [kept[stage.place] for stage in level]
+            return [kept[stage.place].unbind(0) for stage in level]
         return [[of.matrix for of in maps] for maps in self.maps_of(level, starts)]
 
 
