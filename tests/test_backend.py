@@ -361,6 +361,15 @@ def test_one_process_fuses_attention_at_every_length(hide):
     assert fused == [True, True]
 
 
+def test_a_factor_of_each_query_at_an_open_length():
+    model = Spelled(lambda m, scores, n: scores * torch.arange(1, n + 1)[:, None].log())
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    compiled = torch.compile(model, backend="ring", dynamic=True, options={"inner_backend": "eager"})
+    torch._dynamo.reset()
+    assert difference(run(compiled, model, {"x": x}), run(model, model, {"x": x})) < 1e-10
+    assert ringopt.reports()[-1].refusal is None
+
+
 def test_one_process_takes_the_causal_flag():
     """The mask transformers builds goes; numbers stay."""
     model, inputs = build("llama", 67)

@@ -13,7 +13,7 @@ from ringopt.expr.mask import ScoreBlock
 from ringopt.expr.terms import Term, loads_terms
 from ringopt.ops.attention import LIBRARY
 
-LIBRARY.define("tabulate(Tensor[] sources, str term, str rows, int[] sizes) -> Tensor")
+LIBRARY.define("tabulate(Tensor[] sources, str term, str rows, SymInt[] sizes) -> Tensor")
 
 
 @lru_cache(maxsize=1024)
@@ -26,7 +26,7 @@ def tabulate(sources: list[Tensor], term: str, rows: str, sizes: list[int]) -> T
     """[sizes[0], sizes[1], sizes[2], 1]: the element at batch row b, head h and row `rows` ("q" or "k"). Where `term`
     does not depend on an axis, its size is 1."""
     device = sources[0].device if sources else torch.device("cpu")
-    place = ScoreBlock(sizes[0], sizes[1], range(sizes[2]), range(1)).coordinates(device)
+    place = ScoreBlock(sizes[0], sizes[1], torch.arange(sizes[2], device=device), range(1)).coordinates(device)
     value = evaluate(parsed(term), {"b": place["b"], "h": place["h"], rows: place["q"]}, sources, device)
     return value.expand(*sizes, 1)
 
