@@ -88,7 +88,7 @@ def ring(
         log_report(log, made.report)
         raise_or_warn(made.report, chosen, heard_once(mesh))
         if not anew:
-            warn_of_limit(made.report)
+            warn_of_limit(made.report, chosen)
         flat = made.graph
         with left_open(gm):
             compiler = partial(inner, options=chosen, mode=mode, budget=made.budget)

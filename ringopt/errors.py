@@ -37,7 +37,7 @@ class RingThreadError(RingCommError):
 
 
 class RefusedError(RingError):
-    """`on_refusal="error"`: an attention site or a graph was left unsharded."""
+    """`on_refusal="error"`: an attention site or a graph was left unsharded, or other lengths will run uncompiled."""
 
 
 class ProgramError(RingError, ValueError):

@@ -18,7 +18,7 @@ from ringopt.distributed.lookup import mesh_of, process_mesh
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.counterparts import Snapshot
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
-from ringopt.errors import first_line
+from ringopt.errors import RefusedError, first_line
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize, with_sizes_at_hand
 from ringopt.frontend.flatten import has_custom
@@ -317,9 +317,10 @@ def gains_alone(node: fx.Node, info: SiteInfo) -> bool:
     return call.seed is not None or spelled or backward or (info.masked and plain)
 
 
-def warn_of_limit(report: Report) -> None:
+def warn_of_limit(report: Report, options: Options) -> None:
     """Before Dynamo compiles no more of a frame, and says so in words that have nothing of ranks. On one process that
-    is told of graphs that ringopt has made for one length."""
+    is told of graphs that ringopt has made for one length. Raises RefusedError on several, where refusals are
+    errors."""
     before, limit = compilation_of_frame(), dynamo.recompile_limit()
     if before is None or before + 1 != limit:
         return
@@ -328,13 +329,15 @@ def warn_of_limit(report: Report) -> None:
         return
     why = f" This one: {'; '.join(fixed)}." if fixed else ""
     runs = "right and whole on every rank" if report.world_size > 1 else "by torch's own stream where it draws"
-    log.warning(
-        "graph %d of one function, and torch._dynamo.config.recompile_limit allows no more: whatever none of them "
-        "serves (another length, train after eval) will run without the compiler, %s.%s "
-        "Raise the limit before the model is first called, or pad inputs to fewer lengths; TORCH_LOGS=recompiles says "
-        "what each was compiled for",
-        *(limit, runs, why),
+    message = (
+        f"graph {limit} of one function, and torch._dynamo.config.recompile_limit allows no more: whatever none of "
+        f"them serves (another length, train after eval) will run without the compiler, {runs}.{why} "
+        "Raise the limit before the model is first called, pad inputs to fewer lengths (pad_to_multiple_of of a "
+        "collator), or torch._dynamo.mark_dynamic their dim; TORCH_LOGS=recompiles says what each was compiled for"
     )
+    if options.on_refusal == "error" and report.world_size > 1:
+        raise RefusedError(f"{message}. It is an error because of on_refusal=\"error\"")
+    log.warning("%s", message)
 
 
 def in_order(gm: fx.GraphModule, order: Order | None, inputs: Sequence[Any], compiler: Compile) -> Run:

@@ -13,7 +13,7 @@ import ringopt
 from ringopt.distributed.lookup import mesh_of
 from ringopt.drivers import compile as compile_driver
 from ringopt.drivers import failing
-from ringopt.drivers.compile import transform
+from ringopt.drivers.compile import transform, warn_of_limit
 from ringopt.errors import OptionError, PlanError, RefusedError
 from ringopt.ir.nodes import value_of
 from ringopt.options import Options
@@ -21,6 +21,7 @@ from ringopt.passes.classify_mask import ClassifyMask
 from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.lower import Lower
 from ringopt.passes.shard_sequence import ShardSequence
+from ringopt.report import Report
 from tests.harness.translation import captured
 
 
@@ -175,6 +176,14 @@ def test_the_last_graph_that_dynamo_makes_is_told_of(ranks):
         (told,) = [message for message in said if "recompile_limit" in message]
         assert error < 1e-6 and graphs == 3
         assert "graph 3 of one function" in told and "Raise the limit" in told
+
+
+def test_the_last_graph_is_an_error_where_refusals_are(monkeypatch):
+    monkeypatch.setattr("ringopt.drivers.compile.compilation_of_frame", lambda: 2)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        with pytest.raises(RefusedError, match=r"graph 3 of one function.*pad_to_multiple_of"):
+            warn_of_limit(Report(2), Options(on_refusal="error"))
+        warn_of_limit(Report(1), Options(on_refusal="error"))
 
 
 class Drops(Causal):
