@@ -18,7 +18,7 @@ from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank, text_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import on_nodes
-from ringopt.cost.choose import choose_strategy
+from ringopt.cost.choose import choose_strategy, estimate
 from ringopt.cost.dilated_site import choose_dilated
 from ringopt.cost.layouts import layouts_for
 from ringopt.cost.message_bytes import bytes_sent
@@ -34,6 +34,7 @@ from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 from ringopt.scans.call import is_scan
 from ringopt.sharding.grains import inside_chunks, with_grains
+from ringopt.sharding.latents import note_of_latents, with_latents
 from ringopt.sharding.scans import scan_site
 
 
@@ -117,6 +118,7 @@ def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) ->
 def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Context) -> None:
     """Fills in strategy, layout, kernel and predicted bytes of one site. Raises OptionError if the strategy cannot."""
     case = case_of(node, context.mesh, asked.kernel, context.carries)
+    case, latents = with_latents(node, info, case)
     info.layout = text_of(*map(context.layouts.of, lengths(node, context.mesh)))
     info.strategy = on_nodes(asked.strategy, context.mesh)
     if info.whole:
@@ -137,6 +139,11 @@ def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Conte
         plan = case.plan(context.mesh.size, info.layout, info.strategy)
     except OptionError as error:
         raise OptionError(f"site {info.module or node.name}: {error}") from error
+    if latents is not None:
+        found = estimate(case, looked_at(context.mesh), info.layout, info.strategy, rates_for(context.mesh, node))
+        info.latents = latents if found.latent else None
+        info.notes.append(note_of_latents(latents, case.heads, found))
+        case = case if found.latent else case.plain()
     info.bytes_sent = bytes_sent(plan, case.heads, context.mesh.rank)
     if isinstance(plan, HeadExchange) and plan.nodes > 1:
         info.notes.append(over_nodes(plan, case.heads, context.mesh.rank))

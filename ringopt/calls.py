@@ -214,6 +214,7 @@ class RingCall(Call):
     version: str
     early: str = ""
     ticket: fx.Node | None = None
+    expand: str = ""
 
     @property
     def mask_term(self) -> Mask:

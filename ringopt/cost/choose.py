@@ -21,7 +21,7 @@ from ringopt.cost.memory import most_memory
 from ringopt.cost.simulate import Heads, pairs_of, simulate
 from ringopt.errors import OptionError
 from ringopt.expr.mask import Mask
-from ringopt.hardware.rates import Rates
+from ringopt.hardware.rates import Rates, with_link
 from ringopt.report import bytes_text
 
 # Times within this part of each other are equal, as far as a prediction can tell.
@@ -60,6 +60,10 @@ class Case:
         queries, keys = ("replicated" if side == self.whole else its for side, its in sides)
         sharded = ShardedPattern(self.pattern, self.q_length, self.kv_length, ranks, queries, keys)
         return plan_of(sharded, strategy, (self.heads.q_heads, self.heads.kv_heads), Mask.parse(self.mask))
+
+    def plain(self) -> Case:
+        """The same with K and V that travel themselves."""
+        return replace(self, heads=self.heads.plain())
 
     def ring(self, ranks: int, layout: str) -> Exchange:
         """The ring can do everything."""
@@ -101,7 +105,17 @@ class Estimate:
         return memory.training if self.case.training else memory.forward
 
     def __str__(self) -> str:
-        return f"{self.strategy} {duration(self.seconds)}"
+        return f"{self.strategy}{' of latents' if self.latent else ''} {duration(self.seconds)}"
+
+    @property
+    def carries(self) -> bool:
+        """Whether K and V travel to where they are used, and nothing else."""
+        return keys_travel(self.plan)
+
+    @property
+    def latent(self) -> bool:
+        """Whether what K and V are made of travels in their place."""
+        return self.case.heads.latent > 0
 
 
 @dataclass(frozen=True)
@@ -131,10 +145,29 @@ class Choice:
 
 
 def estimate(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> Estimate:
-    """Raises OptionError where the strategy cannot do it, on as many ranks as were asked for."""
-    case.plan(ranks, layout, strategy)
+    """Raises OptionError where the strategy cannot do it, on as many ranks as were asked for. Where K and V may be made
+    where they are used, of the faster form; of close ones, of that which sends less."""
+    plan = case.plan(ranks, layout, strategy)
     fewer, ranks = case.on_fewer(ranks)
-    return unrolled_estimate(fewer, ranks, layout, strategy, rates)
+    plain = unrolled_estimate(fewer.plain(), ranks, layout, strategy, rates)
+    if not case.heads.latent or not keys_travel(plan):
+        return plain
+    latent = unrolled_estimate(fewer, ranks, layout, strategy, rates)
+    pays = latent.bytes < plain.bytes and making_pays(fewer, ranks, layout, strategy, with_link(rates))
+    return latent if pays else plain
+
+
+def making_pays(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) -> bool:
+    """Whether it takes no longer to make K and V where they are used, of what travels in their place."""
+    latent, plain = (unrolled_estimate(one, ranks, layout, strategy, rates) for one in (case, case.plain()))
+    rows = -(-case.kv_length // ranks)  # of which K and V are made in any form
+    made = sum(case.heads.making(rows, backward) for backward in (False, True)[: 1 + case.training])
+    return latent.seconds <= (plain.seconds + made / rates.default.rate) * (1 + CLOSE)
+
+
+def keys_travel(plan: Plan) -> bool:
+    """Whether K and V travel to where they are used, and nothing else."""
+    return isinstance(plan, Exchange) and not plan.queries_move
 
 
 @lru_cache(maxsize=4096)

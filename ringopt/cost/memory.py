@@ -88,6 +88,8 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, dense: bool = False) -> Mem
     sums, own = Sums(heads, count(plan.q_pieces(rank)), count(plan.kv_pieces(rank))), plan.kv_pieces(rank)
     one = replace(heads, q_heads=heads.q_heads // turns, kv_heads=-(-heads.kv_heads // turns))
     there, back = Ledger(), Ledger()
+    made = made_bytes(plan, heads, rank)
+    there.take(made)
     block = next((block for step in plan.forward(rank) for block in step.blocks), None)
     first = pieces(plan.pattern, block, heads.kernel)[0] if block is not None else None
     whole = first is not None and len(first.queries) == sums.queries and not sums.narrow
@@ -106,9 +108,10 @@ def of_keys(plan: Exchange, heads: Heads, rank: int, dense: bool = False) -> Mem
     over_steps(there, plan, rank, heads, False, sums.wide_out + sums.lse, tile)
     # A kernel gives its output in the order of the queries, the operator in that of its dims.
     there.briefly(sums.out * (sums.narrow + (whole and not dense)))
-    back.take(sums.wide_dq)
-    home = sums.wide_dkv if turns * parts == 1 else 0
-    back.take(sums.wide_dkv - home)  # of several exchanges some begin with the home blocks
+    back.take(sums.wide_dq + made + made * heads.wide // heads.itemsize)
+    stays = sums.keys * row_bytes_by_cargo(plan, heads, True)[Cargo.BACK]
+    home = stays if turns * parts == 1 else 0
+    back.take(stays - home)  # of several exchanges some begin with the home blocks
     over_steps(back, plan, rank, heads, True, home, lambda piece: backward_tile(plan.pattern, piece, one))
     back.briefly(rounded(sums))
     return Memory(there.most, sums.out + sums.lse, back.most)
@@ -118,7 +121,16 @@ def turns_of(plan: Exchange, heads: Heads) -> tuple[int, int]:
     """(exchanges, KV heads of each) into which an exchange of keys is cut; (1, 1) without tokens."""
     if not plan.length:
         return 1, 1
-    return exchanges_of(heads.kv_heads, plan.leaving, plan.leaving * heads.row(), heads.device)
+    apart, row = heads.travelling()
+    return exchanges_of(apart, plan.leaving, plan.leaving * row, heads.device)
+
+
+def made_bytes(plan: Exchange, heads: Heads, rank: int) -> int:
+    """Of K and V that are made where they are used, a piece at a time."""
+    if not heads.latent:
+        return 0
+    blocks = (block for step in plan.forward(rank) for block in step.blocks)
+    return max((len(block.keys) for block in blocks), default=0) * heads.row()
 
 
 # ---- queries travel --------------------------------------------------------------------------------------------------

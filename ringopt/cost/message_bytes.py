@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from ringopt.kernels.base import accumulator
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the operands of an attention; `itemsize` and `wide` are bytes of a number, and of one in the accumulator."""
+    """Of the operands of an attention; `itemsize` and `wide` are bytes of a number, and of one in the accumulator.
+    `latent`: where K and V are made where they are used, numbers of a row of what travels in their place, of all batch
+    rows; `latent_flops`: to make K and V of such a row."""
 
     batch: int
     q_heads: int
@@ -25,6 +27,8 @@ class Sizes:
     value_dim: int
     itemsize: int
     wide: int
+    latent: int = field(default=0, kw_only=True)
+    latent_flops: int = field(default=0, kw_only=True)
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
@@ -48,7 +52,7 @@ def sent_to(plan: Exchange | HeadExchange, sizes: Sizes, rank: int, backward: bo
     """Targets of what `rank` sends, with bytes."""
     if isinstance(plan, HeadExchange):
         yield from trade_bytes(plan, sizes, rank, backward).items()
-        share, circle = replace(sizes, kv_heads=len(plan.kv_share(rank))), plan.circle(rank)
+        share, circle = replace(sizes, kv_heads=len(plan.kv_share(rank)), latent=0), plan.circle(rank)
         for target, size in sent_to(plan.whole, share, rank // plan.node, backward):
             yield circle[target], size
     elif plan.merges:  # the sum of dQ is the caller's
@@ -75,7 +79,7 @@ def row_bytes(plan: Exchange, sizes: Sizes, cargo: Cargo, backward: bool) -> int
     gradient and the log-sum-exp), and back the output and the log-sum-exp, or dQ."""
     keys, values = sizes.key_dim, sizes.value_dim
     if not plan.queries_move:
-        each = sizes.batch * sizes.kv_heads * (keys + values)
+        each = sizes.latent or sizes.batch * sizes.kv_heads * (keys + values)
         return each * (sizes.itemsize if cargo is Cargo.OUT else sizes.wide)
     if cargo is Cargo.OUT:
         number = (keys + 2 * backward * values) * sizes.itemsize + backward * sizes.wide

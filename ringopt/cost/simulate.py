@@ -7,7 +7,7 @@ longer holds up those that wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -45,6 +45,18 @@ class Heads(Sizes):
         elements = self.batch * self.kv_heads * (self.key_dim + self.value_dim)
         return elements * (self.itemsize if cargo is Cargo.OUT else self.wide)
 
+    def travelling(self) -> tuple[int, int]:
+        """Heads of what travels in the place of K and V, and bytes of one row of it."""
+        return (1, self.latent * self.itemsize) if self.latent else (self.kv_heads, self.row())
+
+    def plain(self) -> Heads:
+        """The same with K and V that travel themselves."""
+        return replace(self, latent=0, latent_flops=0)
+
+    def making(self, rows: int, backward: bool) -> int:
+        """FLOPs to make K and V of so many rows where they are used; in the backward with the gradients of that."""
+        return rows * self.latent_flops * (3 if backward else 1)
+
     def query(self) -> int:
         """Bytes of one row of the output and its log-sum-exp, as sums."""
         return self.batch * self.q_heads * (self.value_dim + 1) * self.wide
@@ -57,7 +69,7 @@ class Heads(Sizes):
 
     def share(self, part: Part) -> Heads:
         """Of some of the heads."""
-        return replace(self, q_heads=len(part.queries), kv_heads=len(part.keys))
+        return replace(self.plain(), q_heads=len(part.queries), kv_heads=len(part.keys))
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,17 @@ def pairs_of(exchange: Exchange, rank: int) -> int:
     return sum(exchange.pattern.pairs(own, keys) for own in exchange.q_pieces(rank))
 
 
+def rows_made(blocks: Iterable[Block]) -> int:
+    """Rows of K and V that a step computes with."""
+    return sum(map(len, {block.keys for block in blocks}))
+
+
+def flops_of(exchange: Exchange, heads: Heads, rank: int, backward: bool) -> int:
+    """Of the products of `rank`; where K and V are made where they are used, of that too."""
+    made = sum(rows_made(step.blocks) for step in exchange.steps(rank, backward)) if heads.latent else 0
+    return heads.flops(pairs_of(exchange, rank), backward) + heads.making(made, backward)
+
+
 def balance(exchange: Exchange) -> float:
     """Pairs of the busiest rank over the mean."""
     pairs = [pairs_of(exchange, rank) for rank in range(exchange.ranks)]
@@ -116,6 +139,7 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool, drawn: bool
                 continue
             step = steps[index]
             compute = sum(block_seconds(plan, block, heads, rates, backward) for block in step.blocks)
+            compute += heads.making(rows_made(step.blocks), backward) / rates.default.rate
             exchange, messages = traffic(plan, step, heads, rates, backward)
             # Both ends must have posted a message before it travels.
             late = max([starts[m.source] - starts[rank] for m in step.receives], default=0.0)
@@ -128,7 +152,7 @@ def simulate(plan: Plan, heads: Heads, rates: Rates, backward: bool, drawn: bool
     return Way(
         clocks[last],
         clocks[last] - work[last],
-        tuple(heads.flops(pairs_of(plan, rank), backward) for rank in everyone),
+        tuple(flops_of(plan, heads, rank, backward) for rank in everyone),
         tuple(bytes_sent(plan, heads, rank, backward) for rank in everyone),
         tuple(sum(len(step.sends) for step in steps) for steps in plans),
         tuple(spans),

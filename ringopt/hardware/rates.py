@@ -178,3 +178,8 @@ def cautious() -> Rates:
     as the ring may be chosen."""
     table, free = rates_of("cpu", "float32"), 1e15
     return Rates("no profile: only work counts", Link("unknown", free, 0.0), table.default, touch=free)
+
+
+def with_link(rates: Rates) -> Rates:
+    """Where nothing is known of the link, that of the table's CPU: for a choice of what costs bytes or computation."""
+    return rates if rates.link.name != "unknown" else dataclasses.replace(rates, link=link_of(device_of("cpu").link))

@@ -8,6 +8,26 @@ from typing import Literal
 import torch.fx as fx
 
 from ringopt.ir.nodes import module_path, source_line
+from ringopt.ir.placement import Sharded
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What K and V of a site are made of, token by token.
+
+    cut             values that K and V come from, with where their rows are, and how many numbers a token has of each
+    consts          what is read whole beside them: weights
+    body            the text of (rows of all of `cut` side by side, *consts) -> K, V
+    numbers, whole  of a token: of `cut`, and of K and V
+    flops           to make K and V of a token
+    """
+
+    cut: tuple[tuple[fx.Node, Sharded, int], ...]
+    consts: tuple[fx.Node, ...]
+    body: str
+    numbers: int
+    whole: int
+    flops: int
 
 
 @dataclass
@@ -15,7 +35,8 @@ class SiteInfo:
     """One attention site; the passes fill it in, the report shows it. `masked`: the program passes a mask; `source`:
     its line of source; `not_dilated`: why the dilation of the options is not applied; `whole`: the side with too few
     tokens to shard, which is replicated; `reason`: the note that explains the choice of the strategy;
-    `kernel_there`: that of the hardware which a report is made for."""
+    `kernel_there`: that of the hardware which a report is made for; `latents`: what travels in the place of K and V,
+    None where these travel."""
 
     module: str
     form: str
@@ -32,6 +53,7 @@ class SiteInfo:
     notes: list[str] = field(default_factory=list)
     reason: str = ""
     whole: Literal["", "queries", "keys"] = ""
+    latents: Latents | None = None
 
     @property
     def shown_kernel(self) -> str:

@@ -29,7 +29,8 @@ from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose_kernel
-from ringopt.ops.ring import EARLY, agree_on_seeds, misfit_of, misfit_of_extras, misfit_of_rows
+from ringopt.ops.ring import EARLY
+from ringopt.ops.ring_misfits import agree_on_seeds, misfit_of, misfit_of_extras, misfit_of_rows
 from ringopt.ops.tags import ON_HOST
 
 CONFIG = (

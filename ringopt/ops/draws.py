@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.attention import LIBRARY
-from ringopt.ops.ring import agree_on_seeds
+from ringopt.ops.ring_misfits import agree_on_seeds
 from ringopt.ops.tags import ON_HOST
 
 # Of triple32: shifts and factors; the last shift has no factor. As signed numbers, as are the keys of the second word.

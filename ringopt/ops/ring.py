@@ -15,7 +15,7 @@ the other is given (ringopt/overlap/start_early.py puts it into graphs).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from ringopt.context_parallel.executor.attend import attend, attend_backward, begin
 from ringopt.context_parallel.executor.loop import Posted
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved, kv_sizes
-from ringopt.context_parallel.geometry.layouts import Layout
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.concurrency import prove_plan
@@ -39,6 +38,15 @@ from ringopt.errors import RingMismatchError
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose_kernel
+from ringopt.ops.expansion import expansion_of
+from ringopt.ops.ring_misfits import (
+    agree_on_seeds,
+    misfit_of,
+    misfit_of_expansion,
+    misfit_of_extras,
+    misfit_of_rows,
+    misfit_of_sources,
+)
 from ringopt.ops.tags import ON_HOST
 from ringopt.version import engine_version
 
@@ -64,6 +72,7 @@ class Config(NamedTuple):
     early                 which ends of the exchange are moved away from the operator, apart by spaces: "forward" and
                           "backward" start before it, "home" ends behind its backward
     ticket                what `ring_start` gave for it
+    expand                where k and v are what K and V are made of, how (ops/expansion.py)
     """
 
     q_length: int
@@ -81,22 +90,34 @@ class Config(NamedTuple):
     version: str
     early: str = ""
     ticket: Tensor | None = None
+    expand: str = ""
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """By position, for a call with the defaults of the last two: those are no arguments, and have no gradient."""
-        return self[:-2]
+        """By position, for a call with the defaults of the last ones: those are no arguments, and have no gradient."""
+        return self if self.expand else self[:-3]
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """By position, as a call without a ticket has them: defaults at its end are no arguments."""
+        return self if self.expand else self[: -2 if self.early else -3]
+
+    def of_mask(self, sources: int) -> tuple[int, ...]:
+        """Of the learned sources those of the mask, which are so many."""
+        return tuple(number for number in self.learned if number < sources)
 
     def sharded(self, ranks: int) -> ShardedPattern:
         return ShardedPattern(self.pattern, self.q_length, self.kv_length, ranks, self.q_layout, self.kv_layout)
 
 
 VERSION = engine_version()
+FIELDS = len(Config._fields) - 3  # without defaults
 
 
 OPERANDS = "Tensor q, Tensor k, Tensor v"
 BESIDE = "Tensor[] sources, Tensor? sinks, Tensor? seed"
 EARLY = 'str early="", Tensor? ticket=None'
+EXPAND = 'str expand=""'
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -104,7 +125,7 @@ EARLY = 'str early="", Tensor? ticket=None'
     "ringopt::ring_attention",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}, {EXPAND}) -> (Tensor out, Tensor lse)",
 )
 def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq_local, Dv] in q's dtype; lse [B, Hq, Sq_local] in natural log, not differentiable. A row that sees
@@ -119,9 +140,10 @@ def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 @ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    sizes = q.shape[:3]
-    return q.new_empty(*sizes, v.shape[3]), q.new_empty(sizes, dtype=accumulator(q.dtype))
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given, _config = arguments_of_forward(arguments)
+    q, sizes = given.q, given.q.shape[:3]
+    return q.new_empty(*sizes, given.value_dim), q.new_empty(sizes, dtype=accumulator(q.dtype))
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -130,14 +152,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}, {EXPAND}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsources)"
     ),
 )
 def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the rank's own rows; of each learned source, then of the sinks, this rank's part: the caller sums it
     over the ranks, unless the source holds the rank's rows only. So it is with queries or keys in the layout
-    "replicated"."""
+    "replicated". Constants of an expansion are sources."""
     dout, saved, config = arguments_of_backward(arguments)
     site = prepare("ring_attention_backward", saved.given, config)
     with site.mesh.unbroken(), torch.autocast(dout.device.type, enabled=False):
@@ -154,24 +176,40 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 def arguments_of_forward(arguments: Sequence[Any]) -> tuple[Operands, Config]:
     """Of `ringopt::ring_attention`: the tensors, and the rest."""
     q, k, v, sources, sinks, seed, *config = arguments
-    return Operands(q, k, v, sources, sinks, seed), Config(*config)
+    return operands_of(q, k, v, sources, sinks, seed, Config(*config)), Config(*config)
 
 
 def arguments_of_backward(arguments: Sequence[Any]) -> tuple[Tensor, Saved, Config]:
     """Of its backward operators: dout, what the forward left, and the rest."""
     dout, q, k, v, out, lse, sources, sinks, seed, *config = arguments
-    return dout, Saved(Operands(q, k, v, sources, sinks, seed), out, lse), Config(*config)
+    return dout, Saved(operands_of(q, k, v, sources, sinks, seed, Config(*config)), out, lse), Config(*config)
+
+
+def operands_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sources: Sequence[Tensor],
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    config: Config,
+) -> Operands:
+    """Sources of the mask apart from the constants of an expansion."""
+    if not config.expand:
+        return Operands(q, k, v, sources, sinks, seed)
+    how = expansion_of(config.expand)
+    return Operands(q, k, v, sources[: how.sources], sinks, seed, how.of(sources, config.learned))
 
 
 def empty_beside(given: Operands, config: Config) -> list[Tensor]:
     """For the gradients of the learned sources, then of the sinks."""
-    read = [*(given.sources[i] for i in config.learned), *([] if given.sinks is None else [given.sinks])]
+    read = [*given.read(config.of_mask(len(given.sources))), *([] if given.sinks is None else [given.sinks])]
     return [x.new_empty(x.shape) for x in read]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sources, sinks, seed, *config = inputs
-    ctx.config = config[: -1 if Config(*config).early else -2]  # defaults are no arguments, so they have no gradient
+    ctx.config = Config(*config)._replace(ticket=None).given  # defaults are no arguments, so they have no gradient
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, sinks, seed, *sources)
 
@@ -196,12 +234,12 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
     "ringopt::ring_start",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}) -> Tensor",
+    schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}, {EXPAND}) -> Tensor",
 )
 def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:
     """A ticket for the first messages of `ring_attention`, or of its backward, of these K and V. Of two starts in a
     graph no two have one `number`, so that no compiler takes them for one. Raises as `ring_attention` does."""
-    chosen = Config(*config)
+    chosen = Config(*config[:FIELDS])._replace(expand="".join(config[FIELDS:]))
     mesh, mask = mesh_of(chosen.group), Mask.parse(chosen.mask)
     program_until_here(mesh)
     mesh.meet_on(k.device)
@@ -214,7 +252,7 @@ def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, 
     if misfit:
         raise RingMismatchError(f"ring_start: {misfit}")
     settle(mesh)
-    posted = begin(attention_of(plan, chosen, mask, k, v, mesh.rank), mesh, k, v, backward)
+    posted = begin(attention_of(plan, chosen, mask, Operands(k, k, v), mesh.rank), mesh, k, v, backward)
     return issue(mesh, about(k, v, backward, chosen), posted, [one.pending for one in posted])
 
 
@@ -250,14 +288,15 @@ def prepare(op: str, given: Operands, config: Config) -> Site:
     mesh.meet_on(given.q.device)
     plan = plan_for(config, (given.q.shape[1], given.k.shape[1]), mesh, mask)
     misfit = (
-        misfit_of(given, plan.q_layout, plan.kv_layout, mesh.rank)
+        misfit_of_expansion(given, mask, plan)
+        or misfit_of(given, plan.q_layout, plan.kv_layout, mesh.rank)
         or misfit_of_sources(given.sources, mask, count(plan.q_layout.ranges(mesh.rank)))
         or misfit_of_extras(given, config.dropout_p)
     )
     agree(mesh, key_of(op, misfit, given, config, mesh.size))
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
-    return Site(mesh, attention_of(plan, config, mask, given.k, given.v, mesh.rank))
+    return Site(mesh, attention_of(plan, config, mask, given, mesh.rank))
 
 
 def plan_for(config: Config, heads: tuple[int, int], mesh: Mesh, mask: Mask) -> Plan:
@@ -265,74 +304,17 @@ def plan_for(config: Config, heads: tuple[int, int], mesh: Mesh, mask: Mask) -> 
     return plan_of(config.sharded(mesh.size), config.strategy, heads, mask)
 
 
-def attention_of(plan: Plan, config: Config, mask: Mask, k: Tensor, v: Tensor, rank: int) -> Attention:
+def attention_of(plan: Plan, config: Config, mask: Mask, given: Operands, rank: int) -> Attention:
     """What is computed, its plan proved for `rank`."""
-    kernel, _reason = choose_kernel(config.kernel, k.dtype, k.device, k.shape[3], v.shape[3])
+    k, v, learned = given.k, given.v, tuple(config.learned)
+    key_dim, value_dim = k.shape[3], v.shape[3]
+    if config.expand:
+        how = expansion_of(config.expand)
+        key_dim, value_dim, learned = how.key_dim, how.value_dim, config.of_mask(how.sources)
+    kernel, _reason = choose_kernel(config.kernel, k.dtype, k.device, key_dim, value_dim)
     exchange, heads = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
     prove_plan(plan, kv_sizes(k, v, mask), rank)
-    return Attention(exchange, mask, kernel, config.scale, tuple(config.learned), config.dropout_p, heads=heads)
-
-
-def misfit_of(given: Operands, q_layout: Layout, kv_layout: Layout, rank: int) -> str:
-    """What is wrong with the shards, or "". A value, because all ranks must hear of it before they stop."""
-    q, k, v = given.q, given.k, given.v
-    misfit = misfit_of_rows({"q": q}, q_layout, rank) or misfit_of_rows({"k": k, "v": v}, kv_layout, rank)
-    if misfit:
-        return misfit
-    grouped = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
-    if not grouped or k.shape[:3] != v.shape[:3] or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        return f"q, k, v are {list(q.shape)}, {list(k.shape)}, {list(v.shape)}, which is no attention"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must be of one dtype"
-    return ""
-
-
-def misfit_of_rows(shards: Mapping[str, Tensor], layout: Layout, rank: int) -> str:
-    """Of shards by name, of one layout."""
-    rows = count(layout.ranges(rank))
-    for name, shard in shards.items():
-        if shard.dim() != 4 or shard.shape[2] != rows:
-            return (
-                f"{name} is {list(shard.shape)}, and rank {rank} of {layout.ranks} holds {rows} rows (dim 2) of a "
-                f"{layout.name} sequence of {layout.length}; cut it with ringopt.shard, or pass its layout"
-            )
-    return ""
-
-
-def misfit_of_sources(sources: Sequence[Tensor], mask: Mask, rows: int) -> str:
-    """Of those that hold the rank's rows only."""
-    for number, dim in mask.row_dims.items():
-        if sources[number].shape[dim] != rows:
-            return (
-                f"source {number} of the mask is {list(sources[number].shape)}, and this rank holds {rows} rows of the "
-                f"queries (dim {dim}); cut it as the queries are"
-            )
-    return ""
-
-
-def misfit_of_extras(given: Operands, dropout_p: float) -> str:
-    """Of sinks and dropout."""
-    (batch, heads), sinks, seed = given.q.shape[:2], given.sinks, given.seed
-    if sinks is not None and list(sinks.shape) not in ([1, heads], [batch, heads]):
-        return f"sinks are {list(sinks.shape)}, and {batch} x {heads} heads take [1, {heads}] or [{batch}, {heads}]"
-    if not 0 <= dropout_p <= 1 or (dropout_p > 0 and seed is None):
-        return f"dropout_p is {dropout_p}, seed {seed}; a probability is from 0 to 1, and above 0 takes a seed"
-    if seed is not None and (seed.dtype != torch.int64 or seed.dim()):
-        return f"the seed is {list(seed.shape)} {seed.dtype}; it must be int64 without dims"
-    return ""
-
-
-def agree_on_seeds(mesh: Mesh, seeds: Tensor) -> None:
-    """At every call, for generators that ran apart would have every rank draw others, and no error. Raises
-    RingMismatchError on all ranks alike."""
-    found = [part.tolist() for part in mesh.all_gather(seeds.detach().to(mesh.device).reshape(-1), "seed")]
-    if any(each != found[0] for each in found):
-        place = next(place for place, seeds_there in enumerate(zip(*found, strict=True)) if len({*seeds_there}) > 1)
-        shown = [each[place] for each in found]
-        raise RingMismatchError(
-            f"the ranks draw random numbers by seeds {shown}, and must do so by one. Seed the random number generators "
-            "of all ranks alike, and draw from them alike"
-        )
+    return Attention(exchange, mask, kernel, config.scale, learned, config.dropout_p, heads=heads)
 
 
 def key_of(
@@ -348,13 +330,14 @@ def key_of(
         ("sinks", "none" if given.sinks is None else str(list(given.sinks.shape))),
         ("seed", "none" if given.seed is None else "given"),
         ("learned", str(list(config.learned))),
+        ("constants", str([list(x.shape) for x in given.expansion.consts] if given.expansion is not None else [])),
     )
 
 
 def key_of_kv(k: Tensor, v: Tensor, config: Config, size: int) -> tuple[tuple[str, int | float | str | bool], ...]:
     """Of that, what shapes the messages of K and V."""
     lengths_and_layouts = config._asdict()
-    for local in ("mask", "learned", "group", "early", "ticket"):
+    for local in ("mask", "learned", "group", "early", "ticket", "expand"):
         del lengths_and_layouts[local]
     return (
         ("ranks", size),
@@ -363,9 +346,15 @@ def key_of_kv(k: Tensor, v: Tensor, config: Config, size: int) -> tuple[tuple[st
         ("key_dim", k.shape[3]),
         ("value_dim", v.shape[3]),
         ("dtype", str(k.dtype)),
-        ("mask", hashlib.blake2b(config.mask.encode(), digest_size=8).hexdigest()),
+        ("mask", digest(config.mask)),
+        ("expand", digest(config.expand)),
         *lengths_and_layouts.items(),
     )
+
+
+def digest(text: str) -> str:
+    """Of a text that is too long to be compared over the ranks."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def shapes_of(sources: Sequence[Tensor], mask: Mask) -> list[list[int | str]]:

@@ -20,7 +20,17 @@ from ringopt.context_parallel.executor.operands import rounded_parts
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem
-from ringopt.ops.ring import BESIDE, CONFIG, EARLY, OPERANDS, arguments_of_backward, begun, empty_beside, prepare
+from ringopt.ops.ring import (
+    BESIDE,
+    CONFIG,
+    EARLY,
+    EXPAND,
+    OPERANDS,
+    arguments_of_backward,
+    begun,
+    empty_beside,
+    prepare,
+)
 from ringopt.ops.tags import ON_HOST
 
 
@@ -29,7 +39,7 @@ from ringopt.ops.tags import ON_HOST
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}, {EXPAND}) "
         "-> (Tensor dq, Tensor ticket, Tensor[] dsources)"
     ),
 )

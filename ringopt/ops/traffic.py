@@ -24,6 +24,7 @@ from ringopt.cost.simulate import Heads
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import accumulator
 from ringopt.ops.all_to_all import bytes_turned
+from ringopt.ops.expansion import expansion_of
 from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of
 from ringopt.ops.reshard import plan_respread
 from ringopt.ops.scan_sizes import gradients_bytes, maps_bytes
@@ -160,7 +161,7 @@ def turned(call: SizedCall) -> Sending | None:
 def heads_of(call: SizedCall) -> Heads:
     """The sizes of an attention: batch, heads, head dims, bytes an element, kernel."""
     q, k, v = (call[name] for name in "qkv")
-    return Heads(
+    given = Heads(
         batch=q.size(0),
         q_heads=q.size(1),
         kv_heads=k.size(1),
@@ -171,6 +172,8 @@ def heads_of(call: SizedCall) -> Heads:
         dtype=str(k.dtype).removeprefix("torch."),
         kernel=call.arguments.get("kernel", ""),
     )
+    how = call.arguments.get("expand", "")
+    return expansion_of(how).expanded(given) if how else given
 
 
 def ring_plan(call: SizedCall) -> Plan:

@@ -12,7 +12,7 @@ import torch.fx as fx
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
-from ringopt.cost.simulate import pairs_of
+from ringopt.cost.simulate import flops_of, pairs_of
 from ringopt.dims.products import is_counted, summed
 from ringopt.ops.scan_sizes import affine_of, graphs_run, step_of
 from ringopt.ops.sized_call import Operand, SizedCall
@@ -57,7 +57,7 @@ def of_plan(call: SizedCall, backward: bool) -> int:
     if isinstance(plan, HeadExchange):
         share = replace(heads, q_heads=len(plan.share(call.rank)))
         return share.flops(pairs_of(plan.whole, call.rank // plan.node), backward)
-    return heads.flops(pairs_of(plan, call.rank), backward)
+    return flops_of(plan, heads, call.rank, backward)
 
 
 def dilated(call: SizedCall) -> int:

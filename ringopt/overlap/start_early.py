@@ -122,7 +122,8 @@ def _start(body: fx.Node, gap: Gap, number: int) -> None:
     call.replace(ticket=ticket).write(body)
     if "eager_input_vals" in body.meta:  # where Inductor reads how the operands lie in memory
         values, keywords = body.meta["eager_input_vals"]
-        body.meta["eager_input_vals"] = ((*values, value_of(ticket)), keywords)
+        place = list(call.arguments).index("ticket")
+        body.meta["eager_input_vals"] = ((*values[:place], value_of(ticket), *values[place + 1 :]), keywords)
 
 
 def finish_late(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from ringopt.context_parallel.plan.concurrency import exchanges_of
 from ringopt.context_parallel.plan.plan_of import trading
 from ringopt.context_parallel.plan.tiling import least_of, strip_of
 from ringopt.cost import volume
-from ringopt.cost.choose import MOST_RANKS, Case, choose_layout, choose_layouts, choose_strategy
+from ringopt.cost.choose import MOST_RANKS, Case, choose_layout, choose_layouts, choose_strategy, estimate
 from ringopt.cost.dilated import DilatedCase, dilated_layout_of, dilated_way
 from ringopt.cost.formulas import F, F_b, L, Q, T, U, V, W, Z, formulas_of, o, o_b, s
 from ringopt.cost.memory import merged, most_memory
@@ -100,6 +100,8 @@ def site_point(
         strategy = "merge" if case.whole == "queries" else "local"
     elif strategy == "auto":
         strategy = choose_strategy(case, ranks, layout, rates).strategy
+    if not estimate(case, ranks, layout, strategy, rates).latent:
+        case = case.plain()
     if ranks <= MOST_RANKS:
         return unrolled(site, case, strategy, ranks, layout, rates)
     try:
@@ -164,6 +166,8 @@ def by_formula(site: PlannedSite, case: Case, strategy: str, ranks: int, layout:
     pattern, width = volume_name(case.pattern)
     if case.q_length != case.kv_length and pattern != "full":
         raise OptionError("closed formulas are for self attention")
+    if case.heads.latent:
+        raise OptionError("closed formulas are for K and V that travel themselves")
     found = formulas_of(pattern, layout, named_strategy(strategy)).at(
         numbers(case, width, ranks, rates, trading(strategy))
     )

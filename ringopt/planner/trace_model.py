@@ -21,6 +21,7 @@ from ringopt.drivers.compile import Compiled
 from ringopt.drivers.dry_run import DryRun, errors_of_passes
 from ringopt.ir.nodes import is_parameter, is_tensor, module_path, named, op_name, requires_grad, shape_of, value_of
 from ringopt.ir.notes import OF_PROGRAM, PLACEMENT, WHOLE
+from ringopt.ops.expansion import expansion_of
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import Sending
 from ringopt.ops.traits import attends, sending_of, sends
@@ -223,6 +224,8 @@ def case_of(node: fx.Node) -> Case | DilatedCase | None:
     ring = RingCall.of(node)
     whole = "queries" if ring.q_layout == "replicated" else "keys" if ring.kv_layout == "replicated" else ""
     heads = Heads.of(*ring.values, ring.kernel)
+    if ring.expand:
+        heads = expansion_of(ring.expand).expanded(heads)
     return Case(ring.pattern, int(ring.q_length), int(ring.kv_length), heads, training, ring.mask, whole)
 
 

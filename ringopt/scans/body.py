@@ -136,7 +136,7 @@ def _text_of(node: fx.Node, number: dict[fx.Node, int]) -> list[Any]:
         return [GETITEM, [text(arg) for arg in node.args]]
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         raise NoBody(f"the body calls {node.target}, which is no operator of ATen", node)
-    if why := why_not(node.target):
+    if why := why_no_step(node.target):
         raise NoBody(f"the body calls {node.target}, which {why}", node)
     # (Rows of an operand have other strides than the value that was viewed, of which there may be no view.)
     target = aten.reshape.default if node.target in (aten.view.default, UNSAFE_VIEW) else node.target
@@ -145,7 +145,7 @@ def _text_of(node: fx.Node, number: dict[fx.Node, int]) -> list[Any]:
     return [name, [text(arg) for arg in node.args], *([kwargs] if kwargs else [])]
 
 
-def why_not(op: OpOverload) -> str:
+def why_no_step(op: OpOverload) -> str:
     """What an operator does beside computing a value from tensors; "" where it does nothing else."""
     schema = schema_of(op)
     if schema.is_mutable:
@@ -210,6 +210,6 @@ def _operator(name: str) -> OpOverload:
     op = getattr(packet, overload or "default") if isinstance(packet, OpOverloadPacket) else None
     if not isinstance(op, OpOverload):
         raise ValueError(f"{name} is no operator of ATen")
-    if why := why_not(op):
+    if why := why_no_step(op):
         raise ValueError(f"{name} {why}")
     return op

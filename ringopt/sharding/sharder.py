@@ -286,17 +286,7 @@ class Sharder:
 
     def emit(self, node: fx.Node, rule: Rule, wanted: Sequence[Sharded | None], out: Sharded) -> fx.Node:
         """`node` on local operands. Sizes given as arguments lose the sharded one: it is whatever is here."""
-        args, kwargs = self.operands(node, wanted)
-        target: Any = node.target
-        if isinstance(rule, DeclaredRule):
-            target = rule.local or target
-        elif isinstance(rule, ViewRule):
-            target, args, kwargs = aten.reshape.default, (args[0], self.local_sizes(node, out)), {}
-        elif is_aten(node) and op_name(node) in ("expand", "broadcast_to"):
-            args = (args[0], self.local_sizes(node, out))
-        elif op_name(node) in ("slice", "narrow") and named(node, "dim") % len(shape_of(node)) == out.dim:
-            # The rule says that it takes all: what is here is less than what it counts.
-            target, args, kwargs = aten.slice.Tensor, (args[0], out.dim, 0, sys.maxsize), {}
+        target, args, kwargs = on_rows(node, rule, out, *self.operands(node, wanted))
         return self.call(target, args, node, out, kwargs)
 
     def operands(self, node: fx.Node, wanted: Sequence[Sharded | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -307,9 +297,6 @@ class Sharder:
             lambda arg: self.operand(arg, next(places)) if arg in tensors else self.values[arg],
         )
         return new[0], new[1]
-
-    def local_sizes(self, node: fx.Node, out: Sharded) -> list[int]:
-        return [-1 if dim == out.dim else size for dim, size in enumerate(shape_of(node))]
 
     def call(
         self,
@@ -378,3 +365,21 @@ def about_rule(reader: fx.Node, placement: Sharded | None) -> str:
         return f": {why}"
     line = line_to_write(reader, placement.dim if placement is not None else 1)
     return f": it has no rule. If it works token by token, {line} keeps it on shards"
+
+
+def on_rows(
+    node: fx.Node, rule: Rule, out: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call of `node` on rows, from its arguments: sizes given as arguments lose the sharded one, which is whatever
+    is here."""
+    sizes = [-1 if dim == out.dim else size for dim, size in enumerate(shape_of(node))] if is_tensor(node) else []
+    if isinstance(rule, DeclaredRule):
+        return rule.local or node.target, args, kwargs
+    if isinstance(rule, ViewRule):
+        return aten.reshape.default, (args[0], sizes), {}
+    if is_aten(node) and op_name(node) in ("expand", "broadcast_to"):
+        return node.target, (args[0], sizes), kwargs
+    if op_name(node) in ("slice", "narrow") and named(node, "dim") % len(shape_of(node)) == out.dim:
+        # The rule says that it takes all: what is here is less than what it counts.
+        return aten.slice.Tensor, (args[0], out.dim, 0, sys.maxsize), {}
+    return node.target, args, kwargs

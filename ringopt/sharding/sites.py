@@ -8,16 +8,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 
+import torch
 import torch.fx as fx
 
 from ringopt.calls import AttentionCall, DilatedCall, RingCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.ir.nodes import shape_of
 from ringopt.ir.placement import Sharded
-from ringopt.ir.site import SiteInfo
+from ringopt.ir.site import Latents, SiteInfo
 from ringopt.ops import operators
+from ringopt.ops.expansion import ExpansionCall
 from ringopt.ops.ring import VERSION
+from ringopt.sharding.latents import rows_first
 from ringopt.sharding.sharder import Sharder
+
+aten = torch.ops.aten
 
 BESIDE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"
 GATHERED = "what is spread stands beside its rows, and it cannot be attended to in parts there: it is computed whole"
@@ -56,20 +61,19 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
     def operand(x: fx.Node, side: str) -> fx.Node:
         return sharder.beside(x) if info.whole == side else sharder.sharded(x, Sharded(2, 1, rows[side], 1))
 
-    q, k, v = operand(call.q, "queries"), operand(call.k, "keys"), operand(call.v, "keys")
-    parsed = call.mask_term
-    learned = [i for i in parsed.differentiable if sharder.carries[call.sources[i]]]
-
-    def placed(i: int, source: fx.Node) -> fx.Node:
-        if i in parsed.row_dims and info.whole != "queries":
-            return sharder.sharded(source, Sharded(parsed.row_dims[i], 1, q_length, 1))
-        return sharder.beside(source) if i in learned else sharder.replicated(source)
-
+    latents = info.latents
+    q = operand(call.q, "queries")
+    k, v = travelling(sharder, node, latents) if latents else (operand(call.k, "keys"), operand(call.v, "keys"))
+    sources, learned = sources_of(sharder, call, info)
+    expand = expansion(call, latents, len(sources)).to_text() if latents is not None else ""
+    if latents is not None:
+        learned += [len(sources) + i for i, x in enumerate(latents.consts) if sharder.carries[x]]
+        sources += [sharder.beside(x) for x in latents.consts]
     ring = RingCall(
         q,
         k,
         v,
-        sources=[placed(i, source) for i, source in enumerate(call.sources)],
+        sources=sources,
         sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
         seed=sharder.replicated(call.seed) if call.seed is not None else None,
         q_length=q_length,
@@ -85,12 +89,45 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         kernel=info.kernel,
         group=sharder.ranks.group,
         version=VERSION,
+        expand=expand,
     )
     to = operators.ring_attention.default
     both = sharder.step(to, *ring.to(to).args, like=node)
     out = None if info.whole == "queries" else Sharded(2, 1, q_length, 1)
     sharder.set(node, sharder.call(operator.getitem, (both, 0), node, out), out)
     return True
+
+
+def sources_of(sharder: Sharder, call: AttentionCall, info: SiteInfo) -> tuple[list[fx.Node], list[int]]:
+    """What the mask reads, placed, and the numbers of those that have a gradient."""
+    parsed = call.mask_term
+    learned = [i for i in parsed.differentiable if sharder.carries[call.sources[i]]]
+
+    def placed(i: int, source: fx.Node) -> fx.Node:
+        if i in parsed.row_dims and info.whole != "queries":
+            return sharder.sharded(source, Sharded(parsed.row_dims[i], 1, call.rows[0], 1))
+        return sharder.beside(source) if i in learned else sharder.replicated(source)
+
+    return [placed(i, source) for i, source in enumerate(call.sources)], learned
+
+
+def expansion(call: AttentionCall, latents: Latents, sources: int) -> ExpansionCall:
+    """How K and V are made of what travels, beside so many `sources` of the mask."""
+    _, k, v = call.values
+    return ExpansionCall(latents.body, sources, int(k.shape[1]), int(k.shape[3]), int(v.shape[3]), latents.flops)
+
+
+def travelling(sharder: Sharder, node: fx.Node, latents: Latents) -> tuple[fx.Node, fx.Node]:
+    """What travels in the places of K and V: this rank's rows of all that they are made of, side by side, and no
+    numbers."""
+    rows = Sharded(2, 1, AttentionCall.of(node).rows[1], 1)
+    parts = []
+    for x, place, numbers in latents.cut:
+        by_rows = sharder.step(aten.permute.default, sharder.sharded(x, place), rows_first(x, place), like=node)
+        parts.append(sharder.step(aten.reshape.default, by_rows, [1, 1, -1, numbers], like=node, placement=rows))
+    z = sharder.step(aten.cat.default, parts, 3, like=node, placement=rows) if len(parts) > 1 else parts[0]
+    none = sharder.step(aten.slice.Tensor, z, 3, 0, 0, like=node, placement=rows)
+    return z, sharder.step(aten.detach.default, none, like=node, placement=rows)
 
 
 def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str) -> bool:

@@ -20,6 +20,7 @@ from ringopt.cost.dilated import dilated_bytes
 from ringopt.cost.message_bytes import bytes_sent
 from ringopt.distributed.traffic import record_traffic
 from ringopt.ops import operators as ops
+from ringopt.ops.expansion import ExpansionCall
 from ringopt.ops.fetch_rows import apart, moved, taken, window_rows
 from ringopt.ops.ring import VERSION
 from ringopt.ops.sized_call import SizedCall
@@ -27,6 +28,7 @@ from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
 from ringopt.ops.traits import TABLE, attends, check_rows, gradient_bytes
 from ringopt.planner.trace_model import sent_beside
 from ringopt.reporting.figures import Figures, sent_by
+from ringopt.scans.body import to_text
 from tests.harness.threads import ThreadMesh, run_on_threads
 from tests.scans.bodies import Scan, delta_rule, stabilised
 
@@ -104,6 +106,25 @@ def ring(strategy: str, pattern: str = "causal", dropout: float = 0.0) -> Callab
     return call
 
 
+def of_latents(strategy: str) -> Callable[[At], Tensor]:
+    """K and V of two heads are linear in three numbers."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    kv = graph.call_function(aten.linear.default, (graph.placeholder("z"), graph.placeholder("weight")))
+    heads = graph.call_function(aten.reshape.default, (kv, [-1, 2, 2, 12]))
+    both = graph.call_function(aten.permute.default, (heads, [1, 2, 0, 3]))
+    graph.output(tuple(graph.call_function(aten.slice.Tensor, (both, 3, *of)) for of in ((0, 8), (8, 12))))
+    text = ExpansionCall(to_text(fx.GraphModule({}, graph), 0, 1, 1), 0, 2, 8, 4, 288).to_text()
+
+    def call(at: At) -> Tensor:
+        latent, none = given(1, 1, at.rows(), 3), torch.empty(1, 1, at.rows(), 0)
+        plain = config(at, strategy, "causal", 0.0)
+        how = (*plain[:4], [0], *plain[5:], "", None, text)
+        out: Tensor = ops.ring_attention(shares(at)[0], latent, none, [given(48, 3)], None, None, *how)[0]
+        return out
+
+    return call
+
+
 def merged(at: At) -> Tensor:
     q = given(2, 4, at.n, 8)
     out: Tensor = ops.ring_attention(q, *shares(at)[1:], [], None, None, *config(at, "merge", "full", 0.0, True))[0]
@@ -174,6 +195,8 @@ CALLS: dict[str, Callable[[At], Tensor]] = {
     "ring, window": ring("ring", "window(5)"),
     "gathered keys": ring("gather"),
     "ulysses": ring("ulysses"),
+    "ring of latents": of_latents("ring"),
+    "gathered latents": of_latents("gather"),
     "dropout of weights": ring("ring", "causal", 0.5),
     "merge": merged,
     "ring in halves": ring_in_halves,

@@ -96,7 +96,7 @@ def attend_keys(
     """See `attend`. The rank's own keys hide the first messages of all exchanges."""
     cut = sub_exchanges(attention.exchange, kv_sizes(given.k, given.v, attention.mask))
     firsts = begun or post_all_first(cut, mesh, given.k, given.v, backward=False)
-    merged = merged_of(given.q, given.v.shape[3])
+    merged = merged_of(given.q, given.value_dim)
     whole = KeysForward(attention, mesh, given, merged)
     whole.at_home()
 
@@ -123,11 +123,12 @@ def backward_keys(
         dout, saved = tokens_first(dout), replace(saved, out=tokens_first(saved.out))
     dq, home = wide_zeros(given.q), HomeKVGrads(given.k, given.v)
     dsources = [wide_zeros(given.sources[i]) for i in attention.learned]
+    dconsts = [wide_zeros(x) for x in given.read(())]
 
     def task(sub: SubExchange) -> KeysBackward:
         (own, part), heads = part_of(attention, given, sub), queries_of(given, sub.heads)
         left = Saved(part, saved.out[:, heads], saved.lse[:, heads])
-        totals = Totals(dq[:, heads], dsources, partial(home.of, sub.heads))
+        totals = Totals(dq[:, heads], dsources, partial(home.of, sub.heads), dconsts)
         return KeysBackward(own, mesh, dout[:, heads], left, totals)
 
     early, late = home_halves(attention.exchange, cut)
@@ -145,7 +146,7 @@ def backward_keys(
     by_heads = {sub.heads: tasks[sub] for sub in cut}
     dsinks = [part for one in by_heads.values() if (part := one.dsinks()) is not None]
     pending = PendingKVGrads(mesh, home, last, hidden, mask.stops)
-    return PendingGrads(dq, dsources, torch.cat(dsinks, 1) if dsinks else None, pending)
+    return PendingGrads(dq, [*dsources, *dconsts], torch.cat(dsinks, 1) if dsinks else None, pending)
 
 
 def post_all_first(cut: Sequence[SubExchange], mesh: Mesh, k: Tensor, v: Tensor, backward: bool) -> list[Posted]:

@@ -111,6 +111,13 @@ class Held:
         """K and V of `rows`, which lie within one piece; views. Raises PlanError where they are not here."""
         return find(self._pairs, rows)
 
+    def piece_of(self, rows: range) -> range:
+        """The piece within which `rows` lie. Raises PlanError where they are not here."""
+        for piece in self._pairs:
+            if within(rows, piece):
+                return piece
+        raise PlanError(f"rows {rows} are not here; here are {tuple(self._pairs)}")
+
     def take(self, message: Message) -> Tensor:
         """The buffer of `message`: part of the one in which its rows came, or newly packed."""
         rows = message.rows

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.blocks import BlockBackward, TileKernels
 from ringopt.context_parallel.executor.buffers import Gradients, Held, KVShape, Local, Pair
+from ringopt.context_parallel.executor.expand import Expanded, ExpandedWithGradients
 from ringopt.context_parallel.executor.loop import LastMessages, Posted, Task, leaving, post
 from ringopt.context_parallel.executor.merge_lse import Merged
 from ringopt.context_parallel.executor.operands import (
@@ -60,14 +61,15 @@ class KeysForward(Task):
         self.exchange, self.scale, self.mesh = exchange, attention.scale, mesh
         self.given, self.merged = given, merged
         self.tiles = TileKernels(attention, mesh.rank, given, given.sources)
+        self.made = Expanded(self.held, given.expansion) if given.expansion is not None else None
 
     def compute(self, block: Block) -> None:
-        q = self.given.q
+        q, source = self.given.q, self.made or self.held
         for tile in self.tiles.scores.tiles(block):
             # What a tile gives is held beside the sums it is merged into, but for a first one that becomes the sums.
             whole = self.merged.empty and len(tile.queries) == q.shape[2] and q.dtype == accumulator(q.dtype)
             for part in tile.strips(q.shape[2] if whole else strip_of(q.shape[2], q.device.type)):
-                rows, (keys, values) = self.tiles.local.slice(part.queries), self.held.pair(part.keys)
+                rows, (keys, values) = self.tiles.local.slice(part.queries), source.pair(part.keys)
                 inputs = TileInputs(q[:, :, rows], keys, values, self.scale, part.mask, part.causal)
                 out, lse = self.tiles.kernel(part).forward(inputs)
                 self.merged.add(rows, out, lse)
@@ -77,7 +79,12 @@ class KeysForward(Task):
         """The blocks of the rank's own keys."""
         for block in self.exchange.home_blocks(self.mesh.rank):
             self.compute(block)
+        self.computed()
         log_event("computed", "forward 0", self.mesh.logging_rank)
+
+    def computed(self) -> None:
+        if self.made is not None:
+            self.made.done()
 
 
 class KeysBackward(BlockBackward):
@@ -94,15 +101,23 @@ class KeysBackward(BlockBackward):
         own, local = exchange.kv_pieces(mesh.rank), Local(exchange.kv_layout.ranges(mesh.rank))
         wide = KVShape.of(k, v, accumulator(k.dtype))
         self.sums: Gradients = Gradients(wide, own, local, k.shape[2], leaving(steps), totals.home)
+        self.made: ExpandedWithGradients | None = None
+        if (expansion := saved.given.expansion) is not None:
+            self.made = ExpandedWithGradients(self.held, expansion, self.sums, totals.dconsts)
 
     def at_home(self, label: str) -> None:
         """The blocks of the rank's own keys."""
         for block in self.attention.exchange.home_blocks(self.mesh.rank):
             self.compute(block)
+        self.computed()
         log_event("computed", label, self.mesh.logging_rank)
 
+    def computed(self) -> None:
+        if self.made is not None:
+            self.made.done()
+
     def operands(self, tile: Tile) -> tuple[TileInputs, WholeRows]:
-        rows, (k, v) = self.tiles.local.slice(tile.queries), self.held.pair(tile.keys)
+        rows, (k, v) = self.tiles.local.slice(tile.queries), (self.made or self.held).pair(tile.keys)
         inputs = TileInputs(self.saved.given.q[:, :, rows], k, v, self.attention.scale, tile.mask, tile.causal)
         return inputs, self._of_rows(tile.queries)
 
@@ -114,7 +129,7 @@ class KeysBackward(BlockBackward):
         return self._rows[1]
 
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        dq_sum, sums = self.dq[:, :, self.tiles.local.slice(tile.queries)], self.sums.of(tile.keys)
+        dq_sum, sums = self.dq[:, :, self.tiles.local.slice(tile.queries)], (self.made or self.sums).of(tile.keys)
         add_parts_([dq_sum, *sums], [dq, dk, dv])
         self.mesh.attend()
 

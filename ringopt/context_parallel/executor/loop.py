@@ -83,6 +83,10 @@ class Task(ABC):
         """Computes a block whose rows are here, tile by tile, and merges what it gives. After every tile the mesh
         looks after its messages (`Mesh.attend`)."""
 
+    def computed(self) -> None:
+        """The blocks of a step are computed."""
+        return
+
     def step(self, number: int) -> Step:
         return self.steps[number] if number < len(self.steps) else Step()
 
@@ -132,6 +136,8 @@ class Run:
         blocks = [(task, block) for task in self.tasks for block in task.step(number).blocks]
         for task, block in blocks:
             task.compute(block)
+        for task in self.tasks:
+            task.computed()
         if blocks:
             log_event("computed", f"{self.way} {number}{self.name}", self.mesh.logging_rank)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.buffers import Pair
+from ringopt.context_parallel.executor.expand import Expansion
 from ringopt.context_parallel.plan.concurrency import KVSizes
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
@@ -52,6 +53,7 @@ class Operands:
     sources   what the mask reads
     sinks     [1|B, Hq]: one more logit in the softmax of every row, that leads to no value
     seed      of dropout: int64 without dims, the same on all ranks
+    expansion where k and v are what K and V are made of, how: k is [1, 1, Sk_local, L], and v of no numbers
     """
 
     q: Tensor
@@ -60,6 +62,15 @@ class Operands:
     sources: Sequence[Tensor] = ()
     sinks: Tensor | None = None
     seed: Tensor | None = None
+    expansion: Expansion | None = None
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[3] if self.expansion is None else self.expansion.value_dim
+
+    def read(self, learned: Sequence[int]) -> list[Tensor]:
+        """What has a gradient beside q, k, v and sinks: the `learned` sources, then constants of the expansion."""
+        return [*(self.sources[i] for i in learned), *(self.expansion.learned if self.expansion is not None else ())]
 
 
 def kv_sizes(k: Tensor, v: Tensor, mask: Mask) -> KVSizes:
@@ -118,19 +129,20 @@ class HomeKVGrads:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums in the accumulator's dtype, to which blocks add in place: dQ, the gradients of learned sources, and what
-    `home` gives when it is first needed: dK and dV of the rank's own rows."""
+    """Sums in the accumulator's dtype, to which blocks add in place: dQ, the gradients of learned sources, what `home`
+    gives when it is first needed: dK and dV of the rank's own rows; and gradients of constants of the expansion."""
 
     dq: Tensor
     dsources: Sequence[Tensor]
     home: Callable[[], Pair]
+    dconsts: Sequence[Tensor] = ()
 
 
 def rounded_parts(
     parts: Sequence[Tensor], dsinks: Tensor | None, given: Operands, learned: Sequence[int]
 ) -> list[Tensor]:
-    """Gradients of the `learned` sources and of the sinks, in the dtypes of these."""
-    found = [part.to(given.sources[i].dtype) for part, i in zip(parts, learned, strict=True)]
+    """Gradients of what is read beside (Operands.read) and of the sinks, in the dtypes of these."""
+    found = [part.to(x.dtype) for part, x in zip(parts, given.read(learned), strict=True)]
     if dsinks is not None and given.sinks is not None:
         found.append(dsinks.to(given.sinks.dtype))
     return found
