@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ringopt.output.printable import printable
 from ringopt.tools.common.command import add_trusted, check_file, console, import_all, positive, working, write
+from ringopt.tools.common.diff_rules import fail_rule
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
 OPEN = re.compile(r"\bs\d")  # in a shape, the length or batch size that an export leaves open
 
 EXAMPLES = """\
-Exit code: 0 no difference, 1 some, 2 an error. Nothing of a file is run, unless --inputs asks for it.
+Exit code: 0 no difference, 1 some, 2 an error; with --fail-on: 0 no rule is broken, 1 one is. Nothing of a file is run,
+unless --inputs asks for it.
 
 marks:
   + added   - removed   -+ replaced, or with other arguments   ~ reads other values   = only shape or placement
@@ -28,6 +32,7 @@ examples:
   ringopt diff before.pt2 after.pt2 --stat
   ringopt diff before.pt2 after.pt2 --world-size 8 --html diff.html
   ringopt diff before.pt2 after.pt2 --inputs random:1
+  ringopt diff before.pt2 after.pt2 --format markdown --fail-on bytes+10% --fail-on refused
 """
 
 
@@ -51,9 +56,23 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="run both and compare the value of every node: a file of torch.save with a tuple or dict of tensors, or "
         "random[:SEED]",
     )
+    parser.add_argument(
+        "--fail-on",
+        metavar="RULE",
+        type=fail_rule,
+        action="append",
+        default=[],
+        help="end with 1 only where bytes, flops, nodes or refused attentions grow (bytes+10%%, nodes+5), or a value "
+        "is off (error, error>1e-5); may be repeated",
+    )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--all", action="store_true", help="fold nothing")
     shown.add_argument("--stat", action="store_true", help="numbers of nodes by module only")
+    shown.add_argument(
+        "--format",
+        choices=("text", "markdown", "github", "json"),
+        help="markdown: for a comment, under 60,000 characters, the most important first; github: annotations",
+    )
     shown.add_argument("--json", action="store_true", help="print the diff as JSON (see ringopt.GraphDiff.to_dict)")
     parser.add_argument(
         "--html", metavar="FILE", help="also write a page to look through, one file that needs no network"
@@ -75,14 +94,28 @@ def _run(arguments: argparse.Namespace) -> int:
         diff = ringopt.diff(before, after, world_size=ranks, trusted=arguments.trusted, inputs=arguments.inputs)
     if arguments.html:
         _write_html(diff, arguments)
-    if arguments.json:
+    broken = [why for each in arguments.fail_on if (why := each.broken(diff))]
+    if arguments.json or arguments.format == "json":
         print(json.dumps(diff.to_dict(), indent=2))
+    elif arguments.format in ("markdown", "github"):
+        _print_for_ci(diff, arguments, broken)
     elif diff.same:
         values = f", {len(diff.compared)} values compared" if diff.compared else ""
         print(f"no difference: {diff.before.nodes} nodes on both sides{values}")
     else:
         _show(diff, arguments)
-    return 0 if diff.same else 1
+    for why in broken if arguments.format in (None, "text") else ():
+        print(f"broken: {why}")
+    return int(bool(broken)) if arguments.fail_on else int(not diff.same)
+
+
+def _print_for_ci(diff: GraphDiff, arguments: argparse.Namespace, broken: Sequence[str]) -> None:
+    from ringopt.tools.diff_ci import github_commands, markdown
+
+    if arguments.format == "markdown":
+        print(printable(markdown(diff, arguments.before, arguments.after, broken)), end="")
+    else:
+        print(printable("\n".join(github_commands(diff, broken))))
 
 
 def _show(diff: GraphDiff, arguments: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ LISTS, FIRST = re.compile(r"[\[(](?:%[\w/]+|\w+\[[^\]]*\])(?:, (?:%[\w/]+|\w+\[[
 
 
 @dataclass
-class Block:
+class ModuleChanges:
     """The changes of one module; `like` names the modules whose changes read the same."""
 
     module: str
@@ -62,18 +62,18 @@ def _content(view: NodeView, lists: set[str]) -> tuple[str, str, str]:
     return view.op, "" if taken else view.arguments, view.shape
 
 
-def blocks_of(diff: GraphDiff, every: bool) -> list[Block]:
+def changes_by_module(diff: GraphDiff, every: bool) -> list[ModuleChanges]:
     """By module, in the order of what both sides have of it; equal ones (layers) as one unless `every`."""
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, ModuleChanges] = {}
     for change in diff.changes:
         module = "(inputs)" if change.node.op == "input" else change.node.module or "(no module)"
-        blocks.setdefault(module, Block(module)).changes.append(change)
+        blocks.setdefault(module, ModuleChanges(module)).changes.append(change)
     place = {id(change): number for number, change in enumerate(diff.changes)}
     ordered = sorted(blocks.values(), key=lambda block: min(place[id(change)] for change in kept(block.changes)))
     if every:
         return ordered
     lists = {change.after.name for change in diff.changes if change.after and change.after.op == LISTED}
-    first: dict[tuple[object, ...], Block] = {}
+    first: dict[tuple[object, ...], ModuleChanges] = {}
     for block in ordered:
         known = first.setdefault(block.signature(lists), block)
         if known is not block:
@@ -95,10 +95,10 @@ def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
     if diff.sites:
         parts.append(_site_table(diff.sites, every))
     if stat:
-        parts.append(_stat_table(blocks_of(diff, every)))
+        parts.append(_stat_table(changes_by_module(diff, every)))
         return Group(*parts)
     hidden = Counter[str]()
-    for block in blocks_of(diff, every):
+    for block in changes_by_module(diff, every):
         if all(change.kind in folded for change in block.changes):
             for change in block.changes:
                 hidden[change.kind] += 1 + len(block.like)
@@ -166,7 +166,7 @@ def _known(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
 
 
-def _block_lines(block: Block, fold: Sequence[str]) -> Iterator[Text]:
+def _block_lines(block: ModuleChanges, fold: Sequence[str]) -> Iterator[Text]:
     like = f"  (and {len(block.like)} like it: {_span(block.like)})" if block.like else ""
     yield Text(f"\n{block.module}{like}", style="bold")
     folded = Counter[str]()
@@ -174,7 +174,7 @@ def _block_lines(block: Block, fold: Sequence[str]) -> Iterator[Text]:
         if change.kind in fold:
             folded[change.kind] += 1
         else:
-            yield from _change_lines(change)
+            yield from change_lines(change)
     if folded:
         yield Text(f"  ... {_counted(folded)}", style="dim")
 
@@ -187,7 +187,8 @@ def _counted(kinds: Counter[str]) -> str:
     return ", ".join(f"{kinds[kind]} {kind}" for kind in FOLDED if kinds[kind])
 
 
-def _change_lines(change: Change) -> Iterator[Text]:
+def change_lines(change: Change) -> Iterator[Text]:
+    """One change: its nodes, and below them what else differs."""
     if change.kind in ("replaced", "changed") and change.before is not None and change.after is not None:
         yield _line("removed", change.before, sized=False)
         yield _line("added", change.after, sized=False)
@@ -239,7 +240,7 @@ def _site_text(site: SiteView | None) -> str:
     return f"{site.pattern}: {site.strategy}, {site.layout}, {site.kernel}"
 
 
-def _stat_table(blocks: Sequence[Block]) -> Table:
+def _stat_table(blocks: Sequence[ModuleChanges]) -> Table:
     kinds = ("added", "removed", "replaced", "rerouted", "changed", "resized", "same")
     table = Table(title="nodes by module", title_justify="left")
     table.add_column("module", overflow="fold")

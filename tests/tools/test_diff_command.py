@@ -70,6 +70,15 @@ def test_values_are_compared_on_inputs(files: tuple[str, str], capsys: pytest.Ca
     assert capsys.readouterr().err.startswith("ringopt: error: inputs: absent.pt does not exist; ")
 
 
+def test_rules_say_what_ends_with_1(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *files, "--fail-on", "nodes", "--fail-on", "bytes+10%", "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.startswith("### ")
+    assert main(["diff", *files, "--inputs", "random", "--fail-on", "error>1e-5", "--format", "github"]) == 1
+    assert capsys.readouterr().out.startswith("::error title=ringopt diff::error>1e-5: %25cos is off by ")
+    assert main(["diff", *files, "--format", "json"]) == 1
+    assert json.loads(capsys.readouterr().out)["schema"] == 2
+
+
 def test_what_is_unknown_says_how_to_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,69 @@
+"""Rules on which `ringopt diff --fail-on` ends with 1.
+
+    bytes    bytes+10%    bytes+4096      more than before; by more than a share of it, or a number
+    flops, nodes, refused                 likewise; `refused`: attentions that are not sharded
+    error    error>1e-5                   a value that is off by more than its dtype allows, or by so much of its
+                                          largest element (with --inputs)
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringopt.compare.graph_diff import GraphDiff
+
+RULE = re.compile(r"(bytes|flops|nodes|refused)(?:\+(\d+(?:\.\d+)?)(%?))?|error(?:>(\d+(?:\.\d+)?(?:e[+-]?\d+)?))?")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of --fail-on, as it was written; `more`: what is allowed beyond the number before, a `share` of it or not."""
+
+    text: str
+    metric: str
+    more: float = 0.0
+    share: bool = False
+
+    def broken(self, diff: GraphDiff) -> str:
+        """Why the check fails, or "". What is not known is no success."""
+        if self.metric == "error":
+            return self.off(diff)
+        before, after = (number_of(diff, self.metric, side) for side in (0, 1))
+        if before is None or after is None:
+            return f"{self.text}: not known on both sides"
+        allowed = before * (1 + self.more / 100) if self.share else before + self.more
+        return f"{self.text}: {before:,} -> {after:,}" if after > allowed else ""
+
+    def off(self, diff: GraphDiff) -> str:
+        """The first node whose value is off by more than is allowed."""
+        if not diff.compared:
+            return f"{self.text}: no values were compared (--inputs)"
+        for change in diff.compared:
+            error = change.error
+            if error is not None and not error.relative <= (self.more or error.allowed):
+                return f"{self.text}: %{change.node.name} is off by {error}"
+        return ""
+
+
+def fail_rule(text: str) -> Rule:
+    """An argument of --fail-on (argparse's `type`)."""
+    found = RULE.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rule, such as bytes+10%, flops, nodes+5, refused, error>1e-5")
+    metric, more, share, least = found.groups()
+    if metric is None:
+        return Rule(text, "error", float(least or 0))
+    return Rule(text, metric, float(more or 0), bool(share))
+
+
+def number_of(diff: GraphDiff, metric: str, side: int) -> int | None:
+    """Of one program; None where it is not known."""
+    totals = (diff.before, diff.after)[side]
+    if metric == "refused":
+        views = [(change.before, change.after)[side] for change in diff.sites]
+        return sum(view is not None and view.site is not None and bool(view.site.reason) for view in views)
+    return {"bytes": totals.bytes_sent, "flops": totals.flops, "nodes": totals.nodes}[metric]
