@@ -19,6 +19,7 @@ from ringopt.tools.benchmarks.tables import (
     kernels,
     launches,
     memory,
+    models,
     one_process,
     overlap,
     passes,
@@ -43,7 +44,7 @@ examples:
 
 TABLES = (
     *(forms, one_process, overlap, kernels, gpu, launches, exchange),
-    *(speedup, scan, memory, soak, dilated, training, passes),
+    *(speedup, scan, memory, soak, dilated, training, passes, models),
 )
 
 

@@ -1,0 +1,129 @@
+"""`ringopt bench models`: tiny configurations by rules, rows of types that crash or hang, runs taken up again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ringopt.tools.benchmarks.lab.judged import NOTHING, judged_apart
+from ringopt.tools.benchmarks.models.widened import Widened
+from ringopt.tools.benchmarks.tables import models
+from ringopt.tools.common.command import CommandError
+from tests.harness.benches import tables
+
+FAMILIES = (
+    "bloom", "deepseek_v3", "falcon", "gemma3_text", "gpt2", "gpt_oss", "inkling2_text", "llama", "longcat_flash",
+    "mixtral", "qwen3", "recurrent_gemma",
+)  # fmt: skip
+FAILING = "tests.tools.benchmarks.failing_worker"
+
+
+class Silent:
+    """In the place of rich's progress."""
+
+    console = argparse.Namespace(print=lambda *_, **__: None)
+
+    def track(self, items: Any, description: str) -> Any:
+        return items
+
+
+def run(target: Path, **options: Any) -> Any:
+    given = {"pattern": "^(llama|gpt2)$", "ranks": [2, 3], "seconds": 9, "again": False, "html": None, "markdown": None}
+    return models.measure(argparse.Namespace(**{**given, "json": target, **options}), Silent())  # type: ignore[arg-type]
+
+
+def row_of(worker: str, kind: str, ranks: int, seconds: float) -> dict[str, Any]:
+    found = {"verdict": "exact", "error": 1e-15, "share": 1.0, "bytes": 640.0, "compile": 7.0, "hf": kind == "llama"}
+    return {**NOTHING, "type": kind, "ranks": ranks, **found}
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_type_that_crashes_or_hangs_is_a_row() -> None:
+    rows = {kind: judged_apart(FAILING, kind, 2, 20 if kind != "hangs" else 3) for kind in ("dies", "hangs", "works")}
+    assert {kind: row["verdict"] for kind, row in rows.items()} == {"dies": "error", "hangs": "hang", "works": "exact"}
+    assert rows["dies"]["reason"] == "its process ended: SIGKILL"
+    assert rows["hangs"]["reason"] == "not done after 3 s" and rows["hangs"]["seconds"] < 60
+
+
+@pytest.mark.zoo
+@pytest.mark.timeout(7200)
+def test_families_are_exact(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = tables("models", "--only", f"^({'|'.join(FAMILIES)})$", "--seconds", "900", str(tmp_path / "models.json"))
+    assert {row["type"]: row["verdict"] for row in found["rows"]} == dict.fromkeys(FAMILIES, "exact")
+    assert found["totals"]["at_95"] == len(FAMILIES)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    asked: list[tuple[str, int]] = []
+
+    def interrupted(worker: str, kind: str, ranks: int, seconds: float) -> dict[str, Any]:
+        asked.append((kind, ranks))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return row_of(worker, kind, ranks, seconds)
+
+    target = tmp_path / "models.json"
+    with patch.object(models, "judged_apart", interrupted), pytest.raises(KeyboardInterrupt):
+        run(target)
+    assert [(row["type"], row["ranks"]) for row in json.loads(target.read_text())["rows"]] == asked[:2]
+    with patch.object(models, "judged_apart", interrupted):
+        result = run(target)
+    assert sorted(asked[:2] + asked[3:]) == [(kind, ranks) for kind in ("gpt2", "llama") for ranks in (2, 3)]
+    assert len(result.rows) == 4
+
+
+def test_the_pages(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with patch.object(models, "judged_apart", row_of):
+        result = run(tmp_path / "a.json", html=tmp_path / "a.html", markdown=tmp_path / "a.md")
+    assert result.sentences[0].startswith("4 rows: 4 exact, 0 wrong; in 4 at least 95% of the matrix work is on shards")
+    assert "refuses 2 of them, of which 2 are exact here" in result.sentences[0]
+    lines = (tmp_path / "a.md").read_text().splitlines()
+    assert lines[2].startswith("| type | ranks |") and "| llama | 2 | exact | 1e-15 | 100.0% | 640 | 7 |" in lines[6]
+    assert "llama" in (tmp_path / "a.html").read_text()
+
+
+def test_wrong_uses(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    other = tmp_path / "other.json"
+    other.write_text('{"table": "soak"}')
+    with pytest.raises(CommandError, match="did not write; name another"):
+        run(other)
+    with pytest.raises(CommandError, match="types of AutoModelForCausalLM has it in its name"):
+        run(None, pattern="no_such_type")  # type: ignore[arg-type]
+    with pytest.raises(CommandError, match="not a regular expression"):
+        run(None, pattern="(")  # type: ignore[arg-type]
+
+
+# ---- what is built ---------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_shortened_together_to_one_of_each_kind() -> None:
+    transformers = pytest.importorskip("transformers")
+    from ringopt.tools.benchmarks.models.tiny_configs import tiny
+
+    config = tiny(transformers.AutoConfig.for_model("gemma3_text"))
+    assert config.layer_types == ["sliding_attention", "full_attention"] and config.num_hidden_layers == 2
+    assert config.sliding_window == 16 and config.vocab_size == 128
+    assert config.num_attention_heads % config.num_key_value_heads == 0
+
+
+def test_what_asks_for_float32_is_float64() -> None:
+    x = torch.rand(5, dtype=torch.float64)
+    with Widened():
+        found = [x.float(), x.to(torch.float32), x.softmax(0, dtype=torch.float32), torch.ones(5, dtype=torch.float32)]
+    assert all(one.dtype == torch.float64 for one in found)
+    assert torch.equal(found[0], x) and torch.equal(found[2], x.softmax(0))

@@ -1,0 +1,188 @@
+"""One type of `ringopt bench models`: its process builds the model and runs it, then parts into ranks, which run it
+compiled."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.compile_fx
+import torch.distributed as dist
+import torch.fx as fx
+import torch.nn as nn
+import transformers.generation.utils
+import transformers.models.auto.modeling_auto  # noqa: F401  (once for all types)
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ringopt.backend
+from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
+from ringopt.report import Report
+from ringopt.tools.benchmarks.lab.judged import NOTHING, died, no_answer
+from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.models.tiny_transformers import build_tiny, reference_form
+from ringopt.tools.benchmarks.models.widened import Widened, widen
+
+EXACT = 1e-8  # float64, relative to the largest entry of each tensor
+SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be rounding alone
+
+
+# ---- the process of a type -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What every rank runs: a model, the keywords of its forward, what one process found, and where the ranks meet."""
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    expected: Sequence[Tensor | None]
+    ranks: int
+    meet: str
+    seconds: float
+
+
+def judge(answers: Any, kind: str, ranks: int, seconds: float) -> None:
+    """Sends a row, whatever the model does short of a crash."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)  # numbers that a program writes down without a type
+    try:
+        model, inputs = build_tiny(kind)
+        with reference_form(model), Widened():
+            expected = _numbers(model, inputs)
+    except Exception as error:
+        answers.send(no_answer("not built", _in_words(error)))
+        return
+    facts = {"hf": bool(getattr(model, "supports_context_parallel", True)), "layers": _layers(model)}
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(model, inputs, expected, ranks, f"file://{folder}/store", seconds)
+        answers.send({**NOTHING, **_on_ranks(trial), **facts})
+
+
+def _on_ranks(trial: Trial) -> Row:
+    """What the ranks found: of rank 0, with the largest error of all; the first failure where one fails."""
+    way = multiprocessing.get_context("fork")
+    pipes, rows = [way.Pipe(duplex=False) for _ in range(trial.ranks)], []
+    processes = [way.Process(target=_a_rank, args=(rank, there, trial)) for rank, (_, there) in enumerate(pipes)]
+    for process, (_, there) in zip(processes, pipes, strict=True):
+        process.start()
+        there.close()
+    for process, (here, _) in zip(processes, pipes, strict=True):
+        try:
+            rows.append(here.recv())
+        except EOFError:
+            process.join()
+            rows.append(no_answer("error", died(process.exitcode)))
+    if wrong := [row for row in rows if row["verdict"] == "error"]:
+        return dict(wrong[0])
+    error = max(row["error"] for row in rows)
+    return {**rows[0], "error": error, "verdict": "exact" if error <= EXACT else "wrong"}
+
+
+def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "WORLD_SIZE": str(trial.ranks), "LOCAL_RANK": "0"}
+    limit = timedelta(seconds=trial.seconds)
+    try:
+        dist.init_process_group("gloo", init_method=trial.meet, rank=rank, world_size=trial.ranks, timeout=limit)
+        begin = time.monotonic()
+        torch._dynamo.config.recompile_limit = 64  # of many layers, where Dynamo breaks in each
+        with sdpa_kernel(SDPBackend.MATH):  # torch's flash kernel is wrong for rows that a finite mask hides
+            found = _numbers(torch.compile(trial.model, backend=_widened_ring), trial.inputs)
+        took = time.monotonic() - begin
+        report = Report.merged(ringopt.backend.reports(), trial.ranks)
+        facts = {"verdict": "", "compile": took, "error": _distance(found, trial.expected)}
+        answers.send({**_figures(report, trial.inputs), **facts})
+    except Exception as error:
+        answers.send(no_answer("error", _in_words(error)))
+    finally:
+        answers.close()
+        os._exit(0)  # a rank whose neighbour failed would wait for it
+
+
+@keeps_associative_scans
+def _widened_ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    widen(gm)
+    return ringopt.backend.ring(gm, inputs, options={"inner_backend": "aot_eager", "on_refusal": "ignore"})
+
+
+def _numbers(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor | None]:
+    """The loss and the gradient of every parameter."""
+    model.zero_grad()
+    found = model(**inputs)
+    loss = found.loss if getattr(found, "loss", None) is not None else found[0].square().mean()
+    loss.backward()
+    return [loss.detach(), *(None if p.grad is None else p.grad.detach().clone() for p in model.parameters())]
+
+
+def _distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    """The largest difference, relative to the largest entry of its tensor. A tensor of rounding errors, such as the
+    gradient of a key's bias, counts as if its entries were SMALL."""
+    floor = SMALL * max(float(b.abs().max()) for b in expected[1:] if b is not None and b.numel())
+    parts = [0.0]
+    for a, b in zip(found, expected, strict=True):
+        if (a is None and b is None) or (b is not None and not b.numel()):
+            continue
+        one, other = a if a is not None else torch.zeros_like(b), b if b is not None else torch.zeros_like(a)
+        parts.append(float((one - other).abs().max()) / max(float(other.abs().max()), floor))
+    return math.inf if any(math.isnan(part) for part in parts) else max(parts)
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def _figures(report: Report, inputs: dict[str, Tensor]) -> Row:
+    return {
+        "share": report.sharded_fraction,
+        "bytes": report.bytes_sent / inputs["input_ids"].numel(),
+        "sites": len(report.sites),
+        "sharded": sum(site.refusal is None for site in report.sites),
+        "graphs": len(ringopt.backend.reports()),
+        "reason": _first_reason(report),
+    }
+
+
+def _first_reason(report: Report) -> str:
+    """The first reason why something is whole, with its line."""
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    reasons = [f"Dynamo breaks the graph: {_first_line(next(iter(breaks)))}"] if breaks else []
+    reasons += [report.refusal] if report.refusal else []
+    reasons += [f"{site.refusal} ({_line(site.source)})" for site in report.sites if site.refusal]
+    largest = max((gather for gather in report.gathers if gather.op != "output"), key=lambda g: g.bytes, default=None)
+    reasons += [f"{largest.op}: {largest.why} ({_line(largest.source)})"] if largest else []
+    reasons += [report.shards_nothing] if report.shards_nothing else []
+    return reasons[0] if reasons else ""
+
+
+def _line(source: str) -> str:
+    return Path(source).name
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _in_words(error: Exception) -> str:
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace is not None else ""
+    return f"{type(error).__name__}: {_first_line(str(error))}{where}"
+
+
+def _layers(model: nn.Module) -> str:
+    """The kinds of its layers, as its configuration names them."""
+    config = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return ", ".join(dict.fromkeys(getattr(text, "layer_types", None) or ()))

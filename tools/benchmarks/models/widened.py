@@ -1,0 +1,42 @@
+"""A program in float64 throughout: also where it asks for float32, as norms and softmaxes do, so that an error of 1e-12
+is rounding and one of 1e-8 is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.overrides import TorchFunctionMode
+
+
+def widen(gm: fx.GraphModule) -> None:
+    """Dynamo's graph, in place."""
+    for part in gm.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            node.args, node.kwargs = (fx.node.map_aggregate(given, wide) for given in (node.args, node.kwargs))
+            if node.op == "call_method" and node.target == "float":
+                node.target = "double"
+            if node.op == "call_function" and not node.all_input_nodes and _is_float32(node.meta.get("example_value")):
+                node.update_kwarg("dtype", torch.float64)
+        part.recompile()
+
+
+class Widened(TorchFunctionMode):
+    """What is called inside, without a graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = (fx.node.map_aggregate(given, wide) for given in (args, kwargs or {}))
+        found = (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+        return found.double() if _is_float32(found) and not found.requires_grad else found
+
+
+def wide(argument: Any) -> Any:
+    """An argument of a call."""
+    return torch.float64 if argument is torch.float32 else argument
+
+
+def _is_float32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32

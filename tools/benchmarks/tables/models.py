@@ -1,0 +1,167 @@
+"""Every causal language model of transformers on ranks: is its loss exact, is every gradient, how much is on shards?
+
+Each type of AutoModelForCausalLM is built tiny, by general rules, in float64, and runs on one process as it is and on
+ranks (gloo) compiled by `backend="ring"`. A type that crashes or hangs is a row as well. With --json the run can be
+interrupted: the same command takes the types that the file does not have yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringopt.tools.benchmarks.lab.judged import judged_apart
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
+from ringopt.tools.common.command import CommandError, check_file, natural, two_or_more, write
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from rich.progress import Progress
+
+EXAMPLES = """\
+examples:
+  ringopt bench models --only '^(llama|mixtral)$'
+  ringopt bench models --ranks 2 3 --json models.json --html models.html
+"""
+
+WORKER = "ringopt.tools.benchmarks.models.conformance"
+SHARE = 0.95
+
+
+def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
+    """Adds `ringopt bench models`."""
+    parser = tables.add_parser(
+        "models",
+        parents=[common],
+        help="every causal language model of transformers on ranks: exact, and how much of it is sharded",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", metavar="RE", dest="pattern", help="types that the regular expression is found in")
+    parser.add_argument("--ranks", metavar="P", nargs="+", type=two_or_more, default=[2], help="processes (2)")
+    parser.add_argument("--seconds", metavar="S", type=natural, default=300, help="for one type on P ranks (300)")
+    parser.add_argument("--again", action="store_true", help="also types that the file of --json has")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write the table as a page")
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="also write the table as Markdown")
+    parser.set_defaults(measure=measure)
+
+
+def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
+    """Raises CommandError where no type is chosen, or the file of --json is of another table."""
+    for option, target in (("--html", arguments.html), ("--markdown", arguments.markdown)):
+        check_file(option, target)
+    known = _kept(arguments.json)
+    chosen = [(kind, ranks) for kind in _kinds(arguments.pattern) for ranks in arguments.ranks]
+    left = [key for key in chosen if arguments.again or key not in known]
+    for kind, ranks in progress.track(left, description="types"):
+        row = known[kind, ranks] = judged_apart(WORKER, kind, ranks, arguments.seconds)
+        progress.console.print(f"{kind}, {ranks} ranks: {row['verdict']} {row['reason']}", markup=False)
+        if arguments.json:
+            found = {"table": "models", "rows": list(known.values()), "totals": _totals(list(known.values()))}
+            write(arguments.json, json.dumps(found, indent=2) + "\n")
+    result = _of_rows([known[key] for key in sorted(known)])
+    if arguments.html:
+        write(arguments.html, _page(result))
+    if arguments.markdown:
+        write(arguments.markdown, _markdown(result))
+    return result
+
+
+def _kinds(only: str | None) -> list[str]:
+    """Those that `only` is found in."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+    except ImportError as error:
+        raise CommandError(f"the models are those of transformers: {error}; pip install 'ringopt[hf]'") from error
+    try:
+        chosen = [name for name in NAMES if re.search(only or "", name)]
+    except re.error as error:
+        raise CommandError(f"--only {only!r} is not a regular expression: {error}") from error
+    if not chosen:
+        raise CommandError(f"--only {only!r}: none of {len(NAMES)} types of AutoModelForCausalLM has it in its name")
+    return chosen
+
+
+def _kept(target: Path | None) -> dict[tuple[str, int], Row]:
+    """The rows of an earlier run."""
+    if target is None or not target.exists():
+        return {}
+    try:
+        found = json.loads(target.read_text())
+    except ValueError as error:
+        raise CommandError(f"--json {target}: a file that is not JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("table") != "models":
+        raise CommandError(f"--json {target}: a file that `ringopt bench models` did not write; name another")
+    return {(row["type"], row["ranks"]): row for row in found["rows"]}
+
+
+def _of_rows(rows: list[Row]) -> Result:
+    return Result(TITLE, COLUMNS, rows, _totals(rows), (_sentence(_totals(rows)),), NOTES, KEYS)
+
+
+def _totals(rows: list[Row]) -> Row:
+    count: Row = {name: sum(row["verdict"] == name for row in rows) for name in VERDICTS}
+    shared = sum(row["share"] is not None and row["share"] >= SHARE for row in rows)
+    refused = sum(row["hf"] is False for row in rows)
+    exact = sum(row["hf"] is False and row["verdict"] == "exact" for row in rows)
+    return {"types": len(rows), **count, "at_95": shared, "hf_refuses": refused, "hf_refuses_exact": exact}
+
+
+def _sentence(sums: Row) -> str:
+    counted = ", ".join(f"{sums[name]} {name}" for name in VERDICTS if sums[name] or name in ("exact", "wrong"))
+    return (
+        f"{sums['types']} rows: {counted}; in {sums['at_95']} at least {SHARE:.0%} of the matrix work is on shards. "
+        f"transformers' own context parallelism refuses {sums['hf_refuses']} of them, of which "
+        f"{sums['hf_refuses_exact']} are exact here"
+    )
+
+
+def _markdown(result: Result) -> str:
+    head = [column.heading.replace("\n", " ") for column in result.columns]
+    sides = ["---:" if column.right else "---" for column in result.columns]
+    cells = [[column.cell(row).replace("|", r"\|") for column in result.columns] for row in result.rows]
+    lines = ["| " + " | ".join(line) + " |" for line in (head, sides, *cells)]
+    return "\n".join([*result.sentences, "", *lines, ""])
+
+
+def _page(result: Result) -> str:
+    """The table as it is printed, in HTML."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    console = Console(record=True, file=StringIO(), width=200)
+    console.print(result.rich(), *result.sentences, *result.notes, sep="\n", markup=False)
+    return console.export_html()
+
+
+def _rule(row: Row) -> str:
+    return {None: "", True: "takes it", False: "refuses it"}[row["hf"]]
+
+
+VERDICTS = ("exact", "wrong", "error", "hang", "not built")
+TITLE = "Causal language models of transformers, tiny, on ranks"
+KEYS = ("type", "ranks")
+COLUMNS = (
+    Column("type", lambda row: row["type"], right=False),
+    Column("ranks", lambda row: str(row["ranks"])),
+    Column("", lambda row: row["verdict"], right=False),
+    Column("error", error("error")),
+    Column("on\nshards", lambda row: "" if row["share"] is None else f"{row['share']:.1%}"),
+    Column("bytes\na token", lambda row: "" if row["bytes"] is None else f"{row['bytes']:,.0f}"),
+    Column("compile,\ns", lambda row: "" if row["compile"] is None else f"{row['compile']:.0f}"),
+    Column("transformers", _rule, right=False),
+    Column("first reason", lambda row: row["reason"], right=False),
+)
+NOTES = (
+    "error: of the loss and every gradient in float64, from one process, relative to the largest entry of each; exact "
+    "up to 1e-8.",
+    "on shards: share of the matrix work. bytes a token: sent by a rank in one forward, by all tokens.",
+    "transformers: its rule `supports_context_parallel`, asked of the tiny model.",
+    "first reason: why the first of what is refused or gathered is, with its line.",
+)
