@@ -115,7 +115,7 @@ def _widened_ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     return ringopt.backend.ring(gm, inputs, options={"inner_backend": "aot_eager", "on_refusal": "ignore"})
 
 
-def _numbers(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor | None]:
+def _numbers(model: Any, inputs: dict[str, Tensor]) -> list[Tensor | None]:
     """The loss and the gradient of every parameter."""
     model.zero_grad()
     found = model(**inputs)
@@ -130,10 +130,11 @@ def _distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None])
     floor = SMALL * max(float(b.abs().max()) for b in expected[1:] if b is not None and b.numel())
     parts = [0.0]
     for a, b in zip(found, expected, strict=True):
-        if (a is None and b is None) or (b is not None and not b.numel()):
-            continue
-        one, other = a if a is not None else torch.zeros_like(b), b if b is not None else torch.zeros_like(a)
-        parts.append(float((one - other).abs().max()) / max(float(other.abs().max()), floor))
+        if a is None or b is None:
+            there = b if a is None else a
+            parts += [] if there is None else [float(there.abs().max()) / floor]
+        elif b.numel():
+            parts.append(float((a - b).abs().max()) / max(float(b.abs().max()), floor))
     return math.inf if any(math.isnan(part) for part in parts) else max(parts)
 
 
@@ -181,7 +182,7 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {_first_line(str(error))}{where}"
 
 
-def _layers(model: nn.Module) -> str:
+def _layers(model: Any) -> str:
     """The kinds of its layers, as its configuration names them."""
     config = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

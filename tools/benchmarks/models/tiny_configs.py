@@ -129,7 +129,7 @@ def whole_layers(config: Any, given: Sizes) -> Sizes:
         for name, value in fields(config).items()
         if isinstance(value, list) and isinstance(depth, int) and len(value) == depth > 2
     }
-    if not lists:
+    if not lists or depth is None:
         return {}
     kinds: dict[str, int] = {}
     for layer in range(depth):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -36,8 +38,7 @@ def kinds() -> list[str]:
 
 def build_tiny(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model in training mode, in which nothing is dropped at random, and the keywords of its forward."""
-    import transformers
-
+    transformers: Any = import_module("transformers")
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = tiny(transformers.AutoConfig.for_model(kind))
@@ -62,7 +63,7 @@ def spread(name: str, parameter: Tensor) -> None:
 
 
 @contextmanager
-def reference_form(model: nn.Module) -> Iterator[None]:
+def reference_form(model: Any) -> Iterator[None]:
     """Experts one by one: the grouped products that transformers has for the CPU take no float64 outside of a graph."""
     given = getattr(model.config, "_experts_implementation", None)
     if given is None:
