@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._inductor.compile_fx
 import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
@@ -30,8 +28,9 @@ from ringopt.frontend.higher_order.associative_scan import keeps_associative_sca
 from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.judged import NOTHING, died, no_answer
 from ringopt.tools.benchmarks.lab.result import Row
-from ringopt.tools.benchmarks.models.tiny_transformers import build_tiny, reference_form
+from ringopt.tools.benchmarks.models.tiny_transformers import build_tiny, reference_of
 from ringopt.tools.benchmarks.models.widened import Widened, widen
+from ringopt.torch_compat import dynamo
 
 EXACT = 1e-8  # float64, relative to the largest entry of each tensor
 SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be rounding alone
@@ -58,8 +57,9 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float) -> None:
     torch.set_default_dtype(torch.float64)  # numbers that a program writes down without a type
     try:
         model, inputs = build_tiny(kind)
-        with reference_form(model), Widened():
-            expected = _numbers(model, inputs)
+        reference = reference_of(model)
+        with Widened():
+            expected = _numbers(reference, inputs)
     except Exception as error:
         answers.send(no_answer("not built", _in_words(error)))
         return
@@ -95,8 +95,8 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
     try:
         dist.init_process_group("gloo", init_method=trial.meet, rank=rank, world_size=trial.ranks, timeout=limit)
         begin = time.monotonic()
-        torch._dynamo.config.recompile_limit = 64  # of many layers, where Dynamo breaks in each
-        with sdpa_kernel(SDPBackend.MATH):  # torch's flash kernel is wrong for rows that a finite mask hides
+        # Of many layers, where Dynamo breaks in each; torch's flash kernel is wrong for rows that a finite mask hides.
+        with dynamo.patched(recompile_limit=64), sdpa_kernel(SDPBackend.MATH):
             found = _numbers(torch.compile(trial.model, backend=_widened_ring), trial.inputs)
         took = time.monotonic() - begin
         report = Report.merged(ringopt.backend.reports(), trial.ranks)
@@ -154,7 +154,7 @@ def _figures(report: Report, inputs: dict[str, Tensor]) -> Row:
 
 def _first_reason(report: Report) -> str:
     """The first reason why something is whole, with its line."""
-    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks = dynamo.counters["graph_break"]
     reasons = [f"Dynamo breaks the graph: {_first_line(next(iter(breaks)))}"] if breaks else []
     reasons += [report.refusal] if report.refusal else []
     reasons += [f"{site.refusal} ({_line(site.source)})" for site in report.sites if site.refusal]

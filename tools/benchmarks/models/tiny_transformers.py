@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from importlib import import_module
 from typing import Any
 
@@ -62,15 +61,9 @@ def spread(name: str, parameter: Tensor) -> None:
         parameter.mul_(0.1 / parameter.std())
 
 
-@contextmanager
-def reference_form(model: Any) -> Iterator[None]:
-    """Experts one by one: the grouped products that transformers has for the CPU take no float64 outside of a graph."""
-    given = getattr(model.config, "_experts_implementation", None)
-    if given is None:
-        yield
-        return
-    model.set_experts_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(given)
+def reference_of(model: Any) -> Any:
+    """A copy that runs experts one by one: the grouped products that transformers has for the CPU take no float64
+    outside of a graph."""
+    alike = copy.deepcopy(model)
+    alike.set_experts_implementation("eager")
+    return alike
