@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ringopt.tools.benchmarks.lab.judged import NOTHING, judged_apart
+from ringopt.tools.benchmarks.models.judged import NOTHING, judged_apart
 from ringopt.tools.benchmarks.models.widened import Widened
 from ringopt.tools.benchmarks.tables import models
 from ringopt.tools.common.command import CommandError

@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringopt.backend
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.report import Report
-from ringopt.tools.benchmarks.lab.judged import NOTHING, died, no_answer
 from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.models.judged import NOTHING, died, no_answer
 from ringopt.tools.benchmarks.models.tiny_transformers import build_tiny, reference_of
 from ringopt.tools.benchmarks.models.widened import Widened, widen
 from ringopt.torch_compat import dynamo

@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.lab.judged import judged_apart
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
+from ringopt.tools.benchmarks.models.judged import judged_apart
 from ringopt.tools.common.command import CommandError, check_file, natural, two_or_more, write
 
 if TYPE_CHECKING:
