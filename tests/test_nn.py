@@ -90,6 +90,7 @@ def test_a_compiled_encoder_is_sharded(p: int, compat: str | None) -> None:
         assert verdict.report.gathers == ()
 
 
+@pytest.mark.zoo
 def test_one_compilation_serves_all_lengths() -> None:
     calls = [(torch.randn(2, n, 16, **F64),) for n in (50, 67, 33)]
     assert len(run_over(Encoder(), calls, 3).reports) == 2  # the first length, then all

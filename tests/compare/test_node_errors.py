@@ -168,6 +168,7 @@ def test_integers_of_example_inputs_bound_those_that_are_made() -> None:
         assert ringopt.diff(both, both, inputs=f"random:{seed}").same
 
 
+@pytest.mark.zoo
 def test_little_more_is_held_than_one_program_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 60 layers, whose values would all be there at the end."""
     seen = []

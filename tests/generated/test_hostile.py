@@ -232,7 +232,7 @@ def outcome(table, name):
     return verdict(program, p, layout)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_gathered(name):
     assert outcome(EXACT, name) == "exact"

@@ -214,6 +214,7 @@ def outcome(scan: Scan, found: list[Tensor], weights: list[Tensor]) -> list[Tens
     return [x.detach().double() for x in (*found, *grads)]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("name", ["delta rule", "diagonal", "stabilised"])

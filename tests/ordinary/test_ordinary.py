@@ -14,7 +14,7 @@ from tests.ordinary import ends, layers, routes, styles  # noqa: F401  (register
 from tests.ordinary.model import CASES, Model, inputs
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("p", (2, 3))
 @pytest.mark.parametrize("name", CASES)
 def test_right_and_sharded(name, p):

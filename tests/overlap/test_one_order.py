@@ -35,7 +35,7 @@ def posted(graph: fx.Graph) -> list[str]:
     return [WHOLE.get(name, name) for name in names if name not in WAITS]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.zoo
 @pytest.mark.parametrize(("model", "shard"), [(Outputs, "model"), (Beside, "attention")])
 def test_whatever_is_computed_again(model: type[nn.Module], shard: str) -> None:
     """Within a memory budget, a partitioner chooses by sizes, which differ by rank. No exchange is repeated, and each

@@ -134,7 +134,7 @@ def canonical(gm: fx.GraphModule, inputs: list[Any]) -> tuple[str, list[list[str
     return context.program.text, readers, "\n".join(map(str, flat.graph.nodes))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_text_in_any_order(name: str) -> None:
     torch.manual_seed(0)

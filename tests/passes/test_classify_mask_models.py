@@ -82,7 +82,7 @@ MODELS = {
 ALSO = ("mistral", "gpt2", "t5")
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.zoo] if name in ALSO else []) for name in MODELS]
 )
@@ -141,7 +141,7 @@ def test_masks_of_multihead_attention(padding, name):
     assert site.info.pattern == name
 
 
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("name", ["llama, left padding", pytest.param("mistral", marks=pytest.mark.zoo), "t5, padding"])
 def test_graph_gives_the_same_numbers_and_gradients(name):
     make, kwargs, _names = MODELS[name]

@@ -91,7 +91,7 @@ MIXING = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", LOCAL)
 def test_token_wise_steps_stay_sharded(name):
     p, layout = case(LOCAL, name)

@@ -128,6 +128,7 @@ def test_bytes_and_pairs_are_those_of_a_real_run(ranks: Any, p: int, rows: int) 
     assert point.sites[0].bytes == max(both)
 
 
+@pytest.mark.zoo
 def test_several_nodes() -> None:
     """Of 8 ranks. With the hybrid less leaves a node than with a ring; on 16 ranks as the plan has it, on 64 by
     formula."""
@@ -303,7 +304,7 @@ class Positions(nn.Module):
         return self.model(self.tokens(x) + self.wpe(ids))  # type: ignore[no-any-return]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("kept", [False, True])
 def test_positions_that_a_model_does_not_have_are_named(kept: bool) -> None:
     x = torch.zeros(1, 64, dtype=torch.long)

@@ -75,6 +75,7 @@ def test_bytes_of_encoders_are_those_of_a_step(build: Any, n: int, training: boo
     }
 
 
+@pytest.mark.zoo
 def test_bytes_of_a_decoder_also_at_a_length_that_was_not_traced() -> None:
     """There, to a row at each edge of the shards."""
     found = planned(decoder, 65, SMALL, True, world_size=2, lengths=[65, 96])

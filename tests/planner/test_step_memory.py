@@ -31,6 +31,7 @@ def held(length, layers, checkpointed):
     return found
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(("length", "layers"), [(1024, 1), pytest.param(8192, 8, marks=pytest.mark.zoo)])
 def test_memory_falls_as_1_over_p(length, layers):
     alone, two, four = held(length, layers, False)

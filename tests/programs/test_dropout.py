@@ -116,6 +116,7 @@ def test_ranks_that_compile_draw_the_same(ranks: Any) -> None:
         agree(found, expected)
 
 
+@pytest.mark.zoo
 @pytest.mark.parametrize(("name", "plain"), [("checkpointed", "eager"), ("inductor", "small")])
 def test_however_it_is_compiled(name: str, plain: str) -> None:
     """Seeds are drawn as by eager code; what a checkpoint computes again is what it computed."""
@@ -156,6 +157,7 @@ def over_lengths(name: str, dynamic: bool | None, inner: str) -> list[Tensor]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_one_graph_of_one_process_serves_all_lengths(name: str) -> None:
     expected, before = over_lengths(name, False, "eager"), len(ringopt.reports())

@@ -31,6 +31,7 @@ def ids(*sizes: int) -> torch.Tensor:
     return torch.randint(0, 50, sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 
 
+@pytest.mark.zoo
 def test_the_second_length_is_the_last_to_be_compiled():
     found = run_over(Decoder().double(), [(ids(2, n),) for n in (64, 67, 96, 33, 64, 19)], 2)
     first, second = found.reports

@@ -63,6 +63,7 @@ def lengths_in_turn(lengths: list[int]) -> list[tuple[float, ringopt.Report]]:
     return compared("tokens", lengths, inner_backend="aot_eager")
 
 
+@pytest.mark.zoo
 def test_lengths_that_change(ranks):
     for of_rank in ranks(2, lengths_in_turn, [12, 17, 23]):
         assert max(error for error, _report in of_rank) < 1e-10

@@ -78,6 +78,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         explained(tmp_path / "file")
 
 
+@pytest.mark.zoo
 def test_logs_and_traces_show_the_passes(tmp_path: Path) -> None:
     code = (
         "import torch; from tests.tools.test_cli import Causal; x = torch.zeros(1, 64, 16);"

@@ -153,7 +153,7 @@ def test_attention_that_was_read_wrongly_is_told_where_the_program_draws(ranks, 
         assert not error and len(said) == 2 and all("values agree" in each for each in said), said
 
 
-@pytest.mark.sample(2)
+@pytest.mark.zoo
 @pytest.mark.parametrize("spelled", (False, True))
 def test_where_weights_are_dropped_what_found_attention_is_not_compared(ranks, spelled):
     """And that is said, once a graph."""

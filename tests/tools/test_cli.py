@@ -207,6 +207,7 @@ def test_the_text_of_a_report_tells_reasons_lines_and_memory() -> None:
     assert abs(bars["parameters"].count("\u2588") / drawn - sizes["parameters"] / sum(sizes.values())) < 0.02
 
 
+@pytest.mark.zoo
 def test_the_report_without_the_letters_of_lines_and_bars(files: Path) -> None:
     command = [sys.executable, "-m", "ringopt.tools.cli", "explain", "--verbose", str(files / "in.pt2")]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

@@ -46,6 +46,7 @@ def test_by_a_ticket_or_without(p: int, strategy: str, pattern: str) -> None:
     run_on_threads(p, body)
 
 
+@pytest.mark.zoo
 def test_keys_travel_before_the_queries_are_projected() -> None:
     """Beside one process that dilates as well."""
     gm, inputs = captured(Model(2).double(), data(13))

@@ -59,7 +59,7 @@ def run(
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("strategy", ["ring", "ring2", "gather", "ring_q", "gather_q"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("pattern", PATTERNS)

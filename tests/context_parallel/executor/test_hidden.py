@@ -33,7 +33,7 @@ def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "ROWS", 1)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("pattern", ["causal", "full"])

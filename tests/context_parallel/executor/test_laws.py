@@ -109,7 +109,7 @@ class Cell:
         return True
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *NODES])
 def test_laws(strategy: str, layout: str) -> None:

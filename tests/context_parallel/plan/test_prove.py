@@ -159,7 +159,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_refused(fault: str) -> None:
     planted = 0

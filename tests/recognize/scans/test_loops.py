@@ -21,7 +21,7 @@ def refusals(context):
     return [note for note in context.notes if "no scan" in note]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", AFFINE)
 def test_a_loop_is_one_scan_of_the_same_numbers(name):
     given = AFFINE[name]
@@ -161,7 +161,7 @@ LOOPS = (blocks, two_loops, windows, list_before, split, some_read, number_first
          parts_written)  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("program", LOOPS, ids=lambda program: program.__name__)
 def test_loops_of_every_kind(program):
     torch.manual_seed(0)

@@ -28,6 +28,7 @@ def without_code_generation(model: torch.nn.Module, backend: str, compile: Any =
     return compile(model, backend="aot_eager")
 
 
+@pytest.mark.zoo
 def test_rows_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["one-process", "--lengths", "16", "--repeats", "1", "--only", "causal", "sdpa"]
     held = dict.fromkeys(("inference", "training"), 2**20 if STATUS.exists() else None)

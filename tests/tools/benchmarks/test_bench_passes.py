@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 from unittest.mock import MagicMock, patch
 
+import pytest
+
 from ringopt.tools.benchmarks.lab import link_lab
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.tables import passes
 from ringopt.tools.benchmarks.workers.passes import inductor, of_decoder
 
 
+@pytest.mark.zoo
 def test_a_row_on_each_rank(ranks) -> None:
     for row in ranks(2, of_decoder, 1, 1):
         assert row["layers"] == 1 and row["error"] < 1e-5

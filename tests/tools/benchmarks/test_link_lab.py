@@ -165,6 +165,7 @@ def test_an_emulated_link_carries_one_message_after_the_other() -> None:
         assert seconds >= 2 * 20_000 / rate + 0.01
 
 
+@pytest.mark.zoo
 def test_rows_of_overlap() -> None:
     slept = OverlapCase("full", 64, 2, slept=True)
     cases = [OverlapCase("causal", 64, 2), slept, OverlapCase("causal", 64, 2, slept=True, hoisted=True)]
