@@ -70,7 +70,8 @@ def test_any_byte_of_any_folder_changes_the_key_of_compiled_code(tmp_path: Path)
     assert len(keys) == 1 + len(folders)
 
 
-OF_OTHERS = {"matplotlib", "accelerate", "coverage", "pytest", "triton", "markupsafe"}  # of extras, torch and jinja2
+# Of extras, torch and jinja2.
+OF_OTHERS = {"matplotlib", "accelerate", "transformers", "coverage", "pytest", "triton", "markupsafe"}
 
 
 def test_what_is_imported_is_declared() -> None:

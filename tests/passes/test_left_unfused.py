@@ -94,7 +94,7 @@ REFUSED = {
         "the mask is made of the scores themselves, by topk",
     ),
     "weights of two": (
-        lambda s, q, k, v, m: ((q @ k.mT).softmax(-1) - 0.3 * (k @ q.mT).softmax(-1)) @ v,
+        lambda s, q, k, v, m: ((q @ k.mT).softmax(-1) * (k @ q.mT).softmax(-1)) @ v,
         "the weights are changed after the softmax, by more than a factor of whole rows or keys",
     ),
     "hidden twice": (

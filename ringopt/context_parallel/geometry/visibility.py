@@ -42,15 +42,16 @@ def seen_whole(text: str, queries: Any, keys: Any, device: torch.device | None =
 
 def by_formula(pattern: Pattern, queries: Tensor, keys: Tensor) -> Tensor | None:
     """Which of `keys` are seen from `queries`, shaped to broadcast; None of a pattern that is a list."""
-    away = keys - queries
     if isinstance(pattern, Band):
+        away = keys - queries
         return (pattern.low <= away) & (away < pattern.high)
     if isinstance(pattern, Strided):
+        away = keys - queries
         low, high = pattern.band.low * pattern.rate, pattern.band.high * pattern.rate
         return (away % pattern.rate == 0) & (low <= away) & (away < high)
     if isinstance(pattern, Chunked):
         together = queries // pattern.size == keys // pattern.size
-        return together & (away <= 0) if pattern.causal else together
+        return together & (keys <= queries) if pattern.causal else together
     if isinstance(pattern, Beside):
         (first, sinks), (_, near) = pattern.parts
         before, behind = by_formula(sinks, queries, keys), by_formula(near, queries, keys)

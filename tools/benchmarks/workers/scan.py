@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -91,9 +91,11 @@ def counted() -> Iterator[dict[str, int]]:
 
         return noted
 
-    with ExitStack() as stack:
-        for key, name in (("written", "transform"), ("nodes", "inner")):
-            stack.enter_context(patch.object(ring_backend, name, noting(key, getattr(ring_backend, name))))
+    transform, inner = (getattr(ring_backend, name) for name in ("transform", "inner"))
+    with (
+        patch.object(ring_backend, "transform", noting("written", transform)),
+        patch.object(ring_backend, "inner", noting("nodes", inner)),
+    ):
         yield nodes
 
 
