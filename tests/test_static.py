@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -16,6 +17,8 @@ BIN = Path(sys.executable).parent
     "command", [["ruff", "check"], ["mypy"], ["lint-imports"]], ids=["style", "types", "direction of imports"]
 )
 def test_the_code_passes(command: list[str]) -> None:
+    if command == ["mypy"] and torch.__version__ < (2, 13):
+        pytest.skip("types are checked against the newest torch")
     tool, *arguments = command
     result = subprocess.run([BIN / tool, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}{result.stderr}"

@@ -20,12 +20,15 @@ from tests.harness.translation import captured, validate
 @pytest.mark.parametrize("p", (2, 3))
 @pytest.mark.parametrize("name", TOKEN_WISE)
 def test_token_by_token_it_stays_sharded(name, p):
+    if name in IN_PLACE and torch.__version__ < (2, 13):
+        pytest.skip("Dynamo does not say what the function writes; its graph is refused")
     verdict = validate(p, Model(TOKEN_WISE[name]).double(), data())
     assert not verdict.wrong
     assert not verdict.report.gathers and "gathers" not in str(verdict.report.notes)
     assert verdict.report.sharded_fraction == 1.0
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="the graphs of a function come without what they save")
 def test_no_value_of_a_norm_holds_all_tokens():
     """Nor what it saves: the rows that its backward wants are made in the forward, from rows of the input."""
     verdict = validate(2, Model(TOKEN_WISE["norm"], ("before",)).double(), data(), tolerance=1e-8)
@@ -131,7 +134,8 @@ WRITES = {
 @pytest.mark.parametrize("what", WRITES)
 def test_writes_that_others_would_not_see_are_refused(what):
     gm, given = captured(WRITES[what], data(), data().detach())
-    with pytest.raises(GraphRefused, match=rf"a custom autograd\.Function writes {what} \(mark_dirty\)"):
+    told = what if torch.__version__ >= (2, 13) else "to its input without saying so"  # which Dynamo does not hand on
+    with pytest.raises(GraphRefused, match=rf"a custom autograd\.Function writes {told} \(mark_dirty\)"):
         capture(gm, given)
 
 

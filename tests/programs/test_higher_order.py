@@ -88,6 +88,9 @@ def lost(m, x):
     return x + 1e3 * (product - product.bfloat16().float()).detach()
 
 
+# Before 2.13 torch's scan stacks along dim 0, whatever it went along, and its gradients are wrong.
+OLD = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's own scan has other gradients")
+
 STEPS = {
     "cond": chosen,
     "scan": recurrence,
@@ -118,7 +121,13 @@ def compared(name, autocast=False):
 
 @pytest.mark.parametrize(
     "name, p",
-    [("scan", 2), *(pytest.param(name, 2 + i % 2, marks=pytest.mark.zoo) for i, name in enumerate(STEPS))],
+    [
+        pytest.param("scan", 2, marks=OLD),
+        *(
+            pytest.param(name, 2 + i % 2, marks=[pytest.mark.zoo, *[OLD] * name.startswith("scan")])
+            for i, name in enumerate(STEPS)
+        ),
+    ],
 )
 def test_on_ranks(ranks, name, p):
     for error, report in ranks(p, compared, name):
@@ -250,6 +259,7 @@ def test_other_graphs_are_another_program():
     assert len(texts) == 2
 
 
+@OLD
 def test_a_checkpoint_around_one():
     """It is computed again as torch would."""
     again = lambda m, x: torch.utils.checkpoint.checkpoint(recurrence, m, x, use_reentrant=False)  # noqa: E731

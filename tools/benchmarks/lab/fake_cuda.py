@@ -73,6 +73,10 @@ class FakeModule:
     @staticmethod
     def current_stream(device: torch.device) -> None: ...
 
+    @staticmethod
+    def is_available() -> bool:  # torch 2.12 asks
+        return True
+
 
 class LaunchCounter(TorchDispatchMode):
     """Counts launches by operator, copies to and from the host, and reads of numbers from the device, each of which
