@@ -239,7 +239,7 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
 def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:
     """A ticket for the first messages of `ring_attention`, or of its backward, of these K and V. Of two starts in a
     graph no two have one `number`, so that no compiler takes them for one. Raises as `ring_attention` does."""
-    chosen = Config(*config[:FIELDS])._replace(expand="".join(config[FIELDS:]))
+    chosen = Config(*config[:FIELDS])._replace(expand=config[-1] if len(config) > FIELDS else "")
     mesh, mask = mesh_of(chosen.group), Mask.parse(chosen.mask)
     program_until_here(mesh)
     mesh.meet_on(k.device)

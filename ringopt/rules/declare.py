@@ -23,6 +23,7 @@ import torch.fx as fx
 
 from ringopt.errors import RuleError, first_line
 from ringopt.ir.nodes import OWN_NAMES, arguments_of, value_of
+from ringopt.ir.symbolic_sizes import same
 from ringopt.torch_compat.schema import (
     OpOverload,
     OpOverloadPacket,
@@ -255,7 +256,7 @@ def declaration_of(node: fx.Node) -> Declaration | None:
     except Exception as error:  # of whatever kind: it is the user's
         return Gathered(f"its rule failed: {type(error).__name__}: {first_line(error)}")
     if not isinstance(says, Declaration):
-        return Gathered(f"its rule gave {says!r}, which is none of Tokenwise, Pointwise, Attention and Gathered")
+        return Gathered(f"its rule gave {says!r}, which is none of Tokenwise, Pointwise, AttentionRule and Gathered")
     wrong = misnamed(node.target, Declared(says, declared.local))
     return Gathered(f"its rule is not used: {wrong}") if wrong else says
 
@@ -266,7 +267,10 @@ def is_foreign(node: fx.Node) -> bool:
 
 
 def line_to_write(node: fx.Node, dim: int) -> str:
-    """The line of code that says that an operator without a rule works token by token."""
-    tensors = [name for name, x in arguments_of(node).items() if isinstance(value_of(x), torch.Tensor)]
-    dims = str(dim) if len(tensors) == 1 else "{" + ", ".join(f'"{name}": {dim}' for name in tensors[:2]) + "}"
+    """The line of code that says that an operator without a rule works token by token: along `dim` of all arguments
+    that have as many tokens there as the first one that has the dim."""
+    sizes = {name: x.shape for name, arg in arguments_of(node).items() if isinstance(x := value_of(arg), torch.Tensor)}
+    tokens = next((shape[dim] for shape in sizes.values() if len(shape) > dim), None)
+    along = [name for name, shape in sizes.items() if len(shape) > dim and same(shape[dim], tokens)]
+    dims = str(dim) if len(sizes) == 1 else "{" + ", ".join(f'"{name}": {dim}' for name in along) + "}"
     return f'ringopt.rule("{schema_of(node.target).name}", tokenwise={dims})'

@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ringopt.rules.declare import AttentionRule, Declaration, Gathered, rule
 
+# What both say alike; q, k, v are named so.
+AS_CALLED = AttentionRule(causal="causal", scale="softmax_scale", dropout="dropout_p")
 FORWARD, VARLEN = "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"
 
 # What a rule cannot say, and the values that ask for nothing of it.
@@ -29,28 +32,15 @@ def declare_flash_attn() -> None:
 
 def forward(window_size_left: int = -1, window_size_right: int = -1, **given: Any) -> Declaration:
     """A window and `causal` match the last query and the last key."""
-    return beyond(given) or AttentionRule(
-        layout="BSHD",
-        causal="causal",
-        scale="softmax_scale",
-        dropout="dropout_p",
-        window=(window_size_left, window_size_right),
-        align="last",
-        backward="flash_attn::_flash_attn_backward",
-    )
+    window, backward = (window_size_left, window_size_right), "flash_attn::_flash_attn_backward"
+    return beyond(given) or replace(AS_CALLED, layout="BSHD", window=window, align="last", backward=backward)
 
 
 def varlen(window_size_left: int = -1, window_size_right: int = -1, **given: Any) -> Declaration:
     """Sequences one after the other."""
-    return beyond(given) or AttentionRule(
-        layout="SHD",
-        causal="causal",
-        scale="softmax_scale",
-        dropout="dropout_p",
-        window=(window_size_left, window_size_right),
-        segments=("cu_seqlens_q", "cu_seqlens_k"),
-        backward="flash_attn::_flash_attn_varlen_backward",
-    )
+    window, backward = (window_size_left, window_size_right), "flash_attn::_flash_attn_varlen_backward"
+    segments = ("cu_seqlens_q", "cu_seqlens_k")
+    return beyond(given) or replace(AS_CALLED, layout="SHD", window=window, segments=segments, backward=backward)
 
 
 def beyond(given: dict[str, Any]) -> Gathered | None:

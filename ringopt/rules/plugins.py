@@ -8,7 +8,6 @@ A plugin that fails is told and left out: no program ends for it.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -37,5 +36,5 @@ def load_rules() -> tuple[str, ...]:
         except Exception as error:  # of whatever kind: it is another package's
             why = f"{type(error).__name__}: {first_line(error)}"
             failed.append(f"rules of {plugin.name} ({plugin.value}) are left out: {why}")
-            log.log(logging.WARNING, "%s", failed[-1])
+            log.warning("%s", failed[-1])
     return tuple(failed)

@@ -25,7 +25,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.ir.nodes import module_path, op_name, source_line
 from ringopt.ir.placement import Sharded, Spread
 from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.runtime.verify import LEAST, GivenLeaves, cotangent, relative_distance
+from ringopt.runtime.verify import LEAST, ROUNDINGS, GivenLeaves, cotangent, relative_distance
 from ringopt.tensor.lazy import cut
 from ringopt.torch_compat.autograd import no_autocast
 
@@ -78,8 +78,13 @@ class FirstOff:
 class Values:
     """Of one run: values and gradients of nodes, by name."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def least(self) -> float:
+        """What the largest element of a gradient counts as at least."""
+        return LEAST * max((float(x.abs().max()) for x in self.gradients.values() if x.numel()), default=0.0)
 
 
 class Hooked(SteppedGraph):
@@ -139,7 +144,7 @@ class NodeCheck:
         allowed = dict.fromkeys(apart, bound)
         if any(not error <= bound for error, _rank in apart.values()):
             rounded = self.rounded(whole(eps), expected)
-            allowed = {name: max(bound, 10 * rounded.get(self.original_of(name), 0.0)) for name in apart}
+            allowed = {name: max(bound, ROUNDINGS * rounded.get(self.original_of(name), 0.0)) for name in apart}
         nodes = {node.name: node for node in self.pairs.sharded.graph.nodes}
         for label, (error, rank) in apart.items():
             if not error <= allowed[label]:
@@ -157,8 +162,8 @@ class NodeCheck:
         copied = SteppedGraph(self.pairs.whole).writes
 
         def seen(node: fx.Node, value: Any) -> None:
-            if node.name in kept:
-                found.values[node.name] = value.clone() if copied and isinstance(value, Tensor) else value
+            if node.name in kept and isinstance(value, Tensor):
+                found.values[node.name] = value.clone() if copied else value
 
         def learned(node: fx.Node, gradient: Tensor) -> None:
             if node.name in kept:
@@ -171,16 +176,16 @@ class NodeCheck:
         """How far each node of the sharded graph is off: values as they come, then gradients as they come."""
         forms, placeholders = self.pairs.forms, gm.graph.find_nodes(op="placeholder")
         left_out = {placeholders[i].name for i in self.averaged}
-        least = LEAST * max((float(x.abs().max()) for x in expected.gradients.values() if x.numel()), default=0.0)
-        values: dict[str, float] = {}
+        values, least = dict[str, float](), expected.least
         # In the order of the backward. One that never comes is of a value whose gradient is zero, or is missing.
         last_first = [node.name for node in gm.graph.nodes][::-1]
         alone = [name for name in last_first if name in forms and forms[name].alone and name not in left_out]
         gradients = {name: inf for name in alone if forms[name].original in expected.gradients}
 
         def seen(node: fx.Node, value: Any) -> None:
-            if (form := forms.get(node.name)) is not None:
-                values[node.name] = self.apart(value, expected.values.get(form.original), form, 0.0)
+            form = forms.get(node.name)
+            if form is not None and form.original in expected.values:
+                values[node.name] = self.apart(value, expected.values[form.original], form, 0.0)
 
         def learned(node: fx.Node, gradient: Tensor) -> None:
             came.add(node.name)
@@ -194,10 +199,8 @@ class NodeCheck:
             gradients[name] = inf if bool(expected.gradients[forms[name].original].any()) else 0.0
         return values | {f"{GRADIENT_OF}{name}": error for name, error in gradients.items()}
 
-    def apart(self, value: Any, whole: Any, form: Form, least: float) -> float:
+    def apart(self, value: Any, whole: Tensor, form: Form, least: float) -> float:
         """Of this rank's value and its part of the whole one."""
-        if not isinstance(value, Tensor) or not isinstance(whole, Tensor):
-            return 0.0
         if form.placement is not None:
             whole = self.part(whole, form.placement, form.layout)
         return relative_distance(value, whole.detach(), least)
@@ -210,8 +213,7 @@ class NodeCheck:
 
     def rounded(self, inputs: GivenLeaves, expected: Values) -> dict[str, float]:
         """How far rounding the inputs anew moves each node of the whole graph."""
-        found: dict[str, float] = {}
-        least = LEAST * max((float(x.abs().max()) for x in expected.gradients.values() if x.numel()), default=0.0)
+        found, least = dict[str, float](), expected.least
 
         def seen(node: fx.Node, value: Any) -> None:
             if isinstance(value, Tensor) and node.name in expected.values:

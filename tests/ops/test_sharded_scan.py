@@ -153,8 +153,14 @@ def test_a_state_that_is_forgotten_is_seen(name, way, monkeypatch):
         compared(SCANS[name](), 2, "contiguous")
 
 
-def sent(steps: int, p: int, layout: str) -> list[tuple[int, int]]:
-    scan = delta_rule(steps)
+def in_dtype(scan: Scan, dtype: torch.dtype) -> Scan:
+    """With the operands of a scan as they are in `dtype`."""
+    cast = lambda parts: [x.detach().to(dtype).requires_grad_() for x in parts]  # noqa: E731
+    return Scan(scan.step, cast(scan.init), cast(scan.xs), cast(scan.consts))
+
+
+def sent(steps: int, p: int, layout: str, dtype: torch.dtype = torch.float64) -> list[tuple[int, int]]:
+    scan = in_dtype(delta_rule(steps), dtype)
     text = scan.text
 
     def body(mesh: ThreadMesh) -> tuple[int, int]:
@@ -182,6 +188,11 @@ def test_what_travels_has_the_size_of_the_state(p, layout):
     assert sent(8, p, layout) == sent(32, p, layout) == expected
 
 
+def test_maps_of_16_bits_travel_and_are_composed_in_float32():
+    half = [tuple(size // 2 for size in of_rank) for of_rank in sent(8, 2, "contiguous")]
+    assert sent(8, 2, "contiguous", torch.bfloat16) == half
+
+
 def test_ranks_that_scan_with_another_body_hear_of_it():
     scan = diagonal(6)
     texts = [scan.text, replace(scan, step=lambda s, a, x, w: (a * s + 2 * x, s * w)).text]
@@ -201,12 +212,6 @@ def test_a_rank_with_too_many_steps_is_an_error_on_all():
 
 
 @pytest.mark.sample(2)
-def in_dtype(scan: Scan, dtype: torch.dtype) -> Scan:
-    """With the operands of a scan as they are in `dtype`."""
-    cast = lambda parts: [x.detach().to(dtype).requires_grad_() for x in parts]  # noqa: E731
-    return Scan(scan.step, cast(scan.init), cast(scan.xs), cast(scan.consts))
-
-
 def outcome(scan: Scan, found: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
     """Results and gradients of all operands, with 64 bits."""
     given = [weight.to(x.dtype) for x, weight in zip(found, weights, strict=True)]

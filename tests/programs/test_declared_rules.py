@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ringopt
 from ringopt.errors import RuleError
+from ringopt.ir.nodes import op_name
 from ringopt.rules.declare import OF_PLUGINS, REGISTRY, AttentionRule, Gathered
 from ringopt.rules.plugins import GROUP, load_rules
 from tests.harness.translation import Verdict, validate
@@ -55,6 +56,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int) -> Tens
 
 defined("scaled(Tensor x, Tensor weight) -> Tensor", lambda x, w: (x * w).tanh() + x)
 defined("turned(Tensor x, Tensor angles) -> (Tensor, Tensor)", lambda x, a: (x * a, (x + a).mT.contiguous()))
+defined("scaled_here(Tensor x, Tensor weight) -> Tensor", lambda x, w: (x * w).tanh() + x * x.new_ones(x.shape))
+defined("scaled_wrong(Tensor x, Tensor weight) -> Tensor", lambda x, w: (x * w).tanh() + 2 * x)
 defined("mixed(Tensor x) -> Tensor", lambda x: x.cumsum(1))
 defined("halves(Tensor x) -> Tensor", lambda x: x.view(x.shape[0], 13, 8) * 2)
 defined("attend(Tensor q, Tensor k, Tensor v, bool causal, int window) -> Tensor", attended)
@@ -103,8 +106,23 @@ def test_an_operator_that_is_declared_token_by_token_stays_on_shards(p: int) -> 
     assert [gather.op for gather in verdict(scaled, p).report.gathers] == ["output"]
 
 
+def test_a_pointwise_operator_stays_on_shards() -> None:
+    ringopt.rule(f"{LIBRARY}::scaled", pointwise=True)
+    assert [gather.op for gather in verdict(scaled).report.gathers] == ["output"]
+
+
+def test_another_operator_takes_its_place_on_shards() -> None:
+    """And its numbers are those of the program, if it is right."""
+    ringopt.rule(f"{LIBRARY}::scaled", tokenwise={"x": 1}, local=OPS.scaled_here)
+    found = verdict(scaled)
+    assert f"{LIBRARY}::scaled_here" in {op_name(node) for node in found.graph.graph.nodes}
+    ringopt.rule(f"{LIBRARY}::scaled", tokenwise={"x": 1}, local=OPS.scaled_wrong)
+    with pytest.raises(AssertionError, match="relative error"):
+        verdict(scaled)
+
+
 def test_without_a_rule_the_report_names_the_line_that_would_help() -> None:
-    report, line = verdict(scaled).report, f'ringopt.rule("{LIBRARY}::scaled", tokenwise={{"x": 1, "weight": 1}})'
+    report, line = verdict(scaled).report, f'ringopt.rule("{LIBRARY}::scaled", tokenwise={{"x": 1}})'
     assert report.gathers[0].op == f"{LIBRARY}::scaled" and line in report.gathers[0].why
     assert [note for note in report.notes if "has no rule, so every rank computes it whole" in note and line in note]
 

@@ -40,6 +40,7 @@ def test_errors_have_rules() -> None:
     diff = with_errors(sent(1, 1), {"y": NodeError(1e-7, 2e-6, 1e-4), "z": NodeError(1e-3, 2e-3, 1e-4)})
     assert fail_rule("error").broken(diff).startswith("error: %z is off by 2.0e-03")
     assert fail_rule("error>1e-6").broken(diff).startswith("error>1e-6: %y is off by")
+    assert fail_rule("error>0").broken(diff).startswith("error>0: %y is off by")
     assert fail_rule("error>0.1").broken(diff) == ""
 
 

@@ -21,12 +21,14 @@ RULE = re.compile(r"(bytes|flops|nodes|refused)(?:\+(\d+(?:\.\d+)?)(%?))?|error(
 
 @dataclass(frozen=True)
 class Rule:
-    """One of --fail-on, as it was written; `more`: what is allowed beyond the number before, a `share` of it or not."""
+    """One of --fail-on, as it was written; `more`: what is allowed beyond the number before, a `share` of it or not;
+    `most`: the error that is allowed, None: what its dtype allows."""
 
     text: str
     metric: str
     more: float = 0.0
     share: bool = False
+    most: float | None = None
 
     def broken(self, diff: GraphDiff) -> str:
         """Why the check fails, or "". What is not known is no success."""
@@ -44,7 +46,7 @@ class Rule:
             return f"{self.text}: no values were compared (--inputs)"
         for change in diff.compared:
             error = change.error
-            if error is not None and not error.relative <= (self.more or error.allowed):
+            if error is not None and not error.relative <= (error.allowed if self.most is None else self.most):
                 return f"{self.text}: %{change.node.name} is off by {error}"
         return ""
 
@@ -56,7 +58,7 @@ def fail_rule(text: str) -> Rule:
         raise argparse.ArgumentTypeError(f"{text!r} is no rule, such as bytes+10%, flops, nodes+5, refused, error>1e-5")
     metric, more, share, least = found.groups()
     if metric is None:
-        return Rule(text, "error", float(least or 0))
+        return Rule(text, "error", most=None if least is None else float(least))
     return Rule(text, metric, float(more or 0), bool(share))
 
 

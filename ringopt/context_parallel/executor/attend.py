@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ringopt.context_parallel.executor.buffers import wide_zeros
 from ringopt.context_parallel.executor.heads_move import attend_heads, backward_heads
 from ringopt.context_parallel.executor.interleave import by_turns, kv_heads_of, part_of, queries_of, to_the_end
 from ringopt.context_parallel.executor.keys_move import (
@@ -30,7 +31,6 @@ from ringopt.context_parallel.executor.operands import (
     Totals,
     kv_sizes,
     spread_nan,
-    wide_zeros,
     without_nan,
 )
 from ringopt.context_parallel.executor.queries_move import attend_queries, backward_queries

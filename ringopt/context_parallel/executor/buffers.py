@@ -17,9 +17,15 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.rows import Rows, count, within
 from ringopt.context_parallel.plan.exchange import Message
 from ringopt.errors import PlanError
+from ringopt.kernels.base import accumulator
 from ringopt.kernels.fused import add_parts_
 
 Pair = tuple[Tensor, Tensor]
+
+
+def wide_zeros(x: Tensor) -> Tensor:
+    """As `x`, in the accumulator's dtype."""
+    return torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.executor.buffers import Gradients, Held, Pair, find
-from ringopt.kernels.base import accumulator
+from ringopt.context_parallel.executor.buffers import Gradients, Held, Pair, find, wide_zeros
 from ringopt.torch_compat.autograd import recording
 
 
@@ -89,7 +88,7 @@ class ExpandedWithGradients(Expanded):
         piece = self.held.piece_of(rows)
         if piece not in self._grads:
             k, v = self._made[piece]
-            self._grads[piece] = zeros(k), zeros(v)
+            self._grads[piece] = wide_zeros(k), wide_zeros(v)
         return find(self._grads, rows)
 
     def done(self) -> None:
@@ -110,8 +109,3 @@ class ExpandedWithGradients(Expanded):
         for total, part in zip((self.sums.of(piece)[0][0, 0], *self.dconsts), (dz, *dconsts), strict=True):
             if part is not None:
                 total += part
-
-
-def zeros(x: Tensor) -> Tensor:
-    """As `x`, for sums."""
-    return torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device)

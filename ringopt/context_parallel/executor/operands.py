@@ -9,14 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.executor.buffers import Pair
+from ringopt.context_parallel.executor.buffers import Pair, wide_zeros
 from ringopt.context_parallel.executor.expand import Expansion
 from ringopt.context_parallel.plan.concurrency import KVSizes
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.distributed.mesh import Mesh
 from ringopt.expr.mask import Mask
-from ringopt.kernels.base import HIDDEN, Kernel, accumulator
+from ringopt.kernels.base import HIDDEN, Kernel
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,6 @@ def rounded_parts(
     if dsinks is not None and given.sinks is not None:
         found.append(dsinks.to(given.sinks.dtype))
     return found
-
-
-def wide_zeros(x: Tensor) -> Tensor:
-    """As `x`, in the accumulator's dtype."""
-    return torch.zeros(x.shape, dtype=accumulator(x.dtype), device=x.device)
 
 
 # ---- rows that see no key, where the mask makes these NaN ------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.blocks import BlockBackward, TileKernels
-from ringopt.context_parallel.executor.buffers import Gradients, Held, KVShape, Local, Packed, Pair
+from ringopt.context_parallel.executor.buffers import Gradients, Held, KVShape, Local, Packed, Pair, wide_zeros
 from ringopt.context_parallel.executor.interleave import run_alone
 from ringopt.context_parallel.executor.loop import Run, Task, leaving
 from ringopt.context_parallel.executor.merge_lse import merge_, merged_of
@@ -29,7 +29,6 @@ from ringopt.context_parallel.executor.operands import (
     Saved,
     spread_nan,
     spread_nan_to_keys,
-    wide_zeros,
 )
 from ringopt.context_parallel.executor.tiles import Tile
 from ringopt.context_parallel.plan.exchange import Block

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringopt.backend
+from ringopt.errors import first_line
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
@@ -155,7 +156,7 @@ def _figures(report: Report, inputs: dict[str, Tensor]) -> Row:
 def _first_reason(report: Report) -> str:
     """The first reason why something is whole, with its line."""
     breaks = dynamo.counters["graph_break"]
-    reasons = [f"Dynamo breaks the graph: {_first_line(next(iter(breaks)))}"] if breaks else []
+    reasons = [f"Dynamo breaks the graph: {next(iter(breaks)).strip().splitlines()[0]}"] if breaks else []
     reasons += [report.refusal] if report.refusal else []
     reasons += [f"{site.refusal} ({_line(site.source)})" for site in report.sites if site.refusal]
     largest = max((gather for gather in report.gathers if gather.op != "output"), key=lambda g: g.bytes, default=None)
@@ -168,10 +169,6 @@ def _line(source: str) -> str:
     return Path(source).name
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
-
-
 def _in_words(error: Exception) -> str:
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -179,7 +176,7 @@ def _in_words(error: Exception) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     where = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace is not None else ""
-    return f"{type(error).__name__}: {_first_line(str(error))}{where}"
+    return f"{type(error).__name__}: {first_line(error)}{where}"
 
 
 def _layers(model: Any) -> str:

@@ -35,8 +35,10 @@ def judged_apart(worker: str, kind: str, ranks: int, seconds: float) -> Row:
     if heard := here.poll(seconds):
         with suppress(EOFError):
             row = here.recv()
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
+    assert process.pid is not None
+    with suppress(ProcessLookupError, PermissionError):  # it has ended, or has no session yet
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
     if not row:
         row = (

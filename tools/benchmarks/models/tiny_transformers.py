@@ -28,13 +28,6 @@ LENGTHS = {
 }
 
 
-def kinds() -> list[str]:
-    """Of AutoModelForCausalLM."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
 def build_tiny(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model in training mode, in which nothing is dropped at random, and the keywords of its forward."""
     transformers: Any = import_module("transformers")
