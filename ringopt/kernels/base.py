@@ -27,7 +27,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 @dataclass(frozen=True)
 class TileInputs:
     """Attention of the queries of a tile to its keys. `causal` (the lower triangle) only for Sq == Sk: kernels do not
-    agree on what it means otherwise."""
+    agree on what it means otherwise. `band`: query i sees the keys j with band[0] <= j - i < band[1], one at least; for
+    kernels that take such tiles, without a mask."""
 
     q: Tensor
     k: Tensor
@@ -35,6 +36,7 @@ class TileInputs:
     scale: float
     mask: Tensor | None = None
     causal: bool = False
+    band: tuple[int, int] | None = None
 
     @property
     def empty(self) -> bool:
@@ -74,13 +76,18 @@ class Kernel(ABC):
         """Whether it comes first on a `device` that it supports, whatever the order of kernels is."""
         return False
 
+    @property
+    def bands(self) -> bool:
+        """Whether it takes tiles of a band, without a mask in memory."""
+        return False
+
     def takes(self, tile: TileInputs) -> bool:
         """Whether it computes such a tile, of heads that it supports."""
-        return self.masks or tile.mask is None
+        return (self.masks or tile.mask is None) and (self.bands or tile.band is None)
 
     def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         """out [B, Hq, Sq, Dv] in q's dtype or wider, lse [B, Hq, Sq] in accumulator(q.dtype)."""
-        _check_causal(tile)
+        self._check(tile)
         q, v = tile.q, tile.v
         if tile.empty:
             lse = q.new_full(q.shape[:3], HIDDEN, dtype=accumulator(q.dtype))
@@ -89,10 +96,17 @@ class Kernel(ABC):
 
     def backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this tile, in q's dtype or wider."""
-        _check_causal(tile)
+        self._check(tile)
         if tile.empty:
             return torch.zeros_like(tile.q), torch.zeros_like(tile.k), torch.zeros_like(tile.v)
         return self._backward(tile, rows.visible())
+
+    def _check(self, tile: TileInputs) -> None:
+        queries, keys = tile.q.shape[2], tile.k.shape[2]
+        if tile.causal and queries != keys:
+            raise ValueError(f"a causal tile is square; found {queries} queries and {keys} keys")
+        if tile.band is not None and not self.bands:
+            raise ValueError(f"kernel {self.name} takes no tiles of a band")
 
     @abstractmethod
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]: ...
@@ -114,9 +128,3 @@ def hidden_rows(mask: Tensor, causal: bool) -> Tensor:
     if causal:
         mask = mask.masked_fill(~torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), HIDDEN)
     return mask.amax(-1) == HIDDEN
-
-
-def _check_causal(tile: TileInputs) -> None:
-    queries, keys = tile.q.shape[2], tile.k.shape[2]
-    if tile.causal and queries != keys:
-        raise ValueError(f"a causal tile is square; found {queries} queries and {keys} keys")

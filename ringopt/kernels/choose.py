@@ -20,18 +20,22 @@ from ringopt.kernels.math import Math
 KERNELS: tuple[Kernel, ...] = (CudaFlash(), CudaCudnn(), CudaEfficient(), CpuFlash(), Math())
 
 
-class MaskedByAnother(Kernel):
-    """`kernel`, which takes no masks, and `other` for the tiles that it does not take."""
+class WithOthers(Kernel):
+    """The first of `kernels`, and for each tile that it does not take the first of the others that does."""
 
     masks = True
 
-    def __init__(self, kernel: Kernel, other: Kernel):
-        self.name = kernel.name  # type: ignore[misc]
-        self.kernel, self.other = kernel, other
+    def __init__(self, *kernels: Kernel):
+        self.name = kernels[0].name  # type: ignore[misc]
+        self.kernels = kernels
+
+    @property
+    def bands(self) -> bool:
+        return any(kernel.bands for kernel in self.kernels)
 
     def supports(self, dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> Refusal | None:
-        refusal = self.kernel.supports(dtype, device, key_dim, value_dim)
-        return refusal or self.other.supports(dtype, device, key_dim, value_dim)
+        refusals = (kernel.supports(dtype, device, key_dim, value_dim) for kernel in self.kernels)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         return self._for(tile)._forward(tile)
@@ -40,7 +44,7 @@ class MaskedByAnother(Kernel):
         return self._for(tile)._backward(tile, rows)
 
     def _for(self, tile: TileInputs) -> Kernel:
-        return self.kernel if self.kernel.takes(tile) else self.other
+        return next(kernel for kernel in self.kernels if kernel.takes(tile))
 
 
 def choose_kernel(
@@ -71,9 +75,11 @@ def choose_kernel(
     if kernel.name == "flash":
         reasons.append(f"flash attention is {implementation()}")
     if not kernel.masks:
-        other = next(other for other in able if other.masks)
-        reasons.append(f"tiles with a mask are left to {other.name}")
-        kernel = MaskedByAnother(kernel, other)
+        masked = next(other for other in able if other.masks)
+        banded = [] if kernel.bands else [other for other in able if other.bands][:1]
+        reasons.append(f"tiles with a mask are left to {masked.name}")
+        reasons += [f"windows to {other.name}" for other in banded]
+        kernel = WithOthers(kernel, *banded, masked)
     return kernel, f"kernel {kernel.name}: " + "; ".join(reasons)
 
 

@@ -86,16 +86,80 @@ def flash_backward(
     dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))  # so does the operator
     loads(q, k, v)
     loads(dout, out)
-    starts_q, starts_k, longest_q, longest_k, p, causal, state, unused = rest
-    assert (starts_q, starts_k, longest_q, longest_k, p) == (None, None, q.shape[2], k.shape[2], 0.0)
-    assert state.shape == (2,) and state.dtype == torch.uint64
-    scalar(unused, torch.uint64)
-    assert lse.dtype == torch.float32
+    causal = checked(q, k, lse, rest)
     _, heads, tokens = lse.shape
     rows = WholeRows(dout, out, walked(lse, (heads * tokens, tokens, 1)))
     grads = pull_back(q, k, v, None, causal, scale, rows)
     lies = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
     return tuple(like(grad, layout) for grad, layout in zip(grads, lies, strict=True))
+
+
+def checked(q: Tensor, k: Tensor, lse: Tensor, rest: Sequence[Any]) -> bool:
+    """Whether the backward is causal."""
+    starts_q, starts_k, longest_q, longest_k, p, causal, state, unused = rest
+    assert (starts_q, starts_k, longest_q, longest_k, p) == (None, None, q.shape[2], k.shape[2], 0.0)
+    assert state.shape == (2,) and state.dtype == torch.uint64
+    scalar(unused, torch.uint64)
+    assert lse.dtype == torch.float32
+    return bool(causal)
+
+
+def in_window(q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
+    """What the kernel adds for a window: counted from the diagonal that ends at the last query and key. A size of all
+    keys or more is none; but beside another, none is a size of all keys."""
+    diagonal, keys = k.shape[2] - q.shape[2], k.shape[2]
+    apart = torch.arange(keys) - torch.arange(q.shape[2])[:, None] - diagonal
+    left, right = (-1 if size >= keys else size for size in (left, right))
+    seen = torch.ones(q.shape[2], keys, dtype=torch.bool)
+    if left >= 0 or right >= 0:
+        left, right = (size if size >= 0 else keys for size in (left, right))
+        seen = (apart >= -left) & (apart <= right)
+    return torch.zeros(seen.shape).masked_fill(~seen, -INF)[None, None]
+
+
+def flash_band(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Any, ...]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # tokens come before heads
+    loads(q, k, v)
+    assert q.shape[3] <= 256 and q.shape[1] % k.shape[1] == 0
+    assert rest == (None, None, q.shape[2], k.shape[2], 0.0, False, False)
+    out, lse = attend(q, k, v, in_window(q, k, window_size_left, window_size_right), False, scale)
+    lse = lse.masked_fill(lse == -INF, INF)  # of a row that sees nothing
+    return like(out.transpose(1, 2), torch.empty_like(q.transpose(1, 2))), lse, None, None, None
+
+
+def flash_band_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor, ...]:
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous()))
+    loads(q, k, v)
+    loads(dout, out)
+    checked(q, k, lse, rest)
+    _, heads, tokens = lse.shape
+    rows, bias = (
+        WholeRows(dout, out, walked(lse, (heads * tokens, tokens, 1))),
+        in_window(q, k, window_size_left, window_size_right),
+    )
+    grads = pull_back(q, k, v, bias, False, scale, rows)
+    return tuple(
+        like(x.transpose(1, 2), torch.empty_like(y.transpose(1, 2))) for x, y in zip(grads, (q, k, v), strict=True)
+    )
 
 
 # ---- cuDNN -----------------------------------------------------------------------------------------------------------
@@ -195,6 +259,8 @@ def efficient_backward(
 OPERATORS = {
     "flash": flash,
     "flash_backward": flash_backward,
+    "flash_band": flash_band,
+    "flash_band_backward": flash_band_backward,
     "cudnn": cudnn,
     "cudnn_backward": cudnn_backward,
     "efficient": efficient,

@@ -6,20 +6,24 @@ kernels, which know names, order and sizes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ringopt.context_parallel.geometry.pattern import Band, Full
+from ringopt.context_parallel.plan.tiling import band_seen
 from ringopt.errors import OptionError
 from ringopt.hardware.devices import device_of
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
-from ringopt.kernels.choose import MaskedByAnother, choose_kernel, kernel_on
+from ringopt.kernels.choose import WithOthers, choose_kernel, kernel_on
 from ringopt.kernels.cuda import is_assumed
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
+from ringopt.kernels.math import Math
 from tests.kernels.cuda_operators import take_their_place
 from tests.kernels.test_kernels import TOLERANCE, check, draw, operands, written_out
 
@@ -155,9 +159,44 @@ def test_expanded_operands(kernel: Kernel, dims: tuple[int, ...], stand_ins: Non
 
 
 def test_what_cudnn_does_not_take_goes_to_another(stand_ins: None) -> None:
-    kernel = MaskedByAnother(CudaCudnn(), CudaEfficient())
+    kernel = WithOthers(CudaCudnn(), CudaEfficient())
     for queries, keys in ((1, 9), (9, 1), (1, 1), (9, 9)):
         check(kernel, *operands(queries, keys, dtype=torch.bfloat16), None, False)
+
+
+class Span(Full):
+    """Any band; one pattern for each is enough elsewhere."""
+
+    low, high = 0, 0  # type: ignore[assignment]
+
+
+def span(queries: int, keys: int, low: int, high: int) -> Band:
+    found = type("Band", (Span,), {"low": low, "high": high})
+    return found(queries, keys)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("queries", "keys", "bands"), [(7, 7, 39), (5, 11, 36), (8, 5, 4), (10, 5, 0)])
+def test_windows_are_arguments_of_flash(queries: int, keys: int, bands: int, stand_ins: None) -> None:
+    """Every band of which each query sees a key, and the last query the last."""
+    q, k, v, dout = operands(queries, keys, dtype=torch.bfloat16)
+    apart, seen = torch.arange(keys) - torch.arange(queries)[:, None], 0
+    for low in range(1 - queries, keys, 3):
+        for high in range(max(1, low + 1), keys + queries):
+            tile = TileInputs(q, k, v, 0.3, band=(low, high))
+            if band_seen(span(queries, keys, low, high), range(queries), range(keys)) is None:
+                assert not CudaFlash().takes(tile)
+                continue
+            assert CudaFlash().takes(tile) and not CudaEfficient().takes(tile)
+            hidden = torch.zeros(queries, keys).masked_fill((apart < low) | (apart >= high), -INF)
+            right = replace(tile, mask=hidden[None, None].to(q.dtype), band=None)
+            expected = Math().forward(right)
+            found = CudaFlash().forward(tile)
+            rows = WholeRows(dout, expected[0].to(q.dtype), expected[1])
+            grads = zip(CudaFlash().backward(tile, rows), Math().backward(right, rows), strict=True)
+            for got, wanted in (*zip(found, expected, strict=True), *grads):
+                torch.testing.assert_close(got.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+            seen += 1
+    assert seen == bands
 
 
 # ---- the operators' own fake kernels ------------------------------------------------------------------------------
@@ -173,6 +212,10 @@ def test_the_operators_are_called_as_this_torch_has_them(kernel: Kernel, kv_head
         tile = TileInputs(q, k, k, 0.3, mask)
         out, lse = kernel._forward(tile)
         grads = kernel._backward(tile, WholeRows(out, out, lse))
+        if kernel.bands:
+            tile = replace(tile, band=(-3, 5))
+            assert [x.shape for x in kernel._forward(tile)] == [out.shape, lse.shape]
+            assert [x.shape for x in kernel._backward(tile, WholeRows(out, out, lse))] == [x.shape for x in grads]
     assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
     assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
 
@@ -247,9 +290,7 @@ def test_choice_on_a_gpu(
         ("v100", "auto", torch.bfloat16, 128, "math"),
     ],
 )
-def test_choice_for_a_gpu_that_is_not_here(
-    hardware: str, name: str, dtype: torch.dtype, dim: int, chosen: str
-) -> None:
+def test_choice_for_a_gpu_that_is_not_here(hardware: str, name: str, dtype: torch.dtype, dim: int, chosen: str) -> None:
     kernel, said = kernel_on(device_of(hardware), name, dtype, dim, dim)
     assert kernel.name == chosen and said.endswith(f"(on {hardware})")
     assert not is_assumed()

@@ -16,9 +16,11 @@ from ringopt.context_parallel.executor.merge_lse import Merged
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.executor.tiles import Tile, TileScores
 from ringopt.context_parallel.plan.exchange import Block
+from ringopt.context_parallel.plan.tiling import joined
 from ringopt.distributed.mesh import Mesh
 from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows, accumulator
 from ringopt.kernels.math import Math, Modifier
+from ringopt.kernels.scored import Drop, Scored, refusal_of_scored
 from ringopt.torch_compat.autograd import recording
 
 
@@ -47,6 +49,9 @@ class TileKernels:
             dtype=q.dtype,
             device=q.device,
             local=None if attention.exchange.queries_move else self.local,  # those of other ranks are computed too
+            bands=attention.kernel.bands and attention.dropout_p == 0,
+            fuses=self._fuses(attention, given, sources, bool(learned[0])),
+            drops=attention.dropout_p > 0,
         )
         self.dropout: Dropout | None = None
         if attention.dropout_p > 0:
@@ -55,11 +60,28 @@ class TileKernels:
             self.dropout = Dropout(attention.dropout_p, given.seed.to(q.device))
         self._attention, self._learned = attention, learned
 
+    def joined(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Of one piece of keys, as few blocks as the kernel can take at once."""
+        scores = self.scores
+        at_once = scores.bands or (scores.fuses and (scores.drops or scores.mask.score is not None))
+        return joined(scores.pattern, tuple(blocks), self.pieces) if at_once else blocks
+
     def kernel(self, tile: Tile) -> Kernel:
-        """That of the site, unless only the written-out one can do it."""
-        if tile.level is None and not tile.modified and self.dropout is None:
+        """That of the site, unless scores are changed or weights dropped."""
+        if tile.level is None and not tile.modified and not tile.fused and self.dropout is None:
             return self._attention.kernel
-        return self.math(tile)
+        if not self.scores.fuses or tile.level is not None:
+            return self.math(tile)
+        drop = Drop(self.dropout.seed, min(self.dropout.least, 2**63 - 1), self.dropout.keep) if self.dropout else None
+        return Scored(self._attention.mask, self.scores.sources, self.scores.place(tile), drop, tile.fused)
+
+    @staticmethod
+    def _fuses(attention: Attention, given: Operands, sources: Sequence[Tensor], learned: bool) -> bool:
+        """Whether tiles with such scores take one launch. Gradients of what a mask reads are made by autograd, and who
+        asked for the kernel in matrix products gets it."""
+        if learned or attention.kernel.name == Math.name:
+            return False
+        return refusal_of_scored(given.q, given.value_dim, attention.mask, sources) is None
 
     def math(self, tile: Tile) -> Math:
         scores, dropout = self.scores, self.dropout

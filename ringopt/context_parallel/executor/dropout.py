@@ -31,11 +31,20 @@ class Dropout:
     p: float
     seed: Tensor
 
+    @property
+    def least(self) -> int:
+        """Weights are kept from this number of their place on: of the signed ones, a share of p lies below."""
+        return int(self.p * 2**64) - 2**63
+
+    @property
+    def keep(self) -> float:
+        """What the others are multiplied with."""
+        return 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0
+
     def factor(self, b: Places, h: Places, q_rows: Rows, kv_rows: Rows, dtype: torch.dtype) -> Tensor:
         """[b, h, queries, keys]: what weights are multiplied with, 0 or 1 / (1 - p). Rows are global, `b` and `h` how
         many rows of the batch and heads there are, or their numbers."""
-        rest = 1.0 - self.p
-        return self.kept(b, h, q_rows, kv_rows).to(dtype) * (1.0 / rest if rest > 0 else 0.0)
+        return self.kept(b, h, q_rows, kv_rows).to(dtype) * self.keep
 
     def kept(self, b: Places, h: Places, q_rows: Rows, kv_rows: Rows) -> Tensor:
         """[b, h, queries, keys], bool."""
@@ -44,10 +53,9 @@ class Dropout:
         for dim, places in enumerate((batch, heads, counted(q_rows, device))):
             rows = mixed(rows ^ places.view([-1 if i == dim else 1 for i in range(4)]))
         keys = mixed(mixed(self.seed + KEYS) ^ counted(kv_rows, device))
-        least = int(self.p * 2**64) - 2**63  # of the signed numbers, a share of p lies below
-        if least >= 2**63:
+        if self.least >= 2**63:
             return torch.zeros((), dtype=torch.bool, device=device).expand(*rows.shape[:3], keys.shape[0])
-        return scrambled(rows ^ keys) >= least
+        return scrambled(rows ^ keys) >= self.least
 
 
 def counted(places: Places, device: torch.device) -> Tensor:

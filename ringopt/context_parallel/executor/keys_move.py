@@ -42,6 +42,12 @@ def held_kv(exchange: Exchange, rank: int, k: Tensor, v: Tensor) -> Held:
     return Held(KVShape.of(k, v), exchange.kv_pieces(rank), Local(exchange.kv_layout.ranges(rank)), k, v)
 
 
+def with_joined(step: Step, tiles: TileKernels) -> Step:
+    """The blocks of a step as the kernel takes them."""
+    blocks = tiles.joined(step.blocks)
+    return step if blocks is step.blocks else replace(step, blocks=tuple(blocks))
+
+
 def post_first(exchange: Exchange, mesh: Mesh, kv: Pair, backward: bool, name: str) -> Posted:
     """The messages of the first step of `KeysForward` or `KeysBackward`, which take nothing but K and V: to be posted
     before there are queries, or a gradient."""
@@ -56,11 +62,11 @@ class KeysForward(Task):
     def __init__(self, attention: Attention, mesh: Mesh, given: Operands, merged: Merged):
         exchange = attention.exchange
         first, *rest = exchange.forward(mesh.rank) or (Step(),)  # the first has the blocks at home
-        self.steps = (replace(first, blocks=()), *rest)
+        self.tiles = TileKernels(attention, mesh.rank, given, given.sources)
+        self.steps = (replace(first, blocks=()), *(with_joined(step, self.tiles) for step in rest))
         self.held = held_kv(exchange, mesh.rank, given.k, given.v)
         self.exchange, self.scale, self.mesh = exchange, attention.scale, mesh
         self.given, self.merged = given, merged
-        self.tiles = TileKernels(attention, mesh.rank, given, given.sources)
         self.made = Expanded(self.held, given.expansion) if given.expansion is not None else None
 
     def compute(self, block: Block) -> None:
@@ -70,14 +76,14 @@ class KeysForward(Task):
             whole = self.merged.empty and len(tile.queries) == q.shape[2] and q.dtype == accumulator(q.dtype)
             for part in tile.strips(q.shape[2] if whole else strip_of(q.shape[2], q.device.type)):
                 rows, (keys, values) = self.tiles.local.slice(part.queries), source.pair(part.keys)
-                inputs = TileInputs(q[:, :, rows], keys, values, self.scale, part.mask, part.causal)
+                inputs = part.inputs(q[:, :, rows], keys, values, self.scale)
                 out, lse = self.tiles.kernel(part).forward(inputs)
                 self.merged.add(rows, out, lse)
                 self.mesh.attend()
 
     def at_home(self) -> None:
         """The blocks of the rank's own keys."""
-        for block in self.exchange.home_blocks(self.mesh.rank):
+        for block in self.tiles.joined(self.exchange.home_blocks(self.mesh.rank)):
             self.compute(block)
         self.computed()
         log_event("computed", "forward 0", self.mesh.logging_rank)
@@ -94,7 +100,7 @@ class KeysBackward(BlockBackward):
     def __init__(self, attention: Attention, mesh: Mesh, dout: Tensor, saved: Saved, totals: Totals):
         super().__init__(attention, mesh, dout, saved, totals.dsources)
         exchange, k, v = attention.exchange, saved.given.k, saved.given.v
-        steps = exchange.backward(mesh.rank)
+        steps = [with_joined(step, self.tiles) for step in exchange.backward(mesh.rank)]
         self.steps = (*steps[:-1], *(replace(step, blocks=()) for step in steps[-1:]))  # the last has those at home
         self._rows: tuple[range, WholeRows] | None = None
         self.dq, self.held = totals.dq, held_kv(exchange, mesh.rank, k, v)
@@ -107,7 +113,7 @@ class KeysBackward(BlockBackward):
 
     def at_home(self, label: str) -> None:
         """The blocks of the rank's own keys."""
-        for block in self.attention.exchange.home_blocks(self.mesh.rank):
+        for block in self.tiles.joined(self.attention.exchange.home_blocks(self.mesh.rank)):
             self.compute(block)
         self.computed()
         log_event("computed", label, self.mesh.logging_rank)
@@ -118,7 +124,7 @@ class KeysBackward(BlockBackward):
 
     def operands(self, tile: Tile) -> tuple[TileInputs, WholeRows]:
         rows, (k, v) = self.tiles.local.slice(tile.queries), (self.made or self.held).pair(tile.keys)
-        inputs = TileInputs(self.saved.given.q[:, :, rows], k, v, self.attention.scale, tile.mask, tile.causal)
+        inputs = tile.inputs(self.saved.given.q[:, :, rows], k, v, self.attention.scale)
         return inputs, self._of_rows(tile.queries)
 
     def _of_rows(self, queries: range) -> WholeRows:

@@ -111,7 +111,7 @@ class QueriesForward(Task):
     def _attended(self, part: Tile) -> Pair:
         rows, given = self.keys_here.slice(part.keys), self.given
         q, k, v = self.held.pair(part.queries)[0], given.k[:, :, rows], given.v[:, :, rows]
-        inputs = TileInputs(q, k, v, self.attention.scale, part.mask, part.causal)
+        inputs = part.inputs(q, k, v, self.attention.scale)
         out, lse = self.tiles.kernel(part).forward(inputs)
         return out, lse.unsqueeze(-1)
 
@@ -141,7 +141,7 @@ class QueriesBackward(BlockBackward):
         # A copy even where there is one row, whose view is contiguous: its bits may begin where no float32 can.
         wide = lse.clone(memory_format=torch.contiguous_format).view(accumulator(q.dtype)).squeeze(-1)
         k, v = given.k[:, :, rows], given.v[:, :, rows]
-        return TileInputs(q, k, v, self.attention.scale, tile.mask, tile.causal), WholeRows(dout, out, wide)
+        return tile.inputs(q, k, v, self.attention.scale), WholeRows(dout, out, wide)
 
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         rows = self.keys_here.slice(tile.keys)

@@ -23,13 +23,14 @@ from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.exchange import Block
-from ringopt.context_parallel.plan.tiling import queries_at_once, strip_ends, strips
+from ringopt.context_parallel.plan.tiling import band_seen, queries_at_once, strip_ends, strips
 from ringopt.expr.mask import FAR, Mask, ScoreBlock
 from ringopt.expr.terms import axes_of
 from ringopt.expr.value_ranges import bounds
 from ringopt.hardware.devices import limits_of
 from ringopt.hardware.to_host import to_host
-from ringopt.kernels.base import HIDDEN, accumulator
+from ringopt.kernels.base import HIDDEN, TileInputs, accumulator
+from ringopt.kernels.scored import TilePlace
 
 # Bytes of the sources of a mask: of more, each block is read where they are.
 COPIED = 1 << 24
@@ -38,7 +39,8 @@ COPIED = 1 << 24
 @dataclass(frozen=True)
 class Tile:
     """Queries x keys (global rows). `mask` is additive, [1|B, 1|Hq, queries, keys], or None; so is `level`, with one
-    key. `modified`: the scores are changed before the mask is added."""
+    key. `modified`: the scores are changed before the mask is added. `band`: as in TileInputs. `fused`: the
+    kernel makes what the mask hides and adds."""
 
     queries: range
     keys: range
@@ -46,11 +48,17 @@ class Tile:
     causal: bool = False
     level: Tensor | None = None
     modified: bool = False
+    band: tuple[int, int] | None = None
+    fused: bool = False
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> TileInputs:
+        """For a kernel, with its rows of q, k and v."""
+        return TileInputs(q, k, v, scale, self.mask, self.causal, self.band)
 
     def strips(self, rows: int) -> Iterator[Tile]:
         """The same in pieces of `rows` queries or so; a triangle becomes small triangles and what is before them."""
         ends = strip_ends(len(self.queries), rows)
-        if len(ends) == 2:
+        if len(ends) == 2 or self.band is not None or self.fused:
             yield self
             return
         for first, end in pairwise(ends):
@@ -74,7 +82,9 @@ class TileScores:
     `sources`.
 
     Masks are made in `dtype`, or in its accumulator if the bias is wider: what is finite there may be -inf in 16 bits.
-    `local` says where the rank holds the rows of the queries; without, it holds them all.
+    `local` says where the rank holds the rows of the queries; without, it holds them all. `bands`: whether the kernel
+    takes them without a mask. `fuses`: whether there is one that changes scores and makes the mask itself, and `drops`:
+    whether that has to compute all tiles.
     """
 
     pattern: Pattern
@@ -85,6 +95,9 @@ class TileScores:
     dtype: torch.dtype
     device: torch.device
     local: Local | None = None
+    bands: bool = False
+    fuses: bool = False
+    drops: bool = False
     _axes: frozenset[str] = field(init=False)
     _levels: dict[range, Tensor | None] = field(default_factory=dict)
     _bands: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -104,10 +117,18 @@ class TileScores:
         if verdict == "empty":
             return
         modified = self._modifies(block.queries, block.keys)
+        large = verdict == "partial" and self.mask.is_as_large_as_scores(self.batch, len(self.heads))
+        if self.fuses and (modified or self.drops or large) and (tile := self._fused(block, verdict, modified)):
+            yield tile
+            return
         if verdict == "full" and block.kind is not Kind.PARTIAL:
             # Here 0 is added: what is far below that elsewhere leaves the level at 0.
             level = self.level(block.queries) if self._added[1] >= FAR else None
             yield Tile(block.queries, block.keys, None, block.kind is Kind.CAUSAL, level, modified)
+            return
+        band = band_seen(self.pattern, block.queries, block.keys) if self.bands and verdict == "full" else None
+        if band is not None and not modified and self._added[1] < FAR:
+            yield Tile(block.queries, block.keys, band=band)
             return
         step = self._queries_at_once(len(block.keys))
         if verdict == "partial" and block.kind is Kind.CAUSAL and len(block.queries) <= step:
@@ -119,6 +140,25 @@ class TileScores:
             step = min(step, queries_at_once(self.pattern, block.queries, block.keys, least))
         for queries, keys in strips(self.pattern, block.queries, block.keys, step):
             yield from self._cut(queries, keys)
+
+    def _fused(self, block: Block, verdict: str, modified: bool) -> Tile | None:
+        """The whole block, where the kernel can tell by itself who sees whom. None where rows have a level, or the
+        pattern is another."""
+        low, high = self._added
+        if low <= -FAR or high >= FAR:
+            return None
+        queries, keys, band = block.queries, block.keys, None
+        if block.kind is Kind.PARTIAL:
+            if not isinstance(self.pattern, Band) or not queries.step == keys.step == 1:
+                return None
+            apart = queries.start - keys.start
+            band = self.pattern.low + apart, self.pattern.high + apart
+        causal = block.kind is Kind.CAUSAL
+        return Tile(queries, keys, None, causal, None, modified, band, fused=verdict == "partial")
+
+    def place(self, tile: Tile) -> TilePlace:
+        """Where `tile` lies among all rows and heads."""
+        return TilePlace(tile.queries, tile.keys, self._local(tile.queries), self.heads.start)
 
     def _cut(self, queries: range, keys: range) -> Iterator[Tile]:
         """A piece of a block, looked at anew: it may be empty or full where the block is not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
+from ringopt.context_parallel.geometry.rows import Rows, meet, within
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.hardware.devices import OF_CORES, limits_of
 
@@ -54,6 +55,42 @@ def pieces(pattern: Pattern, block: Block, kernel: str) -> tuple[Block, ...]:
     cut = strips(pattern, block.queries, block.keys, min(rows, max(1, OF_CORES.mask // len(block.keys))))
     found = (Block(queries, keys, pattern.kind(queries, keys)) for queries, keys in cut)
     return tuple(piece for piece in found if piece.kind is not Kind.EMPTY)
+
+
+def band_seen(pattern: Pattern, queries: range, keys: range) -> tuple[int, int] | None:
+    """(low, high) where query i of `queries` sees the keys j of `keys` with low <= j - i < high, at least one, and the
+    last query the last key. None where it is not so, or where flash attention would not see it so: it counts windows
+    from the last query and key on, and one of more than all keys as one of all."""
+    if not isinstance(pattern, Band) or not queries.step == keys.step == 1:
+        return None
+    apart = queries.start - keys.start
+    low, high, beyond = pattern.low + apart, pattern.high + apart, len(keys) - len(queries)
+    right = high - 1 - beyond
+    counted = right < len(keys) or beyond >= 0
+    return (low, high) if high > 0 and low <= beyond and right >= 0 and counted else None
+
+
+@lru_cache(maxsize=1024)
+def joined(pattern: Pattern, blocks: tuple[Block, ...], pieces: Rows) -> tuple[Block, ...]:
+    """The same pairs in fewer blocks: strips of a band, one after the other, that share keys of one piece, and queries
+    of one of `pieces`. For a kernel that needs no mask for a band."""
+    found: list[Block] = []
+    for block in blocks:
+        whole = _both(pattern, found[-1], block) if found else None
+        if whole is not None and any(within(whole.queries, piece) for piece in pieces):
+            found[-1] = whole
+        else:
+            found.append(block)
+    return tuple(found)
+
+
+def _both(pattern: Pattern, one: Block, other: Block) -> Block | None:
+    queries = range(one.queries.start, other.queries.stop)
+    keys = range(min(one.keys.start, other.keys.start), max(one.keys.stop, other.keys.stop))
+    follows = one.queries.stop == other.queries.start and meet(one.keys, other.keys)
+    if not follows or band_seen(pattern, queries, keys) is None:
+        return None
+    return Block(queries, keys, pattern.kind(queries, keys))
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from ringopt.expr.mask import Mask
 from ringopt.expr.terms import axis, load
 from ringopt.kernels import fused
 from ringopt.kernels.base import HIDDEN, Kernel
-from ringopt.kernels.choose import MaskedByAnother
+from ringopt.kernels.choose import WithOthers
 from ringopt.kernels.cuda_cudnn import CudaCudnn
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
@@ -29,7 +29,7 @@ from tests.harness.limits import set_limits
 from tests.harness.threads import ThreadMesh, run_on_threads
 from tests.kernels.cuda_operators import take_their_place
 
-KERNELS = (MaskedByAnother(CudaFlash(), CudaEfficient()), MaskedByAnother(CudaCudnn(), CudaEfficient()))
+KERNELS = (WithOthers(CudaFlash(), CudaEfficient()), WithOthers(CudaCudnn(), CudaFlash(), CudaEfficient()))
 PADDING = Mask(visible=load(0, [axis("b"), axis("k")], torch.bool))
 
 

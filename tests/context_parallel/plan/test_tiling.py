@@ -9,10 +9,11 @@ import torch
 from ringopt.context_parallel.executor.tiles import TileScores
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.pattern import Kind
+from ringopt.context_parallel.geometry.rows import within
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.plan_of import exchange_of
-from ringopt.context_parallel.plan.tiling import computed, pieces, queries_at_once
+from ringopt.context_parallel.plan.tiling import computed, joined, pieces, queries_at_once
 from ringopt.expr.mask import Mask
 from ringopt.hardware.devices import limits_of
 from tests.context_parallel.reference import visible
@@ -55,3 +56,24 @@ def test_equal_masks_are_made_once() -> None:
     strips = [tile for tile in tiles if not tile.causal]
     assert {(len(tile.queries), len(tile.keys)) for tile in strips} == {(128, 639)}
     assert len(strips) == 12 and len({id(tile.mask) for tile in strips}) == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("pattern", ["window(40)", "window(70,both)", "window(1)", "causal", "window(40,sinks=3)"])
+def test_strips_of_a_band_are_joined(pattern: str, layout: str) -> None:
+    """Of all ranks and steps: every pair once, in one block for each piece of keys or so."""
+    n, ranks = 2100, 2
+    plan = exchange_of(ShardedPattern.of_self_attention(pattern, n, ranks, layout), "ring")
+    seen, found, fewer = visible(pattern, n, n), torch.zeros(n, n, dtype=torch.uint8), 0
+    for rank in range(ranks):
+        steps = plan.forward(rank)
+        for blocks in (step.blocks for step in steps):
+            whole = joined(plan.pattern, blocks, plan.q_pieces(rank))
+            fewer += len(blocks) - len(whole)
+            for block in whole:
+                place = (slice(block.queries.start, block.queries.stop), slice(block.keys.start, block.keys.stop))
+                found[place] += seen[place]
+                assert block.kind is plan.pattern.kind(block.queries, block.keys)
+                assert any(within(block.queries, own) for own in plan.q_layout.ranges(rank))
+    assert torch.equal(found, seen.byte())
+    assert (fewer > 0) == (pattern in ("window(40)", "window(70,both)"))

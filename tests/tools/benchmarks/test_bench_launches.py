@@ -23,7 +23,10 @@ BUDGETS = {
     "sinks": ((16, 23), (16, 77)),
     "padding": ((16, 9), (16, 60)),
     "documents": ((16, 9), (16, 60)),
-    "window": ((14, 167), (14, 201)),
+    "window": ((2, 3), (2, 17)),
+    "softcap": ((16, 8), (16, 59)),
+    "alibi": ((16, 9), (16, 60)),
+    "dropout": ((16, 8), (16, 59)),
 }
 
 
@@ -33,7 +36,7 @@ def test_launches_are_few_and_nothing_is_read_back(mask: str) -> None:
     layout = "contiguous" if mask == "window" else "zigzag"
     for row, (attention, others) in zip(launched(Shape(mask, layout=layout), 3), BUDGETS[mask], strict=True):
         assert row["reads"] == 0
-        assert row["copies"] == (mask in ("padding", "documents")), "what a mask reads comes at once, and once"
+        assert row["copies"] == (mask in ("padding", "documents", "alibi")), "what a mask reads comes at once, and once"
         assert row["attention"] <= attention and row["others"] <= others, row
 
 
@@ -49,13 +52,6 @@ def test_one_exchange_has_one_batch_a_hop() -> None:
 def test_no_strategy_reads_back(strategy: str) -> None:
     for row in launched(Shape("padding", tokens=64, strategy=strategy), 1):
         assert row["reads"] == 0 and row["attention"] > 0
-
-
-@pytest.mark.zoo
-@COMPILER
-def test_dropped_weights_read_nothing_back() -> None:
-    for row in launched(Shape("dropout", tokens=64), 3):
-        assert (row["attention"], row["reads"], row["copies"]) == (0, 0, 0)
 
 
 @COMPILER

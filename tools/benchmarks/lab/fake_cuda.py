@@ -89,7 +89,7 @@ class LaunchCounter(TorchDispatchMode):
     @property
     def attention(self) -> int:
         """Calls of attention kernels."""
-        return sum(number for name, number in self.launches.items() if "scaled_dot_product" in name)
+        return sum(number for name, number in self.launches.items() if "attention" in name)
 
     @property
     def others(self) -> int:

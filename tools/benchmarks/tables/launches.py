@@ -97,8 +97,8 @@ COLUMNS = (
     Column("sent,\nMiB", _megabytes),
 )
 NOTES = (
-    "attention calls: of FlashAttention-2, and of memory-efficient attention where a block has a mask. Dropped weights "
-    "are computed in matrix products, so they have none.",
+    "attention calls: of FlashAttention-2, of memory-efficient attention where a block has a mask, and of kernels in "
+    "Triton where scores are changed or weights dropped.",
     "other launches: operations of ATen that compute or copy; views and allocations are none.",
     "host reads: of numbers from the device, each of which waits for all that was launched before. Of a mask all is "
     "taken for seen. copies to host: asynchronous, of what a mask reads, once an attention.",

@@ -19,15 +19,15 @@ from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import plan_of
 from ringopt.distributed.mesh import PretendedMesh, Transfer
 from ringopt.expr.mask import Mask
-from ringopt.expr.terms import applied, axis, load
-from ringopt.kernels.choose import MaskedByAnother
+from ringopt.expr.terms import affine, applied, axis, load, score
+from ringopt.kernels.choose import WithOthers
 from ringopt.kernels.cuda_efficient import CudaEfficient
 from ringopt.kernels.cuda_flash import CudaFlash
 from ringopt.tools.benchmarks.lab.fake_cuda import LaunchCounter, fake_cuda
 from ringopt.tools.benchmarks.workers.memory import Alone
 
 PATTERNS = {"window": "window(4096)"}  # of those masks that are patterns; causal of the others
-MASKS = ("causal", "window", "sinks", "padding", "documents", "dropout")
+MASKS = ("causal", "window", "sinks", "padding", "documents", "softcap", "alibi", "dropout")
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,9 @@ class Counting(Alone):
         return []
 
 
-def mask_of(name: str, tokens: int) -> tuple[Mask, list[Tensor]]:
+def mask_of(shape: Shape, tokens: int) -> tuple[Mask, list[Tensor]]:
     """The mask of the program beside its pattern, and what it reads."""
+    name = shape.mask
     if name == "padding":
         return Mask(visible=load(0, [axis("b"), axis("k")], torch.bool)), [
             torch.ones(1, tokens, dtype=torch.bool, device="cuda")
@@ -69,6 +70,12 @@ def mask_of(name: str, tokens: int) -> tuple[Mask, list[Tensor]]:
         one, other = (load(0, [axis("b"), axis(each)], torch.int64) for each in "qk")
         same = applied("eq", [one, other], torch.bool)
         return Mask(visible=same), [torch.ones(1, tokens, dtype=torch.int64, device="cuda")]
+    if name == "softcap":
+        capped = applied("tanh", [applied("mul", [score(torch.bfloat16), 0.02], torch.bfloat16)], torch.bfloat16)
+        return Mask(score=applied("mul", [capped, 50.0], torch.bfloat16)), []
+    if name == "alibi":
+        slopes, apart = load(0, [axis("h")], torch.float32), affine({"k": 1, "q": -1}, 0)
+        return Mask(bias=applied("mul", [slopes, apart], torch.float32)), [torch.ones(shape.heads, device="cuda")]
     return Mask(), []
 
 
@@ -77,10 +84,10 @@ def launched(shape: Shape, rank: int) -> list[dict[str, Any]]:
     n = shape.tokens * shape.ranks
     sharded = ShardedPattern(PATTERNS.get(shape.mask, "causal"), n, n, shape.ranks, shape.layout, shape.layout)
     with fake_cuda():
-        mask, sources = mask_of(shape.mask, n)
+        mask, sources = mask_of(shape, n)
         plan = plan_of(sharded, shape.strategy, (shape.heads, shape.kv_heads), mask)
         whole, trade = (plan.whole, plan) if isinstance(plan, HeadExchange) else (plan, None)
-        kernel = MaskedByAnother(CudaFlash(), CudaEfficient())
+        kernel = WithOthers(CudaFlash(), CudaEfficient())
         dropped = 0.1 if shape.mask == "dropout" else 0.0
         site = Attention(whole, mask, kernel, shape.dim**-0.5, dropout_p=dropped, heads=trade)
         rows = count(layout_of(shape.layout, n, shape.ranks).ranges(rank))
