@@ -61,7 +61,7 @@ class ChooseStrategy(Pass):
         context.layouts, why = layouts_for(sites, self, context.mesh, given, context.carries)
         if self.shard == "model":
             scans = [node for node in gm.graph.nodes if is_scan(node)]
-            context.layouts = with_grains(context.layouts, scans, context.mesh, bool(context.given))
+            context.layouts = with_grains(context.layouts, scans, context.mesh, bool(context.given), self.layout)
             context.pairs = pairs_of(gm.graph, context)
         if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")

@@ -56,19 +56,20 @@ class Layouts:
     has the layout of the nearest of them; `name` where none has a known length, or for a symbolic one. A guard may
     specialise a length later, so lengths are compared by their current formulas.
 
-    `grains`: (grain, units) of sequences that are cut between units of so many rows, for all that have about as many:
-    a recurrence may have a step more than there are units, and a convolution's output some rows.
+    `grains`: (grain, units, layout) of sequences that are cut between units of so many rows, for all that have about as
+    many: a recurrence may have a step more than there are units, and a convolution's output some rows. "" is the layout
+    that they have otherwise.
     """
 
     name: str = "contiguous"
     axes: tuple[tuple[int, str], ...] = ()
-    grains: tuple[tuple[int, int], ...] = ()
+    grains: tuple[tuple[int, int, str], ...] = ()
 
     def of(self, length: int) -> str:
         name, rows = self.plain(length), formula(length)
-        for grain, units in self.grains:
+        for grain, units, own in self.grains:
             if isinstance(rows, int) and abs(rows - grain * units) < max(grain, 2):
-                return f"{name}:{grain}x{units}"
+                return f"{own or name}:{grain}x{units}"
         return name
 
     def plain(self, length: int) -> str:

@@ -16,6 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.scans.affine import Stage
+from ringopt.scans.in_place import kinds_in, repeated_step, roles_of
 from ringopt.scans.state_axes import Axis
 
 ORDER: tuple[Axis, ...] = ("point", "mixed", "free")
@@ -101,10 +102,9 @@ class Frame:
         zero = torch.zeros(kind.shape, dtype=kind.dtype, device=xs[0].device)
 
         def last(graph: fx.GraphModule, state: Tensor) -> Tensor:
-            carried = [state, *earlier]
-            for row in zip(*(x.unbind(0) for x in xs), strict=True):
-                carried = graph(*carried, *row, *consts)
-            return self.inward(carried[0])
+            roles = roles_of(1 + len(earlier), len(xs), len(consts), 0)
+            inputs = [state, *earlier, *xs, *consts]
+            return self.inward(repeated_step(graph, kinds_in(inputs, roles), roles).run(inputs, inputs)[0])
 
         if stage.form == "max-plus":
             return SegmentMap(last(stage.linear, zero), last(stage.step, zero - inf))

@@ -16,7 +16,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.ir.nodes import outputs_of
 from ringopt.scans.body import from_text
+from ringopt.scans.in_place import StepRoles, kinds_in, repeated_step, roles_of
 from ringopt.scans.trace import Kinds, OperandKind, gradient_of, kinds_of, kinds_out, many_steps, some_outputs, writes
 
 Tensors = Sequence[Tensor]
@@ -24,6 +26,7 @@ Tensors = Sequence[Tensor]
 # worth.
 AT_ONCE = {"cpu": 2**22}
 AT_ONCE_ELSEWHERE = 2**26
+LARGE = {"cpu": 2**15}  # bytes of the operands of a step that is computed faster whole, for it stays in the caches
 FEW = 4  # steps that are not worth a graph of their own
 
 
@@ -43,9 +46,9 @@ class Recurrence:
     def device(self) -> torch.device:
         return self.xs[0].device
 
-    def rows(self, some: slice) -> list[Tensors]:
-        """The xs of each of some steps."""
-        return list(zip(*(x[some].unbind(0) for x in self.xs), strict=True))
+    def of(self, some: slice) -> Tensors:
+        """The xs of some steps, stacked."""
+        return [x[some] for x in self.xs]
 
     def kinds(self, init: Tensors) -> Kinds:
         """Of the operands of a step."""
@@ -54,7 +57,8 @@ class Recurrence:
     def parts(self, kinds: Kinds, computed: Callable[[], Sequence[fx.GraphModule]]) -> list[tuple[slice, bool]]:
         """The steps in parts, and whether `computed` takes all of a part at once. Such parts have few sizes, powers of
         two, for each takes a graph of its own; of consts there is a gradient a step. Others go step by step."""
-        most = AT_ONCE.get(self.device.type, AT_ONCE_ELSEWHERE) // max(1, sum(map(bytes_of, kinds)))
+        device, each = self.device.type, max(1, sum(map(bytes_of, kinds)))
+        most = 0 if each > LARGE.get(device, each) else AT_ONCE.get(device, AT_ONCE_ELSEWHERE) // each
         found, first, left = list[tuple[slice, bool]](), 0, self.count
         if min(most, left) >= FEW and any(map(writes, computed())):
             most = 0
@@ -84,19 +88,16 @@ class Recurrence:
                 for ys, found in zip(stacked, self.at_once(given, some, before), strict=True):
                     ys[some] = found
                 continue
-            for t, row in enumerate(self.rows(some), some.start):
-                found = step(*state, *row, *self.consts)
-                state = list(found[:carries])
-                for ys, y in zip(stacked, found[carries:], strict=True):
-                    ys[t] = y
+            one = repeated_step(step, kinds, roles_of(carries, len(self.xs), len(self.consts), len(stacked)))
+            state = one.run([*state, *self.of(some), *self.consts], [*state, *(ys[some] for ys in stacked)])
         return [fresh(x) for x in state], stacked
 
     def advance(self, state: Tensors, some: slice) -> tuple[list[Tensor], list[Tensor]]:
         """The carries before each of some steps, stacked, and those behind the last."""
-        step, found = some_outputs(self.text, 0, len(state)), [list(state)]
-        for row in self.rows(some):
-            found.append(list(step(*found[-1], *row, *self.consts)))
-        return [torch.stack(of_carry) for of_carry in zip(*found[:-1], strict=True)], found[-1]
+        step, kept = some_outputs(self.text, 0, len(state)), stack_of(state, some, 0)
+        roles = roles_of(len(state), len(self.xs), len(self.consts), 0, keeps=True)
+        repeated_step(step, self.kinds(state), roles).run([*state, *self.of(some), *self.consts], kept)
+        return [x[:-1] for x in kept], [x[-1] for x in kept]
 
     def states(self, init: Tensors) -> list[Tensor]:
         """The carries before each step, stacked."""
@@ -130,28 +131,29 @@ class Recurrence:
         self, way: StepGradient, some: slice, before: Tensors, behind: Tensors, ys: Tensors, of: dict[int, Tensor]
     ) -> list[Tensor]:
         """The gradients of the carries before some steps; those of the operands go into `of`."""
-        state, stacked, whole = list(behind), len(before) + len(self.xs), way.whole
-        rows = list(zip(*(x.unbind(0) for x in (*before, *(x[some] for x in self.xs))), strict=True))
-        for t in reversed(range(len(rows))):
-            found = whole(*rows[t], *self.consts, *state, *(y[t] for y in ys))
-            state = list(found[: len(state)])
-            for (place, total), grad in zip(of.items(), found[len(state) :], strict=True):
-                if place < stacked:
-                    total[some.start + t] = grad
-                else:
-                    total += grad
-        return state
+        stacked = len(before) + len(self.xs)
+        inputs = [*before, *self.of(some), *self.consts, *behind, *ys]
+        roles = StepRoles(
+            (*["row"] * stacked, *["const"] * len(self.consts), *["carry"] * len(behind), *["row"] * len(ys)),
+            (*["carry"] * len(behind), *("row" if place < stacked else "sum" for place in of)),
+        )
+        results = [total[some] if place < stacked else total for place, total in of.items()]
+        return repeated_step(way.whole, kinds_in(inputs, roles), roles).run(inputs, [*behind, *results], backwards=True)
 
     def retreat(
         self, way: StepGradient, some: slice, before: Tensors, behind: Tensors, ys: Tensors
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of the carries behind each of some steps, stacked, and of those before the first."""
-        own = [x.unbind(0) for x in self.at_once(way.direct, some, before, ys)] if ys else []
-        rows, states, found, back = self.rows(some), [x.unbind(0) for x in before], [list(behind)], way.back
-        for t in reversed(range(len(rows))):
-            new = list(back(*(x[t] for x in states), *rows[t], *self.consts, *found[-1]))
-            found.append([x + y[t] for x, y in zip(new, own, strict=True)] if own else new)
-        return [torch.stack(of_carry[::-1]) for of_carry in zip(*found[:-1], strict=True)], found[-1]
+        own = self.at_once(way.direct, some, before, ys) if ys else []
+        kept = stack_of(behind, some, -1)
+        rows, carries = ["row"] * (len(before) + len(self.xs)), ["carry"] * len(behind)
+        inputs = [*before, *self.of(some), *self.consts, *behind, *own]
+        roles = StepRoles(
+            (*rows, *["const"] * len(self.consts), *carries, *["row"] * len(own)), tuple(carries), keeps=True
+        )
+        step = WithAddends(way.back) if own else way.back
+        repeated_step(step, kinds_in(inputs, roles), roles).run(inputs, kept, backwards=True)
+        return [x[1:] for x in kept], [x[0] for x in kept]
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,17 @@ class StepGradient:
 
 
 @dataclass(frozen=True)
+class WithAddends:
+    """`step`, each of its outputs with an addend, which are its last inputs."""
+
+    step: fx.GraphModule
+
+    def __call__(self, *given: Tensor) -> list[Tensor]:
+        addends = len(outputs_of(self.step.graph))
+        return [x + y for x, y in zip(self.step(*given[:-addends]), given[-addends:], strict=True)]
+
+
+@dataclass(frozen=True)
 class ResultGradients:
     """Of the results that are floating: `finals` of the carries, `ys` stacked. `like` has the kinds of all carries."""
 
@@ -207,6 +220,14 @@ class Found:
 
     init: list[Tensor]
     others: dict[int, Tensor]
+
+
+def stack_of(carries: Tensors, some: slice, first: int) -> list[Tensor]:
+    """Room for those before and behind each of some steps; `carries` are row `first`."""
+    found = [x.new_empty((some.stop - some.start + 1, *x.shape)) for x in carries]
+    for rows, x in zip(found, carries, strict=True):
+        rows[first] = x
+    return found
 
 
 def bytes_of(kind: OperandKind) -> int:

@@ -3,7 +3,8 @@
     y = scan(x.view(B, n // 64, 64, D), ...)        # x [B, n, D] is cut between chunks of 64: "zigzag:64x6" for n = 384
 
 Then the reshape is one of what a rank has, and nothing inside of a chunk is sent. How many rows a step takes is read
-off the graph: the demand of a scan for its steps climbs to a reshape that makes steps of rows.
+off the graph: the demand of a scan for its steps climbs to a reshape that makes steps of rows. Where there is a chunk
+for every rank and none for every segment of a zigzag, the sequence is contiguous.
 """
 
 from __future__ import annotations
@@ -27,13 +28,27 @@ Grain = tuple[int, int]  # rows of a unit, and how many units
 ONE_MORE = frozenset({"cat", "constant_pad_nd", "pad", "slice", "narrow"})
 
 
-def with_grains(layouts: Layouts, scans: Iterable[fx.Node], mesh: Mesh, given: bool) -> Layouts:
+def with_grains(layouts: Layouts, scans: Iterable[fx.Node], mesh: Mesh, given: bool, asked: str) -> Layouts:
     """The layouts, cut between chunks where scans that ranks can share work chunk by chunk. Inputs that are `given` in
-    rows are cut already."""
+    rows are cut already. `asked` is the layout that options name, or "auto"."""
     if given or mesh.name == ANY:
         return layouts
     shared = [node for node in scans if isinstance(prove_affine(*body_of(node)), AffineStep)]
-    return replace(layouts, grains=grains_of(shared, chunks_per_rank(layouts.name) * mesh.size))
+    least = 1 if asked == "auto" else chunks_per_rank(asked)
+    found = dict.fromkeys(
+        grain for each in grains_of(shared, least * mesh.size) for grain in laid_out(each, layouts, mesh.size)
+    )
+    return replace(layouts, grains=tuple(found))
+
+
+def laid_out(grain: Grain, layouts: Layouts, ranks: int) -> Iterator[tuple[int, int, str]]:
+    """With the layout of a sequence of such units, and of the steps that there are for them; "" for that which it has
+    otherwise."""
+    rows, units = grain
+    if units >= chunks_per_rank(layouts.plain(rows * units)) * ranks:
+        yield rows, units, ""
+    else:
+        yield from ((rows, units, "contiguous"), (1, units, "contiguous"))
 
 
 def body_of(scan: fx.Node) -> tuple[str, Kinds]:
@@ -73,12 +88,12 @@ def chunks_of(scan: fx.Node) -> Iterator[Grain]:
             pending += above(node, place)
 
 
-def inside_chunks(node: fx.Node, rows: Sharded, grains: Sequence[Grain]) -> bool:
+def inside_chunks(node: fx.Node, rows: Sharded, grains: Sequence[tuple[int, int, str]]) -> bool:
     """Whether rows of a value are those inside of chunks that ranks hold whole."""
     pending, seen = [(node, rows)], set[fx.Node]()
     while pending:
         each, place = pending.pop()
-        if any(grain == place.length and place.outer % units == 0 for grain, units in grains if grain > 1):
+        if any(grain == place.length and place.outer % units == 0 for grain, units, _name in grains if grain > 1):
             return True
         if each not in seen:
             seen.add(each)

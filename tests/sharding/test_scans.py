@@ -170,6 +170,35 @@ def test_chunks_of_two_sizes_end_together():
         assert grains_of(found, 7) == ((48, 8), (3, 8))
 
 
+class Both(nn.Module):
+    """Attention, which is best on a zigzag, and a recurrence over chunks of 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Tokens(attends=True), Chunks(8, pairs=True)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        loss, scores = self.first(x, labels)
+        again, other = self.second(x + scores.sum(-1, keepdim=True), labels)
+        return loss + again, scores + other
+
+
+@pytest.mark.parametrize("p, n", [(2, 24), pytest.param(3, 32, marks=pytest.mark.zoo)])
+def test_fewer_chunks_than_segments_lie_one_after_the_other(p, n):
+    """2 ranks of a zigzag have 4 segments, and 24 tokens have 3 chunks of 8."""
+    verdict = checked(p, Both(), n)
+    attention, tokens, chunks = verdict.report.sites
+    assert {site.layout.partition(":")[0] for site in verdict.report.sites} == {"contiguous"}
+    assert tokens.strategy == chunks.strategy == "states" and attention.refusal is None
+    assert verdict.report.sharded_fraction == 1.0
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def test_a_layout_that_options_name_stays():
+    verdict = checked(2, Chunks(8), 24, layout="zigzag")
+    assert re.search("3 steps for 2 ranks", verdict.report.sites[0].refusal)
+
+
 def test_fewer_steps_than_ranks_are_computed_by_all():
     verdict = checked(4, Chunks(8), 16)
     (site,) = verdict.report.sites

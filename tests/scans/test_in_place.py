@@ -1,0 +1,100 @@
+"""A step that is run in memory which is made once gives what it gives by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringopt.scans.in_place import RepeatedStep, StepRoles, kinds_in, out_variant, repeated_step
+from tests.ops.test_scan import Called
+
+aten = torch.ops.aten
+STEPS = 5
+Step = Callable[..., Sequence[Tensor]]
+
+
+def written(s: Tensor, x: Tensor, w: Tensor) -> Sequence[Tensor]:
+    """A step that writes into a value of its own."""
+    y = torch.zeros_like(x)
+    y[0] = s[1] * w[0]
+    y += x
+    return s * 0.9 + y, y, y * 2
+
+
+# (carry..., row..., const) -> (carry..., row..., sum), all [3, 3]: what a carry, a row and a sum may lie in.
+STEPS_OF: dict[str, tuple[int, int, Step]] = {
+    "a carry that is a row too, twice": (1, 1, lambda s, x, w: ((n := s @ w + x), n, n, n)),
+    "carries that change places": (2, 1, lambda a, b, x, w: (b, a * 0.5 + x, a @ b, x)),
+    "a carry as it was, and an operand": (2, 1, lambda a, b, x, w: (a, x, b @ w, w)),
+    "results in another order": (1, 2, lambda s, x, z, w: (s.mT @ w, (x.mT @ z).mT, (z @ s).mT.reshape(3, 3), x)),
+    "views of views": (1, 1, lambda s, x, w: ((s + x).mT.reshape(9)[:3].expand(3, 3) * 0.3, s.mT, w.mT @ x)),
+    "what all steps share": (1, 1, lambda s, x, w: (s + (w @ w).exp() * 0.1, (w + 1).mT, w.mT)),
+    "several results": (1, 1, lambda s, x, w: (torch.cat([s.split(1)[2], x.sort(0)[0][:2]]), s.max(0)[0] + x, s)),
+    "writes": (1, 1, written),
+}  # fmt: skip
+
+
+def drawn(*sizes: int) -> Tensor:
+    return torch.rand(sizes, dtype=torch.float64)
+
+
+def prepared(name: str, keeps: bool) -> tuple[Step, list[Tensor], RepeatedStep]:
+    torch.manual_seed(0)
+    carries, rows, step = STEPS_OF[name]
+    inputs = [*(drawn(3, 3) for _ in range(carries)), *(drawn(STEPS, 3, 3) for _ in range(rows)), drawn(3, 3)]
+    of_inputs = (*["carry"] * carries, *["row"] * rows, "const")
+    outputs = len(step(*inputs[:carries], *(x[0] for x in inputs[carries:-1]), inputs[-1]))
+    roles = StepRoles(of_inputs, (*["carry"] * carries, *["row"] * (outputs - carries - 1), "sum"), keeps)
+    return step, inputs, repeated_step(step, kinds_in(inputs, roles), roles)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("name", STEPS_OF)
+def test_results_are_those_of_the_step(name, backwards, keeps):
+    step, inputs, again = prepared(name, keeps)
+    carries, order = again.roles.outputs.count("carry"), range(STEPS)[:: -1 if backwards else 1]
+    given = [x.clone() for x in inputs]
+
+    def one(state: Sequence[Tensor], t: int) -> Sequence[Tensor]:
+        return step(*state[:carries], *(x[t] for x in inputs[carries:-1]), inputs[-1])
+
+    wanted = list(accumulate(order, one, initial=inputs[:carries]))
+    rows = [drawn(STEPS, 3, 3) for _ in again.roles.outputs[carries:-1]]
+    kept = [drawn(STEPS + 1, 3, 3) for _ in range(carries)]
+    for of_carry, x in zip(kept, inputs, strict=False):
+        of_carry[-1 if backwards else 0] = x
+    total = torch.ones(3, 3, dtype=torch.float64)
+    last = again.run(inputs, [*kept, *rows, total], backwards)
+
+    torch.testing.assert_close(last, list(wanted[-1][:carries]))
+    for place, row in enumerate(rows, carries):
+        stacked = torch.stack([found[place] for found in wanted[1:]])
+        torch.testing.assert_close(row, stacked.flip(0) if backwards else stacked)
+    torch.testing.assert_close(total, 1 + torch.stack([found[-1] for found in wanted[1:]]).sum(0))
+    for place, of_carry in enumerate(kept if keeps else []):
+        stacked = torch.stack([found[place] for found in wanted])
+        torch.testing.assert_close(of_carry, stacked.flip(0) if backwards else stacked)
+    torch.testing.assert_close(inputs, given, rtol=0, atol=0)  # nothing is written to
+
+
+def test_nothing_is_made_viewed_or_copied_in_a_step():
+    """But a view of what is carried: of operands and memory there is one each for all steps."""
+    _step, inputs, again = prepared("results in another order", keeps=False)
+    rows = [drawn(STEPS, 3, 3) for _ in range(2)]
+    with Called() as calls:
+        again.run(inputs, [inputs[0], *rows, torch.zeros(3, 3, dtype=torch.float64)])
+    assert calls.times["mm"] == 3 * STEPS and calls.times["copy_"] <= STEPS
+    assert calls.times["new_empty"] <= 2 and calls.times["transpose"] <= 2 * STEPS
+
+
+def test_operators_that_write_to_memory_are_those_with_equal_arguments():
+    assert out_variant(aten.bmm.default) is aten.bmm.out
+    assert out_variant(aten.mul.Scalar) is aten.mul.Scalar_out
+    assert out_variant(aten.sum.dim_IntList) is aten.sum.IntList_out
+    assert out_variant(aten.transpose.int) is None and out_variant(aten.add_.Tensor) is None
+    assert out_variant(aten.sort.default) is None
