@@ -9,15 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType, RenderHook, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ringopt.output.drawn import MaskPicture, ModuleFigures, Prediction
 from ringopt.output.files import write_whole
+from ringopt.output.plainly import Plainly
 from ringopt.output.printable import printable
 
 WIDTH = 100  # columns of a report as text
@@ -29,7 +30,8 @@ class Site:
     """One attention site, or one recurrence (form "scan"). `refusal` is None where it was rewritten, else the reason;
     `not_dilated` is why the options' dilation is not applied, None where it is or was not asked for; `bytes_sent` is
     per rank, forward; `source` is the line of the program that it comes from, "" where that is not known; `by_rows`: it
-    was refused, and yet a rank computes the rows of its own queries only, with keys and values whole."""
+    was refused, and yet a rank computes the rows of its own queries only, with keys and values whole; `predictions`: of
+    the strategies that were compared, the chosen one first; `picture`: its mask, None where sizes are open."""
 
     module: str
     form: str
@@ -43,6 +45,8 @@ class Site:
     source: str = ""
     not_dilated: str | None = None
     by_rows: bool = False
+    predictions: tuple[Prediction, ...] = ()
+    picture: MaskPicture | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Report:
     memory            bytes per rank by cause
     bytes_sent        per rank, one forward pass (ringopt/ops/traits.py); of rows picked by a tensor of numbers, at most
     refusal           why the whole graph was left unsharded, or None
+    modules           what each module costs this rank, in the order of the program
     """
 
     world_size: int
@@ -96,6 +101,7 @@ class Report:
     notes: tuple[str, ...] = ()
     matrix_flops: int = 0
     heaviest: str = ""
+    modules: tuple[ModuleFigures, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All fields under their names, those of Site and Gather too; JSON can hold it."""
@@ -104,11 +110,13 @@ class Report:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """The inverse of `to_dict`, also after JSON made lists of tuples."""
-        sites = tuple(Site(**{**site, "notes": tuple(site["notes"])}) for site in data["sites"])
+        sites = tuple(_site_of(site) for site in data["sites"])
         gathers = tuple(Gather(**gather) for gather in data["gathers"])
         outputs = tuple(Output(**output) for output in data["outputs"])
         texts = {name: tuple(data[name]) for name in ("left_alone", "notes")}
-        return cls(**{**data, **texts, "sites": sites, "gathers": gathers, "outputs": outputs})
+        modules = tuple(ModuleFigures(**module) for module in data.get("modules", ()))
+        parts = {"sites": sites, "gathers": gathers, "outputs": outputs, "modules": modules}
+        return cls(**{**data, **texts, **parts})
 
     @classmethod
     def merged(cls, reports: Iterable[Report], world_size: int) -> Report:
@@ -136,6 +144,7 @@ class Report:
             tuple(note for part in parts for note in part.notes),
             flops,
             heaviest.heaviest,
+            tuple(module for part in parts for module in part.modules),
         )
 
     @property
@@ -205,11 +214,19 @@ class Report:
         return Group(*parts)
 
 
+def _site_of(data: Mapping[str, Any]) -> Site:
+    drawn = data.get("picture")
+    picture = MaskPicture(**{name: tuple(rows) for name, rows in drawn.items()}) if drawn else None
+    predictions = tuple(Prediction(**one) for one in data.get("predictions", ()))
+    return Site(**{**data, "notes": tuple(data["notes"]), "predictions": predictions, "picture": picture})
+
+
 # How a report becomes a page: ringopt/reporting/report_page.py, which stands above this module.
 _PAGES: list[Callable[[Report, str], str]] = []
+Page = TypeVar("Page", bound=Callable[..., str])
 
 
-def drawn_by(page: Callable[[Report, str], str]) -> Callable[[Report, str], str]:
+def drawn_by(page: Page) -> Page:
     """A decorator."""
     _PAGES[:] = [page]
     return page
@@ -279,24 +296,6 @@ def _missed(report: Report) -> list[str]:
 def _first_of(items: Sequence[str]) -> str:
     more = len(items) - FEW
     return "; ".join([*items[:FEW], *([f"{more} more"] if more > 0 else [])])
-
-
-@dataclass(frozen=True)
-class Plainly:
-    """What `shown` prints, its text as it may be shown to a terminal; its colours stay."""
-
-    shown: RenderableType
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for segment in console.render(self.shown, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
-
-
-class PrintedPlainly(RenderHook):
-    """For a console: all that it prints."""
-
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [Plainly(shown) for shown in renderables]
 
 
 def _site_table(report: Report) -> Table:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringopt.output.printable import printable
-from ringopt.tools.common.command import add_trusted, check_file, console, import_all, positive, working, write
+from ringopt.tools.common.command import add_trusted, check_file, console, import_all, positive, working, write_page
 from ringopt.tools.common.diff_rules import fail_rule
 
 if TYPE_CHECKING:
@@ -139,4 +139,4 @@ def _why_unknown(diff: GraphDiff, ranks: int | None) -> str:
 def _write_html(diff: GraphDiff, arguments: argparse.Namespace) -> None:
     from ringopt.reporting.diff_page import diff_page
 
-    write(arguments.html, diff_page(diff, arguments.before, arguments.after))
+    write_page(arguments.html, diff_page(diff, arguments.before, arguments.after))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ringopt.errors import RingError
@@ -17,13 +19,14 @@ from ringopt.tools.common.command import (
     load_example,
     positive,
     working,
-    write,
+    write_page,
 )
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from ringopt.report import Report
+    from ringopt.reporting.history import History
 
 EXAMPLES = """\
 module:factory is a function without arguments that returns (model, inputs), inputs a tuple or a dict of keywords; the
@@ -67,12 +70,13 @@ def _run(arguments: argparse.Namespace) -> int:
     of_file = arguments.target.endswith(".pt2")
     if not of_file and ":" not in arguments.target:
         raise CommandError(f"{arguments.target!r} is not of the form module:factory, and no file that ends in .pt2")
-    with working("explain"):
+    histories: list[History] = []
+    with working("explain"), recorded_for(arguments.html, histories):
         made, report = report_of_file(arguments) if of_file else ("", _report_of_model(arguments))
     if arguments.html:
         from ringopt.reporting.report_page import report_page
 
-        write(arguments.html, report_page(report, arguments.target))
+        write_page(arguments.html, report_page(report, arguments.target, histories))
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
         return 0
@@ -80,6 +84,19 @@ def _run(arguments: argparse.Namespace) -> int:
         console().print(made, markup=False)
     console().print(report.rich() if arguments.verbose else report)
     return 0
+
+
+@contextmanager
+def recorded_for(page: str | None, histories: list[History]) -> Iterator[None]:
+    """Fills `histories` with the line of passes of each graph, where a page is to show it."""
+    if not page:
+        yield
+        return
+    from ringopt.reporting.history import recorded
+
+    with recorded() as found:
+        yield
+    histories += found
 
 
 def _report_of_model(arguments: argparse.Namespace) -> Report:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from ringopt.tools.common.command import (
     natural,
     positive,
     progress,
-    write,
+    write_page,
 )
 
 if TYPE_CHECKING:
@@ -106,10 +105,8 @@ def _run(arguments: argparse.Namespace) -> int:
         draw(found, arguments.plot)
     if arguments.html:
         from ringopt.tools.plan_page import plan_page
-        from ringopt.tools.plan_pictures import svg_of
 
-        picture = svg_of(found) if find_spec("matplotlib") else ""
-        write(arguments.html, plan_page(found, arguments.target, picture))
+        write_page(arguments.html, plan_page(found, arguments.target))
     return 0
 
 

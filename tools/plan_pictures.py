@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from io import BytesIO, StringIO
+from dataclasses import dataclass, replace
+from io import BytesIO
 from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,13 +52,6 @@ def draw(plan: Plan, target: Path) -> None:
         write_whole(target, content.getvalue())
     except (OSError, ValueError) as problem:
         raise CommandError(f"--plot {target}: {problem}") from None
-
-
-def svg_of(plan: Plan) -> str:
-    """The picture as an element for a page."""
-    text = StringIO()
-    _figure_of(plan).savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def _figure_of(plan: Plan) -> Figure:
@@ -110,9 +103,29 @@ def draw_time(plan: Plan, figure: SubFigure) -> None:
     panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
+@dataclass(frozen=True)
+class DrawnAttention:
+    """The spans of the forward of one attention, and which it is."""
+
+    subtitle: str
+    ranks: int
+    spans: Sequence[SimSpan]
+
+
 def draw_timeline(plan: Plan, axes: Axes) -> None:
-    """The forward of one attention on as many ranks as can be seen, each with as many rows as at the point that is
-    drawn: one at which messages and blocks take about as long, so that what is hidden can be seen."""
+    """The forward of one attention."""
+    drawn = drawn_attention(plan)
+    if drawn is None:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no attention here is exchanged in steps that can be drawn", ha="center", va="center")
+        return
+    _draw_spans(axes, drawn.spans, drawn.ranks)
+    axes.set_title(f"the forward of one attention: {drawn.subtitle}", fontsize=10)
+
+
+def drawn_attention(plan: Plan) -> DrawnAttention | None:
+    """On as many ranks as can be seen, each with as many rows as at the point that is drawn: one at which messages and
+    blocks take about as long, so that what is hidden can be seen. None where no attention is exchanged in steps."""
     rates = rates_of(plan.hardware, plan.traced.dtype, None if plan.network else plan.link)
     drawn = [
         (point, number)
@@ -121,9 +134,7 @@ def draw_timeline(plan: Plan, axes: Axes) -> None:
         if point.world_size > 1 and isinstance(site.case, Case) and not site.case.whole
     ]
     if not drawn:
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, "no attention here is exchanged in steps that can be drawn", ha="center", va="center")
-        return
+        return None
     point, number = min(drawn, key=lambda at: (not travels(*at), abs(log_share(at[0].sites[at[1]], rates))))
     site, ranks = point.sites[number], min(DRAWN, point.world_size)
     length = max(point.length * ranks // point.world_size, 2 * ranks)
@@ -133,10 +144,9 @@ def draw_timeline(plan: Plan, axes: Axes) -> None:
     if trading(strategy) > 1 and ranks > 2:  # two nodes can be seen too, of fewer ranks
         strategy, rates = hybrid(ranks // 2), replace(rates, node=ranks // 2)
     spans = simulate(case.plan(ranks, site.layout, strategy), case.heads, rates, False, drawn=True).spans
-    _draw_spans(axes, spans, ranks)
     which = f"{ranks} ranks" + (f" as of {point.world_size:,}" if ranks < point.world_size else "")
     subtitle = f"{case.pattern}, {case.q_length:,} tokens, {which}, {strategy}, {site.layout}"
-    axes.set_title(f"the forward of one attention: {subtitle}", fontsize=10)
+    return DrawnAttention(subtitle, ranks, spans)
 
 
 def travels(point: Point, number: int) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ringopt.tools.common.command import CommandError, check_file, console, write
+from ringopt.tools.common.command import CommandError, check_file, console, write, write_page
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   ringopt timeline traces
-  ringopt timeline traces --svg timeline.svg --last 0.5
+  ringopt timeline traces --html timeline.html --last 0.5
+  ringopt timeline traces --perfetto all-ranks.json
 """
 
 MIB = 2**20
@@ -37,14 +39,25 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="with a file of each rank")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page to zoom into, one file")
+    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="also write all ranks as one Chrome trace")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it")
     parser.add_argument("--last", metavar="SECONDS", type=float, help="only the end of the run")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_file("--svg", arguments.svg)
+    for option in ("svg", "html", "perfetto"):
+        check_file(f"--{option}", getattr(arguments, option))
     spans = last(read_all(arguments.folder), arguments.last)
+    if arguments.html:
+        from ringopt.reporting.timeline_page import timeline_page
+
+        write_page(arguments.html, timeline_page(spans, str(arguments.folder)))
+    if arguments.perfetto:
+        from ringopt.runtime.trace import chrome
+
+        write(arguments.perfetto, json.dumps(chrome(spans)))
     if arguments.svg:
         write(arguments.svg, drawn(spans))
     console().print(_table(spans), NOTE, sep="\n", markup=False)

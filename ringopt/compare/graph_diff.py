@@ -37,7 +37,8 @@ SHOWN = 12  # attentions in a notebook
 @dataclass(frozen=True)
 class SiteView:
     """One attention site of one side. `mask` is a picture in blocks, one string of ".", "/", "#" and "?" (nothing,
-    some, all of the block is seen, or tensors decide) a row of blocks; empty where sizes are open."""
+    some, all of the block is seen, or tensors decide) a row of blocks; empty where sizes are open; `ranks` and `steps`
+    say who computes each block, and when (ringopt.output.drawn.MaskPicture)."""
 
     pattern: str
     strategy: str
@@ -45,6 +46,8 @@ class SiteView:
     kernel: str
     reason: str
     mask: tuple[str, ...] = ()
+    ranks: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,30 +14,26 @@ from typing import Any
 import torch.fx as fx
 
 from ringopt.compare.graph_diff import SiteView
-from ringopt.compare.program_files import TENSORS
-from ringopt.context_parallel.geometry.dilation import dilation_of, is_dilated
+from ringopt.compare.mask_picture import TORCH, mask_picture, pattern_text
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.context_parallel.geometry.parse import pattern_of
-from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.geometry.rows import count
+from ringopt.context_parallel.plan.plan_of import Plan
 from ringopt.distributed.mesh import registered
 from ringopt.errors import OptionError, PlanError
-from ringopt.expr.mask import Mask
 from ringopt.ir.nodes import arguments_of, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.ops.local_length import check_enough
 from ringopt.ops.sized_call import Open, SizedCall
-from ringopt.ops.traffic import dilated_plan
+from ringopt.ops.traffic import dilated_plan, ring_plan
 from ringopt.ops.traits import attends, flops_of, sends, sent_bytes
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 # Local: each rank has its own, such as its part of a sum.
 REPLICATED, LOCAL, UNKNOWN = "replicated", "local", "?"
 SPREAD = ("ringopt::ring_attention", "ringopt::dilated_attention")
-ATTENTION = ("aten::scaled_dot_product_attention", "ringopt::attention", *SPREAD)
+ATTENTION = (TORCH, "ringopt::attention", *SPREAD)
 PLANNED = 1 << 24  # a fetch of more rows times ranks is not unrolled to be counted
-BLOCKS = 24  # a mask is drawn in as many blocks a side at most
 
 
 @dataclass(frozen=True)
@@ -138,14 +134,23 @@ class Reader:
         noted = (node.meta.get("custom") or {}).get("ringopt", {}).get("site", {})
         pattern = noted.get("pattern") or described_pattern(name, arguments)
         reason = noted.get("refusal") or ""
-        drawn = draw(name, arguments)
+        drawn = mask_picture(name, arguments, self.plan(node) if name == SPREAD[0] else None)
+        picture = vars(drawn) if drawn is not None else {}
+        seen = {"mask": picture.get("seen", ()), "ranks": picture.get("ranks", ()), "steps": picture.get("steps", ())}
         if name == "ringopt::dilated_attention":
             strategy = self.dilated_strategies(node) or arguments["strategy"]
-            return SiteView(pattern, strategy, arguments["layout"], arguments["kernel"], reason, drawn)
+            return SiteView(pattern, strategy, arguments["layout"], arguments["kernel"], reason, **seen)
         if name != "ringopt::ring_attention":
-            return SiteView(pattern, "none", "none", "none", reason, drawn)
+            return SiteView(pattern, "none", "none", "none", reason, **seen)
         kernel, layout = arguments["kernel"], arguments["q_layout"]
-        return SiteView(pattern, arguments["strategy"], layout, kernel, reason, drawn)
+        return SiteView(pattern, arguments["strategy"], layout, kernel, reason, **seen)
+
+    def plan(self, node: fx.Node) -> Plan | None:
+        """Of a ring_attention; None where it is not known."""
+        try:
+            return ring_plan(self.call(node, self.ranks)) if self.ranks is not None else None
+        except (Open, PlanError, OptionError):
+            return None
 
     def dilated_strategies(self, node: fx.Node) -> str:
         """The strategy of each pattern, or "" where that is not known."""
@@ -160,63 +165,8 @@ def qualified(node: fx.Node) -> str:
     return str(schema_of(node.target).name) if isinstance(node.target, OpOverload) else ""
 
 
-def _operand_names(name: str) -> tuple[str, str, str]:
-    return ("query", "key", "value") if name == ATTENTION[0] else ("q", "k", "v")
-
-
-def pattern_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """The structure that an attention operator is called with: "causal", "window(64)", or "full" without one."""
-    if name == ATTENTION[0]:
-        return "causal" if arguments.get("is_causal") else "full"
-    return str(arguments["pattern"])
-
-
 def described_pattern(name: str, arguments: Mapping[str, Any]) -> str:
     """The structure, joined with "mask" where more than that hides keys or changes scores."""
     more = arguments.get("attn_mask") is not None or bool(arguments.get("mask"))
     structure = pattern_text(name, arguments)
     return (f"{structure} & mask" if structure != "full" else "mask") if more else structure
-
-
-def draw(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The mask in at most BLOCKS x BLOCKS blocks, "?" where tensors decide; () where sizes are open."""
-    query, key, _values = (value_of(arguments[of]) for of in _operand_names(name))
-    mask = Mask.parse(arguments.get("mask") or "")
-    rows = arguments.get("q_length", query.shape[-2] if isinstance(query, TENSORS) else None)
-    keys = arguments.get("kv_length", key.shape[-2] if isinstance(key, TENSORS) else None)
-    given = arguments.get("attn_mask") is not None
-    if not isinstance(rows, int) or not isinstance(keys, int):
-        return ()
-    text = pattern_text(name, arguments)
-    if is_dilated(text):
-        return draw_dilated(text, arguments.get("length", rows), query.shape[1])
-    pattern = pattern_of(text, rows, keys)
-    lines = []
-    for some in _drawn_blocks(rows):
-        kinds = []
-        for others in _drawn_blocks(keys):
-            banded, seen = pattern.kind(some, others).value, mask.kind(_axis_ranges(some, others), {})
-            if "empty" in (banded, seen):
-                kinds.append(".")
-            elif given or (seen == "partial" and mask.sources):
-                kinds.append("?")
-            else:
-                kinds.append("#" if banded == seen == "full" else "/")
-        lines.append("".join(kinds))
-    return tuple(lines)
-
-
-def draw_dilated(text: str, length: int, heads: int) -> tuple[str, ...]:
-    """Of all heads together."""
-    mark, sees = {Kind.EMPTY: ".", Kind.FULL: "#", Kind.PARTIAL: "/"}, dilation_of(text).kind
-    blocks = _drawn_blocks(length) if isinstance(length, int) else []
-    return tuple("".join(mark[sees(some, others, length, heads)] for others in blocks) for some in blocks)
-
-
-def _axis_ranges(rows: range, keys: range) -> dict[str, range]:
-    return {"b": range(1), "h": range(1), "q": rows, "k": keys}
-
-
-def _drawn_blocks(length: int) -> list[range]:
-    blocks = min(BLOCKS, length)
-    return [range(length * i // blocks, length * (i + 1) // blocks) for i in range(blocks)]

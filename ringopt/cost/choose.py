@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, layouts_of, text_of
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
@@ -22,6 +22,7 @@ from ringopt.cost.simulate import Heads, pairs_of, simulate
 from ringopt.errors import OptionError
 from ringopt.expr.mask import Mask
 from ringopt.hardware.rates import Rates, with_link
+from ringopt.output.drawn import Prediction
 from ringopt.report import bytes_text
 
 # Times within this part of each other are equal, as far as a prediction can tell.
@@ -98,7 +99,7 @@ class Estimate:
     plan: Plan = field(repr=False)
     case: Case = field(repr=False)
 
-    @property
+    @cached_property
     def held(self) -> int:
         """The most bytes that a rank holds at once beside its own q, k, v. Counted when asked: few are."""
         memory = most_memory(self.plan, self.case.heads)
@@ -138,6 +139,13 @@ class Choice:
         )
         beside = f" (others: {text})" if text else ""
         return f"strategy {best}, {bytes_text(best.bytes)} sent, predicted{beside}; {self.source}"
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """The same as numbers."""
+        return tuple(
+            Prediction(one.strategy, one.seconds, one.bytes, one.held, one.held <= self.bound) for one in self.estimates
+        )
 
     @property
     def seconds(self) -> float:

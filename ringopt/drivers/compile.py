@@ -233,7 +233,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
 
     def passed(step: Pass, gm: fx.GraphModule) -> None:
         sizes.passed(step.name)
-        dump.passed(step, gm)
+        dump.passed(step, gm, context)
         snapshot.passed(step, gm, context)
 
     made = line_of_passes(begin, context, dump, passed)
@@ -285,7 +285,7 @@ def line_of_passes(
         made = begin()
         flat = made.graph
         context.inputs = flat.graph.find_nodes(op="placeholder")
-        dump.captured(flat)
+        dump.captured(flat, context)
         Pipeline(steps, passed, logged).run(flat, context)
     except GraphRefused as problem:
         return refused(with_place(problem.refusal), context.options, context.mesh, dump)

@@ -244,7 +244,7 @@ def lowered(
         return found
 
     try:
-        made = line_of_passes(begin, context, dump, dump.passed, logged)
+        made = line_of_passes(begin, context, dump, lambda step, gm: dump.passed(step, gm, context), logged)
     except GuardOnDataDependentSymNode as problem:
         reason = str(problem).splitlines()[0]
         raise ProgramError(f"something depends on how many rows a rank has: {reason}") from problem

@@ -9,6 +9,7 @@ import torch.fx as fx
 
 from ringopt.ir.nodes import module_path, source_line
 from ringopt.ir.placement import Sharded
+from ringopt.output.drawn import Prediction
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class SiteInfo:
     its line of source; `not_dilated`: why the dilation of the options is not applied; `whole`: the side with too few
     tokens to shard, which is replicated; `reason`: the note that explains the choice of the strategy;
     `kernel_there`: that of the hardware which a report is made for; `latents`: what travels in the place of K and V,
-    None where these travel."""
+    None where these travel; `predictions`: of the strategies that were compared, the chosen one first."""
 
     module: str
     form: str
@@ -54,6 +55,7 @@ class SiteInfo:
     reason: str = ""
     whole: Literal["", "queries", "keys"] = ""
     latents: Latents | None = None
+    predictions: tuple[Prediction, ...] = ()
 
     @property
     def shown_kernel(self) -> str:

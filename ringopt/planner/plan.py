@@ -25,6 +25,7 @@ from ringopt.errors import OptionError
 from ringopt.hardware.devices import Device, device_of
 from ringopt.hardware.rates import Rates, rates_of
 from ringopt.options import Options, with_defaults
+from ringopt.output.plainly import Plainly
 from ringopt.planner.liveness import most
 from ringopt.planner.site_cost import (
     SitePoint,
@@ -36,7 +37,7 @@ from ringopt.planner.site_cost import (
     volume_name,
 )
 from ringopt.planner.trace_model import TRACED, PlannedSite, Traced, traced
-from ringopt.report import Plainly, bytes_text, counted, several
+from ringopt.report import bytes_text, counted, several
 
 LONGEST = 1 << 24  # tokens
 LENGTHS = tuple(1 << power for power in range(12, 25, 2))  # 4 Ki to 16 Mi

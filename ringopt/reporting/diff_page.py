@@ -1,4 +1,4 @@
-"""A GraphDiff as one HTML file: data as JSON, rows made when a module is opened."""
+"""A GraphDiff as one HTML file: what differs layer by layer, attentions with both masks, numbers, and all nodes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ringopt.compare.graph_diff import KINDS, Change, GraphDiff, as_dict, finite
-from ringopt.reporting.page import embedded, filled
+from ringopt.compare.graph_diff import Change, GraphDiff, finite
+from ringopt.compare.mask_picture import ALL_RANKS, DIGITS, NOTHING
+from ringopt.reporting.graph_data import GraphData
+from ringopt.reporting.page import page
 
 
-def diff_page(diff: GraphDiff, before: str, after: str) -> str:
-    """`before` and `after` are what the two sides are called."""
+def diff_page(diff: GraphDiff, before: str, after: str, links: Mapping[str, str] | None = None) -> str:
+    """`before` and `after` are what the two sides are called; `links` as in `page`."""
+    found = GraphData()
+    found.frame("diff", diff.changes)
     data = {
         "summary": str(diff),
         "totals": [asdict(diff.before), asdict(diff.after)],
-        "kinds": KINDS,
+        "compared": len(diff.compared),
         "metrics": list(metrics_of(diff)),
-        "changes": [compact(change) for change in diff.changes],
+        "ranks": ranks_drawn(diff),
+        "graph": found.data(),
     }
-    return filled("diff", title=f"ringopt diff: {before} -> {after}", data=embedded(data))
+    return page("diff", f"{before} → {after}", data, links)
 
 
-def compact(change: Change) -> dict[str, Any]:
-    """Of a node that nothing happened to, one side is enough."""
-    found = as_dict(change)
-    if change.kind == "same" and not change.is_site:
-        found["before"] = None
-    return found
+def ranks_drawn(diff: GraphDiff) -> int:
+    """As many as the masks name; 2 where none does."""
+    lines = (line for change in diff.sites for line in (change.node.site.ranks if change.node.site else ()))
+    named = set("".join(lines)) - {NOTHING, ALL_RANKS}
+    return 1 + max((DIGITS.index(digit) for digit in named), default=1)
 
 
 def metrics_of(diff: GraphDiff) -> Iterator[dict[str, Any]]:

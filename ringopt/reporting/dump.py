@@ -4,7 +4,7 @@
                         01_normalize.txt    and after each
                         changes.diff        what each pass changed
                         report.json
-                        report.html
+                        report.html         with the graph after every pass, to step through
                         diff.html           before and after all passes, side by side
 
 Every graph gets a folder of its own; none is overwritten. A file that cannot be written (a full disk) is warned of,
@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 import torch.fx as fx
 
-from ringopt.compare.graph_diff import NodeView, diff_views
+from ringopt.compare.graph_diff import diff_views
 from ringopt.compare.node_views import views_of
 from ringopt.errors import OptionError
 from ringopt.ir.printer import short
 from ringopt.options import Options
 from ringopt.output.files import FULL, write_whole
 from ringopt.output.printable import logger, printable
-from ringopt.pipeline import Pass
+from ringopt.pipeline import Context, Pass
 from ringopt.report import Report
 from ringopt.reporting.diff_page import diff_page
+from ringopt.reporting.history import History, history_asked_for
 from ringopt.reporting.report_page import report_page
 
 log = logger(__name__)
@@ -48,7 +48,8 @@ class Dump:
         self.root = options.dump or ""
         self.folder = self.first(Path(options.dump) / f"rank{rank}") if options.dump else None
         self.texts: list[tuple[str, str]] = []
-        self.before: Sequence[NodeView] = ()
+        listened = history_asked_for()
+        self.history = listened or (History() if self.folder is not None else None)
 
     def first(self, place: Path) -> Path | None:
         if self.root in _given_up:
@@ -76,32 +77,37 @@ class Dump:
         except OSError as error:
             self.give_up(error)
 
-    def captured(self, gm: fx.GraphModule) -> None:
-        if self.folder is not None:
-            self.before = views_of(gm)
-            self.keep("capture", gm)
+    def captured(self, gm: fx.GraphModule, context: Context | None = None) -> None:
+        self.keep("capture", gm, context)
 
-    def passed(self, step: Pass, gm: fx.GraphModule) -> None:
-        """The callback of a pipeline."""
-        if self.folder is not None:
-            self.keep(step.name, gm)
+    def passed(self, step: Pass, gm: fx.GraphModule, context: Context | None = None) -> None:
+        """In the callback of a pipeline."""
+        self.keep(step.name, gm, context)
 
-    def keep(self, name: str, gm: fx.GraphModule) -> None:
+    def keep(self, name: str, gm: fx.GraphModule, context: Context | None) -> None:
+        if self.history is None:
+            return
         text = short(gm.graph, sizes=True) + "\n"
+        changed = not self.texts or text != self.texts[-1][1] or name == "shard_sequence"  # which notes placements
+        self.history.keep(name, gm, context, changed)
         self.write(f"{len(self.texts):02}_{name}.txt", text)
         self.texts.append((name, text))
 
     def done(self, report: Report, gm: fx.GraphModule | None) -> None:
         """`gm` is None where the graph was refused."""
+        if self.history is not None:
+            self.history.finished = bool(self.history.names)
         if self.folder is None:
             return
-        title = self.folder.name
+        title, history = self.folder.name, self.history
+        assert history is not None
         self.write("report.json", json.dumps(report.to_dict(), indent=2) + "\n")
-        self.write("report.html", report_page(report, title))
+        links = {"diff": "diff.html"} if gm is not None else {}
+        self.write("report.html", report_page(report, title, [history], links))
         self.write("changes.diff", "".join(self.changes()))
         if gm is not None:
-            page = diff_page(diff_views(self.before, views_of(gm)), "captured", "sharded")
-            self.write("diff.html", page)
+            found = diff_views(history.graphs[0], views_of(gm))
+            self.write("diff.html", diff_page(found, "captured", "sharded", {"explain": "report.html"}))
 
     def changes(self) -> list[str]:
         """A unified diff a pass, of those that changed something."""

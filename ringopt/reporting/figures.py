@@ -11,17 +11,22 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import OpCall
+from ringopt.compare.mask_picture import mask_picture
+from ringopt.compare.node_facts import SPREAD, qualified
+from ringopt.compare.node_views import module_of
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.mesh import Mesh
-from ringopt.ir.nodes import is_tensor, module_path, op_name, outputs_of, source_line, value_of
+from ringopt.ir.nodes import arguments_of, is_tensor, module_path, op_name, outputs_of, source_line, value_of
 from ringopt.ir.notes import PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
 from ringopt.ops import operators
 from ringopt.ops.sized_call import SizedCall
+from ringopt.ops.traffic import ring_plan
 from ringopt.ops.traits import flops_of, sends, sent_bytes
 from ringopt.options import note_of
+from ringopt.output.drawn import MaskPicture, ModuleFigures
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
 from ringopt.torch_compat.tensors import storage_key
@@ -30,15 +35,17 @@ from ringopt.torch_compat.tensors import storage_key
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
     """`graph` is flat ATen with fake values; of a graph that was refused before it came so far, pass an empty one."""
     spread = {(node.name, node.target) for node in graph.nodes if node.meta.get(PLACEMENT) is not None}
+    figures = Figures(graph, context.mesh)
+    pictures = pictures_of(graph, context, figures)
     sites = tuple(
         Site(
             info.module, info.form, info.pattern, info.strategy, info.shown_kernel, info.layout, info.refusal,
             info.bytes_sent, tuple(info.notes), info.source, info.not_dilated,
-            info.refusal is not None and (node.name, node.target) in spread,
+            info.refusal is not None and (node.name, node.target) in spread, info.predictions, pictures.get(node),
         )
         for node, info in (*context.sites.items(), *context.scans.items())
     )  # fmt: skip
-    ranks, figures = context.mesh.size, Figures(graph, context.mesh)
+    ranks = context.mesh.size
     outside = note_of(context.options)
     sharded, whole = matrix_work(graph, figures)
     flops = sharded + sum(whole.values())
@@ -55,7 +62,57 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         notes=(*context.notes, *([outside] if outside else [])),
         matrix_flops=flops,
         heaviest=max(whole, key=whole.__getitem__, default=""),
+        modules=module_figures(graph, context, figures),
     )
+
+
+def pictures_of(graph: fx.Graph, context: Context, figures: Figures) -> dict[fx.Node, MaskPicture]:
+    """Of the sites that are spread, which stand in the graph in their order, and of those that still stand there."""
+    lowered = [node for node in graph.nodes if qualified(node) in SPREAD]
+    spread = [node for node, info in context.sites.items() if info.refusal is None]
+    pairs = zip(spread, lowered, strict=True) if len(spread) == len(lowered) else ()
+    found = {}
+    for site, node in (*pairs, *((node, node) for node in graph.nodes if node in context.sites)):
+        plan = ring_plan(figures.call(node)) if qualified(node) == SPREAD[0] else None
+        picture = mask_picture(qualified(node), arguments_of(node), plan, figures)
+        if picture is not None:
+            found[site] = picture
+    return found
+
+
+def module_figures(graph: fx.Graph, context: Context, figures: Figures) -> tuple[ModuleFigures, ...]:
+    """In the order of the program; what belongs to no module is one of its own, ""."""
+    parts: dict[str, Counter[str]] = {}
+    seen: set[int] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        flops, spread = matrix_flops(node, figures), is_spread(node)
+        part = parts.setdefault(module_of(node), Counter())
+        part.update(nodes=1, flops=flops, whole=0 if spread else flops)
+        part["sent"] += sent_bytes(figures.call(node)) if sends(node) else 0
+        if is_tensor(node) and storage_key(value_of(node)) not in seen:
+            seen.add(storage_key(value_of(node)))
+            part["held"] += figures.product(value_of(node).shape) * value_of(node).element_size()
+    for gather in context.gathers:
+        if gather.module in parts:
+            parts[gather.module]["gathered"] += gather.bytes
+    seconds = seconds_of(context)
+    return tuple(ModuleFigures(name, **part, seconds=seconds.get(name, 0.0)) for name, part in parts.items())
+
+
+def seconds_of(context: Context) -> dict[str, float]:
+    """Predicted, of the attentions of each module whose strategies were compared."""
+    found: dict[str, float] = {}
+    for info in context.sites.values():
+        if info.predictions:
+            found[info.module] = found.get(info.module, 0.0) + info.predictions[0].seconds
+    return found
+
+
+def is_spread(node: fx.Node) -> bool:
+    """Whether each rank computes its own rows of it."""
+    return any(value.meta.get(PLACEMENT) is not None for value in (node, *node.all_input_nodes))
 
 
 def left_outputs(graph: fx.Graph, context: Context) -> Iterator[Output]:
@@ -111,7 +168,7 @@ def matrix_work(graph: fx.Graph, figures: Figures) -> tuple[int, Counter[str]]:
     sharded, whole = 0, Counter[str]()
     for node in graph.nodes:
         flops = matrix_flops(node, figures)
-        if any(value.meta.get(PLACEMENT) is not None for value in (node, *node.all_input_nodes)):
+        if is_spread(node):
             sharded += flops * figures.mesh.size
         elif flops:
             whole[place_of(node)] += flops

@@ -15,10 +15,19 @@ from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of the specification
-KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "ArrowLeft": "\ue012", "ArrowRight": "\ue014"}
+KEYS = {
+    "Enter": "\ue007", "Escape": "\ue00c", "ArrowLeft": "\ue012", "ArrowRight": "\ue014", "ArrowUp": "\ue013",
+    "ArrowDown": "\ue015", "Tab": "\ue004", "End": "\ue010", "Home": "\ue011",
+}  # fmt: skip
+# Without a network: what Chromium asks for by itself is refused, many times at each start.
+QUIETLY = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--window-size=1280,900",
+)  # fmt: skip
 
 
 def missing() -> str:
@@ -29,9 +38,9 @@ def missing() -> str:
 class Browser:
     """One window. Selectors are CSS; what cannot be found or clicked raises RuntimeError."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, profile: str):
         self.address = address
-        options = {"args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"]}
+        options = {"args": [*QUIETLY, f"--user-data-dir={profile}"]}
         logs = {"browser": "ALL", "performance": "ALL"}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": logs}
         session = self.ask("POST", "session", {"capabilities": {"alwaysMatch": wanted}})
@@ -99,11 +108,12 @@ def browser() -> Iterator[Browser]:
     """A browser that lives as long as the block."""
     driver, port = started()
     try:
-        window = Browser(f"http://127.0.0.1:{port}")
-        try:
-            yield window
-        finally:
-            window.ask("DELETE", "")
+        with TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+            window = Browser(f"http://127.0.0.1:{port}", profile)
+            try:
+                yield window
+            finally:
+                window.ask("DELETE", "")
     finally:
         driver.terminate()
         driver.wait(timeout=30)

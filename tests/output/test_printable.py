@@ -17,8 +17,8 @@ from torch.export import export
 import ringopt
 from ringopt.drivers.announce import raise_or_warn
 from ringopt.errors import OptionError
+from ringopt.output.plainly import Plainly
 from ringopt.output.printable import UNSAFE, all_printable, logger, printable
-from ringopt.report import Plainly
 from ringopt.tools.cli import main
 
 LINK = "\x1b]8;;http://evil\x07text\x1b]8;;\x1b\\"

@@ -23,7 +23,8 @@ from ringopt.planner.site_cost import at_length
 from ringopt.planner.trace_model import TRACED
 from ringopt.tools.cli import main
 from ringopt.tools.common.command import WIDTH
-from ringopt.tools.plan_pictures import svg_of
+from ringopt.tools.plan_pictures import drawn_attention
+from tests.harness.pages import data_of
 
 ROWS = 64
 
@@ -151,7 +152,7 @@ def test_several_nodes() -> None:
         assert other.bytes / 2 < other.between <= other.bytes and site.between < other.between / 7
         assert site.seconds < other.seconds
         assert point.between - site.between == point.bytes - site.bytes  # what else is sent goes round
-    assert "<svg" in svg_of(found)
+    assert drawn_attention(found).ranks == 8  # type: ignore[union-attr]
 
 
 def test_a_hybrid_takes_several_nodes() -> None:
@@ -365,18 +366,17 @@ def test_pictures_and_the_page(here: Path, capsys: pytest.CaptureFixture[str]) -
     asked = ["plan", "planned_models:tiny", "--world-size", "2", "8", "--lengths", "4096", "65536"]
     assert main([*asked, "--plot", "plan.png", "--html", "plan.html"]) == 0
     assert (here / "plan.png").stat().st_size > 10_000
-    page = (here / "plan.html").read_text()
-    assert page.count('<tr class="row">') == 4 and "<svg" in page and "src=" not in page
+    data = data_of((here / "plan.html").read_text())
+    assert len(data["points"]) == 4 and data["attention"]["spans"] and data["limit"] > 2**30
 
 
 @pytest.mark.zoo
-def test_a_page_without_matplotlib_and_a_program_in_a_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_a_program_in_a_file(here: Path) -> None:
     module, inputs = model()
     torch.export.save(torch.export.export(module, inputs), here / "model.pt2")
-    monkeypatch.setattr("ringopt.tools.plan.find_spec", lambda _name: None)
     asked = ["--world-size", "2", "--lengths", "4096", "--html"]
     pages = []
     for target in ("model.pt2", "planned_models:tiny"):
         assert main(["plan", target, *asked, "plan.html"]) == 0
         pages.append((here / "plan.html").read_text().replace(target, "TARGET"))
-    assert pages[0] == pages[1] and "Pictures need matplotlib" in pages[0] and "Symbols of the formulas" in pages[0]
+    assert pages[0] == pages[1] and data_of(pages[0])["legend"]

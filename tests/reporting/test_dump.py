@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ringopt
 from ringopt.errors import OptionError
 from ringopt.passes import LINE
+from tests.harness.pages import data_of
 from tests.tools.test_cli import Causal
 
 
@@ -35,8 +36,10 @@ def test_every_pass_leaves_its_graph(tmp_path: Path) -> None:
     changes = (folder / "changes.diff").read_text()
     assert "--- split_weights\n+++ find_attention\n" in changes
     assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(report.to_dict()))
-    for page, said in (("report.html", "1 attention site"), ("diff.html", "ring_attention")):
-        assert said in (folder / page).read_text()
+    pages = {name: data_of((folder / f"{name}.html").read_text()) for name in ("report", "diff")}
+    assert [frame["name"] for frame in pages["report"]["graphs"][0]["frames"]] == [*names, "all passes"]
+    assert any("ring_attention" in view[2] for view in pages["diff"]["graph"]["views"])
+    assert 'href="diff.html"' in (folder / "report.html").read_text()
 
 
 def test_no_graph_is_overwritten(tmp_path: Path) -> None:
@@ -56,7 +59,7 @@ def test_a_refused_graph_leaves_what_there_was(tmp_path: Path) -> None:
     report = explained(tmp_path, Writing())
     assert report.refusal is not None
     [folder] = tmp_path.glob("rank*/graph*")
-    assert report.refusal in (folder / "report.html").read_text()
+    assert data_of((folder / "report.html").read_text())["report"]["refusal"] == report.refusal
     assert not (folder / "diff.html").exists()
 
 

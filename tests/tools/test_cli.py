@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import ringopt
 from ringopt.report import Site, bytes_text
 from ringopt.tools.cli import main
+from tests.harness.pages import data_of
 
 HERE = f"{__name__}:"
 
@@ -144,7 +145,9 @@ def test_explain_of_a_converted_file_is_what_it_holds(files: Path, capsys: pytes
 def test_explain_as_a_page(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
     assert explain(str(files / "in.pt2"), "--world-size", "2", "--html", str(page)) == 0
-    assert "1 attention site" in page.read_text()
+    data = data_of(page.read_text())
+    assert [site["strategy"] for site in data["report"]["sites"]] == ["ring"] and data["report"]["sites"][0]["picture"]
+    assert data["graphs"][0]["frames"][-1]["name"] == "all passes"
     assert "100% of matrix work on shards, 2 ranks" in capsys.readouterr().out
 
 

@@ -151,7 +151,7 @@ def console() -> Console:
     says: every table fits."""
     from rich.console import Console
 
-    from ringopt.report import PrintedPlainly
+    from ringopt.output.plainly import PrintedPlainly
 
     class Piped(Console):
         def on_broken_pipe(self) -> None:
@@ -200,5 +200,15 @@ def write(path: str | Path, text: str) -> None:
     """A page or a table as a file, whole or not at all."""
     try:
         write_whole(Path(path), printable(text))
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
+
+
+def write_page(path: str | Path, text: str) -> None:
+    """A page, linked with the others of its folder."""
+    from ringopt.reporting import page
+
+    try:
+        page.write_linked(Path(path), printable(text))
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None

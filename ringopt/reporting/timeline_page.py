@@ -1,0 +1,29 @@
+"""What ranks did when as one HTML file: lanes to zoom into, sums by rank, and what was waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from ringopt.reporting.page import page
+from ringopt.runtime.trace import LANES, Span, sums
+
+
+def timeline_page(spans: Sequence[Span], title: str, links: Mapping[str, str] | None = None) -> str:
+    """`title` says of what; seconds are counted from the first span."""
+    start, labels = min(span.begin for span in spans), dict[str, int]()
+    rows = [
+        [
+            span.rank, LANES.index(span.lane), labels.setdefault(span.label, len(labels)),
+            round(span.begin - start, 9), round(span.end - start, 9), span.bytes,
+        ]
+        for span in spans
+    ]  # fmt: skip
+    data = {
+        "spans": rows,
+        "labels": list(labels),
+        "lanes": LANES,
+        "end": max(span.end for span in spans) - start,
+        "sums": [{**asdict(one), "hidden": one.hidden} for one in sums(spans)],
+    }
+    return page("timeline", title, data, links)
