@@ -332,6 +332,9 @@ def note(node: fx.Node, sites: Mapping[str, SiteInfo]) -> None:
     site = sites.get(node.name.removesuffix(f"_{op_name(node)}"))
     if site is not None and op_name(node) in SITES:
         custom["site"] = {"pattern": site.pattern, "refusal": site.refusal}
+    if getattr(node.target, "namespace", "") == "ringopt":
+        # torch.export.load does not know the operator before ringopt.ops is imported, and its error prints this.
+        custom["read_by"] = "ringopt.load(path)"
     node.meta["custom"] = {**(node.meta.get("custom") or {}), "ringopt": custom}
 
 

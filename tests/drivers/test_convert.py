@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -70,6 +72,16 @@ def test_one_file_is_exact_on_any_number_of_ranks(name: str, ranks: Callable[...
     wanted = save_both(tmp_path, name)
     for p in (1, 3):
         assert max(ranks(p, distance, tmp_path, name, wanted)) < TOLERANCE
+
+
+def test_torch_says_what_reads_a_file(tmp_path: Path) -> None:
+    """A process that has not imported ringopt's operators, in torch's own error; with them torch reads it too."""
+    torch.export.save(ringopt.convert(exported()), tmp_path / "mixer.pt2")
+    found = torch.export.load(tmp_path / "mixer.pt2").module()
+    torch.testing.assert_close(found(rows()), exported().module()(rows()))
+    script = f"import ringopt, torch; torch.export.load({str(tmp_path / 'mixer.pt2')!r})"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "ringopt.load(path)" in ended.stderr
 
 
 def compiled_distances(file: Path, wanted: dict[int, list[Tensor]]) -> list[float]:

@@ -36,9 +36,11 @@ def windows(
     keys are those of several windows, say of all rows: every rank would compute them all. (What no op among `worked`
     makes, as learned queries, every rank has.) Nor as windows of another that is not spread so: it would gather."""
     alone, others = list[list[Demand]](), list[list[Demand]]()
-    for may, demands in sites:
-        site = list(demands)
-        (alone if may and of_windows(sharder, site, handled, worked) else others).append(site)
+    known = [(may, list(demands)) for may, demands in sites]
+    if not any_to_cut(sharder, [demand for may, demands in known if may for demand in demands], handled):
+        return []  # so that no site of a deep model is followed up by itself
+    for may, demands in known:
+        (alone if may and of_windows(sharder, demands, handled, worked) else others).append(demands)
     barred = {place for _, place in cuts(sharder, others, handled)[0].values()}
     kept = cuts(sharder, alone, handled)[0].values()
     return [(node, place) for node, place in kept if place not in barred]
@@ -61,6 +63,25 @@ def of_windows(sharder: Sharder, site: list[Demand], handled: frozenset[str], wo
             nodes += node.all_input_nodes
     windowed = all(wanted in reached or wanted[0] not in worked for wanted in site)
     return windowed and whole.isdisjoint(node for node, _ in below)
+
+
+def any_to_cut(sharder: Sharder, demands: Iterable[Demand], handled: frozenset[str]) -> bool:
+    """Whether above any of `demands` there is a reshape of which the ranks could have equally many windows."""
+    pending, seen = list(demands), set[Demand]()
+    while pending:
+        demand = pending.pop()
+        node, place = demand
+        if demand in seen or node.op != "call_function":
+            continue
+        seen.add(demand)
+        viewed, climbed = isinstance(rule_of(node), ViewRule), climb(sharder, node, place)
+        if climbed is not None:
+            if viewed and any(shared_evenly(sharder, at) for _, at in climbed):
+                return True
+            pending += climbed
+        elif not viewed:
+            pending += (each for each in above(sharder, node, place, handled) if each[1].dim == place.dim)
+    return False
 
 
 def cuts(
@@ -105,10 +126,7 @@ def leading(site: Sequence[Demand]) -> int:
 def cut_whole(sharder: Sharder, place: Sharded, down: Path, dims: int) -> Sharded | None:
     """Windows in the place of rows of each, where ranks can have equally many, and attention finds them among its first
     `dims`."""
-    if sharder.ranks.asks or place.dim == 0 or any(map(is_open, (place.outer, place.length, place.inner))):
-        return None
-    least = sharder.ranks.least(place.outer)
-    if place.outer < least or place.outer % least:
+    if not shared_evenly(sharder, place):
         return None
     whole = at = Sharded(place.dim, 1, place.outer, place.length * place.inner)
     for node, rule, index in down:
@@ -118,3 +136,11 @@ def cut_whole(sharder: Sharder, place: Sharded, down: Path, dims: int) -> Sharde
             return None
         at = pushed or at
     return whole if at.dim < dims else None
+
+
+def shared_evenly(sharder: Sharder, place: Sharded) -> bool:
+    """Whether ranks can have equally many of the windows that `place` is one row of each of."""
+    if sharder.ranks.asks or place.dim == 0 or any(map(is_open, (place.outer, place.length, place.inner))):
+        return False
+    least = sharder.ranks.least(place.outer)
+    return place.outer >= least and place.outer % least == 0
