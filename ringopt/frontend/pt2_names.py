@@ -35,8 +35,11 @@ FUNCTIONS = {
     **dict.fromkeys(PRIVATE_FUNCTIONS),
 }.keys()  # fmt: skip
 # Of torch's own operators, those that read or write files, load libraries, call other processes or run the interpreter
-# of TorchScript; libraries of other packages hold what their package, which was imported, has put there.
-REFUSED_LIBRARIES = {"prim", "profiler", "static_runtime", "_test", "debugprims", "c10d", "symm_mem", "onnx", "rpc"}
+# of TorchScript; and those of ringopt's kernels, one of which compiles text. What other packages put into libraries of
+# theirs, whoever imported them wanted.
+REFUSED_LIBRARIES = {
+    "prim", "profiler", "static_runtime", "_test", "debugprims", "c10d", "symm_mem", "onnx", "rpc", "ringopt_kernels",
+}  # fmt: skip
 REFUSED_OPERATORS = {("aten", "save"), ("aten", "from_file"), ("aten", "warn"), ("aten", "eval")}
 # Of torch's own higher-order operators, those that run graphs that stand in the file, or an operator.
 HIGHER_ORDER = {

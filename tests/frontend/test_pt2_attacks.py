@@ -131,6 +131,9 @@ IN_THE_MODEL = {
     "methodcaller": (at(*NODE, "target", put="_operator.methodcaller"), "is not an operator"),
     "call": (at(*NODE, "target", put="_operator.call"), "is not an operator"),
     "extension": (at(*NODE, "target", put="#ns:op"), "is not an operator"),
+    "text that a kernel is compiled of": (
+        at(*NODE, "target", put="torch.ops.ringopt_kernels.scored_attention.default"), "does more than compute",
+    ),
     "file of a tensor": (at(*NODE, "target", put="torch.ops.aten.from_file.default"), "does more than compute"),
     "compiled library": (at(*NODE, "target", put="torch.ops.higher_order.aoti_call_delegate"), "is not an operator"),
     "operator of another ringopt": (
