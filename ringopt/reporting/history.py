@@ -25,9 +25,11 @@ _listeners: list[list[History]] = []
 
 @dataclass(frozen=True)
 class Looked:
-    """A refusal, and the node that it was about: "" where it names none."""
+    """What is not sharded, and the node that this is about: "" where it names none. `what`: "left alone", "refused" or
+    "gathered"."""
 
     node: str
+    what: str
     sentence: str
 
 
@@ -55,7 +57,7 @@ class History:
         before: Sequence[NodeView] = ()
         for name, graph, refusals in zip(self.names, self.graphs, self.refusals, strict=True):
             changes = unchanged(graph) if graph is before or not before else diff_views(before, graph).changes
-            found.frame(name, changes, refused=[[found.word(one.node), one.sentence] for one in refusals])
+            found.frame(name, changes, refused=[[found.word(one.node), one.what, one.sentence] for one in refusals])
             before = graph
         if len(self.graphs) > 1:
             found.frame("all passes", diff_views(self.graphs[0], before).changes, refused=[])
@@ -67,13 +69,13 @@ def looked_at(context: Context | None) -> Iterator[Looked]:
     if context is None:
         return
     for refused in context.left_alone:
-        yield Looked(refused.node.name if refused.node is not None else "", refused.sentence)
+        yield Looked(refused.node.name if refused.node is not None else "", "left alone", refused.sentence)
     for node, info in context.sites.items():
         if info.refusal is not None:
-            yield Looked(node.name, f"{info.module or node.name}: {info.refusal}")
+            yield Looked(node.name, "refused", f"{info.module or node.name}: {info.refusal}")
     for gather in context.gathers:
         node = last_of(context, gather.module, gather.op)
-        yield Looked(node, f"{gather.module or gather.op}: {gather.why}")
+        yield Looked(node, "gathered", gather.why)
 
 
 def last_of(context: Context, module: str, op: str) -> str:

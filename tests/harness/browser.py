@@ -38,10 +38,12 @@ def missing() -> str:
 class Browser:
     """One window. Selectors are CSS; what cannot be found or clicked raises RuntimeError."""
 
-    def __init__(self, address: str, profile: str):
+    def __init__(self, address: str, profile: str, traced: bool = False):
         self.address = address
-        options = {"args": [*QUIETLY, f"--user-data-dir={profile}"]}
+        options: dict[str, Any] = {"args": [*QUIETLY, f"--user-data-dir={profile}"]}
         logs = {"browser": "ALL", "performance": "ALL"}
+        if traced:
+            options["perfLoggingPrefs"] = {"traceCategories": "devtools.timeline,blink.user_timing"}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": logs}
         session = self.ask("POST", "session", {"capabilities": {"alwaysMatch": wanted}})
         self.address = f"{address}/session/{session['sessionId']}"
@@ -63,9 +65,9 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.ask("POST", "goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
 
-    def run(self, script: str) -> Any:
-        """The value of a JavaScript function body."""
-        return self.ask("POST", "execute/sync", {"script": script, "args": []})
+    def run(self, script: str, *given: Any) -> Any:
+        """The value of a JavaScript function body, which finds what it is `given` in `arguments`."""
+        return self.ask("POST", "execute/sync", {"script": script, "args": given})
 
     def texts(self, selector: str) -> list[str]:
         """What a person reads in the elements, in order; "" of hidden ones."""
@@ -99,17 +101,23 @@ class Browser:
         sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
         return [str(params["request"]["url"]) for params in sent]
 
+    def trace(self) -> list[dict[str, Any]]:
+        """The browser's own record of what it did since the last call, as trace events; of one that is traced."""
+        entries = self.ask("POST", "se/log", {"type": "performance"})
+        messages = (json.loads(entry["message"])["message"] for entry in entries)
+        return [message["params"] for message in messages if message["method"] == "Tracing.dataCollected"]
+
     def screenshot(self, file: Path) -> None:
         file.write_bytes(b64decode(self.ask("GET", "screenshot")))
 
 
 @contextmanager
-def browser() -> Iterator[Browser]:
-    """A browser that lives as long as the block."""
+def browser(traced: bool = False) -> Iterator[Browser]:
+    """A browser that lives as long as the block; `traced`: it records what it does."""
     driver, port = started()
     try:
         with TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-            window = Browser(f"http://127.0.0.1:{port}", profile)
+            window = Browser(f"http://127.0.0.1:{port}", profile, traced)
             try:
                 yield window
             finally:

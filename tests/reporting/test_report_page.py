@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import ringopt
 from ringopt.output.drawn import MaskPicture, ModuleFigures, Prediction
@@ -111,4 +112,42 @@ def test_in_a_browser(tmp_path: Path, window: Browser) -> None:
     for width in (1400, 400):
         window.resize(width, 800)
         assert window.run("return document.documentElement.scrollWidth <= innerWidth")
+    assert window.complaints() == []
+
+
+class Odd(Causal):
+    """Its softmax is over what no product of two activations gave: it is left alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * torch.softmax(self.before(x).sort(-1).values, -1)[..., :16]
+
+
+def test_a_slider_goes_through_the_passes(tmp_path: Path, window: Browser) -> None:
+    """A node that is chosen stays chosen, by provenance, forward and back; what a refusal looked at is shown."""
+    with recorded() as histories:
+        report = ringopt.explain(Odd(), torch.zeros(1, 64, 16), world_size=2)
+    page = tmp_path / "page.html"
+    page.write_text(report_page(report, "model", histories))
+    window.open(page)
+    slide = (
+        "const one = document.querySelector('#graph0 > .panel input'); one.value = arguments[0];"
+        "one.dispatchEvent(new Event('input'))"
+    )
+    names = [frame["name"] for frame in data_of(page.read_text())["graphs"][0]["frames"]]
+    chosen = []
+    window.run(slide, 0)
+    window.run("look('scaled_dot')")
+    window.click(".line0:not(.module)")
+    window.run("look('')")
+    for name in ("capture", "find_attention", "shard_sequence", "all passes", "normalize"):
+        window.run(slide, names.index(name))
+        chosen += [text.split(" = ")[1].partition("(")[0] for text in window.texts(".line0[aria-selected=true] .text")]
+    sdpa, ring = "scaled_dot_product_attention", "ringopt::ring_attention"
+    assert chosen == [sdpa, "ringopt::attention", ring, ring, sdpa]
+    looked = next(place for place, name in enumerate(names) if name == "find_unfused")
+    window.run(slide, looked)
+    window.click("#graph0 li button")
+    assert window.texts(".line0[aria-selected=true] .text")[0].partition(" = ")[2].startswith("softmax")
+    assert any("sort" in text for text in window.texts(".line0.near .text"))
     assert window.complaints() == []

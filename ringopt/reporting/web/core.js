@@ -156,7 +156,11 @@ byId("theme").addEventListener("click", () => {
   kept.set("ringopt-theme", root.dataset.theme);
   for (const paint of repaints) paint();
 });
-const colourOf = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+const palette = {};  // of each theme: asking for a style in every frame makes the browser lay the page out
+function colourOf(name) {
+  const known = palette[root.dataset.theme] ??= {};
+  return known[name] ??= getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+}
 document.addEventListener("keydown", (event) => {
   const search = byId("search");
   if (event.target === search) {

@@ -13,8 +13,9 @@ Object.assign(GraphView.prototype, {
       facts({reads: entry.view.inputs.length ? named(entry.view.inputs) : "", "read by": users.length ? named(users.slice(0, 40).map((other) => other.view.name)) : ""}));
   },
   drawLinks() {
-    if (!this.linked || this.canvas.hidden || !this.canvas.clientWidth) return;
-    const canvas = this.canvas, wide = canvas.clientWidth, high = canvas.clientHeight, ratio = devicePixelRatio || 1, ranks = Math.min(this.ranks, 8), gutter = wide * .38;
+    const [wide, high] = this.drawn || [0, 0];  // asked for here, the rows that were just made would be laid out twice
+    if (!this.linked || this.canvas.hidden || !wide) return;
+    const canvas = this.canvas, ratio = devicePixelRatio || 1, ranks = Math.min(this.ranks, 8), gutter = wide * .38;
     if (canvas.width !== wide * ratio || canvas.height !== high * ratio) { canvas.width = wide * ratio; canvas.height = high * ratio; }
     const pen = canvas.getContext("2d"), top = this.box.scrollTop, y = (row) => row * ROW - top + ROW / 2;
     const x = (rank) => gutter + (wide - gutter - 14) * (rank + .5) / ranks;

@@ -1,5 +1,5 @@
 // Rows of a graph that are made as they come into view, with links between ranks beside them, and details of one node.
-const ROW = 26, OVERSCAN = 12, MARKS = {added: "+", removed: "−", replaced: "±", changed: "±", rerouted: "~", resized: "=", same: ""};
+const ROW = 26, OVERSCAN = 6, MARKS = {added: "+", removed: "−", replaced: "±", changed: "±", rerouted: "~", resized: "=", same: ""};
 class GraphView {
   // options: {metric: entry -> number or null, chosen: entry called when one is selected}
   constructor(graph, place, options = {}) {
@@ -17,6 +17,7 @@ class GraphView {
     this.box.addEventListener("keydown", (event) => this.key(event));
     this.space.addEventListener("click", (event) => this.click(event));
     new ResizeObserver(() => this.later()).observe(this.box);
+    new ResizeObserver(() => { this.drawn = [this.canvas.clientWidth, this.canvas.clientHeight]; this.later(); }).observe(this.canvas);
     repaints.push(() => this.later());
     addEventListener("beforeprint", () => { this.printing = true; this.paint(); });
     addEventListener("afterprint", () => { this.printing = false; this.paint(); });
@@ -98,7 +99,8 @@ class GraphView {
     this.waiting = requestAnimationFrame(() => { this.waiting = 0; this.paint(); });
   }
   paint() {
-    const top = Math.max(0, Math.floor(this.box.scrollTop / ROW) - OVERSCAN), seen = this.printing ? this.rows.length : Math.ceil(this.box.clientHeight / ROW) + 2 * OVERSCAN;
+    const high = this.high = this.box.clientHeight || this.high || 0, top = Math.max(0, Math.floor(this.box.scrollTop / ROW) - OVERSCAN);
+    const seen = this.printing ? this.rows.length : Math.ceil(high / ROW) + 2 * OVERSCAN;
     const last = Math.min(this.rows.length, top + seen), first = this.printing ? 0 : top;
     for (const [row, line] of this.pool) if (row < first || row >= last) { line.remove(); this.pool.delete(row); }
     const fresh = document.createDocumentFragment();

@@ -1,7 +1,7 @@
 // The line of passes: a slider through the graph after each, what the pass changed, what was refused in it.
 function passesOf(source, place) {
   const graph = new Graph({...source, ranks: data.report ? data.report.world_size : 2}), last = graph.frames.length - 1;
-  const did = graph.frames.map((frame, at) => at === 0 ? 0 : frame.changes.filter((change) => !Array.isArray(change)).length), largest = most(did.slice(0, last)) || 1;
+  const did = graph.frames.map((frame, at) => at === 0 ? 0 : frame.changes.filter((change) => !Array.isArray(change) && !QUIET.has(graph.kindNames[change.k])).length), largest = most(did.slice(0, last)) || 1;
   const bars = graph.frames.map((frame, at) => make("button", {type: "button", class: frame.refused.length ? "lost" : did[at] ? "did" : "", tabindex: -1, title: `${frame.name}: ${at ? counted(did[at], "change") : "the graph as captured"}${frame.refused.length ? `, ${frame.refused.length} refused` : ""}`, on: {click: () => step(at)}}, make("i", {vars: {share: `${at ? Math.min(100, 8 + 92 * Math.log2(1 + did[at]) / Math.log2(1 + largest)) : 8}%`}})));
   const slider = make("input", {type: "range", min: 0, max: last, value: 0, "aria-label": "pass", on: {input: () => step(+slider.value)}}), said = make("output", {class: "said"}), refused = make("ul", {class: "plain"});
   let at = 0, every = false;
@@ -18,7 +18,7 @@ function passesOf(source, place) {
     bars.forEach((bar, place) => { if (place === at) bar.setAttribute("aria-current", "step"); else bar.removeAttribute("aria-current"); });
     said.replaceChildren(make("b", {}, frame.name), at ? ` changed ${counted(did[at], "node")}` : ` gave ${counted(graph.entries(0).length, "node")}`);
     view.show(at, every);
-    refused.replaceChildren(...frame.refused.map(([name, sentence]) => make("li", {class: "refused"}, make("button", {type: "button", class: "plain", title: "shows the node, and what it reads", on: {click: () => lookedAt(name)}}, `refused: ${sentence}`))));
+    refused.replaceChildren(...groupsOf(frame.refused, ([, what, sentence]) => `${what}: ${sentence.replace(/\d+/g, "")}`).map((alike) => make("li", {class: "refused"}, alike.length > 1 ? make("span", {class: "times"}, `${alike.length} ×`) : "", make("button", {type: "button", class: "plain", title: "shows the node, and what it looked at", on: {click: () => lookedAt(alike[0][0])}}, `${alike[0][1]}: ${alike[0][2]}`))));
     if (chosen) { view.reveal(chosen); view.select(chosen); }
     else if (view.selected) { view.selected = null; view.details.replaceChildren(); view.redraw(); }
   }
