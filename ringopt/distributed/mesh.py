@@ -90,6 +90,8 @@ class Mesh(ABC):
         self.recent = Recent()
         # Of this thread: whether it is within a program, and what is due before its next message.
         self._within = threading.local()
+        # Seeds on their way to the host, of all ranks, to be compared there (ops/ring_misfits.py).
+        self.seeds_arriving: Callable[[], list[Tensor]] | None = None
         # Backwards of autograd that have begun the backward of a program and are not over (runtime/input_check.py).
         self.backwards: set[int] = set()
 

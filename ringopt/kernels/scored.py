@@ -68,7 +68,8 @@ def refusal_of_scored(q: Tensor, value_dim: int, mask: Mask, sources: Sequence[T
         return Refusal("the mask reads what is on another device")
     if isinstance(found := scores_program(mask, True), Refusal):
         return found
-    return None if isinstance(q, FakeTensor) or works(q.device) else Refusal("its numbers are wrong on this device")
+    tried = isinstance(q, FakeTensor) or works(q.device, q.dtype, q.shape[3], value_dim)
+    return None if tried else Refusal("it does not work on this device")
 
 
 class Scored(Kernel):
@@ -110,21 +111,22 @@ class Scored(Kernel):
 
 
 @cache
-def works(device: torch.device) -> bool:
-    """Whether the kernels give the numbers of matrix products here: tried once, on capped scores in 16 bits. Where they
-    do not, a warning says why, and attention with such scores takes many launches."""
+def works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether the kernels give the numbers of matrix products here: tried once for heads of these sizes, on capped
+    scores. Where they do not, a warning says why, and attention with such scores takes many launches."""
     float32 = torch.float32
     twice = apply("mul", [score(float32), load(0, [axis("h")], float32)], float32)
     mask = Mask(score=apply("tanh", [twice], float32))
     try:
         made = torch.Generator(device).manual_seed(0)
-        q, k, v, dout = (torch.randn(1, 2, 96, 64, device=device, generator=made).half() for _ in range(4))
+        dims = (key_dim, key_dim, value_dim, value_dim)
+        q, k, v, dout = (torch.randn(1, 2, 96, dim, device=device, generator=made).to(dtype) for dim in dims)
         by_head = torch.tensor([1.0, 2.0], device=device)
-        tile = TileInputs(q, k, v, 0.125, causal=True)
+        tile = TileInputs(q, k, v, key_dim**-0.5, causal=True)
         right = Math(modifier=Modifier(lambda scores, rows: (scores * by_head.view(-1, 1, 1)).tanh()))
         kernel = Scored(mask, [by_head], TilePlace(range(96), range(96), range(96), 0), None, whole=True)
         expected, found = right.forward(tile), kernel.forward(tile)
-        rows = WholeRows(dout, expected[0].half(), expected[1])
+        rows = WholeRows(dout, expected[0].to(dtype), expected[1])
         pairs = zip((*expected, *right.backward(tile, rows)), (*found, *kernel.backward(tile, rows)), strict=True)
         worked = all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05) for a, b in pairs)
         why = "their numbers are wrong"

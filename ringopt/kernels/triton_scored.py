@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Sequence
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -88,6 +89,14 @@ def dropped(seed, b, h, row, column, given, drop):
 
 
 @triton.jit
+def spot(rows, heads, B: tl.constexpr):
+    """The first row of this program, its batch and its head; programs of one head follow each other."""
+    blocks = (rows + B - 1) // B
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    return (tl.program_id(0) % blocks) * B, pair // heads, pair % heads
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, out, lse, mask, seed, strides, given, drop, scale, heads, groups, dims,
     SCORES: tl.constexpr, MASKED: tl.constexpr, BANDED: tl.constexpr, DROPS: tl.constexpr,
@@ -95,15 +104,15 @@ def forward_kernel(
 ):  # fmt: skip
     """`strides`: of q, k, v, out. `given`: see `changed`; `drop`: the least number that is kept, what it counts."""
     queries, keys, band = given[0], given[1], given[3]
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    row, wide, own = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BV)
+    begin, b, h = spot(queries, heads, BM)
+    row, wide, own = begin + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BV)
     some = rows_of(q, b, h, row, wide, strides[0], queries, dims[0])
     top, total = tl.full([BM], HIDDEN, tl.float32), tl.full([BM], 0.0, tl.float32)
     sums = tl.full([BM, BV], 0.0, tl.float32)
     first, last = 0, keys
     if BANDED:
-        first = tl.maximum(0, tl.program_id(0) * BM + band[0]) // BN * BN
-        last = tl.minimum(keys, tl.program_id(0) * BM + BM - 1 + band[1])
+        first = tl.maximum(0, begin + band[0]) // BN * BN
+        last = tl.minimum(keys, begin + BM - 1 + band[1])
     for start in range(first, last, BN):
         column = start + tl.arange(0, BN)
         others = rows_of(k, b, h // groups, column, wide, strides[1], keys, dims[0])
@@ -143,8 +152,8 @@ def queries_kernel(
 ):  # fmt: skip
     """dq, and the sum of dout * out of each row in `delta`. `strides`: of q, k, v, dout, out, lse."""
     queries, keys, band = given[0], given[1], given[3]
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    row, wide, own = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BV)
+    begin, b, h = spot(queries, heads, BM)
+    row, wide, own = begin + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BV)
     there = row < queries
     some = rows_of(q, b, h, row, wide, strides[0], queries, dims[0])
     grad = rows_of(dout, b, h, row, own, strides[3], queries, dims[1])
@@ -155,8 +164,8 @@ def queries_kernel(
     sums = tl.full([BM, BD], 0.0, tl.float32)
     first, last = 0, keys
     if BANDED:
-        first = tl.maximum(0, tl.program_id(0) * BM + band[0]) // BN * BN
-        last = tl.minimum(keys, tl.program_id(0) * BM + BM - 1 + band[1])
+        first = tl.maximum(0, begin + band[0]) // BN * BN
+        last = tl.minimum(keys, begin + BM - 1 + band[1])
     for start in range(first, last, BN):
         column = start + tl.arange(0, BN)
         others = rows_of(k, b, h // groups, column, wide, strides[1], keys, dims[0])
@@ -181,8 +190,7 @@ def keys_kernel(
 ):  # fmt: skip
     """dk and dv, over all query heads of a KV head. `strides`: as in `queries_kernel`."""
     queries, keys, band, kv_heads = given[0], given[1], given[3], heads // groups
-    b, g = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
-    begin = tl.program_id(0) * BN
+    begin, b, g = spot(keys, kv_heads, BN)
     column, wide, own = begin + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
     others = rows_of(k, b, g, column, wide, strides[1], keys, dims[0])
     values = rows_of(v, b, g, column, own, strides[2], keys, dims[1])
@@ -221,7 +229,7 @@ def keys_kernel(
 @lru_cache(maxsize=256)
 def function_of(program: str) -> Any:
     """The function `scores` of that text; Triton reads it again where Python keeps the lines of a file."""
-    name = f"<scores {hash(program):x}>"
+    name = f"<scores {sha256(program.encode()).hexdigest()}>"  # the same in each process, as a cache needs it
     linecache.cache[name] = (len(program), None, program.splitlines(keepends=True), name)
     found: dict[str, Any] = {"__name__": __name__}
     exec(compile(program, name, "exec"), found)  # written by score_program.py
@@ -236,8 +244,8 @@ def common(q: Tensor, k: Tensor, v: Tensor, call: Sequence[Any]) -> Any:
     sizes = tuple(tuple(x.shape) for x in sources)
     given = (queries, keys, tuple(place), tuple(band) or (0, 0), strides, tuple(sources), *(steps(sources), sizes))
     rest = (given, (least, keep), scale, heads, heads // k.shape[1], (q.shape[3], v.shape[3]))
-    widest = max(q.shape[3], v.shape[3])
-    block = 64 if widest <= 128 else 32
+    widest = max(q.shape[3], v.shape[3]) * q.element_size()
+    block = 64 if widest <= 256 else 32 if widest <= 512 else 16  # about 140 KiB of shared memory at most
     constants = {
         "SCORES": function_of(program) if program else None,
         **{"MASKED": mask is not None, "BANDED": bool(band), "DROPS": seed is not None, "BM": block, "BN": block},
@@ -257,7 +265,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor
     out = q.new_empty(batch, heads, queries, dim)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     beside, rest, constants = common(q, k, v, call)
-    grid = (triton.cdiv(queries, constants["BM"]), batch * heads)
+    grid = (triton.cdiv(queries, constants["BM"]) * batch * heads,)
     forward_kernel[grid](q, k, v, out, lse, *beside, steps((q, k, v, out)), *rest, **constants)
     return out, lse
 
@@ -272,8 +280,8 @@ def backward(
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     beside, rest, constants = common(q, k, v, call)
     lies = steps((q, k, v, dout, out, lse))
-    grid = (triton.cdiv(queries, constants["BM"]), batch * heads)
+    grid = (triton.cdiv(queries, constants["BM"]) * batch * heads,)
     queries_kernel[grid](q, k, v, dout, out, lse, dq, delta, *beside, lies, *rest, **constants)
-    grid = (triton.cdiv(keys, constants["BN"]), batch * kv_heads)
+    grid = (triton.cdiv(keys, constants["BN"]) * batch * kv_heads,)
     keys_kernel[grid](q, k, v, dout, lse, delta, dk, dv, *beside, lies, *rest, **constants, num_warps=8)
     return dq, dk, dv

@@ -10,6 +10,7 @@ exchanged: context_parallel/plan/dilated.py. `dilated_start` posts the first mes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose_kernel
 from ringopt.ops.ring import EARLY
-from ringopt.ops.ring_misfits import agree_on_seeds, misfit_of, misfit_of_extras, misfit_of_rows
+from ringopt.ops.ring_misfits import agree_on_seeds, misfit_of, misfit_of_extras, misfit_of_rows, settle_seeds
 from ringopt.ops.tags import ON_HOST
 
 CONFIG = (
@@ -88,7 +89,7 @@ def dilated_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     given, config = operands_of(q, k, v, seen, sinks, seed), Config(*rest)
     attention, mesh = prepare("dilated_attention", given, seen, config)
     if seed is not None:
-        agree_on_seeds(mesh, seed)
+        given = replace(given, seed=agree_on_seeds(mesh, seed))
     with mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
         return attend_dilated(attention, mesh, given, begun(k, v, False, config))
 
@@ -193,6 +194,7 @@ def prepare(op: str, given: Operands, seen: Tensor | None, config: Config) -> tu
     mesh, (q, k, v) = mesh_of(config.group), (given.q, given.k, given.v)
     program_until_here(mesh)
     mesh.meet_on(q.device)
+    settle_seeds(mesh)
     layout = layout_of(config.layout, config.length, mesh.size)
     shards = Shards(q, k, v, (), given.sinks, given.seed)
     misfit = (

@@ -50,9 +50,7 @@ def _(count: int, device: torch.device) -> Tensor:
 def agreed_seeds(given: Tensor, group: str) -> Tensor:
     """The seeds, which all ranks have alike. Raises RingMismatchError on all of them where they do not."""
     mesh = mesh_of(group)
-    if mesh.size > 1:
-        agree_on_seeds(mesh, given)
-    return given.clone()
+    return (agree_on_seeds(mesh, given) if mesh.size > 1 else given).clone()
 
 
 @agreed_seeds.register_fake

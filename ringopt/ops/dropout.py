@@ -2,8 +2,8 @@
 
 The ranks' generators are usually seeded alike, so plain dropout would drop the same places of every shard; and shards
 of unequal size would leave the generators in different states, so that replicated values would drift apart. Here the
-default generator gives one seed (as many draws on every rank), and the mask comes from (seed, rank): reproducible for
-a seed, a number of ranks and a layout.
+default generator gives one seed (as many draws on every rank), and the mask is a hash of (seed, rank, place): the same
+for a seed, a number of ranks and a layout, and read nowhere but on the device.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.lookup import mesh_of
-from ringopt.ops.tags import ON_HOST
 
 SEEDS = 2**31 - 1
 
 
-@torch.library.custom_op("ringopt::dropout", mutates_args=(), tags=ON_HOST)
+@torch.library.custom_op("ringopt::dropout", mutates_args=())
 def dropout(x: Tensor, seed: Tensor, p: float, group: str) -> tuple[Tensor, Tensor]:
     """`x` with each element zeroed with probability `p`, the others divided by 1 - p; and which were kept (bool)."""
-    stream = torch.Generator(x.device).manual_seed(int(seed.item()) * 1_000_003 + mesh_of(group).rank)
-    kept = torch.rand(x.shape, generator=stream, device=x.device) >= p
+    stream = seed + (mesh_of(group).rank << 32)  # seeds are of 31 bits
+    places = torch.arange(x.numel(), device=x.device)
+    kept = torch.ops.ringopt.draw(stream, [places], [1], x.numel(), "kept", [p], torch.bool).view(x.shape)
     return (x * kept).div_(1 - p if p < 1 else 1).contiguous(), kept
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ from ringopt.ops.ring_misfits import (
     misfit_of_extras,
     misfit_of_rows,
     misfit_of_sources,
+    settle_seeds,
 )
 from ringopt.ops.tags import ON_HOST
 from ringopt.version import engine_version
@@ -134,7 +135,7 @@ def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     given, config = arguments_of_forward(arguments)
     site = prepare("ring_attention", given, config)
     if given.seed is not None:
-        agree_on_seeds(site.mesh, given.seed)
+        given = replace(given, seed=agree_on_seeds(site.mesh, given.seed))
     with site.mesh.unbroken(), torch.autocast(given.q.device.type, enabled=False):
         return attend(site.attention, site.mesh, given, begun(given, False, config))
 
@@ -286,6 +287,7 @@ def prepare(op: str, given: Operands, config: Config) -> Site:
     mesh, mask = mesh_of(config.group), Mask.parse(config.mask)
     program_until_here(mesh)
     mesh.meet_on(given.q.device)
+    settle_seeds(mesh)
     plan = plan_for(config, (given.q.shape[1], given.k.shape[1]), mesh, mask)
     misfit = (
         misfit_of_expansion(given, mask, plan)

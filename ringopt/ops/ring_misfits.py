@@ -16,6 +16,7 @@ from ringopt.context_parallel.plan.plan_of import Plan
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RingMismatchError
 from ringopt.expr.mask import Mask
+from ringopt.hardware.to_host import to_host
 
 
 def misfit_of_expansion(given: Operands, mask: Mask, plan: Plan) -> str:
@@ -89,10 +90,32 @@ def misfit_of_extras(given: Operands, dropout_p: float) -> str:
     return ""
 
 
-def agree_on_seeds(mesh: Mesh, seeds: Tensor) -> None:
-    """At every call, for generators that ran apart would have every rank draw others, and no error. Raises
-    RingMismatchError on all ranks alike."""
-    found = [part.tolist() for part in mesh.all_gather(seeds.detach().to(mesh.device).reshape(-1), "seed")]
+def agree_on_seeds(mesh: Mesh, seeds: Tensor) -> Tensor:
+    """The seeds to draw by, of rank 0, compared over the ranks at every call: generators that ran apart would have
+    every rank draw others, and no error. Raises RingMismatchError on all ranks alike.
+
+    On a device the comparison is read when the next seeds are agreed on, or before gradients of these draws are made
+    (`settle_seeds`), so that nothing waits for it: until then all ranks draw alike, by those of rank 0."""
+    settle_seeds(mesh)
+    found = mesh.all_gather(seeds.detach().to(mesh.device).reshape(-1), "seed")
+    mesh.seeds_arriving = to_host([torch.stack(found)])
+    if is_host(mesh.device):
+        settle_seeds(mesh)
+        return seeds
+    return found[0].view(seeds.shape)
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether to read a number there waits for nothing."""
+    return device.type == "cpu"
+
+
+def settle_seeds(mesh: Mesh) -> None:
+    """Compares the seeds that the ranks have told each other, if that is still to be done."""
+    arriving, mesh.seeds_arriving = mesh.seeds_arriving, None
+    if arriving is None:
+        return
+    found = arriving()[0].tolist()
     if any(each != found[0] for each in found):
         place = next(place for place, seeds_there in enumerate(zip(*found, strict=True)) if len({*seeds_there}) > 1)
         shown = [each[place] for each in found]

@@ -115,7 +115,7 @@ TABLE: dict[str, Traits] = {
     # ---- what is computed over the ranks
     "extreme": Traits(sends=traffic.extremes, gradient=conjugates.count_of_equals),
     "running_sum": Traits(sends=traffic.sums_of_chunks, gradient=conjugates.running_sum),
-    "dropout": Traits(silent=True),  # the seed is read on the host
+    "dropout": Traits(silent=True, capturable=True),
     "seeds": alone(capturable=True),
     "agreed_seeds": Traits(sends=traffic.seeds_compared),
     "draw": alone(capturable=True),

@@ -271,12 +271,13 @@ def test_the_same_weights_are_dropped(interpreted: ModuleType) -> None:
 
 @TRITON
 def test_it_is_tried_on_a_device_once(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scored.works(torch.device("cpu"))
+    tried = torch.device("cpu"), torch.float16, 20, 40
+    assert scored.works(*tried)
     scored.works.cache_clear()
     forward = interpreted.forward
     monkeypatch.setattr(interpreted, "forward", lambda *args: tuple(map(operator.neg, forward(*args))))
     with pytest.warns(UserWarning, match="do not work on cpu, and are not used: their numbers are wrong"):
-        assert not scored.works(torch.device("cpu"))
+        assert not scored.works(*tried)
 
 
 @TRITON
@@ -286,7 +287,7 @@ def test_it_is_tried_on_a_device_once(interpreted: ModuleType, monkeypatch: pyte
 )
 def test_over_ranks(interpreted: ModuleType, pattern: str, layout: str, asked: str) -> None:
     """Three ranks, weights dropped; the numbers are those of matrix products."""
-    assert scored.works(torch.device("cpu"))
+    assert scored.works(torch.device("cpu"), FLOAT, 16, 16)
     n, calls = 31, list[str]()
     mask = Mask(score=CAPPED) if asked == "softcap" else MASK
     forward = interpreted.forward

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ringopt.distributed.consistency import RingMismatchError
-from ringopt.ops import operators
+from ringopt.ops import operators, ring_misfits
 from ringopt.ops.draws import DIGITS, KINDS
 from tests.harness.threads import run_on_threads
 
@@ -217,3 +218,36 @@ def test_seeds_that_differ_are_told_on_every_rank() -> None:
 
     told = run_on_threads(2, body)
     assert told[0] == told[1] and "the ranks draw random numbers by seeds [0, 1]" in told[0]
+
+
+def test_on_a_device_seeds_are_compared_later_and_drawn_by_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks draw by those of rank 0; that they differ is told before gradients of the draws, or other seeds."""
+    monkeypatch.setattr(ring_misfits, "is_host", lambda device: False)
+
+    def body(mesh: Any) -> list[str]:
+        told, mine = [], torch.tensor([3, mesh.rank])
+        alike = operators.agreed_seeds(torch.tensor([4, 5]), mesh.name)
+        assert alike.tolist() == [4, 5] and mesh.seeds_arriving is not None
+        for then in (lambda: ring_misfits.settle_seeds(mesh), lambda: operators.agreed_seeds(alike, mesh.name)):
+            assert operators.agreed_seeds(mine, mesh.name).tolist() == [3, 0]
+            with pytest.raises(RingMismatchError) as raised:
+                then()
+            told.append(str(raised.value))
+        assert mesh.seeds_arriving is None
+        return told
+
+    told = run_on_threads(2, body)
+    assert told[0] == told[1] and all("by seeds [0, 1]" in each for each in told[0])
+
+
+def test_each_rank_drops_elements_of_its_own() -> None:
+    def body(mesh: Any) -> Tensor:
+        x = torch.ones(3, 4000)
+        out, kept = operators.dropout(x, torch.tensor(2**31 - 2), 0.25, mesh.name)
+        again, _ = operators.dropout(x, torch.tensor(2**31 - 2), 0.25, mesh.name)
+        assert torch.equal(out, again) and torch.equal(out, kept / 0.75) and abs(kept.float().mean() - 0.75) < 0.02
+        assert not operators.dropout(x, torch.tensor(1), 1.0, mesh.name)[0].any()
+        return kept
+
+    first, second = run_on_threads(2, body)
+    assert abs((first == second).float().mean() - (0.75**2 + 0.25**2)) < 0.02

@@ -9,8 +9,9 @@ import torch
 
 from ringopt.context_parallel.executor.operands import spread_nan
 from ringopt.hardware.to_host import to_host
+from ringopt.ops.ring_misfits import agree_on_seeds
 from ringopt.tools.benchmarks.lab.fake_cuda import LaunchCounter, fake_cuda, missing
-from ringopt.tools.benchmarks.workers.launches import MASKS, Shape, launched
+from ringopt.tools.benchmarks.workers.launches import MASKS, Counting, Shape, launched
 from ringopt.tools.cli import main
 from tests.harness.benches import tables
 
@@ -63,6 +64,19 @@ def test_reads_and_copies_are_counted() -> None:
             (there,) = to_host([x])()
             spread_nan(x.view(1, 1, 4, 1), [x], torch.zeros(1, 1, 4, dtype=torch.bool, device="cuda"))
     assert there.device.type == "cpu" and (watched.reads, watched.copies) == (2, 1)
+
+
+@COMPILER
+def test_seeds_are_agreed_on_without_reading_them() -> None:
+    """The numbers of a call are on the host when the next one reads them there."""
+    with fake_cuda():
+        mesh = Counting(1, 4)
+        mesh.device = torch.device("cuda")
+        seed = torch.zeros((), dtype=torch.int64, device="cuda")
+        with LaunchCounter() as watched:
+            agreed = agree_on_seeds(mesh, seed)
+            assert mesh.seeds_arriving is not None and mesh.seeds_arriving()[0].device.type == "cpu"
+    assert agreed.is_cuda and (watched.reads, watched.copies) == (0, 1)
 
 
 def test_what_is_on_the_host_is_not_copied() -> None:
