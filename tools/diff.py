@@ -45,8 +45,8 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("before", metavar="A.pt2", help="file of torch.export.save")
-    parser.add_argument("after", metavar="B.pt2", help="file of torch.export.save")
+    parser.add_argument("before", metavar="A.pt2", help="file of torch.export.save (.pt2), or folder of TORCH_TRACE")
+    parser.add_argument("after", metavar="B.pt2", help="the same")
     parser.add_argument(
         "--world-size", metavar="N", type=positive, help="count bytes and FLOPs for N ranks where a file serves any"
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePath
 
-from ringopt.compare.graph_diff import GraphDiff, nodes_text, values_text
+from ringopt.compare.graph_diff import GraphDiff, NodeView, nodes_text, values_text
 from ringopt.tools.common.diff_rules import number_of
 from ringopt.tools.diff_text import ModuleChanges, change_lines, changes_by_module, worst_values
 
@@ -48,9 +50,13 @@ def _head(diff: GraphDiff, broken: Sequence[str]) -> Iterator[str]:
         one, other = (number_of(diff, metric, side) for side in (0, 1))
         yield f"| {name} | {_shown(one)} | {_shown(other)} |"
     yield ""
-    refused = [view for change in diff.sites if (view := change.after) is not None and view.site and view.site.reason]
-    for view in refused[:ROWS]:
+    for view in refused_views(diff)[:ROWS]:
         yield f"- not sharded: {cell(view.module or view.name)}: {cell(view.site.reason if view.site else '')}"
+
+
+def refused_views(diff: GraphDiff) -> list[NodeView]:
+    """Attentions of the second program that are not sharded, and say why."""
+    return [view for change in diff.sites if (view := change.after) is not None and view.site and view.site.reason]
 
 
 def _shown(value: int | None) -> str:
@@ -78,16 +84,35 @@ def fenced(block: ModuleChanges) -> str:
 
 
 # ---- annotations -----------------------------------------------------------------------------------------------------
-def github_commands(diff: GraphDiff, broken: Sequence[str]) -> Iterator[str]:
-    """Commands of GitHub: an error for every broken rule and for the first value that is off, else a notice."""
+def github_commands(diff: GraphDiff, broken: Sequence[str], root: Path | None = None) -> Iterator[str]:
+    """Commands of GitHub: an error for every broken rule and for the first value that is off, a warning for attention
+    that is refused, and a notice. They stand at their lines of files in `root`, the repository that is checked."""
+    root = root or Path(os.environ.get("GITHUB_WORKSPACE", "."))
     for sentence in broken[:ANNOTATIONS]:
         yield f"::error title=ringopt diff::{escaped(sentence)}"
     first = diff.first_bad
     if first is not None and first.error is not None:
         where = ", ".join(part for part in (first.node.module, first.node.source) if part)
         sentence = f"%{first.node.name} is off by {first.error}" + (f" ({where})" if where else "")
-        yield f"::error title=ringopt diff: the first value that is off::{escaped(sentence)}"
+        place = placed(first.node.path, root)
+        yield f"::error {place}title=ringopt diff: the first value that is off::{escaped(sentence)}"
+    for view in refused_views(diff)[:ANNOTATIONS]:
+        why = f"{view.module or view.name}: {view.site.reason if view.site else ''}"
+        yield f"::warning {placed(view.path, root)}title=ringopt diff: not sharded::{escaped(why)}"
     yield f"::notice title=ringopt diff::{escaped(str(diff))}"
+
+
+def placed(path: str, root: Path) -> str:
+    """`file=src/model.py,line=12,` of the file in `root` that the end of `path` names; "" where there is none: the
+    program may have been exported elsewhere."""
+    file, _, line = path.rpartition(":")
+    parts = PurePath(file).parts
+    ends = (PurePath(*parts[at:]) for at in range(1 if PurePath(file).is_absolute() else 0, len(parts)))
+    found = next((end for end in ends if (root / end).is_file() and ".." not in end.parts), None)
+    if found is None or not line.isdecimal():
+        return ""
+    name = escaped(found.as_posix()).replace(":", "%3A").replace(",", "%2C")
+    return f"file={name},line={line},"
 
 
 def escaped(text: str) -> str:

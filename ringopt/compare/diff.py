@@ -17,6 +17,7 @@ from ringopt.compare.node_errors import errors_of
 from ringopt.compare.node_views import views_of
 from ringopt.compare.program_files import FileProgram, Unknown, read_program
 from ringopt.compare.program_inputs import Given
+from ringopt.compare.trace_files import TraceProgram, is_trace, views_of_trace
 from ringopt.errors import ProgramError
 from ringopt.frontend.pt2_archive import blamed, load
 from ringopt.torch_compat.fake_tensors import FakeTensor
@@ -34,7 +35,8 @@ def diff(
 ) -> GraphDiff:
     """What the two differ in: nodes matched by structure and provenance, and what changed in meaning.
 
-    Each is an ExportedProgram, an fx.GraphModule or the path of a .pt2 file; ringopt need not have made either.
+    Each is an ExportedProgram, an fx.GraphModule, the path of a .pt2 file, or of a folder of TORCH_TRACE, of which the
+    graphs of one kind are taken ("folder" or "folder#dynamo_output_graph"); ringopt need not have made either.
     `world_size` is the number of ranks to count bytes and FLOPs of rank 0 for, where a graph does not tell its own.
     Values of parameters, buffers and constants are compared too. With `inputs` both programs are run on them, and the
     values of all matched nodes compared: a tuple, or a dict by the names of inputs; a file of torch.save with either;
@@ -48,19 +50,26 @@ def diff(
     views, tensors = [], []
     for source, program in zip(given, programs, strict=True):
         with blamed(source, "compared") if isinstance(source, (str, Path)) else nullcontext():
-            views.append(views_of(program, world_size))
+            views.append(program.views if isinstance(program, TraceProgram) else views_of(program, world_size))
             tensors.append(tensors_of(program))
     found = with_values(diff_views(*views), lambda one, other: differ(tensors[0](one), tensors[1](other)))
     if inputs is None:
         return found
-    one, other = (program for program in programs if not isinstance(program, FileProgram))
+    one, other = (program for program in programs if not isinstance(program, (FileProgram, TraceProgram)))
     return with_errors(found, errors_of(found, one, other, inputs))
 
 
-def opened(program: Program | str | Path, trusted: bool = False, runs: bool = False) -> Program | FileProgram:
+def opened(
+    program: Program | str | Path, trusted: bool = False, runs: bool = False
+) -> Program | FileProgram | TraceProgram:
     """The program in a file, or the one that is given; of a file what torch makes of it if it `runs`. Raises
     ProgramError for what is no program."""
     if isinstance(program, (str, Path)):
+        folder, _, kind = str(program).partition("#")
+        if is_trace(Path(folder)):
+            if runs:
+                raise ProgramError(f"{folder} is a trace, which cannot be run; leave out inputs")
+            return TraceProgram(views_of_trace(Path(folder), kind or None))
         if runs:
             return load(program, trusted=trusted)
         try:
@@ -74,10 +83,12 @@ def opened(program: Program | str | Path, trusted: bool = False, runs: bool = Fa
     return program
 
 
-def tensors_of(program: Program | FileProgram) -> Callable[[str], torch.Tensor | None]:
+def tensors_of(program: Program | FileProgram | TraceProgram) -> Callable[[str], torch.Tensor | None]:
     """The values that are part of the program, by the name of the node that reads them."""
     known: Mapping[str, object]
-    if isinstance(program, FileProgram):
+    if isinstance(program, TraceProgram):
+        known, targets = {}, {}
+    elif isinstance(program, FileProgram):
         known, targets = program.stored, program.targets
     elif isinstance(program, ExportedProgram):
         known = {**program.constants, **program.state_dict}

@@ -63,6 +63,8 @@ class NodeView:
                 not tell
     bytes_sent  by this rank, forward; None where it is not known (ranks or sizes are symbolic)
     flops       of products, on this rank; None likewise
+    result_bytes, device   of what it gives; None and "" where that is not known
+    path        `folder/file:line`, as the trace of the graph has it; of `source`, which is shown
     """
 
     name: str
@@ -77,6 +79,9 @@ class NodeView:
     bytes_sent: int | None = 0
     flops: int | None = 0
     site: SiteView | None = None
+    result_bytes: int | None = 0
+    device: str = ""
+    path: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import torch
 import torch.fx as fx
+from torch.utils.flop_counter import flop_registry
 
 from ringopt.compare.graph_diff import SiteView
 from ringopt.compare.mask_picture import TORCH, mask_picture, pattern_text
+from ringopt.compare.program_files import TENSORS
+from ringopt.compare.torch_counters import counted_flops
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.context_parallel.plan.plan_of import Plan
@@ -27,6 +32,7 @@ from ringopt.ops.local_length import check_enough
 from ringopt.ops.sized_call import Open, SizedCall
 from ringopt.ops.traffic import dilated_plan, ring_plan
 from ringopt.ops.traits import attends, flops_of, sends, sent_bytes
+from ringopt.torch_compat.pytree import tree_map
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 # Local: each rank has its own, such as its part of a sum.
@@ -44,6 +50,7 @@ class Meaning:
     bytes_sent: int | None = 0
     flops: int | None = 0
     site: SiteView | None = None
+    result_bytes: int | None = 0
 
 
 class Reader:
@@ -76,7 +83,7 @@ class Reader:
         arguments = arguments_of(node)
         return Meaning(
             self.placement(node, arguments), self.bytes_sent(node), self.flops(node),
-            self.site(node, arguments),
+            self.site(node, arguments), self.result_bytes(node),
         )  # fmt: skip
 
     # ---- where the rows are ----------------------------------------------------------------------------------------
@@ -122,8 +129,33 @@ class Reader:
         if self.ranks is None and attends(node):
             return None
         try:
-            return flops_of(node, self.call(node, self.ranks or 1))
+            return flops_of(node, self.call(node, self.ranks or 1)) or self.counted(node)
         except (Open, PlanError, OptionError):
+            return None
+
+    def counted(self, node: fx.Node) -> int | None:
+        """By torch's own counter, of operators that are no products to ringopt. Raises Open."""
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet not in flop_registry:
+            return 0
+        given, named, result = tree_map(self.meta, fx.map_arg((node.args, node.kwargs, node), value_of))
+        return counted_flops(packet, given, named, result)
+
+    def meta(self, value: Any) -> Any:
+        """A tensor without memory in the place of one. Raises Open."""
+        if not isinstance(value, TENSORS):
+            return value
+        return torch.empty([self.number(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+    def result_bytes(self, node: fx.Node) -> int | None:
+        """Of what it gives; None where sizes are open."""
+        if node.op == "output":
+            return 0
+        found = value_of(node) if isinstance(value_of(node), (list, tuple)) else [value_of(node)]
+        tensors = [value for value in found if isinstance(value, TENSORS)]
+        try:
+            return sum(prod(map(self.number, value.shape)) * value.dtype.itemsize for value in tensors)
+        except Open:
             return None
 
     # ---- attention -------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ class Viewer:
         means = self.reader.of(node) if not prefix and nested is None else Meaning()
         return NodeView(
             name, op, line, arguments.replace("\0", "%"), tuple(inputs), module_of(node), source_of(node),
-            shape, means.placement, means.bytes_sent, means.flops, means.site,
+            shape, means.placement, means.bytes_sent, means.flops, means.site, means.result_bytes,
+            device_of_value(results_of(node)) if op != "output" else "", path_of(node),
         )  # fmt: skip
 
     def op(self, node: fx.Node) -> str:
@@ -160,9 +161,24 @@ def _with_input_names(template: str, inputs: Sequence[str]) -> str:
 
 def source_of(node: fx.Node) -> str:
     """`model.py:12  x = self.norm(x)`: the innermost line of the trace that is not torch's."""
+    file, line, code = _frame(node)
+    return f"{PurePath(file).name}:{line}  {code.strip()}".strip() if file else ""
+
+
+def path_of(node: fx.Node) -> str:
+    """`/home/me/model.py:12`: the same line, with the whole path."""
+    file, line, _code = _frame(node)
+    return f"{file}:{line}" if file else ""
+
+
+def _frame(node: fx.Node) -> tuple[str, str, str]:
+    """File, line and code; "" where there is no trace."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
-    if not own:
-        return ""
-    file, line, code = own[-1]
-    return f"{PurePath(file).name}:{line}  {code.strip()}".strip()
+    return own[-1] if own else ("", "", "")
+
+
+def device_of_value(value: Any) -> str:
+    """Of a tensor, or of the first of several."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return str(getattr(first, "device", "") or "")

@@ -135,6 +135,7 @@ class Shaped:
 
     dtype: torch.dtype
     shape: tuple[int | torch.SymInt, ...]
+    device: str = ""
 
 
 TENSORS = (torch.Tensor, Shaped)
@@ -148,7 +149,8 @@ class Values:
 
     def tensor(self, stored: dict[str, Any]) -> Shaped:
         shape = tuple(self.symbolic(size, int) for size in stored["sizes"])
-        return Shaped(DTYPES[stored["dtype"]], shape)
+        device, index = stored["device"]["type"], stored["device"]["index"]
+        return Shaped(DTYPES[stored["dtype"]], shape, device if index is None else f"{device}:{index}")
 
     def symbolic(self, stored: dict[str, Any], kind: type) -> Any:
         name, value = only(stored)

@@ -47,6 +47,7 @@ def metrics_of(diff: GraphDiff) -> Iterator[dict[str, Any]]:
         known.append((name, [overlaid(change, numbers) for change in diff.changes], {"overlay": True}))
     views = [change.after for change in diff.changes]
     known.append(("bytes sent", [view.bytes_sent if view else None for view in views], {}))
+    known.append(("bytes of results", [view.result_bytes if view else None for view in views], {}))
     known.append(("FLOPs", [view.flops if view else None for view in views], {}))
     for name, values, kind in known:
         if kind or any(values):

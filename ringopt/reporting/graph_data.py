@@ -1,7 +1,8 @@
 """Graphs for a page: every view once, every text once, and of a line of graphs only what changes.
 
     words    all texts; elsewhere a text is its number
-    views    a node: name, op, text, names of its inputs, module, source, shape, placement, bytes, FLOPs, site
+    views    a node: name, op, text, names of its inputs, module, source, shape, placement, bytes sent, FLOPs, site,
+             bytes of its result, device
     sites    what is known of attentions, each once
     frames   a graph beside the one before: a list of changes; [first, many] are views that nothing happened to
 """
@@ -54,7 +55,7 @@ class GraphData:
             site = self.sites.setdefault(view.site, len(self.sites)) if view.site is not None else NONE
             self.views.append([
                 self.word(view.name), self.word(view.op), view.text, [self.word(name) for name in view.inputs],
-                *map(self.word, parts), view.bytes_sent, view.flops, site,
+                *map(self.word, parts), view.bytes_sent, view.flops, site, view.result_bytes, self.word(view.device),
             ])  # fmt: skip
         return self.known[view]
 

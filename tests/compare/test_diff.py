@@ -260,7 +260,7 @@ def test_to_dict_is_json_with_the_documented_keys(sharded: ringopt.GraphDiff) ->
     assert site["kind"] == "replaced"
     assert set(site["after"]) == {
         "name", "op", "text", "arguments", "inputs", "module", "source", "shape", "placement", "bytes_sent", "flops",
-        "site",
+        "site", "result_bytes", "device", "path",
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from ringopt.runtime.trace import (
 )
 from ringopt.tools import timeline
 from ringopt.tools.cli import main
+from tests.harness.pages import data_of
 
 EVENTS = [
     Event("posted", "forward 0", 80, 80, 1, 10.0, 0),
@@ -156,6 +157,40 @@ def test_a_recorded_run(ranks: Callable[..., list[Any]], tmp_path: Path, capsys:
     assert main(["timeline", str(tmp_path), "--svg", str(tmp_path / "t.svg")]) == 0
     assert "exposed" in capsys.readouterr().out
     assert (tmp_path / "t.svg").read_text().startswith("<svg")
+    page, whole = tmp_path / "t.html", tmp_path / "all.json"
+    assert main(["timeline", str(tmp_path), "--html", str(page), "--perfetto", str(whole)]) == 0
+    data, trace = data_of(page.read_text()), json.loads(whole.read_text())
+    assert sum(one["bytes"] for one in data["sums"]) == sum(sent) and {row[0] for row in data["spans"]} == {0, 1}
+    assert list(against_the_format(trace)) == []
+    assert len([event for event in trace["traceEvents"] if event["ph"] == "X"]) == len(data["spans"])
+
+
+def against_the_format(trace: dict[str, Any]) -> Iterator[str]:
+    """What is not as the Trace Event Format has it, or what Perfetto drops: complete events that overlap on a track."""
+    until: dict[tuple[int, int], int] = {}
+    named = {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    for event in sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0)):
+        if not all(isinstance(event.get(key), int) for key in ("pid", "tid")) or not isinstance(event["name"], str):
+            yield f"no process, thread or name: {event}"
+        if event["ph"] == "M":
+            if event["name"] not in ("process_name", "thread_name") or not isinstance(event["args"]["name"], str):
+                yield f"metadata: {event}"
+            continue
+        track = event["pid"], event["tid"]
+        if event["ph"] != "X" or event["ts"] < 0 or event["dur"] < 0 or not isinstance(event["cat"], str):
+            yield f"no complete event: {event}"
+        if track not in named:
+            yield f"a track without a name: {event}"
+        if event["ts"] < until.get(track, 0):
+            yield f"overlaps: {event}"
+        until[track] = event["ts"] + event["dur"]
+
+
+def test_what_the_format_forbids_is_found() -> None:
+    trace = chrome([Span(0, "link", "", 1.0, 3.0), Span(0, "link", "", 4.0, 5.0)])
+    assert list(against_the_format(trace)) == []
+    trace["traceEvents"][-1]["ts"] = 2_000_000
+    assert [why.partition(":")[0] for why in against_the_format(trace)] == ["overlaps"]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ringopt.compare.graph_diff import GraphDiff, GraphTotals, diff_views, with_errors
 from ringopt.compare.node_values import NodeError
 from ringopt.tools.common.diff_rules import fail_rule
-from ringopt.tools.diff_ci import LONGEST, github_commands, markdown
+from ringopt.tools.diff_ci import LONGEST, github_commands, markdown, placed
 from tests.compare.test_graph_diff import CHAIN, program
 from tests.reporting.test_diff_page import NAUGHTY, many
 
@@ -69,3 +70,20 @@ def test_annotations_are_one_line_each() -> None:
     assert lines[0] == "::error title=ringopt diff::bytes+10%25:%0A 1 -> 2"
     assert lines[1].startswith("::error title=ringopt diff: the first value that is off::%25n0_6 is off by 2.5e-01")
     assert lines[2].startswith("::notice title=ringopt diff::") and len(lines) == 3
+
+
+def test_annotations_stand_at_lines_of_the_repository(tmp_path: Path) -> None:
+    """Also where the program was exported in another folder; a file that is not there is not named."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a,b.py").write_text("")
+    assert placed("/home/runner/work/src/a,b.py:12", tmp_path) == "file=src/a%2Cb.py,line=12,"
+    assert [placed(path, tmp_path) for path in ("", "/elsewhere/b.py:3", "../src/c.py:1", "src/a,b.py:x")] == [""] * 4
+    diff = many()
+    changes = list(diff.changes)
+    at = next(place for place, change in enumerate(changes) if change.is_site)
+    view = changes[at].after
+    assert view is not None and view.site is not None
+    refused = replace(view, site=replace(view.site, reason="made of scores"), path=str(tmp_path / "src" / "a,b.py:7"))
+    changes[at] = replace(changes[at], after=refused)
+    lines = list(github_commands(replace(diff, changes=tuple(changes)), [], tmp_path))
+    assert lines[0].startswith("::warning file=src/a%2Cb.py,line=7,title=ringopt diff: not sharded::layers.0.")

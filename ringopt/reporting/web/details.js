@@ -2,7 +2,7 @@
 Object.assign(GraphView.prototype, {
   detailsOf(entry) {
     const users = this.entries.filter((other) => other.a >= 0 && other.raw[3].includes(entry.raw[0])), named = (names) => make("span", {}, names.map((name, place) => [place ? ", " : "", make("button", {type: "button", class: "plain name", style: "color:var(--focus)", on: {click: () => this.go(name)}}, `%${name}`)]));
-    const side = (title, view, colour) => view && make("div", {}, title ? make("h3", {}, title) : "", make("pre", {class: colour}, view.text), facts({shape: view.shape, placement: view.placement, "bytes sent": view.sent ? bytesText(view.sent) : "", FLOP: view.flops ? countText(view.flops) : "", module: view.module, source: view.source}), view.site ? siteOf(view.site) : "");
+    const side = (title, view, colour) => view && make("div", {}, title ? make("h3", {}, title) : "", make("pre", {class: colour}, view.text), facts({shape: view.shape, "bytes of its result": view.result ? bytesText(view.result) : "", device: view.device, placement: view.placement, "bytes sent": view.sent ? bytesText(view.sent) : "", FLOP: view.flops ? countText(view.flops) : "", module: view.module, source: view.source}), view.site ? siteOf(view.site) : "");
     const siteOf = (site) => make("div", {}, facts({pattern: site.pattern, strategy: site.strategy, layout: site.layout, kernel: site.kernel, refused: site.reason}), maskFigure({seen: site.mask, ranks: site.ranks, steps: site.steps}));
     const both = entry.b >= 0 && entry.a >= 0 && entry.b !== entry.a;
     return make("div", {class: "panel"}, make("h3", {}, `%${entry.view.name}`, make("small", {}, `${entry.kind}: ${this.graph.kinds[entry.kind]}`)),

@@ -10,8 +10,8 @@ class Graph {
   view(number) {
     if (number < 0) return null;
     if (!this.made.has(number)) {
-      const [name, op, text, inputs, module, source, shape, placement, sent, flops, site] = this.views[number], word = (one) => this.words[one];
-      this.made.set(number, {number, name: word(name), op: word(op), text, inputs: inputs.map(word), module: word(module), source: word(source), shape: word(shape), placement: word(placement), sent, flops, site: site < 0 ? null : this.sites[site]});
+      const [name, op, text, inputs, module, source, shape, placement, sent, flops, site, result, device] = this.views[number], word = (one) => this.words[one];
+      this.made.set(number, {number, name: word(name), op: word(op), text, inputs: inputs.map(word), module: word(module), source: word(source), shape: word(shape), placement: word(placement), sent, flops, site: site < 0 ? null : this.sites[site], result, device: word(device)});
     }
     return this.made.get(number);
   }
