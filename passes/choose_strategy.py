@@ -129,7 +129,7 @@ def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Conte
         fixed = context.mesh.name != ANY and not any(map(is_open, lengths(node, context.mesh)))
         choice = choose_strategy(case, looked_at(context.mesh), info.layout, rates_for(context.mesh, node), fixed)
         info.strategy = choice.strategy
-        info.reason, info.predictions = choice.reason, choice.predictions
+        info.reason, info.predictions, info.training = choice.reason, choice.predictions, case.training
         info.notes.append(info.reason)
     kernel = kernel_of(AttentionCall.of(node).values, asked.kernel, context.mesh)
     info.kernel, info.kernel_there = kernel.here, kernel.there

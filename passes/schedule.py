@@ -9,7 +9,8 @@ gradients, which are computed while the last sums of dK and dV come home. Where 
 start apart (a step, by the rates that all ranks agreed on), or where more would be under way than may be (a part of the
 device's memory), the exchange starts with the attention, whose own first step hides it, and ends with its backward. The
 graphs themselves are ordered when autograd has made them (ringopt/overlap/start_early.py); what that needs of the rates
-is noted in the context.
+is noted in the context. Where the cost model chose for an attention by itself, it may become an all-gather here
+(ringopt/overlap/all_at_once.py).
 
 Before: a lowered graph. After: each attention says in which directions it starts early, and its site in the report
 says behind what, or why not; a note of the report has the gathers and sums that are held back.
@@ -27,9 +28,11 @@ from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.cost.site import rates_for
 from ringopt.dims.products import is_product
 from ringopt.distributed.mesh import ANY, Mesh
+from ringopt.hardware.rates import Rates
 from ringopt.ir.nodes import op_name
 from ringopt.ops.traits import attends, exchanges
 from ringopt.options import InnerBackend
+from ringopt.overlap.all_at_once import all_at_once
 from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.held_back import held_back
 from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
@@ -57,25 +60,33 @@ class Schedule(Pass):
         for node in list(gm.graph.nodes):
             if not attends(node):
                 continue
-            why, rates = unordered or why_not(node, context.mesh.size), rates_for(context.mesh, node)
-            ranks = context.mesh.size
+            rates, ranks = rates_for(context.mesh, node), context.mesh.size
             context.budget = Budget(ranks, allowed(rates), rates.default.rate, rates.step)
-            first = first_bytes(node, ranks) if not why else 0
-            # The gradients of a product are two more of its size.
-            ahead = Meanwhile.of([*gap_before(node).products, *beside(node)], 1, ranks, rates, first)
-            behind = Meanwhile.of(products_after(node, context), 2, ranks, rates, first)
-            aside = Meanwhile.of(products_aside(node), 2, ranks, rates, home_bytes(node, ranks) if not why else 0)
-            work = {"forward": ahead, "backward": behind, "home": aside}
+            info = by_name.get(node.name.removesuffix(f"_{op_name(node)}"))
+            if not unordered and info is not None:
+                all_at_once(node, info, context.mesh, rates, self.work(node, ranks, rates, context, "not yet"))
+            why = unordered or why_not(node, ranks)
+            work = self.work(node, ranks, rates, context, why)
             ways = [way for way in work if work[way].pays and work[way].fits and not why]
             if ways:
                 call_over_ranks(node).replace(early=" ".join(ways)).write(node)
-            info = by_name.get(node.name.removesuffix(f"_{op_name(node)}"))
             if info is not None:
-                info.notes.append(note(ahead, behind, aside, why))
+                info.notes.append(note(work["forward"], work["backward"], work["home"], why))
         if context.budget is not None and not unordered:
             sites = [node for node in gm.graph.nodes if attends(node)]
             early = [node for node in sites if "forward" in call_over_ranks(node).early.split()]
             context.notes += held_back(gm.graph, context.budget, early, context.mesh.size)
+
+    @staticmethod
+    def work(node: fx.Node, ranks: int, rates: Rates, context: Context, why: str) -> dict[str, Meanwhile]:
+        """What overlaps with each end of the exchange; bytes of none, where `why` says why."""
+        first, last = (first_bytes(node, ranks), home_bytes(node, ranks)) if not why else (0, 0)
+        # The gradients of a product are two more of its size.
+        return {
+            "forward": Meanwhile.of([*gap_before(node).products, *beside(node)], 1, ranks, rates, first),
+            "backward": Meanwhile.of(products_after(node, context), 2, ranks, rates, first),
+            "home": Meanwhile.of(products_aside(node), 2, ranks, rates, last),
+        }
 
 
 def why_unordered(mesh: Mesh, inner_backend: InnerBackend) -> str:

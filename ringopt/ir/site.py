@@ -37,7 +37,8 @@ class SiteInfo:
     its line of source; `not_dilated`: why the dilation of the options is not applied; `whole`: the side with too few
     tokens to shard, which is replicated; `reason`: the note that explains the choice of the strategy;
     `kernel_there`: that of the hardware which a report is made for; `latents`: what travels in the place of K and V,
-    None where these travel; `predictions`: of the strategies that were compared, the chosen one first."""
+    None where these travel; `predictions`: of the strategies that were compared, the cost model's choice first, in
+    `training` of both directions."""
 
     module: str
     form: str
@@ -56,6 +57,7 @@ class SiteInfo:
     whole: Literal["", "queries", "keys"] = ""
     latents: Latents | None = None
     predictions: tuple[Prediction, ...] = ()
+    training: bool = False
 
     @property
     def shown_kernel(self) -> str:
