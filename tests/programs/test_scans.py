@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringopt
-from tests.sharding.test_scans import Chunks, Tokens, data
+from tests.sharding.test_scans import WIDTH, Chunks, Tokens, data
 
 MODELS = {
     "tokens": lambda: Tokens(last=True),
@@ -68,3 +68,49 @@ def test_lengths_that_change(ranks):
     for of_rank in ranks(2, lengths_in_turn, [12, 17, 23]):
         assert max(error for error, _report in of_rank) < 1e-10
         assert all(report.sites[0].strategy == "states" for _error, report in of_rank)
+
+
+def drawn(n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of 3."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(3, n, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return x, torch.randint(3, (3, n), generator=generator)
+
+
+def outcome(run: Any, model: torch.nn.Module, x: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    """The scores, and the gradients of the input and of all parameters, in 64 bits."""
+    loss, scores = run(x, labels)
+    return [part.detach().double() for part in (scores, *torch.autograd.grad(loss, [x, *model.parameters()]))]
+
+
+def distances(some: list[torch.Tensor], others: list[torch.Tensor]) -> list[float]:
+    """Of each, relative to the largest number."""
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(some, others, strict=True)]
+
+
+def lengths_of_chunks(dtype: torch.dtype, lengths: list[int]) -> list[tuple[float, float, str | None]]:
+    """At each length the largest error, the same over eager's own in that dtype, and why the scan is on no shard."""
+    torch._dynamo.reset()
+    found, model, exact = [], Chunks(8).to(dtype), Chunks(8)
+    exact.load_state_dict(model.state_dict())
+    model.text = model.text.replace("float64", str(dtype).removeprefix("torch."))
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    for n in lengths:
+        x, labels = drawn(n, dtype)
+        wanted = outcome(exact, exact, x.detach().double().requires_grad_(), labels)
+        own = distances(outcome(model, model, x, labels), wanted)
+        errors = distances(outcome(compiled, model, x, labels), wanted)
+        over = max(error / max(eager, 2**-9) for error, eager in zip(errors, own, strict=True))
+        found.append((max(errors), over, ringopt.reports()[-1].sites[0].refusal))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.zoo)])
+def test_lengths_one_after_the_other(ranks, dtype):
+    """4 chunks for 2 ranks, 3, and 1, which every rank computes."""
+    for of_rank in ranks(2, lengths_of_chunks, dtype, [32, 24, 8]):
+        if dtype == torch.bfloat16:
+            assert max(over for _error, over, _why in of_rank) < 2
+        else:
+            assert max(error for error, _over, _why in of_rank) < 1e-10
+        assert [why is None for _error, _over, why in of_rank] == [True, True, False]

@@ -33,15 +33,20 @@ Step = Callable[[], list[Tensor]]
 MESSAGES = ("maps of a scan", "gradients of a scan")
 
 
-def row_of(name: str, length: int, ranks: int, repeats: int, longest: float, inner: str) -> Row:
+def row_of(
+    name: str, length: int, ranks: int, repeats: int, longest: float, inner: str, *, as_written: bool = True
+) -> Row:
     """Of one layer and length. A backend that takes longer than `longest` seconds, or fails, has None in its places and
-    the reason under "failed". Raises LabError where ringopt fails."""
+    the reason under "failed"; so has the program as written where it is not asked for. Raises LabError where ringopt
+    fails."""
     row: Row = {"layer": name, "length": length, "ranks": ranks, "failed": None}
     (ours,) = as_ranks(1, alone, name, length, repeats, "ring", inner, timeout=longest)
+    theirs: dict[str, Any] = dict.fromkeys(ours)
     try:
-        (theirs,) = as_ranks(1, alone, name, length, repeats, inner, inner, timeout=longest)
+        if as_written:
+            (theirs,) = as_ranks(1, alone, name, length, repeats, inner, inner, timeout=longest)
     except LabError as error:
-        theirs, row["failed"] = dict.fromkeys(ours), str(error)
+        row["failed"] = str(error)
     row |= {f"{who}_{key}": value for who, one in (("ring", ours), ("plain", theirs)) for key, value in one.items()}
     found = as_ranks(ranks, over_ranks, name, length, repeats, inner, timeout=longest)
     slowest = {key: max(one[key] for one in found) for key in ("states_seconds", "gathered_seconds", "states_error")}
