@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ringopt.planner.plan import Plan, plan
     from ringopt.report import Report
     from ringopt.rules.declare import AttentionRule, Gathered, Pointwise, Tokenwise, rule
+    from ringopt.scanning import scan
     from ringopt.tensor.from_rows import from_rows
     from ringopt.version import __version__
 
@@ -50,6 +51,7 @@ __all__ = [
     "record_traffic",
     "reports",
     "rule",
+    "scan",
     "shard",
     "unshard",
 ]
@@ -79,6 +81,7 @@ _HOME = {
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",
     "rule": "ringopt.rules.declare",
+    "scan": "ringopt.scanning",
     "shard": "ringopt.functional",
     "unshard": "ringopt.functional",
 }

@@ -111,7 +111,7 @@ def attention(
     check_numbers(dropout_p, scale)
     check_names(layout, strategy, kernel)
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    ranks = _mesh_of(mesh, query)
+    ranks = ranks_of(mesh, query)
     dilates = dilation_rates is not None and window is None
     if segment_lengths is not None or dilates or dilation_offsets != "paper":
         beside = {"window": window is not None, "sinks": isinstance(sinks, int)}
@@ -284,7 +284,7 @@ def shard(x: Tensor, dim: int, *, mesh: DeviceMesh | Mesh | None = None, layout:
 
     Raises OptionError for a dim or layout that is none.
     """
-    dim, ranks = dim_of("shard", x, dim), _mesh_of(mesh, x)
+    dim, ranks = dim_of("shard", x, dim), ranks_of(mesh, x)
     check_layout(layout)
     if ranks is None or ranks.size == 1:
         return x
@@ -301,7 +301,7 @@ def unshard(
     What is computed from it has to be the same on all ranks, as is the gradient that comes back: each rank takes its
     rows. Raises OptionError for a dim or layout that is none, RingMismatchError where rows are not those of `length`.
     """
-    dim, ranks = dim_of("unshard", x, dim), _mesh_of(mesh, x)
+    dim, ranks = dim_of("unshard", x, dim), ranks_of(mesh, x)
     if not isinstance(length, int) or length < 0:
         raise OptionError(f"unshard(length={length!r}): expected how many rows the sequence has over all ranks")
     check_layout(layout)
@@ -317,7 +317,7 @@ def unshard(
     return operators.gather(x, dim, 1, length, 1, layout, ranks.name)  # type: ignore[no-any-return]
 
 
-def _mesh_of(mesh: DeviceMesh | Mesh | None, x: Tensor) -> Mesh | None:
+def ranks_of(mesh: DeviceMesh | Mesh | None, x: Tensor) -> Mesh | None:
     """The ranks, which have met on the device of `x`; None in a process alone."""
     if isinstance(mesh, Mesh):
         register(mesh)

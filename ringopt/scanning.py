@@ -1,0 +1,138 @@
+"""A recurrence by hand, in eager code, whose steps are spread over ranks.
+
+    def step(state, x):                                       # as for torch's scan: (carry, x) -> (carry, y)
+        key, value, gate = x
+        state = gate * state + key.mT @ value
+        return state, state.sum(0)
+
+    keys, values, gates = (ringopt.shard(x, dim=0) for x in (keys, values, gates))      # a row a step
+    last, ys = ringopt.scan(step, state, (keys, values, gates))
+    ys = ringopt.unshard(ys, dim=0, length=STEPS)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringopt.arguments import check_layout
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank, layout_of
+from ringopt.context_parallel.geometry.rows import count
+from ringopt.distributed.mesh import Mesh
+from ringopt.errors import OptionError, RingMismatchError, first_line
+from ringopt.functional import ranks_of
+from ringopt.ops import operators
+from ringopt.scans.affine import AffineStep, prove_affine
+from ringopt.scans.body import NoBody, to_text
+from ringopt.scans.trace import Kinds, in_own_thread, kinds_of, kinds_out
+from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from ringopt.torch_compat.fx import make_fx
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["scan"]
+
+Tensors = Tensor | Sequence[Tensor]
+Step = Callable[..., tuple[Any, Any]]
+
+
+def scan(
+    step: Step,
+    init: Tensors,
+    xs: Tensors,
+    consts: Sequence[Tensor] = (),
+    *,
+    mesh: DeviceMesh | Mesh | None = None,
+    layout: str = "contiguous",
+) -> tuple[Any, Any]:
+    """`carry, y = step(carry, x, *consts)` for each row x of `xs`, over all rows, of which every rank passes its own.
+    Returns the last carry and the ys, stacked along dim 0. Differentiable.
+
+    `init`, `xs` and what `step` returns are a tensor or several. `xs` have a row a step along dim 0, this rank's, cut
+    as `layout` says ("contiguous", "zigzag"), and so have the ys; `init`, `consts`, which all steps share, and the last
+    carry are whole, and the same on all ranks, and so are their gradients. `step` is traced at every call: it computes
+    with operators of ATen from what it is given, tensors of the outside are `consts`. Over ranks it has to be affine in
+    the carry, so that they exchange what has the size of the carry, whatever the number of steps.
+
+    Raises OptionError for a step that is no such, RingMismatchError where the rows of the ranks are not those of a
+    sequence, or not all ranks need a gradient.
+    """
+    carried, stacked = several(init), several(xs)
+    check_layout(layout)
+    if not stacked or not carried or any(not x.dim() or x.shape[0] != stacked[0].shape[0] for x in stacked):
+        shapes = [list(x.shape) for x in stacked]
+        raise OptionError(f"scan: init and xs are a tensor or several, and xs have equally many rows, not {shapes}")
+    kinds, ranks = kinds_of(carried, stacked, consts), ranks_of(mesh, stacked[0])
+    text, single = traced(step, kinds, (init, xs, consts))
+    if ranks is None or ranks.size == 1:
+        found = operators.scan(carried, stacked, list(consts), text)
+    else:
+        proof = prove_affine(text, kinds)
+        if not isinstance(proof, AffineStep):
+            raise OptionError(f"scan: over ranks {proof.sentence}. Unshard xs, and scan them on every rank")
+        steps = steps_of(ranks, layout, stacked[0].shape[0], [*carried, *stacked, *consts])
+        shared = [operators.copy_to_group(x, ranks.name) if x.requires_grad else x for x in consts]
+        segments = chunks_per_rank(layout) * ranks.size
+        found = operators.sharded_scan(carried, stacked, shared, text, steps, segments, layout, ranks.name)
+    last, ys = found[: len(carried)], found[len(carried) : len(kinds_out(text, kinds))]
+    return (last[0] if isinstance(init, Tensor) else tuple(last)), (ys[0] if single else tuple(ys))
+
+
+def several(given: Tensors) -> list[Tensor]:
+    """One tensor or more."""
+    return [given] if isinstance(given, Tensor) else list(given)
+
+
+def traced(step: Step, kinds: Kinds, like: tuple[Tensors, Tensors, Sequence[Tensor]]) -> tuple[str, bool]:
+    """The text of the body, and whether y is a single tensor. Raises OptionError."""
+    init, xs, _consts = like
+    carries, rows, single = len(several(init)), len(several(xs)), False
+
+    def body(*given: Tensor) -> list[Tensor]:
+        nonlocal single
+        parts = given[:carries], given[carries : carries + rows]
+        carry, x = (part[0] if isinstance(one, Tensor) else part for one, part in zip((init, xs), parts, strict=True))
+        new, y = step(carry, x, *given[carries + rows :])
+        single = isinstance(y, Tensor)
+        if len(several(new)) != carries:
+            raise ValueError(f"it is given {carries} carries and returns {len(several(new))}")
+        return [*several(new), *several(y)]
+
+    def graph() -> torch.fx.GraphModule:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            operands = [kind.empty() for kind in kinds]
+            return make_fx(body, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*operands)
+
+    try:
+        text = to_text(in_own_thread(graph), carries, rows, len(kinds) - carries - rows)
+        kinds_out(text, kinds)
+    except NoBody as error:
+        raise OptionError(f"scan: {error}. Tensors from outside of the step are `consts`") from error
+    except Exception as error:  # of whatever kind: it is the user's function
+        raise OptionError(f"scan: the step cannot be traced: {type(error).__name__}: {first_line(error)}") from error
+    return text, single
+
+
+def steps_of(ranks: Mesh, layout: str, rows: int, given: Sequence[Tensor]) -> int:
+    """Of the whole sequence; asked at every call. Raises RingMismatchError, on all ranks alike."""
+    learns = int(torch.is_grad_enabled() and any(x.requires_grad for x in given))
+    message = torch.tensor([rows, learns], device=ranks.device)
+    held = [[int(number) for number in part] for part in ranks.all_gather(message, "lengths")]
+    counts, total = [of_rank[0] for of_rank in held], sum(of_rank[0] for of_rank in held)
+    expected = [count(layout_of(layout, max(total, 1), ranks.size).ranges(rank)) for rank in range(ranks.size)]
+    if counts != expected:
+        raise RingMismatchError(
+            f"scan: the ranks hold {counts} rows of xs, and a {layout} sequence of {total} is cut into {expected}. Cut "
+            "it with ringopt.shard, or pass the layout it was cut with"
+        )
+    if len({of_rank[1] for of_rank in held}) > 1:  # a backward that some ranks never enter is a hang
+        without = [rank for rank, of_rank in enumerate(held) if not of_rank[1]]
+        raise RingMismatchError(
+            f"scan: ranks {without} need no gradient and the others do. The backward exchanges states too, so "
+            "requires_grad and no_grad have to be alike on all ranks"
+        )
+    return total
