@@ -43,7 +43,6 @@ def mask_picture(
     """None where sizes are open, unless they have a `number`. `plan` says who computes what."""
     names = ("query", "key", "value") if name == TORCH else ("q", "k", "v")
     query, key, _values = (value_of(arguments[of]) for of in names)
-    mask = Mask.parse(arguments.get("mask") or "")
     rows, keys = (
         value_of(arguments[length]) if isinstance(arguments.get(length), fx.Node) else arguments.get(length, own)
         for length, own in (("q_length", length_of(query)), ("kv_length", length_of(key)))
@@ -56,8 +55,17 @@ def mask_picture(
     text = pattern_text(name, arguments)
     if is_dilated(text):
         return MaskPicture(_dilated(text, arguments.get("length", rows), query.shape[1]))
-    pattern, lines = pattern_of(text, rows, keys), []
-    ranks = plan.ranks if plan is not None else 1
+    return MaskPicture(
+        _seen(text, arguments.get("mask") or "", rows, keys, (given, plan.ranks if plan is not None else 1)),
+        *(_computed(plan, rows, keys) if plan is not None else ()),
+    )
+
+
+@lru_cache(maxsize=256)
+def _seen(text: str, mask_text: str, rows: int, keys: int, how: tuple[bool, int]) -> tuple[str, ...]:
+    """`how`: whether a tensor hides more, and the number of ranks. Layers are alike: each is drawn once."""
+    pattern, mask, lines = pattern_of(text, rows, keys), Mask.parse(mask_text), []
+    given, ranks = how
     for some in _blocks(rows, ranks):
         kinds = []
         for others in _blocks(keys, ranks):
@@ -69,7 +77,7 @@ def mask_picture(
             else:
                 kinds.append("#" if banded == seen == "full" else "/")
         lines.append("".join(kinds))
-    return MaskPicture(tuple(lines), *(_computed(plan, rows, keys) if plan is not None else ()))
+    return tuple(lines)
 
 
 def length_of(value: Any) -> Any:

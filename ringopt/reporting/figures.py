@@ -27,9 +27,12 @@ from ringopt.ops.traffic import ring_plan
 from ringopt.ops.traits import flops_of, sends, sent_bytes
 from ringopt.options import note_of
 from ringopt.output.drawn import MaskPicture, ModuleFigures
+from ringopt.output.printable import logger
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
 from ringopt.torch_compat.tensors import storage_key
+
+log = logger(__name__)
 
 
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
@@ -73,8 +76,12 @@ def pictures_of(graph: fx.Graph, context: Context, figures: Figures) -> dict[fx.
     pairs = zip(spread, lowered, strict=True) if len(spread) == len(lowered) else ()
     found = {}
     for site, node in (*pairs, *((node, node) for node in graph.nodes if node in context.sites)):
-        plan = ring_plan(figures.call(node)) if qualified(node) == SPREAD[0] else None
-        picture = mask_picture(qualified(node), arguments_of(node), plan, figures)
+        try:
+            plan = ring_plan(figures.call(node)) if qualified(node) == SPREAD[0] else None
+            picture = mask_picture(qualified(node), arguments_of(node), plan, figures)
+        except Exception as error:  # a picture decides nothing: the program is compiled without it
+            log.warning("the mask of %s is not drawn: %s: %s", node.name, type(error).__name__, error)
+            continue
         if picture is not None:
             found[site] = picture
     return found

@@ -34,7 +34,7 @@ if (modules.length > 1) {
   section("layers", "The model, layer by layer").append(strip(units, [
     {name: "differ", text: (value) => counted(value, "node"), colour: "sharded", of: (unit) => sum(unit.all.map((entry) => QUIET.has(entry.kind) ? 0 : 1))},
     {name: "sent", text: bytesText, colour: "four", of: (unit) => sum(unit.all.map((entry) => entry.after && entry.after.sent))},
-    {name: "off", text: short, colour: "refused", of: (unit) => most(unit.all.map((entry) => entry.error ? size(entry.error.relative) : 0).filter(Number.isFinite))},
+    {name: "off", text: short, colour: "refused", of: (unit) => most(unit.all.map((entry) => entry.error && entry.error.bad ? size(entry.error.relative) : 0).filter(Number.isFinite))},
   ], told, (unit) => look(unit.key)), legend([["sharded", "nodes differ"], ["plain", "nothing differs"], ...(bad.length ? [["refused", "a value is off"]] : [])]));
 }
 

@@ -129,7 +129,7 @@ if (report.modules.length) {
     }
     return line;
   };
-  body.append(...foldedBranches(tree.children).map((one) => lineOf(one, 0)));
+  body.append(...foldedBranches(tree.children).sort((one, other) => !one.name - !other.name).map((one) => lineOf(one, 0)));
   const first = body.rows.length < 3 ? body.querySelector("button") : null;
   if (first) first.click();
 }

@@ -8,7 +8,10 @@ function layersOf(modules, pathOf) {  // modules of one layer, or of one name ou
     const known = units.find((unit) => unit.key === key);
     if (known) known.modules.push(module); else units.push({key, modules: [module]});
   }
-  return [...units.filter((unit) => unit.key && !unit.key.startsWith("(")), ...units.filter((unit) => !unit.key || unit.key.startsWith("("))];  // what is in no module stands anywhere
+  // What the layers share, such as a table of positions, stands where the first needed it: before them. What is in no module stands anywhere.
+  const numbered = (unit) => /\.?\d+$/.test(unit.key), first = units.findIndex(numbered), last = units.findLastIndex(numbered), homeless = (unit) => !unit.key || unit.key.startsWith("(");
+  const shared = units.filter((unit, place) => place > first && place < last && !numbered(unit)), rest = units.filter((unit) => !homeless(unit) && !shared.includes(unit)), at = Math.max(0, rest.findIndex(numbered));
+  return [...rest.slice(0, at), ...shared.filter((unit) => !homeless(unit)), ...rest.slice(at), ...units.filter(homeless)];
 }
 function strip(units, lanes, told, chosen) {
   // lanes: [{name, unit: text of a value, of: unit -> value, colour}]; told: unit -> text; chosen: called with a unit
