@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.standing import Call, Recent
-from ringopt.distributed.traffic import log_event
+from ringopt.distributed.traffic import log_event, mark
 from ringopt.errors import RingCommError, RingError, first_line
 from ringopt.torch_compat.autograd import StopRecomputationError
 
@@ -63,7 +63,7 @@ class Pending:
 
         A second call returns at once: waiting twice for a work of gloo blocks until the timeout.
         """
-        began = time.monotonic()
+        began = mark()
         if self._transfers:
             self._mesh.recent.note("waits", self.label)
         while self._transfers:
@@ -235,7 +235,7 @@ class Mesh(ABC):
         with self.held():
             self.settle()
             self.recent.note("all_gather", label, sent=moved)
-            began, gathered = time.monotonic(), self._all_gather(x, label)
+            began, gathered = mark(), self._all_gather(x, label)
         self.recent.note("done", label)
         log_event("all_gather", label, self.rank, moved, moved, self.size - 1, began=began)
         return gathered
@@ -248,7 +248,7 @@ class Mesh(ABC):
         with self.held():
             self.settle()
             self.recent.note("all_reduce", label, sent=moved)
-            began, total = time.monotonic(), self._all_reduce(x, label)
+            began, total = mark(), self._all_reduce(x, label)
         self.recent.note("done", label)
         log_event("all_reduce", label, self.rank, moved, moved, 2 * (self.size - 1), began=began)
         return total

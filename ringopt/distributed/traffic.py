@@ -1,12 +1,18 @@
-"""Counters and a log of communication events, kept only while a recording is on."""
+"""Counters and a log of communication events, kept only while a recording is on.
+
+A GPU runs behind the host that gives it work, so there an event is when the GPU comes to it: marks in its stream, which
+are read when the recording ends.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
 
 EventKind = Literal["posted", "waited", "computed", "all_gather", "all_reduce"]
 
@@ -22,7 +28,7 @@ class Event:
     bytes           handed to the link by this rank (a collective counts as its ring algorithm)
     bytes_received  taken from the link by this rank
     messages        how many messages this rank sent
-    seconds         time of its end on the monotonic clock
+    seconds         time of its end on the monotonic clock; of a GPU, once the recording has ended, when that came to it
     rank            in its mesh
     blocked         seconds in which this rank could do nothing else: in "waited" and the collectives
     """
@@ -37,11 +43,64 @@ class Event:
     blocked: float = 0.0
 
 
+@dataclass(frozen=True)
+class Mark:
+    """Now: on the host, and in the stream of a GPU (its number) where the process has one in use."""
+
+    host: float
+    event: Any = None
+    device: int = -1
+
+
+def mark_here() -> Mark:
+    """Also where nothing is recorded."""
+    now = time.monotonic()
+    if not torch.cuda.is_initialized():
+        return Mark(now)
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return Mark(now, event, torch.cuda.current_device())
+
+
+def mark() -> Mark:
+    """For `began` of `log_event`: of the GPU while a recording is on."""
+    return mark_here() if _recording else Mark(time.monotonic())
+
+
 @dataclass
 class Traffic:
     """The events recorded so far, oldest first, and their sums."""
 
     events: list[Event] = field(default_factory=list)
+    # Of which events, their begin and end; and a mark before which the GPU had nothing left to do.
+    _marks: dict[int, tuple[Mark | None, Mark]] = field(default_factory=dict, repr=False, compare=False)
+    _base: Mark | None = field(default=None, repr=False, compare=False)
+
+    def begin(self) -> None:
+        """From now on it is recorded."""
+        if (base := mark_here()).event is not None:
+            base.event.synchronize()
+            self._base = replace(base, host=time.monotonic())
+
+    def add(self, event: Event, began: Mark | None, ended: Mark) -> None:
+        """One that ended now."""
+        if ended.event is not None:
+            self._marks[len(self.events)] = began, ended
+        self.events.append(event)
+
+    def settle(self) -> None:
+        """The times of the GPU in the place of those of the host. Waits for it."""
+        marks, self._marks = self._marks, {}
+        for place, (began, ended) in marks.items():
+            seconds = self._on_device(ended)
+            blocked = seconds - self._on_device(began) if began is not None else 0.0
+            self.events[place] = replace(self.events[place], seconds=seconds, blocked=blocked)
+
+    def _on_device(self, mark: Mark) -> float:
+        if self._base is None or mark.event is None or mark.device != self._base.device:
+            return mark.host
+        mark.event.synchronize()
+        return self._base.host + float(self._base.event.elapsed_time(mark.event)) / 1e3
 
     @property
     def bytes_sent(self) -> int:
@@ -85,6 +144,7 @@ def record_traffic() -> Iterator[Traffic]:
 def record_from_now_on() -> Traffic:
     """As `record_traffic`, until `stop`."""
     traffic = Traffic()
+    traffic.begin()
     _recording.append(traffic)
     return traffic
 
@@ -93,6 +153,7 @@ def stop(traffic: Traffic) -> None:
     """Ends a recording of `record_from_now_on`."""
     # By identity: two recordings that saw the same events are equal.
     _recording[:] = [other for other in _recording if other is not traffic]
+    traffic.settle()
 
 
 def log_event(
@@ -103,13 +164,14 @@ def log_event(
     received: int = 0,
     messages: int = 0,
     *,
-    began: float | None = None,
+    began: Mark | None = None,
 ) -> None:
-    """Adds an event to all recordings: bytes `sent` and `received`, number of `messages` sent. `began`: time on the
-    monotonic clock since which the rank has been blocked."""
+    """Adds an event to all recordings: bytes `sent` and `received`, number of `messages` sent. `began`: since when the
+    rank has been blocked."""
     if not _recording:
         return
-    now = time.monotonic()
-    event = Event(kind, label, sent, received, messages, now, rank, now - began if began is not None else 0.0)
+    now = mark_here()
+    blocked = now.host - began.host if began is not None else 0.0
+    event = Event(kind, label, sent, received, messages, now.host, rank, blocked)
     for traffic in _recording:
-        traffic.events.append(event)
+        traffic.add(event, began, now)

@@ -202,6 +202,7 @@ class Trace:
         atexit.unregister(self.close)
 
     def write(self) -> None:
+        self.traffic.settle()
         try:
             write_whole(self.path, json.dumps(chrome(spans_of(self.traffic.events))))
         except OSError as error:

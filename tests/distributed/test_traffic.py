@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 
 from ringopt.distributed import traffic as log
@@ -54,3 +57,52 @@ def test_an_error_ends_the_recording() -> None:
             raise ZeroDivisionError
     except ZeroDivisionError:
         assert not log._recording
+
+
+class Stream:
+    """Of a GPU that comes to each mark 5 s after the host has given it, and to the first at once."""
+
+    def __init__(self) -> None:
+        self.marks, self.waited = 0, 0
+
+    def event(self, enable_timing: bool) -> Stream.Event:
+        assert enable_timing
+        return Stream.Event(self)
+
+    class Event:
+        def __init__(self, stream: Stream):
+            self.stream, self.at = stream, -1.0
+
+        def record(self) -> None:
+            self.at, self.stream.marks = 5.0 * self.stream.marks, self.stream.marks + 1
+
+        def synchronize(self) -> None:
+            self.stream.waited += 1
+
+        def elapsed_time(self, other: Stream.Event) -> float:
+            return (other.at - self.at) * 1e3
+
+
+def test_on_a_gpu_events_are_when_it_comes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    log.mark()
+    log_event("computed", "before", 0)
+    assert stream.marks == 0, "nothing is marked while nobody records"
+    with record_traffic() as traffic:
+        begin = time.monotonic()
+        log_event("posted", "one", 0)
+        began = log.mark()
+        log_event("waited", "one", 0, began=began)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        log_event("computed", "elsewhere", 0)
+        assert stream.waited == 1, "the host waits at the begin and at the end, not between"
+        assert traffic.events[1].seconds < begin + 1
+    posted, waited, other = traffic.events
+    assert waited.seconds - posted.seconds == pytest.approx(10) and waited.blocked == pytest.approx(5)
+    assert posted.seconds == pytest.approx(begin + 5, abs=1) and traffic.blocked == waited.blocked
+    assert other.seconds < begin + 1, "of a GPU that was not in use at the begin, the host's"
+    traffic.settle()
+    assert traffic.events == [posted, waited, other] and stream.marks == 5
