@@ -71,7 +71,7 @@ def test_any_byte_of_any_folder_changes_the_key_of_compiled_code(tmp_path: Path)
 
 
 # Of extras, torch and jinja2.
-OF_OTHERS = {"matplotlib", "accelerate", "transformers", "coverage", "pytest", "triton", "markupsafe"}
+OF_OTHERS = {"matplotlib", "accelerate", "lightning", "transformers", "coverage", "pytest", "triton", "markupsafe"}
 
 
 def test_what_is_imported_is_declared() -> None:

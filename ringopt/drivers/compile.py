@@ -57,6 +57,10 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Run]
 ALIKE = frozenset(("capture", *(step.name for step in UNDERSTAND)))
 
 
+# In which launchers say how many processes there are: torchrun and others; mpirun; MPI by PMI; a step of srun.
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What becomes of a graph. Inputs and outputs are numbered by position.
@@ -127,12 +131,12 @@ def mesh_for(options: Options, inputs: Sequence[Any]) -> Mesh:
     the device of the `inputs`. Warns where the process was launched as one of several and torch.distributed is not
     initialized."""
     if options.mesh is None and not (dist.is_available() and dist.is_initialized()):
-        launched = os.environ.get("WORLD_SIZE", "1")
-        if launched not in ("", "1"):
+        launched = next((name for name in SIZES if os.environ.get(name, "1") not in ("", "1")), None)
+        if launched is not None:
             once(
                 log,
                 logging.WARNING,
-                f"compiled for this process alone, which was launched as one of {launched} (WORLD_SIZE): "
+                f"compiled for this process alone, which was launched as one of {os.environ[launched]} ({launched}): "
                 "torch.distributed is not initialized. Call torch.distributed.init_process_group before the model is "
                 "first called",
             )

@@ -28,8 +28,7 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, DynamoBackend, gather, is_compiled_module, recursively_apply
 
-from ringopt.errors import OptionError
-from ringopt.options import Options, with_defaults
+from ringopt.integrations.chosen import check_options, chosen_options
 from ringopt.torch_compat.dynamo import is_compiled, leave_graphs_whole_in_ddp
 
 log = get_logger(__name__)
@@ -55,9 +54,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         self.ring_size: int = asked
         self.cp_size: int = 1
         super().__post_init__()
-        Options.of(self.options)
-        if "mesh" in (self.options or {}):
-            raise OptionError("option mesh: accelerate makes the mesh; leave it out, and set cp_size")
+        check_options(self.options, "accelerate")
         if asked == 1:
             return
         if self.tp_size > 1 or self.sp_size > 1:
@@ -139,10 +136,8 @@ class Ring:
         """In place, before a wrapper that averages gradients over all ranks; what is compiled already stays."""
         if is_compiled_module(model) or is_compiled(model):
             return
-        chosen: dict[str, Any] = {"outputs": "lazy", "sync_gradients": not averaged}
-        chosen = {name: value for name, value in chosen.items() if name not in with_defaults(None).outside}
         mesh = self.accelerator.torch_device_mesh["cp"]
-        model.compile(backend="ring", options={**chosen, **(self.config.options or {}), "mesh": mesh})
+        model.compile(backend="ring", options=chosen_options(self.config.options, mesh, averaged))
         log.info(f"ringopt: {type(model).__name__} runs on {mesh.size()} ranks a sequence")
 
     def preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,6 +31,11 @@ BACKWARD = (
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq, Tensor(b!)? dk,"
     f" Tensor(c!)? dv, {OPTIONS}, {REST}, bool deterministic, Tensor? rng_state=None) -> Tensor"
 )
+PACKED_BACKWARD = (
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq, Tensor(b!)? dk,"
+    " Tensor(c!)? dv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k,"
+    f" {OPTIONS}, {REST}, bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor"
+)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, right: int, cu: Any) -> Tensor:
@@ -65,12 +70,25 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     p: Any, scale: float, causal: bool, left: int, right: int, *_: Any,
 ) -> Tensor:  # fmt: skip
-    with torch.enable_grad():
-        given = [x.detach().requires_grad_() for x in (q, k, v)]
-        found = torch.autograd.grad(attention(*given, scale, causal, left, right, None), given, dout)
-    for x, grad in zip((dq, dk, dv), found, strict=True):
-        x.copy_(grad)
+    write((dq, dk, dv), (q, k, v), dout, (scale, causal, left, right, None))
     return torch.zeros_like(lse)
+
+
+def packed_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu: Tensor, _k: Any, _m: Any, _n: Any, p: Any, scale: float, causal: bool, left: int, right: int, *_: Any,
+) -> Tensor:  # fmt: skip
+    write((dq[None], dk[None], dv[None]), (q[None], k[None], v[None]), dout[None], (scale, causal, left, right, cu))
+    return torch.zeros_like(lse)
+
+
+def write(to: tuple[Tensor, ...], given: tuple[Tensor, ...], dout: Tensor, how: Any) -> None:
+    """The gradients of `given`."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in given]
+        found = torch.autograd.grad(attention(leaves[0], leaves[1], leaves[2], *how), leaves, dout)
+    for x, grad in zip(to, found, strict=True):
+        x.copy_(grad)
 
 
 LIBRARY = torch.library.Library("flash_attn", "DEF")
@@ -78,6 +96,7 @@ for name, schema, kernel in (
     ("_flash_attn_forward", DENSE, dense),
     ("_flash_attn_varlen_forward", PACKED, packed),
     ("_flash_attn_backward", BACKWARD, backward),
+    ("_flash_attn_varlen_backward", PACKED_BACKWARD, packed_backward),
 ):
     LIBRARY.define(name + schema)
     LIBRARY.impl(name, kernel, "CPU")
@@ -106,6 +125,26 @@ class FlashAttention(Function):
         return dq[..., : dout.shape[-1]], dk[..., : dout.shape[-1]], dv[..., : dout.shape[-1]], None, None
 
 
+class FlashVarlen(Function):
+    """As flash_attn_varlen_func calls the operators."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool, window: tuple[int, int]) -> Any:
+        ctx.given = (0.0, 0.5, causal, *window, 0.0, None)
+        out, lse, _mask, state = ops._flash_attn_varlen_forward(q, k, v, ends, ends, 6, 6, *ctx.given)
+        ctx.save_for_backward(q, k, v, out, lse, ends, state)
+        return out[..., : q.shape[-1]]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+        q, k, v, out, lse, ends, state = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        ops._flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, ends, ends, 6, 6, *ctx.given, False, rng_state=state
+        )
+        return dq[..., : dout.shape[-1]], dk[..., : dout.shape[-1]], dv[..., : dout.shape[-1]], None, None, None
+
+
 class Flash(nn.Module):
     """Grouped heads, B S H D."""
 
@@ -120,19 +159,21 @@ class Flash(nn.Module):
         if self.way == "dense":
             out = ops._flash_attn_forward(q, k, v, 0.0, 0.5, self.causal, *self.window, 0.0, None, False)[0]
             return out.flatten(2).sin()
+        if self.way == "packed function":
+            return FlashVarlen.apply(q[0], k[0], v[0], ends, self.causal, self.window).flatten(1).sin()
         out = ops._flash_attn_varlen_forward(q[0], k[0], v[0], ends, ends, 6, 6, 0.0, 0.5, self.causal, *self.window)
         return out[0].flatten(1).sin()
 
 
 WAYS = [
     ("function", True, (-1, -1), 2), ("function", False, (3, 2), 3), ("packed", True, (-1, -1), 2),
-    ("packed", False, (4, 0), 3),
+    ("packed", False, (4, 0), 3), ("packed function", True, (-1, -1), 2), ("packed function", False, (3, 2), 3),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "causal", "window", "p"), WAYS)
 def test_flash_attention_is_a_site(way: str, causal: bool, window: tuple[int, int], p: int) -> None:
-    if way == "function" and torch.__version__ < (2, 12):
+    if way.endswith("function") and torch.__version__ < (2, 12):
         pytest.skip("the graph of the function's backward is refused, for its operator writes")
     torch.manual_seed(0)
     model = Flash(way, causal, window).double()

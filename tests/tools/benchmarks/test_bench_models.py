@@ -35,6 +35,7 @@ class Silent:
 
 def run(target: Path, **options: Any) -> Any:
     given = {"pattern": "^(llama|gpt2)$", "ranks": [2, 3], "seconds": 9, "again": False, "html": None, "markdown": None}
+    given["library"] = "transformers"
     return models.measure(argparse.Namespace(**{**given, "json": target, **options}), Silent())  # type: ignore[arg-type]
 
 

@@ -1,8 +1,12 @@
 """One type of `ringopt bench models`: its process builds the model and runs it, then parts into ranks, which run it
-compiled."""
+compiled.
+
+A type is named as in transformers, or as "diffusers/FluxTransformer2DModel".
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 import multiprocessing
 import os
@@ -29,9 +33,11 @@ from ringopt.frontend.higher_order.associative_scan import keeps_associative_sca
 from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.models.judged import NOTHING, died, no_answer
+from ringopt.tools.benchmarks.models.tiny_diffusers import build_denoiser
 from ringopt.tools.benchmarks.models.tiny_transformers import build_tiny, reference_of
 from ringopt.tools.benchmarks.models.widened import Widened, widen
 from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.pytree import tree_leaves
 
 EXACT = 1e-8  # float64, relative to the largest entry of each tensor
 SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be rounding alone
@@ -45,7 +51,7 @@ class Trial:
     """What every rank runs: a model, the keywords of its forward, what one process found, and where the ranks meet."""
 
     model: nn.Module
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     expected: Sequence[Tensor | None]
     ranks: int
     meet: str
@@ -56,15 +62,19 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float) -> None:
     """Sends a row, whatever the model does short of a crash."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # numbers that a program writes down without a type
+    library, _, name = kind.rpartition("/")
     try:
-        model, inputs = build_tiny(kind)
-        reference = reference_of(model)
+        model, inputs = build_denoiser(name) if library else build_tiny(name)
+        reference = copy.deepcopy(model) if library else reference_of(model)
         with Widened():
             expected = _numbers(reference, inputs)
     except Exception as error:
         answers.send(no_answer("not built", _in_words(error)))
         return
-    facts = {"hf": bool(getattr(model, "supports_context_parallel", True)), "layers": _layers(model)}
+    if library:
+        facts = {"hf": bool(getattr(model, "_cp_plan", None)), "layers": ""}
+    else:
+        facts = {"hf": bool(getattr(model, "supports_context_parallel", True)), "layers": _layers(model)}
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(model, inputs, expected, ranks, f"file://{folder}/store", seconds)
         answers.send({**NOTHING, **_on_ranks(trial), **facts})
@@ -116,11 +126,13 @@ def _widened_ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     return ringopt.backend.ring(gm, inputs, options={"inner_backend": "aot_eager", "on_refusal": "ignore"})
 
 
-def _numbers(model: Any, inputs: dict[str, Tensor]) -> list[Tensor | None]:
+def _numbers(model: Any, inputs: dict[str, Any]) -> list[Tensor | None]:
     """The loss and the gradient of every parameter."""
     model.zero_grad()
     found = model(**inputs)
-    loss = found.loss if getattr(found, "loss", None) is not None else found[0].square().mean()
+    loss = getattr(found, "loss", None)
+    if loss is None:
+        loss = sum(part.square().mean() for part in tree_leaves(found[0]))
     loss.backward()
     return [loss.detach(), *(None if p.grad is None else p.grad.detach().clone() for p in model.parameters())]
 
@@ -142,10 +154,10 @@ def _distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None])
 # ---- in words --------------------------------------------------------------------------------------------------------
 
 
-def _figures(report: Report, inputs: dict[str, Tensor]) -> Row:
+def _figures(report: Report, inputs: dict[str, Any]) -> Row:
     return {
         "share": report.sharded_fraction,
-        "bytes": report.bytes_sent / inputs["input_ids"].numel(),
+        "bytes": report.bytes_sent / inputs["input_ids"].numel() if "input_ids" in inputs else None,
         "sites": len(report.sites),
         "sharded": sum(site.refusal is None for site in report.sites),
         "graphs": len(ringopt.backend.reports()),

@@ -2,7 +2,8 @@
 
 Each type of AutoModelForCausalLM is built tiny, by general rules, in float64, and runs on one process as it is and on
 ranks (gloo) compiled by `backend="ring"`. A type that crashes or hangs is a row as well. With --json the run can be
-interrupted: the same command takes the types that the file does not have yet.
+interrupted: the same command takes the types that the file does not have yet. --library diffusers: the same of each
+transformer of diffusers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ EXAMPLES = """\
 examples:
   ringopt bench models --only '^(llama|mixtral)$'
   ringopt bench models --ranks 2 3 --json models.json --html models.html
+  ringopt bench models --library diffusers --only 'Flux|Wan'
 """
 
 WORKER = "ringopt.tools.benchmarks.models.conformance"
@@ -37,11 +40,12 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser = tables.add_parser(
         "models",
         parents=[common],
-        help="every causal language model of transformers on ranks: exact, and how much of it is sharded",
+        help="every causal language model of transformers (or transformer of diffusers) on ranks: exact or not",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--library", choices=LIBRARIES, default="transformers", help="whose models (transformers)")
     parser.add_argument("--only", metavar="RE", dest="pattern", help="types that the regular expression is found in")
     parser.add_argument("--ranks", metavar="P", nargs="+", type=two_or_more, default=[2], help="processes (2)")
     parser.add_argument("--seconds", metavar="S", type=natural, default=300, help="for one type on P ranks (300)")
@@ -56,7 +60,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     for option, target in (("--html", arguments.html), ("--markdown", arguments.markdown)):
         check_file(option, target)
     known = _kept(arguments.json)
-    chosen = [(kind, ranks) for kind in _kinds(arguments.pattern) for ranks in arguments.ranks]
+    chosen = [(kind, ranks) for kind in _kinds(arguments.library, arguments.pattern) for ranks in arguments.ranks]
     left = [key for key in chosen if arguments.again or key not in known]
     for kind, ranks in progress.track(left, description="types"):
         row = known[kind, ranks] = judged_apart(WORKER, kind, ranks, arguments.seconds)
@@ -72,19 +76,32 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     return result
 
 
-def _kinds(only: str | None) -> list[str]:
+def _kinds(library: str, only: str | None) -> list[str]:
     """Those that `only` is found in."""
+    what, names_of = LIBRARIES[library]
     try:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+        names = names_of()
     except ImportError as error:
-        raise CommandError(f"the models are those of transformers: {error}; pip install 'ringopt[hf]'") from error
+        raise CommandError(f"the models are those of {library}: {error}; pip install {library}") from error
     try:
-        chosen = [name for name in NAMES if re.search(only or "", name)]
+        chosen = [name for name in names if re.search(only or "", name)]
     except re.error as error:
         raise CommandError(f"--only {only!r} is not a regular expression: {error}") from error
     if not chosen:
-        raise CommandError(f"--only {only!r}: none of {len(NAMES)} types of AutoModelForCausalLM has it in its name")
+        raise CommandError(f"--only {only!r}: none of {len(names)} {what} has it in its name")
     return chosen
+
+
+def _of_transformers() -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _of_diffusers() -> list[str]:
+    from ringopt.tools.benchmarks.models.tiny_diffusers import classes
+
+    return [f"diffusers/{name}" for name in classes()]
 
 
 def _kept(target: Path | None) -> dict[tuple[str, int], Row]:
@@ -116,7 +133,7 @@ def _sentence(sums: Row) -> str:
     counted = ", ".join(f"{sums[name]} {name}" for name in VERDICTS if sums[name] or name in ("exact", "wrong"))
     return (
         f"{sums['types']} rows: {counted}; in {sums['at_95']} at least {SHARE:.0%} of the matrix work is on shards. "
-        f"transformers' own context parallelism refuses {sums['hf_refuses']} of them, of which "
+        f"the library's own context parallelism refuses {sums['hf_refuses']} of them, of which "
         f"{sums['hf_refuses_exact']} are exact here"
     )
 
@@ -144,8 +161,12 @@ def _rule(row: Row) -> str:
     return {None: "", True: "takes it", False: "refuses it"}[row["hf"]]
 
 
+LIBRARIES: dict[str, tuple[str, Callable[[], list[str]]]] = {
+    "transformers": ("types of AutoModelForCausalLM", _of_transformers),
+    "diffusers": ("transformers of diffusers", _of_diffusers),
+}
 VERDICTS = ("exact", "wrong", "error", "hang", "not built")
-TITLE = "Causal language models of transformers, tiny, on ranks"
+TITLE = "Models of a library, tiny, on ranks"
 KEYS = ("type", "ranks")
 COLUMNS = (
     Column("type", lambda row: row["type"], right=False),
@@ -155,13 +176,14 @@ COLUMNS = (
     Column("on\nshards", lambda row: "" if row["share"] is None else f"{row['share']:.1%}"),
     Column("bytes\na token", lambda row: "" if row["bytes"] is None else f"{row['bytes']:,.0f}"),
     Column("compile,\ns", lambda row: "" if row["compile"] is None else f"{row['compile']:.0f}"),
-    Column("transformers", _rule, right=False),
+    Column("the library", _rule, right=False),
     Column("first reason", lambda row: row["reason"], right=False),
 )
 NOTES = (
     "error: of the loss and every gradient in float64, from one process, relative to the largest entry of each; exact "
     "up to 1e-8.",
     "on shards: share of the matrix work. bytes a token: sent by a rank in one forward, by all tokens.",
-    "transformers: its rule `supports_context_parallel`, asked of the tiny model.",
+    "the library: whether its own context parallelism takes the model: `supports_context_parallel` of transformers, a "
+    "`_cp_plan` of diffusers.",
     "first reason: why the first of what is refused or gathered is, with its line.",
 )
