@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from ringopt.planner.plan import Plan, plan
     from ringopt.report import Report
     from ringopt.rules.declare import AttentionRule, Gathered, Pointwise, Tokenwise, rule
-    from ringopt.scanning import scan
+    from ringopt.scanning import AffineState, scan, scan_kernel
     from ringopt.tensor.from_rows import from_rows
     from ringopt.version import __version__
 
 __all__ = [
+    "AffineState",
     "AttentionRule",
     "Gathered",
     "GraphDiff",
@@ -52,6 +53,7 @@ __all__ = [
     "reports",
     "rule",
     "scan",
+    "scan_kernel",
     "shard",
     "unshard",
 ]
@@ -61,6 +63,7 @@ _MODULES = ("errors", "nn")
 # Where each other public name lives.
 _HOME = {
     "__version__": "ringopt.version",
+    "AffineState": "ringopt.scanning",
     "AttentionRule": "ringopt.rules.declare",
     "Gathered": "ringopt.rules.declare",
     "GraphDiff": "ringopt.compare.graph_diff",
@@ -82,6 +85,7 @@ _HOME = {
     "reports": "ringopt.backend",
     "rule": "ringopt.rules.declare",
     "scan": "ringopt.scanning",
+    "scan_kernel": "ringopt.scanning",
     "shard": "ringopt.functional",
     "unshard": "ringopt.functional",
 }

@@ -1,13 +1,13 @@
 """A recurrence by hand, in eager code, whose steps are spread over ranks.
 
-    def step(state, x):                                       # as for torch's scan: (carry, x) -> (carry, y)
-        key, value, gate = x
-        state = gate * state + key.mT @ value
-        return state, state.sum(0)
+def step(state, x):                                       # as for torch's scan: (carry, x) -> (carry, y)
+    key, value, gate = x
+    state = gate * state + key.mT @ value
+    return state, state.sum(0)
 
-    keys, values, gates = (ringopt.shard(x, dim=0) for x in (keys, values, gates))      # a row a step
-    last, ys = ringopt.scan(step, state, (keys, values, gates))
-    ys = ringopt.unshard(ys, dim=0, length=STEPS)
+keys, values, gates = (ringopt.shard(x, dim=0) for x in (keys, values, gates))      # a row a step
+last, ys = ringopt.scan(step, state, (keys, values, gates))
+ys = ringopt.unshard(ys, dim=0, length=STEPS)
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch import Tensor
 from ringopt.arguments import check_layout
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank, layout_of
 from ringopt.context_parallel.geometry.rows import count
+from ringopt.distributed.handshake import agree
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import OptionError, RingMismatchError, first_line
 from ringopt.functional import ranks_of
 from ringopt.ops import operators
+from ringopt.ops.kernel_scan import AffineState, KernelScan, OverRanks, Run
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.body import NoBody, to_text
 from ringopt.scans.trace import Kinds, in_own_thread, kinds_of, kinds_out
@@ -34,7 +36,7 @@ from ringopt.torch_compat.fx import make_fx
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["scan"]
+__all__ = ["AffineState", "scan", "scan_kernel"]
 
 Tensors = Tensor | Sequence[Tensor]
 Step = Callable[..., tuple[Any, Any]]
@@ -80,6 +82,52 @@ def scan(
         found = operators.sharded_scan(carried, stacked, shared, text, steps, segments, layout, ranks.name)
     last, ys = found[: len(carried)], found[len(carried) : len(kinds_out(text, kinds))]
     return (last[0] if isinstance(init, Tensor) else tuple(last)), (ys[0] if single else tuple(ys))
+
+
+def scan_kernel(
+    run: Run,
+    state: Tensor,
+    xs: Sequence[Tensor],
+    *,
+    affine: AffineState | None = None,
+    dim: int = 1,
+    mesh: DeviceMesh | Mesh | None = None,
+    layout: str = "contiguous",
+) -> tuple[Any, Tensor]:
+    """`outputs, last = run(state, *xs)` over a whole sequence, of which every rank passes its tokens along `dim`: a
+    recurrence that a kernel computes. Returns this rank's outputs and the last state. Differentiable.
+
+    `run` gives a tensor or several with tokens along `dim`, and the state behind the last of them. What learns is among
+    `xs`; `state` is whole, the same on all ranks, and so are its gradient and the last state. Where the state is
+    affine in that before, `affine` says how, and ranks exchange maps of the size of the state; each is held against the
+    kernel's own last state. Else the ranks run one after the other.
+
+        def run(state, q, k, v, g, beta):                                                          # fla's kernel
+            return chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True)
+
+        affine = ringopt.AffineState(axes=("point", "point", "mixed", "free"), additive=(2,))      # v is added, k mixes
+        out, last = ringopt.scan_kernel(run, state, (q, k, v, g, beta), affine=affine)
+
+    Raises OptionError where the kernel is not as `affine` says or learns something else, RingMismatchError where the
+    tokens of the ranks are not those of a sequence, or not all ranks need a gradient.
+    """
+    check_layout(layout)
+    ranks = ranks_of(mesh, state)
+    if affine is not None and len(affine.axes) != state.dim():
+        raise OptionError(f"scan_kernel: {len(affine.axes)} axes for a state of {state.dim()} dims")
+    if not xs or len({x.shape[dim] for x in xs}) > 1:
+        found = [list(x.shape) for x in xs]
+        raise OptionError(f"scan_kernel: xs have equally many tokens along dim {dim}, not {found}")
+    if ranks is None or ranks.size == 1:
+        return run(state, *xs)
+    steps = steps_of(ranks, layout, xs[0].shape[dim], [state, *xs])
+    if steps < ranks.size * chunks_per_rank(layout):
+        raise OptionError(f"scan_kernel: {steps} tokens for {ranks.size} ranks; every rank needs one in each segment")
+    shapes = [[size for at, size in enumerate(x.shape) if at != dim % x.dim()] for x in xs]
+    agree(ranks, (("state", str([list(state.shape), state.dtype])), ("xs", str(shapes)), ("affine", str(affine))))
+    scan = KernelScan(run, affine, dim, layout_of(layout, steps, ranks.size), ranks)
+    *outputs, last = OverRanks.apply(scan, state, *xs)  # type: ignore[no-untyped-call]
+    return (outputs[0] if scan.single else tuple(outputs)), last
 
 
 def several(given: Tensors) -> list[Tensor]:
