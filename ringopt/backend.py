@@ -18,6 +18,7 @@ from ringopt.distributed.consistency import digest
 from ringopt.drivers.announce import announce, heard_once, log_report, raise_or_warn
 from ringopt.drivers.compile import Run, in_order, mesh_for, transform, warn_of_limit
 from ringopt.drivers.reference import reference
+from ringopt.frontend.data_sizes.traced_again import trace_with_breaks, trace_with_sizes
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.higher_order.associative_scan import (
     keeps_associative_scans,
@@ -67,8 +68,8 @@ def ring(
     """
     chosen = with_defaults(options)
     mesh = mesh_for(chosen, example_inputs)
+    trace_with_sizes(gm, mesh.size)
     names = [readable_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]
-
     called = [node.target for node in gm.graph.nodes if node.op.startswith("call")]
     operators = dict(Counter(getattr(target, "__name__", str(target)) for target in called))
     mesh.recent.folder = chosen.dump or mesh.recent.folder
@@ -76,7 +77,6 @@ def ring(
     called_with = digest(repr(sorted(operators.items())).encode())
     given = sorted(example_inputs, key=lambda x: f"{getattr(x, 'shape', x)} {getattr(x, 'dtype', '')}")
     mesh.stands(call_of("compiles a graph", called_with, given, operators), publish=True)
-
     original = Original(gm, names) if chosen.verify else None
 
     def make(inputs: Sequence[Any], anew: bool) -> Made:
@@ -84,6 +84,7 @@ def ring(
             made = transform(gm, inputs, chosen, mesh, anew)
         if made.graph is None and not anew:
             trace_as_written()
+            trace_with_breaks(gm)
         _reports.append(made.report)
         log_report(log, made.report)
         raise_or_warn(made.report, chosen, heard_once(mesh))

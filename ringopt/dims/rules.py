@@ -20,7 +20,7 @@ from ringopt.dims.op_families import CASTS, COPIES, ELEMENTWISE
 from ringopt.dims.reduction_rules import LAYERS, MIXING, REDUCTIONS
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.dims.view_rules import VIEWS
-from ringopt.ir.nodes import is_tensor, op_name, shape_of
+from ringopt.ir.nodes import is_tensor, named, op_name, shape_of
 from ringopt.rules.declare import declared_for, is_foreign
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
@@ -80,4 +80,14 @@ def attention(node: fx.Node) -> Rule | None:
     return Rule((*rules, of_sinks))
 
 
-RULES: dict[str, RuleOf] = {**VIEWS, **MIXING, **REDUCTIONS, **LAYERS, **PRODUCTS, **LOOK_UPS, "attention": attention}
+def picked(node: fx.Node) -> Rule | None:
+    """As was proved of its body (ringopt/dims/picks.py); of pieces by their counts nothing holds by itself."""
+    along, out, counts = (named(node, name) for name in ("along", "out", "counts"))
+    if out < 0 or counts >= 0:
+        return None
+    return Rule(tuple({out: dim} if dim >= 0 else {} for dim in along))
+
+
+RULES: dict[str, RuleOf] = {
+    **VIEWS, **MIXING, **REDUCTIONS, **LAYERS, **PRODUCTS, **LOOK_UPS, "attention": attention, "picked": picked,
+}  # fmt: skip

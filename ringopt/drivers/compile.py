@@ -20,6 +20,7 @@ from ringopt.drivers.counterparts import Snapshot
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.errors import RefusedError, first_line
 from ringopt.frontend.capture import Captured, capture
+from ringopt.frontend.data_sizes.stretches import has_picks, without_picks
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize, with_sizes_at_hand
 from ringopt.frontend.flatten import has_custom
 from ringopt.frontend.flex_block_masks import Claim
@@ -222,13 +223,13 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
         floats_as_tensors(gm)
         # Rows arrive as they were cut: of one length. A custom backward is a graph for one length, and one process
         # keeps no sizes open.
-        if given or has_custom(gm) or (options.dilates and mesh.size == 1):
+        if given or has_custom(gm) or has_picks(gm) or (options.dilates and mesh.size == 1):
             specialize(gm)
     shape_env = shape_env_of(gm) if not anew else None
     dump, snapshot = Dump(options, mesh.rank), Snapshot(options.verify == "nodes")
 
     def begin() -> Captured:
-        made = capture(gm, example_inputs, shape_env)
+        made = capture(without_picks(gm), example_inputs, shape_env)
         flat = made.begin(context)
         sizes.passed("capture")
         inputs = flat.graph.find_nodes(op="placeholder")

@@ -13,6 +13,7 @@ import torch.fx as fx
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.compile import Compiled, transform
 from ringopt.errors import RingError
+from ringopt.frontend.data_sizes.traced_again import trace_with_breaks, trace_with_sizes
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.options import Options
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
@@ -32,7 +33,11 @@ class DryRun:
 
     @keeps_associative_scans
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
-        self.graphs.append(transform(gm, example_inputs, self.options, self.mesh))
+        trace_with_sizes(gm, self.mesh.size)
+        made = transform(gm, example_inputs, self.options, self.mesh)
+        if made.graph is None:
+            trace_with_breaks(gm)
+        self.graphs.append(made)
         outputs = [_example_of(node) for node in gm.graph.output_node().args[0]]
         return lambda *_inputs: tuple(hollow(value) for value in outputs)
 

@@ -79,6 +79,12 @@ def attention_backward(call: SizedCall) -> SizedCall:
     return call.conjugate(f"{call.name}_backward", call.arguments["q"])
 
 
+def picked_backward(call: SizedCall) -> SizedCall:
+    """Of picked, where all its operands have gradients."""
+    operands = call.arguments["operands"]
+    return call.conjugate("picked_backward", operands, grad=call.value, wanted=list(range(len(operands))))
+
+
 def scan_backward(call: SizedCall) -> SizedCall:
     """Of scan, where all its operands have gradients."""
     operands = [*call.arguments["init"], *call.arguments["xs"], *call.arguments["consts"]]

@@ -120,6 +120,8 @@ TABLE: dict[str, Traits] = {
     "agreed_seeds": Traits(sends=traffic.seeds_compared),
     "draw": alone(capturable=True),
     "custom_gradient": alone(capturable=True),
+    "picked": alone(flops=work.picked, gradient=conjugates.picked_backward),
+    "picked_backward": alone(flops=work.picked_back),
     # ---- scans
     "scan": alone(flops=work.steps, gradient=conjugates.scan_backward, capturable=True),
     "scan_backward": alone(flops=work.steps_back, capturable=True),

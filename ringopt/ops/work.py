@@ -14,6 +14,7 @@ from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.cost.simulate import flops_of, pairs_of
 from ringopt.dims.products import is_counted, summed
+from ringopt.ops.picked_sizes import picked_evenly
 from ringopt.ops.scan_sizes import affine_of, graphs_run, step_of
 from ringopt.ops.sized_call import Operand, SizedCall
 from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
@@ -78,6 +79,17 @@ def windows(call: SizedCall) -> int:
 def windows_back(call: SizedCall) -> int:
     """The gradients of the rows and of the weight."""
     return 4 * int(call["grad"].count * call["weight"].count_from(1))
+
+
+# ---- tokens picked when the program runs --------------------------------------------------------------------------
+def picked(call: SizedCall) -> int:
+    """As if each token went to as many places as a mask has for it, shared evenly by all that pick."""
+    return products(picked_evenly(call["body"], tuple((x.sizes, x.dtype) for x in call["operands"])))
+
+
+def picked_back(call: SizedCall) -> int:
+    """Once more, and two products for each."""
+    return 3 * picked(call)
 
 
 # ---- scans -----------------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ from torch._dynamo import config, convert_frame, eval_frame
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.exc import (
     BackendCompilerFailed,
+    SpeculationRestartAnalysis,
     TensorifyScalarRestartAnalysis,
     TorchDynamoException,
     UnspecializeRestartAnalysis,
 )
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator, SpeculationLog, TensorifyState
 from torch._dynamo.utils import counters
 from torch._higher_order_ops.associative_scan import associative_scan as ASSOCIATIVE_SCAN
 from torch._higher_order_ops.scan import scan as SCAN
@@ -28,7 +29,9 @@ from torch._higher_order_ops.scan import scan as SCAN
 __all__ = [
     "ASSOCIATIVE_SCAN",
     "SCAN",
+    "SIZES_BREAK",
     "BackendCompilerFailed",
+    "Settings",
     "TensorifyScalarRestartAnalysis",
     "TensorifyState",
     "TorchDynamoException",
@@ -63,6 +66,50 @@ __all__ = [
 class TraceOtherwise(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
     """Raised in a backend, has Dynamo trace the frame again, and find another program there: that kind clears what it
     remembers of the first time, this is the one that backends may raise."""
+
+
+# How Dynamo's reasons begin where it ends a graph at a size, or a number, that data decide; () if it has no Settings.
+SIZES_BREAK = ("Data dependent operator", "Dynamic shape operator", "Unsupported Tensor.item() call")
+SIZES_BREAK = SIZES_BREAK if hasattr(convert_frame, "trace_frame") else ()  # type: ignore[assignment]
+
+
+class Settings:
+    """Some of torch._dynamo.config, for the next time that the frame which is being compiled is traced. Where that
+    fails, in whatever way, `failed` is called with its code, and the frame is traced once more, without them."""
+
+    def __init__(self, failed: Callable[[CodeType], None], **settings: Any):
+        self.failed, self.settings = failed, settings
+        self.before: dict[str, Any] = {}
+
+    def on(self) -> None:
+        self.before = {name: getattr(config, name) for name in self.settings}
+        for name, value in self.settings.items():
+            setattr(config, name, value)
+        trace, convert_frame.trace_frame = convert_frame.trace_frame, self.traced
+        self.trace = trace
+
+    def off(self) -> bool:
+        """Whether they were on."""
+        before, self.before = self.before, {}
+        for name, value in before.items():
+            setattr(config, name, value)
+        if before:
+            convert_frame.trace_frame = self.trace
+        return bool(before)
+
+    def traced(self, code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.trace(code, *args, **kwargs)
+        except SpeculationRestartAnalysis:  # for a graph break, of which there may be some still
+            raise
+        except Exception as error:
+            if not self.off():  # the backend was called, so the frame was traced
+                raise
+            self.failed(code)
+            for log in args:
+                if isinstance(log, SpeculationLog):
+                    log.clear()
+            raise TraceOtherwise from error
 
 
 def patched(**settings: Any) -> AbstractContextManager[Any]:

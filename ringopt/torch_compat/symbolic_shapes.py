@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
@@ -25,9 +26,11 @@ __all__ = [
     "FUNCTIONS",
     "GuardAsked",
     "GuardOnDataDependentSymNode",
+    "PickedSizes",
     "PythonReferenceAnalysis",
     "ShapeEnv",
     "SymNode",
+    "asserted_size",
     "compute_unbacked_bindings",
     "float_symbol",
     "free_unbacked_symbols",
@@ -84,3 +87,28 @@ def without_guards(shape_env: ShapeEnv) -> Iterator[None]:
         yield
     finally:
         del shape_env._check_frozen
+
+
+def asserted_size(size: torch.SymInt) -> int | None:
+    """The number that a size of unknown parts is asserted to be, as the pieces of a split make up the whole."""
+    env = size.node.shape_env
+    for asserted in (each.expr for of_one in env.deferred_runtime_asserts.values() for each in of_one):
+        sides = [env.replace(side) for side in getattr(asserted, "args", ())]
+        if isinstance(asserted, sympy.Eq) and env.replace(size.node.expr) in sides:
+            number = next((side for side in sides if side.is_Integer), None)
+            if number is not None:
+                return int(number)
+    return None
+
+
+class PickedSizes(ShapeEnv):
+    """Of a program in which data decide sizes. Each stands for any number of rows: two at least, for a decision that
+    is special to none or to one is none of the program's."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+
+    def create_unbacked_symint(self, *args: Any, **kwargs: Any) -> torch.SymInt:
+        size: torch.SymInt = super().create_unbacked_symint(*args, **kwargs)
+        _constrain_range_for_size(size, min=2)
+        return size

@@ -14,9 +14,11 @@ from ringopt.torch_compat.symbolic_shapes import (
     FUNCTIONS,
     GuardAsked,
     GuardOnDataDependentSymNode,
+    PickedSizes,
     PythonReferenceAnalysis,
     ShapeEnv,
     SymNode,
+    asserted_size,
     compute_unbacked_bindings,
     float_symbol,
     free_unbacked_symbols,
@@ -134,3 +136,17 @@ def test_an_operator_gives_a_size_that_is_not_known_yet() -> None:
         size: Any = rows(x)
     assert isinstance(size, torch.SymInt) and size.node.expr in env.var_to_range
     assert env.var_to_range[size.node.expr].lower == 3
+
+
+def test_sizes_that_data_decide_stand_for_several_rows() -> None:
+    with FakeTensorMode(shape_env=PickedSizes()) as mode:
+        x = mode.from_tensor(torch.ones(7, 3))
+        rows = x[:, 0].nonzero()[:, 0]
+        found = x[rows] * 2  # asks whether it is one row, or none
+        assert free_unbacked_symbols(found) and found.shape[1] == 3
+        first, second = (x[0, place].to(torch.int64).item() for place in range(2))
+        assert asserted_size(first + second) is None
+        x.split([first, second])  # type: ignore[list-item]
+        assert asserted_size(first + second) == 7 and asserted_size(first) is None  # type: ignore[arg-type]
+        with pytest.raises(GuardOnDataDependentSymNode):
+            bool(found.shape[0] > 4)

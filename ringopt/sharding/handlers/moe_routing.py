@@ -27,6 +27,7 @@ from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import divides, same
+from ringopt.sharding.handlers.expert_counts import sum_of_marks
 from ringopt.sharding.handlers.random import dropout
 from ringopt.sharding.sharder import Sharder
 
@@ -93,7 +94,7 @@ class Routing:
 
     def follows(self, node: fx.Node) -> bool:
         made = (self.element, self.divided, self.picked, self.counted, self.inverted)
-        ways = (*made, self.multiplied, self.dropped, self.row_by_row)
+        ways = (*made, self.added_back, self.multiplied, self.in_pieces, self.dropped, self.row_by_row)
         return node.op == "call_function" and any(way(node) for way in ways)
 
     def take(self, node: fx.Node, role: str, placing: Placing | None = None) -> bool:
@@ -114,7 +115,8 @@ class Routing:
 
     def divided(self, node: fx.Node) -> bool:
         """Rows to the tokens they are of."""
-        if op_name(node) != "floor_divide" or not self.is_a(node.args[0], "order"):
+        whole = op_name(node) == "floor_divide" or node.kwargs.get("rounding_mode") in ("trunc", "floor")
+        if op_name(node) not in ("floor_divide", "div") or not whole or not self.is_a(node.args[0], "order"):
             return False
         by = node.args[1]
         if not isinstance(by, int) or by < 1:
@@ -166,6 +168,33 @@ class Routing:
             return False
         return self.take(node, "inverse", partial(self.sorted_back, node, at))
 
+    def added_back(self, node: fx.Node) -> bool:
+        """Rows added to what is as long as the tokens, or the rows, were."""
+        if op_name(node) != "index_add" or len(node.args) != 4 or node.kwargs.get("alpha", 1) != 1:
+            return False
+        x, dim, at, rows = node.args
+        if dim or not self.is_a(at, "order") or not self.is_a(rows, "rows") or x in self.role:
+            return False
+        if not divides(self.share[at], self.place.inner):
+            return False
+        token = replace(self.place, inner=self.place.inner // self.share[at])
+        self.placing[node] = partial(self.local, node, {x: token}, token)
+        return same(shape_of(x)[0], token.size)
+
+    def in_pieces(self, node: fx.Node) -> bool:
+        """Split by the counts of experts, each piece by its own, and joined (ringopt/dims/picks.py)."""
+        if op_name(node) != "picked" or named(node, "counts") < 0 or named(node, "out"):
+            return False
+        counts, given = node.args[0][named(node, "counts")], list(zip(node.args[0], named(node, "along"), strict=True))
+        total = sum_of_marks(counts, self.sort.args[0])
+        tokens = shape_of(total.args[0])[0] if total is not None else 0
+        if total is None or not tokens or not divides(tokens, self.place.size):
+            return False
+        fits = all(self.is_a(x, "rows") and dim == 0 if dim >= 0 else x not in self.role for x, dim in given)
+        if not fits or not divides(self.place.size // tokens, self.place.inner):
+            return False
+        return self.take(node, "rows", partial(self.pieces, node, counts, total))
+
     def multiplied(self, node: fx.Node) -> bool:
         """Each row by the matrix of its expert, of all of which every rank has its part of the gradient."""
         if op_name(node) not in GROUPED or len(node.all_input_nodes) != 3:
@@ -206,6 +235,21 @@ class Routing:
             lambda x: sharder.operand(x, given[x]) if x in given else sharder.values[x],
         )
         sharder.set(node, sharder.call(node.target, args, node, place, kwargs), place)
+
+    def pieces(self, node: fx.Node, counts: fx.Node, total: fx.Node) -> None:
+        """With the counts of this rank's own rows."""
+        sharder = self.sharder
+        sharder.reader = node
+        marks, share = total.args[0], self.place.size // shape_of(total.args[0])[0]
+        token = replace(self.place, inner=self.place.inner // share)
+        mine = sharder.sharded(marks, token)
+        mine = sharder.step(total.target, mine, *total.args[1:], like=total, **total.kwargs)
+        mine = sharder.step(aten.to.dtype, mine, value_of(counts).dtype, like=total)
+        operands = [
+            mine if x is counts else sharder.values[x] if dim >= 0 else sharder.beside(x)
+            for x, dim in zip(node.args[0], named(node, "along"), strict=True)
+        ]
+        sharder.set(node, sharder.call(node.target, (operands, *node.args[1:]), node, self.place), self.place)
 
     def by_rule(self, node: fx.Node, rule: Rule, wanted: Sequence[Sharded | None]) -> None:
         """Also where another operand is sharded, by which the walk would spread it: then what is in the order would be

@@ -1,0 +1,1 @@
+"""Sizes that data decide, as of tokens for an expert: captured, and taken out of the graph."""
