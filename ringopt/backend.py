@@ -18,7 +18,13 @@ from ringopt.distributed.consistency import digest
 from ringopt.drivers.announce import announce, heard_once, log_report, raise_or_warn
 from ringopt.drivers.compile import Run, in_order, mesh_for, transform, warn_of_limit
 from ringopt.drivers.reference import reference
-from ringopt.frontend.data_sizes.traced_again import trace_with_breaks, trace_with_sizes
+from ringopt.frontend.data_sizes.traced_again import (
+    on_ranks,
+    teach_sizes,
+    trace_with_breaks,
+    trace_with_sizes,
+    traces_sizes,
+)
 from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.higher_order.associative_scan import (
     keeps_associative_scans,
@@ -50,6 +56,7 @@ _reports: list[Report] = []
 
 teach()  # before Dynamo traces: it looks the backend up first
 teach_associative_scan()
+teach_sizes()
 
 
 def reports() -> list[Report]:
@@ -57,6 +64,7 @@ def reports() -> list[Report]:
     return list(_reports)
 
 
+@traces_sizes(on_ranks)
 @keeps_associative_scans
 def ring(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None

@@ -13,10 +13,17 @@ import torch.fx as fx
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.compile import Compiled, transform
 from ringopt.errors import RingError
-from ringopt.frontend.data_sizes.traced_again import trace_with_breaks, trace_with_sizes
+from ringopt.frontend.data_sizes.traced_again import (
+    teach_sizes,
+    trace_with_breaks,
+    trace_with_sizes,
+    traces_sizes,
+)
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.options import Options
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
+
+teach_sizes()
 
 
 class DryRun:
@@ -31,6 +38,7 @@ class DryRun:
         """Raises what the passes raise, and what the model does."""
         torch.compile(model, backend=self.backend, dynamic=self.dynamic)(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    @traces_sizes(lambda: True)
     @keeps_associative_scans
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
         trace_with_sizes(gm, self.mesh.size)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ringopt.dims.op_families import SPLITS
 from ringopt.dims.picks import ITEMS, is_search, sized_by
 from ringopt.ir.nodes import named, op_name
+from ringopt.ops.sized_call import Open
 from ringopt.scans.body import from_text
 from ringopt.scans.trace import in_own_thread
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
@@ -24,7 +25,7 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 
 @lru_cache(maxsize=256)
 def picked_evenly(text: str, operands: tuple[Kind, ...]) -> fx.Graph:
-    """The body with the value of every node."""
+    """The body with the value of every node. Raises Open."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(from_text(text).module.graph, {}))
     run = Evenly(fx.GraphModule({}, graph))
@@ -33,17 +34,21 @@ def picked_evenly(text: str, operands: tuple[Kind, ...]) -> fx.Graph:
         with FakeTensorMode(), torch.no_grad():
             for _ in range(2):  # the first counts the masks
                 run.run(*(torch.empty(shape, dtype=dtype) for shape, dtype in operands))
+                run.share = len(run.masks)
 
-    in_own_thread(twice)
+    try:
+        in_own_thread(twice)
+    except RuntimeError as error:  # what is picked by several has to be as much as what others pick
+        raise Open(f"what a mask picks: {error}") from error
     return graph
 
 
 class Evenly(fx.Interpreter):
-    """Runs the body; what is picked by each of the `masks` is as much as by the others."""
+    """Runs the body; each of the `masks` picks one part of `share`."""
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module, garbage_collect_values=False)
-        self.masks = set[fx.Node]()
+        self.masks, self.share = set[fx.Node](), 1
 
     def run_node(self, n: fx.Node) -> Any:
         n.meta["val"] = value = self.called(n) if n.op == "call_function" else super().run_node(n)
@@ -71,5 +76,5 @@ class Evenly(fx.Interpreter):
     def places(self, node: fx.Node, mask: Tensor) -> list[Tensor]:
         """As many as this mask's share; one number for each of its dims."""
         self.masks.add(node)
-        rows = max(1, mask.numel() // len(self.masks))
+        rows = max(1, mask.numel() // self.share)
         return [torch.empty(rows, dtype=torch.long) for _ in range(mask.ndim)]

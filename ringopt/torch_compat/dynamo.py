@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial, wraps
 from types import CodeType, FrameType
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "SCAN",
     "SIZES_BREAK",
     "BackendCompilerFailed",
+    "EndedAt",
     "Settings",
     "TensorifyScalarRestartAnalysis",
     "TensorifyState",
@@ -68,45 +70,73 @@ class TraceOtherwise(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis
     remembers of the first time, this is the one that backends may raise."""
 
 
-# How Dynamo's reasons begin where it ends a graph at a size, or a number, that data decide; () if it has no Settings.
-SIZES_BREAK = ("Data dependent operator", "Dynamic shape operator", "Unsupported Tensor.item() call")
-SIZES_BREAK = SIZES_BREAK if hasattr(convert_frame, "trace_frame") else ()  # type: ignore[assignment]
+# How Dynamo's reasons begin where it ends a graph at a size, or a number, that data decide.
+SIZES_BREAK = ("Data dependent operator", "Dynamic shape operator")
+
+
+class EndedAt(Exception):
+    """A trace ended at a graph break, for this `reason`."""
+
+    def __init__(self, reason: Any):
+        self.reason = reason
+        super().__init__(str(getattr(reason, "reason", "")))
 
 
 class Settings:
-    """Some of torch._dynamo.config, for the next time that the frame which is being compiled is traced. Where that
-    fails, in whatever way, `failed` is called with its code, and the frame is traced once more, without them."""
+    """Some of torch._dynamo.config, for frames that are traced once more: where `wanted(backends, code, error)` says so
+    of an error that ended a trace, or a backend has turned them on. Where that fails, in whatever way, `failed` is
+    called with the code, and the frame is traced a third time, without them."""
 
-    def __init__(self, failed: Callable[[CodeType], None], **settings: Any):
-        self.failed, self.settings = failed, settings
+    def __init__(
+        self,
+        wanted: Callable[[Iterator[Any], CodeType, Exception], bool],
+        failed: Callable[[CodeType], None],
+        **settings: Any,
+    ):
+        self.wanted, self.failed, self.settings = wanted, failed, settings
         self.before: dict[str, Any] = {}
+        self.installed = False
+
+    def install(self) -> None:
+        """For all frames from now on. Without effect where this torch has no such function."""
+        trace = getattr(convert_frame, "trace_frame", None)
+        if trace is not None and not self.installed:
+            self.installed = True
+            convert_frame.trace_frame = wraps(trace)(partial(self.traced, trace))
 
     def on(self) -> None:
         self.before = {name: getattr(config, name) for name in self.settings}
         for name, value in self.settings.items():
             setattr(config, name, value)
-        trace, convert_frame.trace_frame = convert_frame.trace_frame, self.traced
-        self.trace = trace
 
     def off(self) -> bool:
         """Whether they were on."""
         before, self.before = self.before, {}
         for name, value in before.items():
             setattr(config, name, value)
-        if before:
-            convert_frame.trace_frame = self.trace
         return bool(before)
 
-    def traced(self, code: CodeType, *args: Any, **kwargs: Any) -> Any:
+    def traced(self, trace: Callable[..., Any], code: CodeType, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.trace(code, *args, **kwargs)
-        except SpeculationRestartAnalysis:  # for a graph break, of which there may be some still
+            made = trace(code, *args, **kwargs)
+            reason = getattr(getattr(made, "output_graph", None), "compile_subgraph_reason", None)
+            if not self.off() and getattr(reason, "graph_break", False):  # perhaps before there was anything to compile
+                raise EndedAt(reason)
+            return made
+        except (SpeculationRestartAnalysis, TraceOtherwise):  # for a graph break, of which there may be some still
             raise
         except Exception as error:
-            if not self.off():  # the backend was called, so the frame was traced
+            given = list(args)
+            ended = isinstance(error, EndedAt)
+            if self.off():
+                self.failed(code)
+            elif self.wanted(wrapped_in(next(filter(callable, given), None)), code, error):
+                self.on()
+            elif ended:
+                return made
+            else:
                 raise
-            self.failed(code)
-            for log in args:
+            for log in given:
                 if isinstance(log, SpeculationLog):
                     log.clear()
             raise TraceOtherwise from error
@@ -162,7 +192,11 @@ def guard_source_of(placeholder: fx.Node) -> str:
 
 def backends_compiling() -> Iterator[Any]:
     """The backend that Dynamo traces for now: what wraps it first, itself last."""
-    found: Any = InstructionTranslator.current_tx().output.compiler_fn
+    yield from wrapped_in(InstructionTranslator.current_tx().output.compiler_fn)
+
+
+def wrapped_in(found: Any) -> Iterator[Any]:
+    """A backend, and what it wraps."""
     while found is not None:
         yield found
         wrapped = (getattr(found, name, None) for name in ("__wrapped__", "compiler_fn"))

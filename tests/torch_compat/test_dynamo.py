@@ -203,52 +203,51 @@ def test_a_backend_has_the_frame_traced_again_as_another_program() -> None:
     assert len(graphs) == 3
 
 
-def broken_at_a_size(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    rows = (x + 1)[where.nonzero()[:, 0]]
-    if rows.shape[0] == 1:
-        return x
-    return rows.sum(0) + 1
+def of_a_size(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    return x[where.nonzero()[:, 0]].sum(0) + 1
 
 
-def in_spite_of_a_size(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    return (x + 1)[where.nonzero()[:, 0]].sum(0)
+def of_a_size_in_a_loop(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        x = x + x[where.nonzero()[:, 0]].sum(0)
+    return x
 
 
-@pytest.mark.parametrize("program, tried_in_vain", [(in_spite_of_a_size, False), (broken_at_a_size, True)])
-def test_a_frame_is_traced_again_with_other_settings(program: Any, tried_in_vain: bool) -> None:
-    """And as it was where that fails, in whatever way."""
+@pytest.mark.parametrize("in_vain", [False, True])
+@pytest.mark.parametrize("program", [of_a_size, of_a_size_in_a_loop])
+def test_a_frame_is_traced_again_with_other_settings(program: Any, in_vain: bool, monkeypatch: Any) -> None:
+    """Whether it ended at a break or no graph came of it; and as it was where that fails, in whatever way."""
     names = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
     before = [getattr(torch._dynamo.config, name) for name in names]
     failed: list[Any] = []
-    settings = dynamo.Settings(failed.append, **dict.fromkeys(names, True))
     graphs: list[Any] = []
 
+    def wanted(backends: Any, code: Any, error: Exception) -> bool:
+        ended = isinstance(error, dynamo.EndedAt)
+        assert backend in backends and ended == (program is of_a_size)
+        return str(error).startswith(dynamo.SIZES_BREAK) and not failed
+
+    settings = dynamo.Settings(wanted, failed.append, **dict.fromkeys(names, True))
+    trace: Any = torch._dynamo.convert_frame.trace_frame
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if in_vain and settings.before:
+            raise ValueError("an error of Dynamo's own")
+        return trace(*args, **kwargs)
+
     def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
-        again = settings.off()
+        settings.off()
         graphs.append(gm)
-        if tried_in_vain and again:
-            raise AssertionError("not to be reached: what is traced raises before")
-        reason = str(getattr(dynamo.break_reason(gm), "reason", ""))
-        if len(graphs) == 1 and reason.startswith(dynamo.SIZES_BREAK):
-            settings.on()
-            if tried_in_vain:
-                settings.trace = raises
-            raise dynamo.TraceOtherwise
         return gm
 
-    traced: Any = torch._dynamo.convert_frame.trace_frame
-
-    def raises(*args: Any, **kwargs: Any) -> Any:
-        settings.trace = traced
-        raise ValueError("an error of Dynamo's own")
-
+    monkeypatch.setattr(torch._dynamo.convert_frame, "trace_frame", fails)
+    settings.install()
     torch._dynamo.reset()
     x, where = torch.ones(5, 2), torch.tensor([1, 0, 1, 1, 0])
     assert torch.equal(torch.compile(program, backend=backend)(x, where), program(x, where))
-    assert failed == [program.__code__] * tried_in_vain
+    assert failed == [program.__code__] * in_vain
     assert [getattr(torch._dynamo.config, name) for name in names] == before
-    assert torch._dynamo.convert_frame.trace_frame is traced
-    assert len(graphs) == 2 or tried_in_vain
+    assert in_vain or ["nonzero" in str(gm.graph) for gm in graphs] == [True]
 
 
 def test_the_backend_that_compiles_is_known_while_dynamo_traces() -> None:

@@ -338,7 +338,7 @@ def traced(gm: fx.GraphModule, cut: Cut, mode: RealStrides) -> fx.Graph:
 
 def empty_like(x: Tensor) -> Tensor:
     """Of the sizes at hand, which are numbers."""
-    sizes, strides = list(map(int, x.shape)), list(map(int, x.stride()))
+    sizes, strides = ([number_of(size) or 0 for size in sizes] for sizes in (x.shape, x.stride()))
     return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
 
 

@@ -3,43 +3,94 @@
     sizes = counts.tolist()      Dynamo ends its graph here, and what follows is graphs of their own, or none
     rows = where(mask)[0]
 
-On ranks, Dynamo is asked to trace a function that breaks so once more, with such sizes as symbols, for which it has
-settings. What is made of them is taken out of the graph again (stretches.py). What no graph comes of is traced as
-before: a third time, with its breaks.
+For backends that ask for it Dynamo traces a function that breaks so once more, with such sizes as symbols, for which
+it has settings. What is made of them is taken out of the graph again (stretches.py). What no graph comes of is traced
+as before: a third time, with its breaks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import CodeType
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 import torch.fx as fx
 
 from ringopt.frontend.data_sizes.stretches import has_picks
-from ringopt.torch_compat.dynamo import SIZES_BREAK, Settings, TraceOtherwise, break_reason, frame_being_compiled
+from ringopt.torch_compat.dynamo import (
+    SIZES_BREAK,
+    EndedAt,
+    Settings,
+    TraceOtherwise,
+    break_reason,
+    frame_being_compiled,
+)
 
-# By function, the lines at which it breaks and has to, and the one that is tried.
+F = TypeVar("F", bound=Callable[..., Any])
+MARK = "sizes_are_traced"
+
+# By function, the lines (or errors) at which it breaks and has to, and the one that is tried.
 _with_breaks = WeakKeyDictionary[CodeType, set[str]]()
 _tried = WeakKeyDictionary[CodeType, str]()
 
 
+def traces_sizes(when: Callable[[], bool]) -> Callable[[F], F]:
+    """Marks a backend that takes such sizes out of its graphs, `when` they are to be."""
+
+    def marked(backend: F) -> F:
+        setattr(backend, MARK, when)
+        return backend
+
+    return marked
+
+
+def on_ranks() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def give_up(frame: CodeType) -> None:
-    """From now on the line that was tried is a break."""
+    """From now on what was tried is a break."""
     _with_breaks.setdefault(frame, set()).add(_tried.pop(frame, ""))
 
 
-_settings = Settings(give_up, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+def ended_by_size(backends: Iterator[Any], frame: CodeType, error: Exception) -> bool:
+    """Whether a frame of which no graph came (a break in a loop) ended at a size, and is to be tried."""
+    if not any(getattr(backend, MARK, bool)() for backend in backends):
+        return False
+    said, cause = "", error
+    while cause is not None:
+        said, cause = said + str(cause), cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    what = str(error.reason.user_stack[-1:]) if isinstance(error, EndedAt) else said
+    return any(reason in said for reason in SIZES_BREAK) and tries(frame, what)
+
+
+def tries(frame: CodeType, what: str) -> bool:
+    """Whether it was not tried in vain before; from now on it is what is tried."""
+    if what in _with_breaks.get(frame, ()):
+        return False
+    _tried[frame] = what
+    return True
+
+
+_settings = Settings(
+    ended_by_size, give_up, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+)
+
+
+def teach_sizes() -> None:
+    """Has Dynamo do so, for all marked backends."""
+    _settings.install()
 
 
 def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> None:
-    """To be called first in a backend: has Dynamo trace the frame again where `gm`, for several ranks, ends at a
+    """To be called first in a marked backend: has Dynamo trace the frame again where `gm`, for several ranks, ends at a
     size."""
     again, broken = _settings.off(), break_reason(gm)
-    if again or ranks == 1 or not str(getattr(broken, "reason", "")).startswith(SIZES_BREAK):
-        return
-    frame, line = frame_being_compiled(), str(broken.user_stack[-1:])
-    if line not in _with_breaks.get(frame, ()):
-        _tried[frame] = line
+    ends = ranks > 1 and not again and str(getattr(broken, "reason", "")).startswith(SIZES_BREAK)
+    if ends and tries(frame_being_compiled(), str(broken.user_stack[-1:])):
         _settings.on()
         raise TraceOtherwise
 

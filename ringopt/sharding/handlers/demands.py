@@ -12,6 +12,7 @@ then find it sharded. What is read whole all the same is computed whole as if no
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -23,7 +24,7 @@ from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import LIKE, NEW, is_aten, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
-from ringopt.ir.symbolic_sizes import is_open
+from ringopt.ir.symbolic_sizes import divides, is_open
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.handlers.joins import JOINS
 from ringopt.sharding.handlers.patches import are_patches, patches
@@ -105,6 +106,8 @@ def above(sharder: Sharder, node: fx.Node, place: Sharded, handled: frozenset[st
     rule = rule_of(node)
     if isinstance(rule, ViewRule):
         yield from merged(sharder, node, rule, place)
+    elif op_name(node) == "index_add":
+        yield from put_in_order(node, place)
     elif op_name(node) == "im2col":
         rows = len(shape_of(node.args[0])) - 2
         yield node.args[0], Sharded(rows, 1, shape_of(node.args[0])[rows], 1)
@@ -113,6 +116,17 @@ def above(sharder: Sharder, node: fx.Node, place: Sharded, handled: frozenset[st
         for operand in operands:
             if len(shape_of(operand)) == len(shape_of(node)) and enough_rows(sharder, shape_of(operand)[place.dim]):
                 yield operand, Sharded(place.dim, 1, shape_of(operand)[place.dim], 1)
+
+
+def put_in_order(node: fx.Node, place: Sharded) -> Iterator[Demand]:
+    """The numbers of experts, of which tokens that are added up here were sorted by (moe_routing.py)."""
+    order = node.args[2]
+    while op_name(order) in ("div", "floor_divide"):
+        order = order.args[0]
+    if place.dim == 0 and op_name(order) == "getitem" and op_name(order.args[0]) == "sort":
+        numbers = order.args[0].args[0]
+        if len(shape_of(numbers)) == 1 and divides(place.size, shape_of(numbers)[0]):
+            yield numbers, replace(place, inner=place.inner * (shape_of(numbers)[0] // place.size))
 
 
 def merged(sharder: Sharder, node: fx.Node, rule: ViewRule, place: Sharded) -> Iterator[Demand]:

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringopt.backend
 from ringopt.errors import first_line
+from ringopt.frontend.data_sizes.traced_again import on_ranks, traces_sizes
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
@@ -120,6 +121,7 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
         os._exit(0)  # a rank whose neighbour failed would wait for it
 
 
+@traces_sizes(on_ranks)
 @keeps_associative_scans
 def _widened_ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     widen(gm)
@@ -167,7 +169,7 @@ def _figures(report: Report, inputs: dict[str, Any]) -> Row:
 
 def _first_reason(report: Report) -> str:
     """The first reason why something is whole, with its line."""
-    breaks = dynamo.counters["graph_break"]
+    breaks = dynamo.counters["graph_break"] if len(ringopt.backend.reports()) > 1 else ()  # else it was healed
     reasons = [f"Dynamo breaks the graph: {next(iter(breaks)).strip().splitlines()[0]}"] if breaks else []
     reasons += [report.refusal] if report.refusal else []
     reasons += [f"{site.refusal} ({_line(site.source)})" for site in report.sites if site.refusal]
