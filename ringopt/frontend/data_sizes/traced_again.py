@@ -60,11 +60,11 @@ def ended_by_size(backends: Iterator[Any], frame: CodeType, error: Exception) ->
     """Whether a frame of which no graph came (a break in a loop) ended at a size, and is to be tried."""
     if not any(getattr(backend, MARK, bool)() for backend in backends):
         return False
-    said, cause = "", error
+    words, cause = "", error
     while cause is not None:
-        said, cause = said + str(cause), cause.__cause__ or cause.__context__  # type: ignore[assignment]
-    what = str(error.reason.user_stack[-1:]) if isinstance(error, EndedAt) else said
-    return any(reason in said for reason in SIZES_BREAK) and tries(frame, what)
+        words, cause = words + str(cause), cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    what = str(error.reason.user_stack[-1:]) if isinstance(error, EndedAt) else words
+    return any(reason in words for reason in SIZES_BREAK) and tries(frame, what)
 
 
 def tries(frame: CodeType, what: str) -> bool:
