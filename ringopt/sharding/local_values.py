@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,13 +14,23 @@ from ringopt.ir.fake_cache import Answers
 from ringopt.ir.nodes import is_tensor, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.symbolic_sizes import divides, same
-from ringopt.torch_compat.fake_tensors import FakeTensorMode, detect_fake_mode, enable_python_dispatcher
+from ringopt.torch_compat.fake_tensors import (
+    FakeTensorMode,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    open_strides_undecided,
+)
 from ringopt.torch_compat.symbolic_shapes import compute_unbacked_bindings
 
 
-def open_sizes(mode: FakeTensorMode) -> AbstractContextManager[None]:
+@contextmanager
+def open_sizes(mode: FakeTensorMode) -> Iterator[None]:
     """With open sizes, what AOTAutograd will run the graph under: some kernels (negative padding) know only numbers."""
-    return enable_python_dispatcher() if mode.shape_env is not None else nullcontext()
+    if mode.shape_env is None:
+        yield
+        return
+    with enable_python_dispatcher(), open_strides_undecided():
+        yield
 
 
 class LocalValues(fx.Interpreter):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch._prims_common
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
@@ -11,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = [
     "DataDependentOutputException",
@@ -19,6 +25,7 @@ __all__ = [
     "FakeTensorMode",
     "detect_fake_mode",
     "enable_python_dispatcher",
+    "open_strides_undecided",
     "unset_fake_temporarily",
 ]
 
@@ -30,3 +37,23 @@ __all__ = [
 # enable_python_dispatcher(): a context in which operators on open sizes run torch's Python forms of their kernels.
 # DataDependentOutputException, DynamicOutputShapeException: a number or a size would have to be known; `func` says of
 #     which operator.
+
+
+@contextmanager
+def open_strides_undecided() -> Iterator[None]:
+    """Within it strides of open sizes are not those of channels_last where that cannot be told. Torch's own function
+    means to answer so, and raises where dims of size 1 surround an open one (torch 2.13)."""
+    module: Any = torch._prims_common
+    decide = module.are_strides_like_channels_last_or_false
+
+    def decided(shape: Sequence[int], strides: Sequence[int]) -> bool:
+        try:
+            return bool(decide(shape, strides))
+        except GuardOnDataDependentSymNode:
+            return False
+
+    module.are_strides_like_channels_last_or_false = decided
+    try:
+        yield
+    finally:
+        module.are_strides_like_channels_last_or_false = decide

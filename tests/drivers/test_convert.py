@@ -152,6 +152,34 @@ def test_ops_that_mix_rows_are_exact(ranks: Callable[..., list[Any]], tmp_path: 
             assert difference(found, wanted) < TOLERANCE
 
 
+class OneRotatedPair(nn.Module):
+    """One head of two numbers, of which the halves are of size 1: dims of size 1 around the open one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None].expand(-1, 2)
+        turned = [torch.cat((-t[..., 1:], t[..., :1]), -1) * angles.sin() + t * angles.cos() for t in (q, k)]
+        return F.scaled_dot_product_attention(*turned, v, is_causal=True).squeeze(1)
+
+
+def turned_on_rank(path: str) -> float:
+    model = OneRotatedPair()
+    loaded = ringopt.load(path).module()
+    return difference(run(lambda x: loaded(x), loaded, {"x": rows(13)}), run(model, model, {"x": rows(13)}))
+
+
+def test_halves_of_size_1(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    program = ringopt.convert(exported(OneRotatedPair(), 13))
+    assert "ring_attention" in str(program.graph)
+    torch.export.save(program, tmp_path / "pair.pt2")
+    assert max(ranks(2, turned_on_rank, str(tmp_path / "pair.pt2"))) < 1e-5
+
+
 class Recurrent(nn.Module):
     """A gated recurrence, token by token."""
 

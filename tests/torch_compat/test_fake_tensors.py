@@ -15,6 +15,7 @@ from ringopt.torch_compat.fake_tensors import (
     FakeTensorMode,
     detect_fake_mode,
     enable_python_dispatcher,
+    open_strides_undecided,
     unset_fake_temporarily,
 )
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
@@ -75,3 +76,10 @@ def test_open_sizes_go_through_python_kernels() -> None:
     with mode, enable_python_dispatcher():
         product = torch.ops.aten.matmul.default(x, torch.ones(3, 2))
     assert isinstance(product.shape[0], torch.SymInt) and product.shape[1] == 2
+
+
+def test_how_an_open_size_among_ones_lies_in_memory_is_left_open() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True)) as mode, open_strides_undecided():
+        size = torch.ones((), dtype=torch.int64).item()
+        x = torch.ones(2, 1, size, 1)  # type: ignore[arg-type]
+        assert (-x).stride()[-1] == 1 and x.fake_mode is mode  # type: ignore[attr-defined]
