@@ -111,7 +111,7 @@ COLUMNS = (
     Column("error", lambda row: error("error")({"error": max(row["ring_error"], row["states_error"])})),
 )
 NOTES = (
-    "as written: by Inductor alone, up to --unrolled tokens. first: the first step, compilation too. ratio: ring / as "
+    "as written: by Inductor alone, up to --unrolled tokens. first: the first step, compiled anew. ratio: ring / as "
     "written. mem. ratio: peak of a step above what was resident before it; over ranks, on shards / gathered. nodes: "
     "as Dynamo traced it, and as it is compiled.",
     "p ranks: the slowest rank's median, by turns with one process alone (times alone: alone / p ranks), and with the "

@@ -3,6 +3,8 @@ its scan on shards and with its scan gathered."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,8 +62,17 @@ def row_of(
 
 # ---- one process -----------------------------------------------------------------------------------------------------
 def alone(_rank: int, _ranks: int, name: str, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
-    """Seconds of the first call and of a step, nodes of the graphs, bytes, and the error."""
+    """Seconds of the first call and of a step, nodes of the graphs, bytes, and the error. Nothing is in a cache."""
     torch.set_num_threads(1)
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty,
+        patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": empty}),
+    ):
+        return measured(name, length, repeats, backend, inner)
+
+
+def measured(name: str, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
+    """The same, with what Inductor has in its cache."""
     torch.compiler.reset()
     model, x = drawn(name, length)
     leaves = [x.requires_grad_(), *model.parameters()]
