@@ -105,7 +105,7 @@ def samples(kind: str, count: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(1)
     made = []
     for i in range(count):
-        length = 40 if kind == "equal" else 24 + 8 * (i % 3)
+        length = {"equal": 40, "twelve lengths": 24 + 3 * (i % 12)}.get(kind, 24 + 8 * (i % 3))
         ids = torch.randint(1, VOCAB, (length,), generator=generator).tolist()
         ignored = 0 if kind == "equal" else i % 4
         labels = [i % 3] if kind == "labelled" else [-100] * ignored + ids[ignored:]
@@ -113,9 +113,9 @@ def samples(kind: str, count: int) -> list[dict[str, Any]]:
     return made
 
 
-def padded(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """To 40 tokens, so that graphs are of one length."""
-    rows = [(x["input_ids"], x["labels"], 40 - len(x["input_ids"])) for x in features]
+def padded(features: list[dict[str, Any]], length: int = 40) -> dict[str, torch.Tensor]:
+    """To one length, so that graphs are of one."""
+    rows = [(x["input_ids"], x["labels"], length - len(x["input_ids"])) for x in features]
     by_token = len(rows[0][1]) > 1
     return {
         "input_ids": torch.tensor([ids + [0] * more for ids, _, more in rows]),
@@ -124,10 +124,14 @@ def padded(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
+def padded_to_longest(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return padded(features, max(len(x["input_ids"]) for x in features))
+
+
 def collator(kind: str) -> Any:
     from transformers import DataCollatorWithFlattening
 
-    return DataCollatorWithFlattening() if kind == "packed" else padded
+    return {"packed": DataCollatorWithFlattening(), "twelve lengths": padded_to_longest}.get(kind, padded)
 
 
 def accuracy(found: Any) -> dict[str, float]:
@@ -179,6 +183,7 @@ def trained(case: Training, mesh: dict[str, int] | None) -> dict[str, Any]:
         found["sites"] = [site.strategy for report in reports for site in report.sites if site.refusal is None]
         found["refused"] = [str(report.refusal) for report in reports if report.refusal]
         found["reports"] = [str(report) for report in reports[:1]]
+        found["graphs"] = len(reports)
     return found
 
 
