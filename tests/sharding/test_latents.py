@@ -3,6 +3,7 @@ the program."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,31 @@ def test_on_ranks_with_checkpoints_and_from_a_file(ranks: Any, inner: str, n: in
     for error, of_file, counted, reported in ranks(2, on_rank, inner, n, str(path), timeout=240):
         assert error < 1e-9 and of_file < 1e-9
         assert counted == reported > 0
+
+
+def in_16_bits(inner: str, autocast: bool) -> tuple[float, float, str]:
+    """How far from float64 the program of one process and that of ranks are, gradients included."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, wide = torch.randn(B, N, WIDTH).bfloat16(), Latent().bfloat16()
+    options = {"inner_backend": inner, "strategy": "ring", "timeout": 120}
+    made = []
+    for dtype, compiled in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        model = copy.deepcopy(wide).to(torch.float32 if autocast and dtype != torch.float64 else dtype)
+        run = torch.compile(model, backend="ring", options=options) if compiled else model
+        given = x.clone().to(next(model.parameters()).dtype).requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=autocast and dtype == torch.bfloat16):
+            out = run(given)
+        out.double().pow(2).mean().backward()
+        made.append([t.detach().double() for t in (out, given.grad, *(p.grad for p in model.parameters()))])
+    notes = " ".join(note for site in ringopt.reports()[-1].sites for note in site.notes)
+    return difference(made[1], made[0]), difference(made[2], made[0]), notes
+
+
+@pytest.mark.parametrize(
+    ("inner", "autocast"),
+    [("aot_eager", True), *(pytest.param("inductor", on, marks=pytest.mark.zoo) for on in (True, False))],
+)
+def test_in_16_bits_they_are_as_far_off_as_on_one_process(ranks: Any, inner: str, autocast: bool) -> None:
+    for alone, shared, notes in ranks(2, in_16_bits, inner, autocast, timeout=240):
+        assert ("sends latents" in notes) >= autocast and shared < 2 * alone < 0.2
