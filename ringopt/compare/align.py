@@ -5,8 +5,8 @@ Names say little: a rewrite takes them over, a new trace counts them anew. Four 
 1. inputs of the program that have one name, then those of one shape in order
 2. structure: equal operator, arguments and operands down to the inputs (a Merkle hash), in one module, at last in any
 3. neighbours: what stands at the same argument of two matched readers, or reads the same of two matched values
-4. provenance: equal operator, module path and source line; of several the one of the same name, then in the order of
-   the module (longest common blocks)
+4. provenance: equal operator, module path and source line; of several the only one whose surroundings are equal too,
+   the one of the same name, then in the order of the module (longest common blocks)
 
 What is then left at the same argument of matched readers, but with another operator, was replaced. Anything else was
 added or removed. (Hashes first, then what surrounds a match: GumTree, Falleri et al. 2014.)
@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,6 +118,7 @@ def align(before: Sequence[Item], after: Sequence[Item]) -> Alignment:
     match_inputs(found)
     match_structure(found, by_module=True)
     match_neighbours(found, strictly=True)
+    match_surroundings(found)
     match_names(found)
     match_in_order(found, lambda item: (item.op, item.source, item.arguments))
     match_in_order(found, lambda item: (item.op, item.source))
@@ -170,6 +171,35 @@ def hashes(side: Side, input_name: Callable[[str], str]) -> dict[str, str]:
         hashed = ["input", input_name(name)] if item.op == "input" else parts
         found[name] = hashlib.blake2b("\0".join(hashed).encode(), digest_size=12).hexdigest()
     return found
+
+
+def match_surroundings(found: Alignment) -> None:
+    """Of several nodes of one provenance (cos and sin of a rotary embedding are made in one line) those that differ
+    from the others by what they read and who reads them, two steps around, and are alone in that on both sides."""
+    anchors = {after: before for before, after in found.pairs.items()}
+    for steps in (2, 1):
+        mine = alone(found.before, steps, {before: before for before in found.pairs})
+        yours = alone(found.after, steps, anchors)
+        for colour, name in mine.items():
+            if found.free_before(name) and colour in yours and yours[colour] not in found.taken:
+                found.match(name, yours[colour])
+
+
+def alone(side: Side, steps: int, anchors: Mapping[str, str]) -> dict[Hashable, str]:
+    """Nodes by provenance and surroundings (colour refinement, Weisfeiler and Leman 1968) where one has these; nodes
+    of `anchors` are known by name."""
+    colours: dict[str, Hashable] = {name: anchors.get(name, provenance(item)) for name, item in side.items.items()}
+    for _ in range(steps):
+        around = {}
+        for name, own in colours.items():
+            users = sorted(hash((colours[user], place)) for user, place in side.users.get(name, ()))
+            around[name] = own if name in anchors else hash((own, *(colours[x] for x in side.reads[name]), *users))
+        colours = around
+    names = defaultdict[Hashable, list[str]](list)
+    for name, colour in colours.items():
+        if name not in anchors and side.items[name].op not in ("input", "output"):
+            names[colour].append(name)
+    return {colour: found[0] for colour, found in names.items() if len(found) == 1}
 
 
 def match_names(found: Alignment) -> None:
