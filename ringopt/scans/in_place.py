@@ -24,7 +24,7 @@ from torch import Tensor
 from ringopt.ir.nodes import outputs_of, shape_of, value_of
 from ringopt.scans.body import placeholders
 from ringopt.scans.step_graph import simplify
-from ringopt.scans.trace import VIEWS, Kinds, OperandKind, in_own_thread, writes
+from ringopt.scans.trace import VIEWS, Kinds, OperandKind, in_own_thread, without_idle_views, writes
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.schema import OpOverload, schema_of
@@ -119,8 +119,7 @@ def repeated_step(step: Callable[..., Sequence[Tensor]], kinds: Kinds, roles: St
 
     module = in_own_thread(traced)
     plain = writes(module)
-    if not plain:
-        simplify(module.graph)
+    (without_idle_views if plain else simplify)(module.graph)
     return _Writer(module, roles, plain).write()
 
 

@@ -18,9 +18,9 @@ Step = Callable[..., Sequence[Tensor]]
 
 
 def written(s: Tensor, x: Tensor, w: Tensor) -> Sequence[Tensor]:
-    """A step that writes into a value of its own."""
+    """A step that writes into a value of its own, and takes an operand in another shape."""
     y = torch.zeros_like(x)
-    y[0] = s[1] * w[0]
+    y[0] = s[1] * w[0] + x.reshape(9)[2:5]
     y += x
     return s * 0.9 + y, y, y * 2
 
@@ -42,10 +42,15 @@ def drawn(*sizes: int) -> Tensor:
     return torch.rand(sizes, dtype=torch.float64)
 
 
+def strided() -> Tensor:
+    """A row a step, which is not contiguous."""
+    return drawn(3, STEPS, 3).transpose(0, 1)
+
+
 def prepared(name: str, keeps: bool) -> tuple[Step, list[Tensor], RepeatedStep]:
     torch.manual_seed(0)
     carries, rows, step = STEPS_OF[name]
-    inputs = [*(drawn(3, 3) for _ in range(carries)), *(drawn(STEPS, 3, 3) for _ in range(rows)), drawn(3, 3)]
+    inputs = [*(drawn(3, 3) for _ in range(carries)), *(strided() for _ in range(rows)), drawn(3, 3)]
     of_inputs = (*["carry"] * carries, *["row"] * rows, "const")
     outputs = len(step(*inputs[:carries], *(x[0] for x in inputs[carries:-1]), inputs[-1]))
     roles = StepRoles(of_inputs, (*["carry"] * carries, *["row"] * (outputs - carries - 1), "sum"), keeps)
