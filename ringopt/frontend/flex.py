@@ -26,7 +26,7 @@ from torch import Tensor
 from ringopt.ir.refusal import Refusal
 from ringopt.ops import operators
 from ringopt.torch_compat import schema
-from ringopt.torch_compat.dynamo import TransformGetItemToIndex
+from ringopt.torch_compat.dynamo import TransformGetItemToIndex, is_batchedtensor
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.operators import TO_COPY
 from ringopt.torch_compat.schema import HigherOrderOperator
@@ -94,9 +94,33 @@ def over_pairs(mod: Callable[..., Any], scored: bool, buffers: int) -> Callable[
     return lambda *args: indexed(mod, *args)
 
 
+class IndexedByTensors(TransformGetItemToIndex):
+    """In table[h, 0] with a tensor h inside vmap, h is an index, not a number, and 0 is another. Beside h, an index
+    over which vmap does not run is made one: fake tensors cannot be indexed by both kinds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = (args[0], all_batched(args[1]))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def all_batched(places: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The indices of `table[places]`, if they are numbers and tensors of numbers, and vmap runs over any."""
+    over = [x for x in places if isinstance(x, Tensor) and is_batchedtensor(x)]
+    numbers = all(isinstance(x, (Tensor, int, torch.SymInt)) for x in places)
+    if not over or not numbers or any(isinstance(x, bool) or _is_mask(x) for x in places):
+        return places
+    zero = torch.zeros_like(over[0], dtype=torch.int64)
+    return tuple(x if isinstance(x, Tensor) and is_batchedtensor(x) else zero + x for x in places)
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool
+
+
 def indexed(mod: Callable[..., Any], *args: Any) -> Any:
-    """table[h] with a tensor h inside vmap is an index, not a number."""
-    with TransformGetItemToIndex():
+    """`mod(*args)`, in which tensors without dims are indices."""
+    with IndexedByTensors():
         return mod(*args)
 
 
@@ -111,6 +135,11 @@ def traced(mod: Callable[..., Any], given: Sequence[Any]) -> fx.GraphModule:
     return graph_module
 
 
+def closed(value: Any) -> Any:
+    """An open number that a mod computes with, fixed as the sizes beside it are: ATen takes it for no tensor."""
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
 def with_mods(gm: fx.GraphModule, fake: Callable[[Any], Any]) -> None:
     """Gives each call in a copy of Dynamo's graph mods that are ATen over all pairs. Under a fake mode; `fake` brings a
     value of Dynamo's into it."""
@@ -119,8 +148,8 @@ def with_mods(gm: fx.GraphModule, fake: Callable[[Any], Any]) -> None:
         query, key = fake(example(call.query)), fake(example(call.key))
         at = _score_indices(query, key)
         score = query.new_empty([len(place) for place in at], dtype=_accumulation_dtype(query.dtype))
-        score_given = [fake(example(buffer)) for buffer in call.score_buffers]
-        mask_given = [fake(example(buffer)) for buffer in call.mask_buffers]
+        score_given = [closed(fake(example(buffer))) for buffer in call.score_buffers]
+        mask_given = [closed(fake(example(buffer))) for buffer in call.mask_buffers]
         score_mod, mask_mod = getattr(gm, call.score_mod.target), getattr(gm, call.mask_mod.target)
         scores = traced(over_pairs(score_mod, True, len(score_given)), [score, *at, *score_given])
         visible = traced(over_pairs(mask_mod, False, len(mask_given)), [*at, *mask_given])

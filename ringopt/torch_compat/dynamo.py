@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.modules.module
 from torch import fx
+from torch._C._functorch import is_batchedtensor
 from torch._dynamo import config, convert_frame, eval_frame
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.exc import (
@@ -47,6 +48,7 @@ __all__ = [
     "frame_being_compiled",
     "frames_of_program",
     "guard_source_of",
+    "is_batchedtensor",
     "is_compiled",
     "is_continuation",
     "leave_graphs_whole_in_ddp",
@@ -60,6 +62,7 @@ __all__ = [
 #     given to TensorifyState.specialize(name) fixed. TensorifyState.force_specializations: the set of these names, of
 #     all frames, which AOTAutograd asks too, and clear() empties.
 # TransformGetItemToIndex(): a mode in which a tensor is indexed by tensors without dims, as mods of flex_attention do.
+# is_batchedtensor(x): whether a transform such as vmap runs over a dim of the tensor x.
 # ASSOCIATIVE_SCAN(combine_fn, xs, dim, reverse=False, combine_mode="pointwise"), SCAN(combine_fn, init, xs, *, dim=0):
 #     the functions that programs call.
 # counters: what compilers count, by compiler and by name.

@@ -17,6 +17,7 @@ from ringopt.ir.printer import changes, short
 from ringopt.passes.find_flex import FindFlex
 from ringopt.passes.normalize import Normalize
 from tests.harness.capturing import after
+from tests.harness.lengths import run_over
 from tests.harness.translation import validate
 
 BATCH, HEADS, ROWS, DEPTH = 2, 3, 13, 8
@@ -74,6 +75,9 @@ SCORES = {
     "a learned table": (lambda s: lambda score, b, h, q, k: score + s.table[h, q - k + ROWS], "bias(learned: table)"),
     "alibi": (lambda s: lambda score, b, h, q, k: score + s.slopes[h] * (k - q), "bias(slopes)"),
     "alibi of numbers": (lambda s: lambda score, b, h, q, k: score + torch.exp2(-(h + 1.0)) * (k - q), "bias"),
+    "entries of a table": (
+        lambda s: lambda score, b, h, q, k: score + s.table[h, 3] + s.table[h, s.reach[0]], "bias(learned: table)",
+    ),
     "a temperature of each head": (lambda s: lambda score, b, h, q, k: score * s.temperature[h], "full"),
     "a factor of each key": (lambda s: lambda score, b, h, q, k: score * (1 + k), "score((score * float64(k+1)))"),
     "hidden": (lambda s: lambda score, b, h, q, k: torch.where(q >= k, score, -math.inf), "causal"),
@@ -190,6 +194,19 @@ def test_autocast_casts_the_operands_only():
 
     verdict = validate(2, Model(core), *given(), tolerance=2e-2)
     assert [site.refusal for site in verdict.report.sites] == [None] and verdict.wrong == ""
+
+
+class Alibi(nn.Module):
+    """The number of heads is an open integer where sizes are dynamic."""
+
+    def forward(self, q, k, v, heads):
+        return flex_attention(q, k, v, lambda score, b, h, i, j: score + (j - i) * torch.exp2(-(h + 1) * 8.0 / heads))
+
+
+def test_numbers_beside_sizes_that_are_dynamic():
+    q, k, v = (torch.randn(1, HEADS, ROWS, DEPTH, dtype=torch.float64) for _ in range(3))
+    run = run_over(Alibi(), [(q, k, v, 8), (q[:, :, :7], k, v, 8), (q, k, v, 4)], 2, dynamic=True)
+    assert {(report.refusal, *(site.pattern for site in report.sites)) for report in run.reports} == {(None, "bias")}
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------

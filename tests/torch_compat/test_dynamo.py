@@ -18,6 +18,7 @@ from ringopt.torch_compat.dynamo import (
     TorchDynamoException,
     TransformGetItemToIndex,
     counters,
+    is_batchedtensor,
 )
 
 Backend = Callable[[torch.fx.GraphModule, Any], Any]
@@ -78,6 +79,12 @@ def test_numbers_in_tensors_index_tensors() -> None:
     with TransformGetItemToIndex():
         found = torch.vmap(lambda i: x[i, 1])(torch.tensor([1, 0]))
     assert found.tolist() == [4, 1]
+
+
+def test_which_tensors_vmap_runs_over() -> None:
+    one, over = torch.ones(3), []
+    torch.vmap(lambda x: over.append((is_batchedtensor(x), is_batchedtensor(one))) or x)(torch.ones(2, 3))
+    assert over == [(True, False)]
 
 
 def test_settings_and_their_end() -> None:
