@@ -175,31 +175,34 @@ def hashes(side: Side, input_name: Callable[[str], str]) -> dict[str, str]:
 
 def match_surroundings(found: Alignment) -> None:
     """Of several nodes of one provenance (cos and sin of a rotary embedding are made in one line) those that differ
-    from the others by what they read and who reads them, two steps around, and are alone in that on both sides."""
-    anchors = {after: before for before, after in found.pairs.items()}
+    from the others by what they read and by who reads them, at last by one of these, two steps around, and are alone in
+    that on both sides."""
     for steps in (2, 1):
-        mine = alone(found.before, steps, {before: before for before in found.pairs})
-        yours = alone(found.after, steps, anchors)
-        for colour, name in mine.items():
-            if found.free_before(name) and colour in yours and yours[colour] not in found.taken:
-                found.match(name, yours[colour])
+        for looks in ((True, True), (False, True), (True, False)):
+            mine = alone(found.before, steps, looks, {before: before for before in found.pairs})
+            yours = alone(found.after, steps, looks, {after: before for before, after in found.pairs.items()})
+            for colour, name in mine.items():
+                if colour in yours:
+                    found.match(name, yours[colour])
 
 
-def alone(side: Side, steps: int, anchors: Mapping[str, str]) -> dict[Hashable, str]:
+def alone(side: Side, steps: int, looks: tuple[bool, bool], anchors: Mapping[str, str]) -> dict[Hashable, str]:
     """Nodes by provenance and surroundings (colour refinement, Weisfeiler and Leman 1968) where one has these; nodes
-    of `anchors` are known by name."""
+    of `anchors` are known by name. `looks`: at what a node itself reads, and at who reads it."""
     colours: dict[str, Hashable] = {name: anchors.get(name, provenance(item)) for name, item in side.items.items()}
-    for _ in range(steps):
-        around = {}
-        for name, own in colours.items():
-            users = sorted(hash((colours[user], place)) for user, place in side.users.get(name, ()))
-            around[name] = own if name in anchors else hash((own, *(colours[x] for x in side.reads[name]), *users))
+    free = [name for name, item in side.items.items() if name not in anchors and item.op not in ("input", "output")]
+    for left in reversed(range(steps)):
+        up, down = looks if not left else (True, True)
+        around = dict(colours)
+        for name in free:
+            reads = [colours[x] for x in side.reads[name]] if up else []
+            users = [(colours[user], place) for user, place in side.users.get(name, ())] if down else []
+            around[name] = hash((colours[name], *reads, *sorted(map(hash, users))))
         colours = around
     names = defaultdict[Hashable, list[str]](list)
-    for name, colour in colours.items():
-        if name not in anchors and side.items[name].op not in ("input", "output"):
-            names[colour].append(name)
-    return {colour: found[0] for colour, found in names.items() if len(found) == 1}
+    for name in free:
+        names[colours[name]].append(name)
+    return {colour: same[0] for colour, same in names.items() if len(same) == 1}
 
 
 def match_names(found: Alignment) -> None:
