@@ -37,7 +37,7 @@ from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.held_back import held_back
 from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
 from ringopt.overlap.meanwhile import Meanwhile, note
-from ringopt.overlap.start_early import beside_of, gap_before
+from ringopt.overlap.start_early import gap_before, independent_behind
 from ringopt.pipeline import Context, Pass
 
 
@@ -83,7 +83,7 @@ class Schedule(Pass):
         first, last = (first_bytes(node, ranks), home_bytes(node, ranks)) if not why else (0, 0)
         # The gradients of a product are two more of its size.
         return {
-            "forward": Meanwhile.of([*gap_before(node).products, *beside(node)], 1, ranks, rates, first),
+            "forward": Meanwhile.of([*gap_before(node).products, *products_behind(node)], 1, ranks, rates, first),
             "backward": Meanwhile.of(products_after(node, context), 2, ranks, rates, first),
             "home": Meanwhile.of(products_aside(node), 2, ranks, rates, last),
         }
@@ -110,9 +110,9 @@ def why_not(node: fx.Node, ranks: int) -> str:
     return "" if plan.length else "it sends nothing"
 
 
-def beside(node: fx.Node) -> list[fx.Node]:
+def products_behind(node: fx.Node) -> list[fx.Node]:
     """The products behind it that do not need it, and can be computed before it."""
-    return [other for other in beside_of(node) if is_product(other)]
+    return [other for other in independent_behind(node) if is_product(other)]
 
 
 def products_aside(node: fx.Node) -> list[fx.Node]:

@@ -42,7 +42,7 @@ from ringopt.sharding.outputs import gathers_of, leave, unknown_operators
 from ringopt.sharding.ranks import Ranks
 from ringopt.sharding.scans import begin_scans
 from ringopt.sharding.sharder import Sharder
-from ringopt.sharding.sites import demands, operands, place_attention, stands_beside
+from ringopt.sharding.sites import demands, note_no_exchange, operands, place_attention
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ShardSequence(Pass):
         done = cut and (sharder.along(node) or across(sharder, node))
         done = done or (cut and site is None and self.apart(sharder, node, context))
         if site is not None and site.refusal is None:
-            stands_beside(site, done)
+            note_no_exchange(site, done)
         return done
 
     def apart(self, sharder: Sharder, node: fx.Node, context: Context) -> bool:

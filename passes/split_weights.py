@@ -73,8 +73,8 @@ class Splitter:
             return emit(self.graph, weights.target, (self.times(rest, turns), weights.args[1]), self.product)
         if op_name(weights) == "mul" and not turns:
             factor, rest = next(pair for pair in both(weights) if is_multiple(*pair, weights))
-            if (beside := self.of_rows(factor)) is not None:
-                return emit(self.graph, weights.target, (beside, self.times(rest)), self.product)
+            if (other := self.of_rows(factor)) is not None:
+                return emit(self.graph, weights.target, (other, self.times(rest)), self.product)
         if op_name(weights) == "select" and not turns and (whole := self.of_whole(weights)) is not None:
             return whole
         for turn in turns:
@@ -122,8 +122,8 @@ class Splitter:
         return self.wholes[source, dim]
 
     def matmul_of(self, source: fx.Node, dim: int) -> fx.Node:
-        beside = emit(self.graph, aten.unsqueeze.default, (self.values, dim), self.product)
-        return emit(self.graph, aten.matmul.default, (source, beside), self.product)
+        other = emit(self.graph, aten.unsqueeze.default, (self.values, dim), self.product)
+        return emit(self.graph, aten.matmul.default, (source, other), self.product)
 
     def einsum_of(self, source: fx.Node, dim: int) -> fx.Node:
         """With a letter more, the first of the output."""

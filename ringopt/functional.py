@@ -114,8 +114,8 @@ def attention(
     ranks = ranks_of(mesh, query)
     dilates = dilation_rates is not None and window is None
     if segment_lengths is not None or dilates or dilation_offsets != "paper":
-        beside = {"window": window is not None, "sinks": isinstance(sinks, int)}
-        _refuse(beside, "not possible in dilated attention of segments (segment_lengths)")
+        also = {"window": window is not None, "sinks": isinstance(sinks, int)}
+        _refuse(also, "not possible in dilated attention of segments (segment_lengths)")
         dilation = Dilation.asked(segment_lengths, dilation_rates, is_causal, dilation_offsets)
         logits = logits_of(sinks, query) if isinstance(sinks, Tensor) else None
         asked = _Asked(query, key, value, attn_mask, logits, dropout_p, scale)

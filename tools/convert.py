@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from ringopt.frontend.pt2_archive import load_with_provenance
 
     ranks = arguments.world_size or 1
-    with beside(target) as file, progress() as bar:
+    with partial_file(target) as file, progress() as bar:
         task = bar.add_task("load", total=3 + (ranks if arguments.verify else 0))
 
         def done(following: str = "verify") -> None:
@@ -137,7 +137,7 @@ def _provenance_text(options: dict[str, Any], report: Report) -> str:
 
 
 @contextmanager
-def beside(target: Path) -> Iterator[Path]:
+def partial_file(target: Path) -> Iterator[Path]:
     """A file in the folder of `target`, to take its place whole or not at all."""
     file = target.with_name(f".{target.stem}-{os.getpid()}.pt2")
     try:

@@ -137,8 +137,8 @@ class Choice:
             + (f", but holds {bytes_text(one.held)}" if one.held > self.bound else "")
             for one in others
         )
-        beside = f" (others: {text})" if text else ""
-        return f"strategy {best}, {bytes_text(best.bytes)} sent, predicted{beside}; {self.source}"
+        rest = f" (others: {text})" if text else ""
+        return f"strategy {best}, {bytes_text(best.bytes)} sent, predicted{rest}; {self.source}"
 
     @property
     def predictions(self) -> tuple[Prediction, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
-from ringopt.context_parallel.geometry.segmented import Beside
+from ringopt.context_parallel.geometry.segmented import TwoStretches
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.plan.exchange import Block, Cargo
 from ringopt.context_parallel.plan.tiling import strip_ends
@@ -118,7 +118,7 @@ def backward_tile(pattern: Pattern, block: Block, heads: Heads) -> TileBytes:
 def masks(pattern: Pattern, block: Block, heads: Heads) -> tuple[int, int]:
     """Of the mask of a pattern that cuts through the block: while it is made, and from then on."""
     elements = len(block.queries) * len(block.keys) * (block.kind is Kind.PARTIAL)
-    of_distances = isinstance(pattern, (Band, Strided, Beside))
+    of_distances = isinstance(pattern, (Band, Strided, TwoStretches))
     making = OF_DISTANCES if of_distances else max(OF_ENDS, 1 + heads.itemsize)
     return elements * making, elements * heads.itemsize
 

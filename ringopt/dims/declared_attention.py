@@ -93,7 +93,7 @@ class DeclaredSite:
         return [user for user in self.node.users if user.target is operator.getitem and user.args[1] == self.says.out]
 
     @property
-    def read_beside(self) -> list[fx.Node]:
+    def other_results(self) -> list[fx.Node]:
         """Other results that are read."""
         result = self.result
         return [] if result == [self.node] else [user for user in self.node.users if user not in result and user.users]
@@ -140,9 +140,9 @@ def unsaid(site: DeclaredSite) -> str:
         first, second = (site.given[name] for name in says.segments)
         if first is not second:
             return "queries and keys are packed by different cumulative lengths, and it is causal or has a window"
-    beside = [node for node in site.read_beside if not is_saved_only(node)]
-    if beside:
-        return f"its result {beside[0].args[1]} is read, which a sharded attention does not give"
+    others = [node for node in site.other_results if not is_saved_only(node)]
+    if others:
+        return f"its result {others[0].args[1]} is read, which a sharded attention does not give"
     if saved_by(site) and gradient_of(site) is None:
         return "an autograd.Function keeps its results for a backward that the rule does not name"
     return ""
@@ -165,7 +165,7 @@ def is_saved_only(node: fx.Node) -> bool:
 
 def saved_by(site: DeclaredSite) -> list[fx.Node]:
     """The calls that keep results of the operator for their backward."""
-    made = [*site.result, *site.read_beside]
+    made = [*site.result, *site.other_results]
     return list(dict.fromkeys(user for x in made for user in x.users if isinstance(user.target, CustomGradient)))
 
 

@@ -127,7 +127,7 @@ def structure(condition: Term, causal: bool, known: Known) -> str | None:
     left, right = condition.args
     if condition.op == "logical_or":
         band, first = (right, first_keys(left)) if first_keys(left) else (left, first_keys(right))
-        return beside_first(band, first, causal) if first else None
+        return band_or_first(band, first, causal) if first else None
     if condition.op == "eq":
         both = "" if causal else ",both"
         size = chunk_of(left)
@@ -139,7 +139,7 @@ def structure(condition: Term, causal: bool, known: Known) -> str | None:
     return None
 
 
-def beside_first(band: Any, first: int, causal: bool) -> str | None:
+def band_or_first(band: Any, first: int, causal: bool) -> str | None:
     """The pattern of "`band` or k < `first`": a prefix, or a window with sinks; None without one."""
     low, high, rate, rest = stretch_of(conjuncts(band)) if isinstance(band, Term) else (*ANY, 1, [band])
     if rest or low > high:

@@ -51,7 +51,7 @@ def floats_as_tensors(gm: fx.GraphModule) -> None:
             fixed |= numbers[node] if is_known(node) else frozenset()
         elif behind and is_of_numbers(node, numbers):
             numbers[node] = behind
-        elif behind and (dtype := dtype_beside(node, numbers)) is not None:
+        elif behind and (dtype := dtype_of_tensor(node, numbers)) is not None:
             mixed[node] = dtype
         else:
             fixed |= behind
@@ -109,17 +109,17 @@ def _is_large(x: int | float) -> bool:
     return isinstance(x, int) and abs(x) >= 2**63
 
 
-def dtype_beside(node: fx.Node, numbers: Symbols) -> torch.dtype | None:
+def dtype_of_tensor(node: fx.Node, numbers: Symbols) -> torch.dtype | None:
     """Of the tensor, and of the result, where a node is a sum or product of a tensor and an open float; else None."""
     known = {"call_function": (*OF_TENSORS, *IN_PLACE), "call_method": (*METHODS, *IN_PLACE)}
     if node.target not in known.get(node.op, ()) or node.kwargs or len(node.args) != 2:
         return None
-    beside = [x for x in node.args if x not in numbers]
-    value = beside[0].meta.get("example_value") if len(beside) == 1 and isinstance(beside[0], fx.Node) else None
+    tensors = [x for x in node.args if x not in numbers]
+    value = tensors[0].meta.get("example_value") if len(tensors) == 1 and isinstance(tensors[0], fx.Node) else None
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return None
     writes = node.target in IN_PLACE
-    return None if writes and (value.dtype in WIDE or node.args[0] is not beside[0]) else value.dtype
+    return None if writes and (value.dtype in WIDE or node.args[0] is not tensors[0]) else value.dtype
 
 
 def _write_with_tensors(node: fx.Node, dtype: torch.dtype, numbers: Symbols) -> None:

@@ -264,9 +264,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor
     (batch, heads, queries, _), dim = q.shape, v.shape[3]
     out = q.new_empty(batch, heads, queries, dim)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
-    beside, rest, constants = common(q, k, v, call)
+    extras, rest, constants = common(q, k, v, call)
     grid = (triton.cdiv(queries, constants["BM"]) * batch * heads,)
-    forward_kernel[grid](q, k, v, out, lse, *beside, steps((q, k, v, out)), *rest, **constants)
+    forward_kernel[grid](q, k, v, out, lse, *extras, steps((q, k, v, out)), *rest, **constants)
     return out, lse
 
 
@@ -278,10 +278,10 @@ def backward(
     (batch, heads, queries, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    beside, rest, constants = common(q, k, v, call)
+    extras, rest, constants = common(q, k, v, call)
     lies = steps((q, k, v, dout, out, lse))
     grid = (triton.cdiv(queries, constants["BM"]) * batch * heads,)
-    queries_kernel[grid](q, k, v, dout, out, lse, dq, delta, *beside, lies, *rest, **constants)
+    queries_kernel[grid](q, k, v, dout, out, lse, dq, delta, *extras, lies, *rest, **constants)
     grid = (triton.cdiv(keys, constants["BN"]) * batch * kv_heads,)
-    keys_kernel[grid](q, k, v, dout, lse, delta, dk, dv, *beside, lies, *rest, **constants, num_warps=8)
+    keys_kernel[grid](q, k, v, dout, lse, delta, dk, dv, *extras, lies, *rest, **constants, num_warps=8)
     return dq, dk, dv

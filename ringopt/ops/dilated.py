@@ -38,7 +38,7 @@ CONFIG = (
     "SymInt length, str pattern, float dropout_p, float scale, str layout, str strategy, str kernel, str group, "
     "str version"
 )
-OPERANDS, BESIDE = "Tensor q, Tensor k, Tensor v", "Tensor? seen, Tensor? sinks, Tensor? seed"
+OPERANDS, EXTRAS = "Tensor q, Tensor k, Tensor v", "Tensor? seen, Tensor? sinks, Tensor? seed"
 
 
 class Config(NamedTuple):
@@ -78,7 +78,7 @@ class Config(NamedTuple):
     "ringopt::dilated_attention",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {EXTRAS}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
 )
 def dilated_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S_local, Dv] in q's dtype; lse [B, Hq, S_local] in natural log, not differentiable. `seen`: bool,
@@ -105,7 +105,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsinks)"
     ),
 )

@@ -116,7 +116,7 @@ FIELDS = len(Config._fields) - 3  # without defaults
 
 
 OPERANDS = "Tensor q, Tensor k, Tensor v"
-BESIDE = "Tensor[] sources, Tensor? sinks, Tensor? seed"
+EXTRAS = "Tensor[] sources, Tensor? sinks, Tensor? seed"
 EARLY = 'str early="", Tensor? ticket=None'
 EXPAND = 'str expand=""'
 
@@ -126,7 +126,7 @@ EXPAND = 'str expand=""'
     "ringopt::ring_attention",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"({OPERANDS}, {BESIDE}, {CONFIG}, {EARLY}, {EXPAND}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {EXTRAS}, {CONFIG}, {EARLY}, {EXPAND}) -> (Tensor out, Tensor lse)",
 )
 def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq_local, Dv] in q's dtype; lse [B, Hq, Sq_local] in natural log, not differentiable. A row that sees
@@ -153,7 +153,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}, {EXPAND}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {EXPAND}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsources)"
     ),
 )
@@ -171,7 +171,7 @@ def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, li
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     _dout, saved, config = arguments_of_backward(arguments)
     dq, dk, dv = (x.new_empty(x.shape) for x in (saved.given.q, saved.given.k, saved.given.v))
-    return dq, dk, dv, empty_beside(saved.given, config)
+    return dq, dk, dv, empty_extras(saved.given, config)
 
 
 def arguments_of_forward(arguments: Sequence[Any]) -> tuple[Operands, Config]:
@@ -202,7 +202,7 @@ def operands_of(
     return Operands(q, k, v, sources[: how.sources], sinks, seed, how.of(sources, config.learned))
 
 
-def empty_beside(given: Operands, config: Config) -> list[Tensor]:
+def empty_extras(given: Operands, config: Config) -> list[Tensor]:
     """For the gradients of the learned sources, then of the sinks."""
     read = [*given.read(config.of_mask(len(given.sources))), *([] if given.sinks is None else [given.sinks])]
     return [x.new_empty(x.shape) for x in read]

@@ -21,14 +21,14 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem
 from ringopt.ops.ring import (
-    BESIDE,
     CONFIG,
     EARLY,
     EXPAND,
+    EXTRAS,
     OPERANDS,
     arguments_of_backward,
     begun,
-    empty_beside,
+    empty_extras,
     prepare,
 )
 from ringopt.ops.tags import ON_HOST
@@ -39,7 +39,7 @@ from ringopt.ops.tags import ON_HOST
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {BESIDE}, {CONFIG}, {EARLY}, {EXPAND}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {EXPAND}) "
         "-> (Tensor dq, Tensor ticket, Tensor[] dsources)"
     ),
 )
@@ -51,15 +51,15 @@ def ring_backward_begin(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     with site.mesh.unbroken(), torch.autocast(dout.device.type, enabled=False):
         found = backward_until_home(site.attention, site.mesh, dout, saved, begun(given, True, config))
     ticket = issue(site.mesh, about(given.k, given.v), found.kv, found.kv.pending)
-    beside = rounded_parts(found.dsources, found.dsinks, given, site.attention.learned)
-    return found.dq.to(given.q.dtype), ticket, beside
+    extras = rounded_parts(found.dsources, found.dsinks, given, site.attention.learned)
+    return found.dq.to(given.q.dtype), ticket, extras
 
 
 @ring_backward_begin.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     _dout, saved, config = arguments_of_backward(arguments)
     q, k = saved.given.q, saved.given.k
-    return q.new_empty(q.shape), k.new_empty((), dtype=torch.int64, device="cpu"), empty_beside(saved.given, config)
+    return q.new_empty(q.shape), k.new_empty((), dtype=torch.int64, device="cpu"), empty_extras(saved.given, config)
 
 
 @torch.library.custom_op("ringopt::ring_backward_finish", mutates_args=(), tags=ON_HOST)

@@ -91,14 +91,14 @@ def start_early(graph: fx.Graph) -> None:
     bodies = [node for node in graph.nodes if attends(node)]
     for number, body in enumerate(bodies):
         if (way := attends(body)) in call_over_ranks(body).early.split():
-            beside = beside_of(body) if way == "forward" else []
-            if any(map(is_product, beside)):
-                for node in beside:
+            behind = independent_behind(body) if way == "forward" else []
+            if any(map(is_product, behind)):
+                for node in behind:
                     body.prepend(node)
             _start(body, gap_before(body), number)
 
 
-def beside_of(body: fx.Node) -> list[fx.Node]:
+def independent_behind(body: fx.Node) -> list[fx.Node]:
     """The nodes after an attention that do not depend on it, up to the next fixed node."""
     nodes = list(body.graph.nodes)
     after = list(takewhile(_movable, nodes[nodes.index(body) + 1 :]))

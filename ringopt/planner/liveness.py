@@ -173,11 +173,11 @@ def moments(
     alive = dict(saved)
     found, attentions = list[Held](), list[Held]()
 
-    def now(without: Collection[int] = (), beside: int = 0) -> Held:
+    def now(without: Collection[int] = (), extra: int = 0) -> Held:
         held = {storage: size for storage, size in alive.items() if storage not in without}
         still = sum(size for storage, size in held.items() if storage in fixed)
         faster = sum(size for storage, size in held.items() if storage in squared and storage not in fixed)
-        return Held(sum(held.values()) - still - faster + beside, still, faster)
+        return Held(sum(held.values()) - still - faster + extra, still, faster)
 
     for place, node in enumerate(nodes):
         if _is_pointwise(node) and not fused(node):  # written over a result of its size that nobody reads any more

@@ -318,10 +318,10 @@ def sent_in_all(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: 
     """By the rank that sends most. Rows that go from rank to rank are counted where they were traced; on other numbers
     of ranks, what the busiest rank sent there."""
     exact = ranks in found.moved and all(site.by_rank for site in sites)
-    beside = [sum(one.at(ranks, scale) for one in each) for each in found.moved[ranks if exact else TRACED[-1]]]
+    others = [sum(one.at(ranks, scale) for one in each) for each in found.moved[ranks if exact else TRACED[-1]]]
     if exact:
-        return max(sum(site.by_rank[rank] for site in sites) + beside[rank] for rank in range(ranks))
-    return sum(site.bytes for site in sites) + (max(beside) if ranks > 1 else 0)
+        return max(sum(site.by_rank[rank] for site in sites) + others[rank] for rank in range(ranks))
+    return sum(site.bytes for site in sites) + (max(others) if ranks > 1 else 0)
 
 
 def memory_at(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: int) -> int:
@@ -339,7 +339,7 @@ def memory_at(found: Traced, sites: Sequence[SitePoint], scale: float, ranks: in
         return live(name, ranks) if ranks in TRACED else round(part(few, more, ranks))
 
     parameters = sum(graph.parameters for graph in found.live[TRACED[-1]])
-    return parameters + max(at(name) + beside for name, beside in kinds)
+    return parameters + max(at(name) + others for name, others in kinds)
 
 
 def part(few: int, more: int, ranks: int) -> float:

@@ -98,7 +98,7 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         rows, shapes = -(-length // ranks), {shape for at in weights.items() for shape in shapes_of_pairs(*at)}
         live[ranks] = [live_of(graph, part, rows, ranks, shapes) for graph, part in zip(graphs, parts, strict=True)]
         moved[ranks] = [
-            [one for part in parts for one in sent_beside(part, ranks, rank, rows)] for rank in range(ranks)
+            [one for part in parts for one in sent_by_others(part, ranks, rank, rows)] for rank in range(ranks)
         ]
     ranks = TRACED[-1]
     shared = of_pairs = own = 0
@@ -229,7 +229,7 @@ def case_of(node: fx.Node) -> Case | DilatedCase | None:
     return Case(ring.pattern, int(ring.q_length), int(ring.kv_length), heads, training, ring.mask, whole)
 
 
-def sent_beside(parts: Sequence[fx.GraphModule], ranks: int, rank: int, rows: int) -> list[Sending]:
+def sent_by_others(parts: Sequence[fx.GraphModule], ranks: int, rank: int, rows: int) -> list[Sending]:
     """By `rank` in the partitioned graphs of a program, its attentions aside; gradients of parameters do not grow."""
     found: list[Sending] = []
     for graph in parts:

@@ -97,8 +97,8 @@ def after(user: fx.Node, index: int, axes: Axes) -> tuple[list[tuple[fx.Node, Ax
     operand = list(tensor_args(user))[index]
     if op_name(user) in MIXING and is_tensor(user) and shape_of(user)[-2:] == shape_of(operand)[-2:]:
         return [(user, axes)], set()
-    if (beside := lengthened(user, operand, axes)) is not None:
-        return [(user, beside)], set()
+    if (longer := lengthened(user, operand, axes)) is not None:
+        return [(user, longer)], set()
     rule = rule_of(user) if is_aten(user) else None
     if rule is None or len(rule.operands) != len(list(tensor_args(user))):
         return [], set()

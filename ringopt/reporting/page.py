@@ -70,7 +70,7 @@ def write_linked(file: Path, text: str) -> None:
         return
     kinds = {other: kind for other in sorted(file.resolve().parent.glob("*.html")) if (kind := _kind_of(other))}
     for other in kinds:
-        links = {_called(beside, kinds): beside.name for beside in kinds if beside != other}
+        links = {_called(linked, kinds): linked.name for linked in kinds if linked != other}
         content = other.read_text(encoding="utf-8")
         linked = _with_links(content, links)
         if linked != content:

@@ -63,7 +63,7 @@ class Steps:
         rows = self.sharder.factors(Sharded(0, 1, self.sharder.ranks.size, 1))
         return self.over_ranks(operators.gather.default, x=mine, **rows, layout="contiguous")
 
-    def beside(self, x: fx.Node) -> fx.Node:
+    def copied(self, x: fx.Node) -> fx.Node:
         """A replicated value for use beside sharded ones: their gradients of it are summed over the ranks."""
         return self.over_ranks(operators.copy_to_group.default, x=x)
 

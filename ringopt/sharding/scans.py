@@ -54,7 +54,7 @@ def place_scan(sharder: Sharder, node: fx.Node) -> None:
         "states",
         init=[sharder.replicated(x) for x in call.init],
         xs=[sharder.sharded(x, steps) for x in call.xs],
-        consts=[sharder.beside(x) for x in call.consts],
+        consts=[sharder.copied(x) for x in call.consts],
         body=call.text,
         steps=steps.length,
         segments=0 if sharder.ranks.group == ANY else chunks_per_rank(layout) * sharder.ranks.size,

@@ -175,13 +175,13 @@ class Sharder:
         given = {"x": self.values[node], **self.factors(placement), "layout": self.ranks.layout(placement.length)}
         return self.over_ranks(operators.gather.default, node, None, "whole", **given)
 
-    def beside(self, node: fx.Node) -> fx.Node:
+    def copied(self, node: fx.Node) -> fx.Node:
         """The whole value, used beside sharded ones: each rank's gradient of it is a part, so they are summed."""
         whole = self.replicated(node)
         if not self.carries[node]:
             return whole
         target = operators.copy_to_group.default
-        return self.once(node, "beside", lambda: self.over_ranks(target, node, None, "beside", x=whole))
+        return self.once(node, "copied", lambda: self.over_ranks(target, node, None, "copied", x=whole))
 
     def sharded(self, node: fx.Node, placement: Sharded) -> fx.Node:
         """This rank's rows of the value."""
@@ -272,7 +272,7 @@ class Sharder:
         return rule, wanted
 
     def operand(self, node: fx.Node, wanted: Sharded | None) -> fx.Node:
-        return self.beside(node) if wanted is None else self.sharded(node, wanted)
+        return self.copied(node) if wanted is None else self.sharded(node, wanted)
 
     def once(self, node: fx.Node, form: object, make: Callable[[], fx.Node]) -> fx.Node:
         key = (node, form)

@@ -24,7 +24,7 @@ from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten
 
-BESIDE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"
+NO_EXCHANGE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"
 GATHERED = "what is spread stands beside its rows, and it cannot be attended to in parts there: it is computed whole"
 
 
@@ -59,7 +59,7 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
     sharder.reader = node
 
     def operand(x: fx.Node, side: str) -> fx.Node:
-        return sharder.beside(x) if info.whole == side else sharder.sharded(x, Sharded(2, 1, rows[side], 1))
+        return sharder.copied(x) if info.whole == side else sharder.sharded(x, Sharded(2, 1, rows[side], 1))
 
     latents = info.latents
     q = operand(call.q, "queries")
@@ -68,13 +68,13 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
     expand = expansion(call, latents, len(sources)).to_text() if latents is not None else ""
     if latents is not None:
         learned += [len(sources) + i for i, x in enumerate(latents.consts) if sharder.carries[x]]
-        sources += [sharder.beside(x) for x in latents.consts]
+        sources += [sharder.copied(x) for x in latents.consts]
     ring = RingCall(
         q,
         k,
         v,
         sources=sources,
-        sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
+        sinks=sharder.copied(call.sinks) if call.sinks is not None else None,
         seed=sharder.replicated(call.seed) if call.seed is not None else None,
         q_length=q_length,
         kv_length=kv_length,
@@ -106,7 +106,7 @@ def sources_of(sharder: Sharder, call: AttentionCall, info: SiteInfo) -> tuple[l
     def placed(i: int, source: fx.Node) -> fx.Node:
         if i in parsed.row_dims and info.whole != "queries":
             return sharder.sharded(source, Sharded(parsed.row_dims[i], 1, call.rows[0], 1))
-        return sharder.beside(source) if i in learned else sharder.replicated(source)
+        return sharder.copied(source) if i in learned else sharder.replicated(source)
 
     return [placed(i, source) for i, source in enumerate(call.sources)], learned
 
@@ -141,7 +141,7 @@ def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         k,
         v,
         seen=sharder.replicated(call.attn_mask) if call.attn_mask is not None else None,
-        sinks=sharder.beside(call.sinks) if call.sinks is not None else None,
+        sinks=sharder.copied(call.sinks) if call.sinks is not None else None,
         seed=sharder.replicated(call.seed) if call.seed is not None else None,
         length=length,
         pattern=call.pattern,
@@ -159,7 +159,7 @@ def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
     return True
 
 
-def stands_beside(info: SiteInfo, done: bool) -> None:
+def note_no_exchange(info: SiteInfo, done: bool) -> None:
     """A site that `place_attention` left, and that was computed on shards all the same, or was not: it needed no
     strategy."""
-    info.notes = [(BESIDE if done else GATHERED) if note == info.reason else note for note in info.notes]
+    info.notes = [(NO_EXCHANGE if done else GATHERED) if note == info.reason else note for note in info.notes]

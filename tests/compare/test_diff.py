@@ -97,12 +97,12 @@ FLOPs of products on this rank: 12,544 -> 3,136
 
 qkv
   + %x_rows = ringopt::scatter(%x, 1, 1, 16, 1, 4, 'zigzag', 'pretend:0/4')  # f32[1, 4, 8] S(1)
-  + %qkv_weight_beside = getitem(%bucket, 2)  # f32[24, 8] replicated
-  + %qkv_bias_beside = getitem(%bucket, 3)  # f32[24] replicated
-  ~ %linear = linear(%x_rows, %qkv_weight_beside, %qkv_bias_beside)
+  + %qkv_weight_copied = getitem(%bucket, 2)  # f32[24, 8] replicated
+  + %qkv_bias_copied = getitem(%bucket, 3)  # f32[24] replicated
+  ~ %linear = linear(%x_rows, %qkv_weight_copied, %qkv_bias_copied)
       input 0: %x replicated -> %x_rows S(1)
-      input 1: %qkv_weight replicated -> %qkv_weight_beside replicated
-      input 2: %qkv_bias replicated -> %qkv_bias_beside replicated
+      input 1: %qkv_weight replicated -> %qkv_weight_copied replicated
+      input 2: %qkv_bias replicated -> %qkv_bias_copied replicated
       shape: f32[1, 16, 24] -> f32[1, 4, 24]
       placement: replicated -> S(1)
       FLOPs: 6144 -> 1536
@@ -126,11 +126,11 @@ qkv
   ... 8 resized
 
 out
-  + %out_weight_beside = getitem(%bucket, 0)  # f32[8, 8] replicated
-  + %out_bias_beside = getitem(%bucket, 1)  # f32[8] replicated
-  ~ %linear_1 = linear(%squeeze, %out_weight_beside, %out_bias_beside)
-      input 1: %out_weight replicated -> %out_weight_beside replicated
-      input 2: %out_bias replicated -> %out_bias_beside replicated
+  + %out_weight_copied = getitem(%bucket, 0)  # f32[8, 8] replicated
+  + %out_bias_copied = getitem(%bucket, 1)  # f32[8] replicated
+  ~ %linear_1 = linear(%squeeze, %out_weight_copied, %out_bias_copied)
+      input 1: %out_weight replicated -> %out_weight_copied replicated
+      input 2: %out_bias replicated -> %out_bias_copied replicated
       shape: f32[1, 16, 8] -> f32[1, 4, 8]
       placement: replicated -> S(1)
       FLOPs: 2048 -> 512

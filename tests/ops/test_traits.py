@@ -26,7 +26,7 @@ from ringopt.ops.ring import VERSION
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
 from ringopt.ops.traits import TABLE, attends, check_rows, gradient_bytes
-from ringopt.planner.trace_model import sent_beside
+from ringopt.planner.trace_model import sent_by_others
 from ringopt.reporting.figures import Figures, sent_by
 from ringopt.scans.body import to_text
 from tests.harness.threads import ThreadMesh, run_on_threads
@@ -255,7 +255,7 @@ def sent(at: At, call: Callable[[], Any]) -> Sent:
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     reader = Reader(graph, ranks)
     told = [reader.of(node).bytes_sent for node in nodes]
-    beside = sum(one.at(ranks) for one in sent_beside([fx.GraphModule({}, graph)], ranks, rank, at.n))
+    beside = sum(one.at(ranks) for one in sent_by_others([fx.GraphModule({}, graph)], ranks, rank, at.n))
     sized = [SizedCall.of(node, ranks, rank) for node in nodes]
     return Sent(
         traffic.of(rank).bytes_sent,

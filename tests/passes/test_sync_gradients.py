@@ -36,9 +36,9 @@ def test_the_copies_of_parameters_become_one_node():
         "\n".join(copies),
         """\
 %bucket = copy_all_to_group([%last_weight, %first_weight, %first_bias])
-%first_weight_beside = getitem(%bucket, 1)
-%first_bias_beside = getitem(%bucket, 2)
-%last_weight_beside = getitem(%bucket, 0)""",
+%first_weight_copied = getitem(%bucket, 1)
+%first_bias_copied = getitem(%bucket, 2)
+%last_weight_copied = getitem(%bucket, 0)""",
     )
 
 

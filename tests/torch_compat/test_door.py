@@ -19,6 +19,8 @@ PACKAGES = {"torch", "functorch", "torchgen"}
 STANDARD = {"_asdict", "_fields", "_make", "_replace", "_exit"}
 # Settings that torch documents, which an example spells as its readers have to.
 DOCUMENTED = {"torch._dynamo", "torch._dynamo.config.optimize_ddp"}
+# By which Lightning says that a module is compiled, and diffusers that a model can be sharded.
+OF_OTHERS = {"_compiler_ctx", "_cp_plan"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "attrgetter"}
 PATH = re.compile(r"torch(\.\w+)*\._[\w.]*")
 
@@ -88,7 +90,7 @@ def private_uses(tree: ast.AST, own: set[str], of_torch: set[str]) -> Iterator[t
     aliases, told = names_of_torch(tree), docstrings(tree)
 
     def foreign(name: str) -> bool:
-        return is_private(name) and name not in STANDARD and (name in of_torch or name not in own)
+        return is_private(name) and name not in STANDARD | OF_OTHERS and (name in of_torch or name not in own)
 
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:

@@ -106,8 +106,8 @@ class AttentionGrads:
 
     def rounded(self, given: Operands, learned: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """dq, dk, dv and the other gradients, that of the sinks last, in the dtypes of what they are gradients of."""
-        beside = rounded_parts(self.dsources, self.dsinks, given, learned)
-        return self.dq.to(given.q.dtype), self.dk.to(given.k.dtype), self.dv.to(given.v.dtype), beside
+        extras = rounded_parts(self.dsources, self.dsinks, given, learned)
+        return self.dq.to(given.q.dtype), self.dk.to(given.k.dtype), self.dv.to(given.v.dtype), extras
 
 
 class HomeKVGrads:

@@ -126,8 +126,8 @@ class QueriesBackward(BlockBackward):
         exchange, rank, q, dtype = attention.exchange, mesh.rank, saved.given.q, saved.given.q.dtype
         self.steps = exchange.backward(rank)
         own, local = exchange.q_pieces(rank), Local(exchange.q_layout.ranges(rank))
-        beside = torch.cat([dout.to(dtype), saved.out, saved.lse.unsqueeze(-1).contiguous().view(dtype)], -1)
-        self.held = Held(KVShape.of(q, beside), own, local, q, beside)
+        packed = torch.cat([dout.to(dtype), saved.out, saved.lse.unsqueeze(-1).contiguous().view(dtype)], -1)
+        self.held = Held(KVShape.of(q, packed), own, local, q, packed)
         wide = KVShape.of(q, q[..., :0], accumulator(dtype))
         self.sums: Gradients = Gradients(wide, own, local, q.shape[2], leaving(self.steps))
         self.dk, self.dv = wide_zeros(saved.given.k), wide_zeros(saved.given.v)
@@ -135,9 +135,9 @@ class QueriesBackward(BlockBackward):
 
     def operands(self, tile: Tile) -> tuple[TileInputs, WholeRows]:
         rows, given = self.keys_here.slice(tile.keys), self.saved.given
-        q, beside = self.held.pair(tile.queries)
+        q, packed = self.held.pair(tile.queries)
         width = given.v.shape[3]
-        dout, out, lse = beside.split([width, width, beside.shape[3] - 2 * width], -1)
+        dout, out, lse = packed.split([width, width, packed.shape[3] - 2 * width], -1)
         # A copy even where there is one row, whose view is contiguous: its bits may begin where no float32 can.
         wide = lse.clone(memory_format=torch.contiguous_format).view(accumulator(q.dtype)).squeeze(-1)
         k, v = given.k[:, :, rows], given.v[:, :, rows]

@@ -109,7 +109,7 @@ class Documents(Cut):
 
 
 @dataclass(frozen=True)
-class Beside(Pattern, ABC):
+class TwoStretches(Pattern, ABC):
     """The keys in two stretches, each seen by a pattern of its own. Seen keys of a query may have a hole between."""
 
     near = False
@@ -173,7 +173,7 @@ class Beside(Pattern, ABC):
 
 
 @dataclass(frozen=True)
-class Prefix(Beside):
+class Prefix(TwoStretches):
     """The first `length` keys are seen by all, the others by the queries from theirs on (prefix LM)."""
 
     length: int = 1
@@ -189,7 +189,7 @@ class Prefix(Beside):
 
 
 @dataclass(frozen=True)
-class Sinks(Beside):
+class Sinks(TwoStretches):
     """A window, of every `rate`-th key, and the first `sinks` keys beside it (Xiao et al., StreamingLLM, 2023)."""
 
     width: int = 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.block_sparse import BLOCKS, Blocks
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.pattern import Band, Pattern
-from ringopt.context_parallel.geometry.segmented import DOCUMENTS, Beside, Chunked
+from ringopt.context_parallel.geometry.segmented import DOCUMENTS, Chunked, TwoStretches
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.ir.symbolic_sizes import LONGEST
 
@@ -52,7 +52,7 @@ def by_formula(pattern: Pattern, queries: Tensor, keys: Tensor) -> Tensor | None
     if isinstance(pattern, Chunked):
         together = queries // pattern.size == keys // pattern.size
         return together & (keys <= queries) if pattern.causal else together
-    if isinstance(pattern, Beside):
+    if isinstance(pattern, TwoStretches):
         (first, sinks), (_, near) = pattern.parts
         before, behind = by_formula(sinks, queries, keys), by_formula(near, queries, keys)
         assert before is not None and behind is not None, pattern

@@ -22,6 +22,7 @@ import torch.fx as fx
 import torch.fx.traceback
 from torch import Tensor
 
+from ringopt.calls import OpCall
 from ringopt.dims.picks import TokensPicked, tokens_picked
 from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
@@ -305,8 +306,11 @@ def operator_of(graph: fx.Graph, cut: Cut, flat: fx.Graph, result: fx.Node, x: f
     shape = [number_of(size) or 0 for size in example(x).shape]
     tokens = next((i for i, dim in enumerate(found.along) if dim >= 0), 0)
     sizes = [(tokens, found.along[tokens]) if dim == found.out else size for dim, size in enumerate(shape)]
-    args = (operands, text, sizes_text(example(x).dtype, sizes), list(found.along), found.out, found.counts)
-    made = graph.call_function(operators.picked.default, args)
+    call = OpCall.to(
+        operators.picked.default, operands=operands, body=text, sizes=sizes_text(example(x).dtype, sizes),
+        along=list(found.along), out=found.out, counts=found.counts,
+    )  # fmt: skip
+    made = call.insert(graph)
     made.meta.update(origin(x))
     with example(x).fake_mode:
         made.meta["example_value"] = torch.empty(shape, dtype=example(x).dtype, device=example(x).device)

@@ -48,7 +48,7 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
     op = aten.conv1d.default if moving == 1 else aten.conv2d.default
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
-        small = [sharder.beside(x) if is_tensor(x) else None for x in (weight, bias)]
+        small = [sharder.copied(x) if is_tensor(x) else None for x in (weight, bias)]
         return step(op, piece, *small, stride, padding, dilation, named(node, "groups"), placement=out)
 
     return by_chunks(sharder, node, place, wanted, local)
@@ -71,7 +71,7 @@ def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Want
     if place.outer * place.inner > 1 or not batched or not enough_rows(sharder, out.length):
         return False
     step = Steps(sharder, node)
-    small = {"weight": sharder.beside(weight), "bias": sharder.beside(bias) if is_tensor(bias) else None}
+    small = {"weight": sharder.copied(weight), "bias": sharder.copied(bias) if is_tensor(bias) else None}
     held = {"dim": place.dim, "length": place.length, "numbers": wanted.numbers}
     how = {"stride": moves.stride, "padding": moves.padding, "dilation": moves.dilation}
     made = {"local": sharder.rows(out.length), "layout": step.layouts(place, out), "groups": named(node, "groups")}
@@ -110,11 +110,11 @@ def pooling(sharder: Sharder, node: fx.Node) -> bool:
         return False
     dilation = sizes(named(node, "dilation"), moving) if maximum else [1] * moving
     wanted = seen_by(node, place.dim, stride[at], -padding[at], dilation[at] * (kernel[at] - 1) + 1)
-    beside = [0 if i == at else size for i, size in enumerate(padding)]
+    other_padding = [0 if i == at else size for i, size in enumerate(padding)]
     rest = [dilation, *node.args[5:]] if maximum else node.args[4:]
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
-        return step(node.target, piece, kernel, stride, beside, *rest, placement=out)
+        return step(node.target, piece, kernel, stride, other_padding, *rest, placement=out)
 
     return by_chunks(sharder, node, place, wanted, local, outside=-inf if maximum else None)
 

@@ -50,7 +50,7 @@ class Joined(Steps):
             past = self(aten.sub.Scalar, self.rows, start)
             past = past if stride == 1 else self(aten.floor_divide.Scalar, past, stride)
             at = self(aten.clamp.default, past, 0, count - 1)
-            whole = self.sharder.beside(x)
+            whole = self.sharder.copied(x)
             local = self(aten.index_select.default, whole, self.out.dim, at, placement=self.out)
         return self.cast(local, value_of(self.node).dtype)
 
@@ -91,7 +91,7 @@ def select_scatter(sharder: Sharder, node: fx.Node) -> bool:
     if place is None:
         return False
     step, row = Joined(sharder, node, place.dim), place_of(index, place.length)
-    whole = step(aten.unsqueeze.default, sharder.beside(written), place.dim)
+    whole = step(aten.unsqueeze.default, sharder.copied(written), place.dim)
     return step.done(step.where(row, row + 1, whole, sharder.values[base]), place)
 
 

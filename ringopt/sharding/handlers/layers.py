@@ -50,14 +50,14 @@ def follow(step: Statistics, running: list[fx.Node], found: tuple[fx.Node, fx.No
 def _normalized(step: Statistics, centered: fx.Node, squares: fx.Node) -> fx.Node:
     variance = step(aten.div.Scalar, squares, step.count)
     scale = step(aten.rsqrt.default, step(aten.add.Scalar, variance, named(step.node, "eps")))
-    return step.local(aten.mul.Tensor, centered, step.beside(scale))
+    return step.local(aten.mul.Tensor, centered, step.copied(scale))
 
 
 def affine(step: Statistics, y: fx.Node, sizes: list[int]) -> fx.Node:
     """times weight, plus bias, where the layer has them; both are viewed as `sizes`."""
     for name, op in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
         if is_tensor(named(step.node, name)):
-            whole = step.sharder.beside(named(step.node, name))
+            whole = step.sharder.copied(named(step.node, name))
             y = step.local(op, y, step(aten.reshape.default, whole, sizes))
     return y
 

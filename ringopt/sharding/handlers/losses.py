@@ -38,7 +38,7 @@ def classification(sharder: Sharder, node: fx.Node) -> bool:
     step = Steps(sharder, node)
     rows = placement if _of_probabilities(node) else placement.at(placement.dim - (placement.dim > _class_dim(node)))
     here, wanted = sharder.sharded(logits, placement), sharder.sharded(target, rows)
-    weight = sharder.beside(named(node, "weight")) if is_tensor(named(node, "weight")) else None
+    weight = sharder.copied(named(node, "weight")) if is_tensor(named(node, "weight")) else None
     options = [named(node, "ignore_index")]
     if op_name(node) == "cross_entropy_loss":
         options.append(named(node, "label_smoothing"))

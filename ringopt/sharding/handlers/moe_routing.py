@@ -246,7 +246,7 @@ class Routing:
         mine = sharder.step(total.target, mine, *total.args[1:], like=total, **total.kwargs)
         mine = sharder.step(aten.to.dtype, mine, value_of(counts).dtype, like=total)
         operands = [
-            mine if x is counts else sharder.values[x] if dim >= 0 else sharder.beside(x)
+            mine if x is counts else sharder.values[x] if dim >= 0 else sharder.copied(x)
             for x, dim in zip(node.args[0], named(node, "along"), strict=True)
         ]
         sharder.set(node, sharder.call(node.target, (operands, *node.args[1:]), node, self.place), self.place)

@@ -54,7 +54,7 @@ class Statistics(Steps):
     def moments(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         """The mean, what is left of this rank's elements without it, and the sum of the squares of that."""
         mean = self(aten.div.Scalar, self.summed(self.x), self.count)
-        centered = self.local(aten.sub.Tensor, self.x, self.beside(mean))
+        centered = self.local(aten.sub.Tensor, self.x, self.copied(mean))
         return mean, centered, self.summed(self.local(aten.mul.Tensor, centered, centered))
 
     def root(self, x: fx.Node) -> fx.Node:
@@ -95,7 +95,7 @@ def softmax(sharder: Sharder, node: fx.Node) -> bool:
     total = step.summed(powers)
     if safe:
         total = step(aten.masked_fill.Scalar, total, step(aten.eq.Scalar, total, 0), 1)
-    total = step.beside(total)
+    total = step.copied(total)
     if op_name(node) in SOFTMAXES:
         return step.done(step.local(aten.div.Tensor, powers, total), step.place)
     return step.done(step.local(aten.sub.Tensor, less, step(aten.log.default, total)), step.place)

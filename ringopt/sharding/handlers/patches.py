@@ -29,8 +29,8 @@ def patches(sharder: Sharder, node: fx.Node, at: Sharded) -> fx.Node:
     conv, step, rows_at = node.args[0], Steps(sharder, node), Sharded(1, 1, at.length, 1)
     rows = step.cut(cut(step, conv), rows_at, placement=rows_at)
     weight, bias = named(conv, "weight"), named(conv, "bias")
-    flat = step(aten.reshape.default, sharder.beside(weight), [shape_of(conv)[1], -1])
-    y = step(aten.linear.default, rows, flat, sharder.beside(bias) if bias is not None else None, placement=rows_at)
+    flat = step(aten.reshape.default, sharder.copied(weight), [shape_of(conv)[1], -1])
+    y = step(aten.linear.default, rows, flat, sharder.copied(bias) if bias is not None else None, placement=rows_at)
     return sharder.call(aten.transpose.int, (y, 1, 2), node, at)
 
 

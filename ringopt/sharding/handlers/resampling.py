@@ -50,7 +50,7 @@ def transposed(sharder: Sharder, node: fx.Node) -> bool:
     if stride != shape_of(weight)[2 + at] or rest != [0, 0, 1]:
         return False
     step, out = Steps(sharder, node), replace(place, inner=place.inner * stride)
-    small = [sharder.beside(each) if each is not None else None for each in (weight, bias)]
+    small = [sharder.copied(each) if each is not None else None for each in (weight, bias)]
     names = ("stride", "padding", "output_padding", "groups", "dilation")
     args = (sharder.values[x], *small, *(named(node, name) for name in names))
     return step.done(step(node.target, *args, placement=out), out)

@@ -34,7 +34,7 @@ def by_number(sharder: Sharder, node: fx.Node) -> bool:
         return False
     step = Steps(sharder, node)
     at = here(step, whole_numbers(step, index), place)
-    value = sharder.beside(written) if isinstance(written, fx.Node) else written
+    value = sharder.copied(written) if isinstance(written, fx.Node) else written
     return _finished(step, place, (room_before(step, sharder.sharded(x, place), place), dim, at, value, *how))
 
 
@@ -49,7 +49,7 @@ def index_put(sharder: Sharder, node: fx.Node) -> bool:
     whole = [None if i is None else whole_numbers(step, i) for i in indices]
     whole[place.dim] = here(step, whole[place.dim], place)
     rows = room_before(step, sharder.sharded(x, place), place)
-    return _finished(step, place, (rows, whole, sharder.beside(written), *how))
+    return _finished(step, place, (rows, whole, sharder.copied(written), *how))
 
 
 def rows_of(sharder: Sharder, node: fx.Node, dims: Sequence[int]) -> Sharded | None:

@@ -43,9 +43,9 @@ class Copy:
         self.times = min(MOST, max(1, round(seconds["compute"] / seconds["copy"] / 2)))
 
     def alone(self) -> list[Tensor]:
-        return self.beside(lambda: [])
+        return self.during(lambda: [])
 
-    def beside(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def during(self, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
         """What `compute` gives; whoever reads it has the copies too."""
         if self.on_gpu:
             return self._on_a_stream(compute)

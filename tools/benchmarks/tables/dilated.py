@@ -54,15 +54,15 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
         raise CommandError(f"--scale {arguments.scale}: the shortest segment has {LENGTHS[0]} rows; 64 at most")
     segments = tuple(length // arguments.scale for length in LENGTHS)
     rows: list[Row] = []
-    for beside, length, heads, dim, ranks in progress.track(CASES, description="cases"):
-        case = DilatedSizes(length // arguments.scale, heads, dim, segments, RATES, dense=beside == "dense SDPA")
+    for peer, length, heads, dim, ranks in progress.track(CASES, description="cases"):
+        case = DilatedSizes(length // arguments.scale, heads, dim, segments, RATES, dense=peer == "dense SDPA")
         found = as_ranks(ranks, on_a_rank, case, arguments.repeats, timeout=3600.0)
-        row: Row = {"beside": beside, "length": case.length, "heads": heads, "dim": dim, "ranks": ranks}
+        row: Row = {"beside": peer, "length": case.length, "heads": heads, "dim": dim, "ranks": ranks}
         row |= {key: max(rank[key] for rank in found) for key in ("seconds", "memory", "error", "sent")}
-        other = found[0]["dense"] if beside == "dense SDPA" else rows[0]["seconds"] if rows else None
-        if beside == "1 rank":
+        other = found[0]["dense"] if peer == "dense SDPA" else rows[0]["seconds"] if rows else None
+        if peer == "1 rank":
             other = max(alone["seconds"] for alone in as_ranks(1, on_a_rank, case, arguments.repeats, timeout=3600.0))
-        row |= {"other": other, "ratio": row["seconds"] / other if other else None, "flops": FLOPS[beside]}
+        row |= {"other": other, "ratio": row["seconds"] / other if other else None, "flops": FLOPS[peer]}
         rows.append(row)
     return Result(TITLE, COLUMNS, rows, _totals(rows), _sentences(rows), NOTES, KEYS)
 

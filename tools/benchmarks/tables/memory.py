@@ -162,10 +162,10 @@ def lowest(found: list[Row]) -> Iterator[str]:
             {where: max(row[f"ring over {what}"] for row in rows) for where, rows in many.items()}
             for what in ("peer", "least")
         )
-        beside = ", ".join(f"{where} {ratio:.2f}" for where, ratio in peer.items())
+        ratios = ", ".join(f"{where} {ratio:.2f}" for where, ratio in peer.items())
         behind = ", ".join(f"{where} ({ratio:.3f} of the least)" for where, ratio in least_of_all.items() if ratio > 1)
         but = f" but in {behind}" if behind else ""
-        yield f"from {MANY} ranks on the ring holds at most, of the lowest peer: {beside}; it is the lowest of all{but}"
+        yield f"from {MANY} ranks on the ring holds at most, of the lowest peer: {ratios}; it is the lowest of all{but}"
 
 
 def _way(row: Row) -> str:

@@ -35,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MANY, FEW = 16384, 64  # rows: of 32 MiB in all heads, and such that a call costs more than they do
 MESSAGES = tuple(1 << power for power in range(12, 24))  # bytes
 BUDGET = 0.15  # seconds for the repeats of one tile
-BESIDE = 2e-3  # seconds that are computed beside a message
+COMPUTED = 2e-3  # seconds that are computed beside a message
 Samples = list[tuple[float, float]]  # FLOPs or bytes, seconds
 
 
@@ -175,7 +175,7 @@ def link_on_a_rank(rank: int, ranks: int) -> dict[str, Any]:
         return compute
 
     ways = {"both_ways": both_ways, "one_way": one_way}
-    found = {name: link_samples(way, computed(BESIDE)) for name, way in ways.items()}
+    found = {name: link_samples(way, computed(COMPUTED)) for name, way in ways.items()}
     exchange, compute = both_ways(largest), computed(found["both_ways"][-1][1])
     runs: dict[str, Callable[[], object]] = {
         "compute": compute,
@@ -267,13 +267,13 @@ def fitted(ranks: Sequence[Samples], queries: Sequence[int] = ()) -> Speed:
     overhead and seconds a query (of `queries` at each amount) where these are above 0."""
     amounts = torch.tensor([amount for amount, _ in ranks[0]], dtype=torch.float64)
     seconds = torch.tensor([[s for _, s in samples] for samples in ranks], dtype=torch.float64).amax(0)
-    beside = {"overhead": torch.ones_like(amounts)}
+    terms = {"overhead": torch.ones_like(amounts)}
     if queries:
-        beside["query"] = torch.tensor(queries, dtype=torch.float64)
+        terms["query"] = torch.tensor(queries, dtype=torch.float64)
     best, least = Speed(float((amounts / seconds).median())), float("inf")
-    for names in (names for number in range(len(beside) + 1) for names in combinations(beside, number)):
+    for names in (names for number in range(len(terms) + 1) for names in combinations(terms, number)):
         # The sum of all parts = seconds, each line divided by its seconds.
-        lines = torch.stack([amounts, *map(beside.__getitem__, names)], 1) / seconds[:, None]
+        lines = torch.stack([amounts, *map(terms.__getitem__, names)], 1) / seconds[:, None]
         found = torch.linalg.lstsq(lines, torch.ones(len(amounts), 1, dtype=torch.float64)).solution
         error, (each, *parts) = float((lines @ found - 1).square().sum()), found[:, 0].tolist()
         if each > 0 and min(parts, default=0.0) >= 0 and error < least:

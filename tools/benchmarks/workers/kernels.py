@@ -103,7 +103,7 @@ def rows_of(case: KernelCase, names: Sequence[str], repeats: int, refusals: dict
     copy = Copy([k, v])
     if COPY in names:
         copy.last(synchronized(case, alone[0]), partial(synchronized, case))
-        contest.enter(COPY, lambda: (lambda: copy.beside(alone[0]), lambda: copy.beside(alone[1])))
+        contest.enter(COPY, lambda: (lambda: copy.during(alone[0]), lambda: copy.during(alone[1])))
         contest.errors[COPY] = max(contest.errors[COPY], distance(copy.targets, [k, v]))
     seconds = [
         interleaved({name: synchronized(case, run) for name, run in runs.items()}, repeats)
@@ -114,11 +114,12 @@ def rows_of(case: KernelCase, names: Sequence[str], repeats: int, refusals: dict
         if rings and row["kernel"] == f"ring of {case.ranks}":
             row["part_seconds"] = interleaved({"merge": synchronized(case, rings[0].merge)}, repeats)["merge"]
         if row["kernel"] == COPY:
-            row |= beside(interleaved({"copy": synchronized(case, copy.alone)}, repeats)["copy"], copy.nbytes, seconds)
+            copying = interleaved({"copy": synchronized(case, copy.alone)}, repeats)["copy"]
+            row |= copy_figures(copying, copy.nbytes, seconds)
     return rows
 
 
-def beside(alone: float, copied: int, seconds: Sequence[dict[str, float]]) -> Row:
+def copy_figures(alone: float, copied: int, seconds: Sequence[dict[str, float]]) -> Row:
     """Of a copy that takes so long without compute: its rate, and how much of the shorter of the two is hidden, forward
     and backward."""
     both, ours = (sum(of_way[name] for of_way in seconds) for name in (COPY, SDPA))

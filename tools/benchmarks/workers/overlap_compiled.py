@@ -53,9 +53,9 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (of(x).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for of in (self.q, self.k, self.v))
-        beside = self.side(x)
+        side = self.side(x)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.o(out.transpose(1, 2).flatten(2)) + beside  # type: ignore[no-any-return]
+        return self.o(out.transpose(1, 2).flatten(2)) + side  # type: ignore[no-any-return]
 
 
 class SleptProducts(TorchDispatchMode):
