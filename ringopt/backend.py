@@ -103,7 +103,7 @@ def ring(
             compiler = partial(inner, options=chosen, mode=mode, budget=made.budget)
             run = in_order(gm if flat is None else flat, made.order, examples(inputs, made.given), compiler)
         if made.left or any(isinstance(x, Lazy) for x in inputs):
-            run = Boundary(run, made.given, made.left)
+            run = Boundary(run, made.given, made.left, made.symbols)
         if made.program is not None and made.order is not None and mesh.size > 1:
             places = Places(made.order.inputs, made.batch, made.local)
             compared = Compared(made.program, places, names, bool(made.draws_random), operators)

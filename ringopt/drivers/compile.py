@@ -32,6 +32,7 @@ from ringopt.ir.notes import OF_PROGRAM
 from ringopt.ir.placement import Spread
 from ringopt.ir.refusal import GraphRefused
 from ringopt.ir.site import SiteInfo
+from ringopt.ir.symbolic_sizes import SymbolPlaces, formula, plain
 from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger, once
@@ -73,7 +74,8 @@ class Compiled:
     program       the text that the ranks compare
     order         the canonical one of inputs and outputs, which a partitioner and autograd follow
     given         inputs of which it takes this rank's rows
-    left          outputs that are to be lazy
+    left          outputs that are to be lazy, their sizes as formulas of symbols
+    symbols       where a call has these
     local         outputs that are this rank's rows
     batch         inputs that are no parameters, buffers or attributes of the model
     relied_on     inputs whose numbers were read
@@ -93,6 +95,7 @@ class Compiled:
     order: Order | None = None
     given: Mapping[int, Spread] = field(default_factory=dict)
     left: Mapping[int, Spread] = field(default_factory=dict)
+    symbols: SymbolPlaces = field(default_factory=SymbolPlaces)
     local: Mapping[int, Spread] = field(default_factory=dict)
     batch: Sequence[int] = ()
     relied_on: Sequence[int] = ()
@@ -107,6 +110,7 @@ class Compiled:
     def of(cls, made: Captured, report: Report, context: Context) -> Compiled:
         """Of a graph behind all passes."""
         options, inputs = context.options, list(enumerate(context.inputs))
+        symbols = SymbolPlaces.of([value_of(node) for node in context.inputs])
         return cls(
             made.graph,
             report,
@@ -115,7 +119,8 @@ class Compiled:
             program=context.program,
             order=context.canonical,
             given={i: context.given[node] for i, node in inputs if node in context.given},
-            left=context.left if options.outputs == "lazy" else {},
+            left={i: in_symbols(how, symbols) for i, how in context.left.items()} if options.outputs == "lazy" else {},
+            symbols=symbols,
             local=context.left if options.outputs == "local" else {},
             batch=[i for i, node in inputs if not (is_parameter(node) or node.meta.get(OF_PROGRAM))],
             relied_on=[i for i, node in inputs if node in context.relied_on],
@@ -125,6 +130,12 @@ class Compiled:
             budget=context.budget or Budget(),
             sites={node.name: info for node, info in context.sites.items()},
         )
+
+
+def in_symbols(how: Spread, symbols: SymbolPlaces) -> Spread:
+    """With formulas that a call can work out; where it cannot, of the sizes at hand, so that others compile anew."""
+    known = how.with_sizes(lambda size: formula(plain(size)))
+    return known if all(map(symbols.cover, known.sizes)) else how.with_sizes(int)
 
 
 def mesh_for(options: Options, inputs: Sequence[Any]) -> Mesh:

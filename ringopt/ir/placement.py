@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from ringopt.ir.symbolic_sizes import divides, formula, same
 
@@ -35,10 +37,6 @@ class Sharded:
     @property
     def size(self) -> int:
         return self.outer * self.length * self.inner
-
-    def fixed(self) -> Sharded:
-        """The same with symbolic sizes specialised to ints; another length compiles another graph."""
-        return Sharded(self.dim, int(self.outer), int(self.length), int(self.inner))
 
     def at(self, dim: int) -> Sharded:
         return replace(self, dim=dim)
@@ -84,7 +82,7 @@ class Layouts:
 @dataclass(frozen=True)
 class Spread:
     """How a tensor of global `size` and `stride` is sharded over the ranks of the mesh `group`; `name` is for
-    errors."""
+    errors. While a graph is made its sizes may be symbolic."""
 
     placement: Sharded
     layout: str
@@ -92,6 +90,18 @@ class Spread:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     name: str = field(compare=False)
+
+    def with_sizes(self, number: Callable[[Any], Any]) -> Spread:
+        """With `number` of each size in its place."""
+        at = self.placement
+        factors = (number(size) for size in (at.outer, at.length, at.inner))
+        size, stride = (tuple(map(number, sizes)) for sizes in (self.size, self.stride))
+        return replace(self, placement=Sharded(at.dim, *factors), size=size, stride=stride)
+
+    @property
+    def sizes(self) -> Iterator[Any]:
+        """All of them."""
+        yield from (self.placement.outer, self.placement.length, self.placement.inner, *self.size, *self.stride)
 
 
 def same_rows(one: Spread, other: Spread) -> bool:

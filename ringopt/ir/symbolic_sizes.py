@@ -9,7 +9,8 @@ serve fewer of them. `same` and `divides` ask for a proof instead, and leave no 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,6 +59,34 @@ def settled(expression: Any, shape_env: ShapeEnv | None) -> Any:
 
 # By shape environment: the expressions that guards have fixed, and how many of the guards have been read.
 _fixed: WeakKeyDictionary[ShapeEnv, tuple[dict[Any, Any], int]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class SymbolPlaces:
+    """Where a call of a graph has its open sizes: by symbol the input, and its dim or None if it is the size itself."""
+
+    places: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> SymbolPlaces:
+        """Of the inputs that a graph was made for, tensors and sizes."""
+        found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for place, value in enumerate(values):
+            sizes = [(None, value)] if isinstance(value, torch.SymInt) else [*enumerate(getattr(value, "shape", ()))]
+            for dim, size in sizes:
+                if is_open(size) and size.node.expr.is_Symbol:
+                    found.setdefault(size.node.expr, (place, dim))
+        return cls(found)
+
+    def cover(self, size: Any) -> bool:
+        """Whether a call has all symbols of a `formula`."""
+        return getattr(size, "free_symbols", set()) <= self.places.keys()
+
+    def reader(self, inputs: Sequence[Any]) -> Callable[[Any], int]:
+        """What a `formula` is in the call of these inputs."""
+        pairs = ((symbol, inputs[place], dim) for symbol, (place, dim) in self.places.items())
+        known = {symbol: sympy.Integer(x if dim is None else x.shape[dim]) for symbol, x, dim in pairs}
+        return lambda size: size if isinstance(size, int) else int(size.xreplace(known))
 
 
 def same(one: Any, other: Any) -> bool:

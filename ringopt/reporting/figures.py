@@ -126,6 +126,7 @@ def left_outputs(graph: fx.Graph, context: Context) -> Iterator[Output]:
     """For the report: outputs that every rank has only its shard of, with the bytes of the gathered tensor."""
     for place, where in context.left.items():
         value = value_of(outputs_of(graph)[place])
+        where = where.with_sizes(at_hand)
         size = prod(where.size) * value.element_size()
         yield Output(where.name, context.options.outputs, str(where.placement), where.layout, size)
 

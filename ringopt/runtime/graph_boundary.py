@@ -19,7 +19,7 @@ from ringopt.errors import OptionError
 from ringopt.ir.nodes import is_tensor, shape_of
 from ringopt.ir.notes import CONTENT, PARAMETER
 from ringopt.ir.placement import Spread, same_rows
-from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ir.symbolic_sizes import SymbolPlaces, at_hand
 from ringopt.pipeline import Context
 from ringopt.report import Gather, bytes_text
 from ringopt.tensor.lazy import Lazy, cut, local_rows, spread, whole
@@ -28,16 +28,21 @@ from ringopt.torch_compat.tracing import TracingContext
 
 
 class Boundary:
-    """`run` with `given`, the inputs taken as rows, and `left`, the outputs that are not gathered; by place."""
+    """`run` with `given`, the inputs taken as rows, and `left`, the outputs that are not gathered; by place. Sizes of
+    `left` may be formulas, whose `symbols` a call has."""
 
-    def __init__(self, run: Callable[..., Any], given: Mapping[int, Spread], left: Mapping[int, Spread]) -> None:
-        self.run, self.given, self.left = run, given, left
+    def __init__(
+        self, run: Callable[..., Any], given: Mapping[int, Spread], left: Mapping[int, Spread], symbols: SymbolPlaces
+    ) -> None:
+        self.run, self.given, self.left, self.symbols = run, given, left, symbols
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.run(*enter(inputs, self.given))
         if not self.left:
             return outputs
-        return tuple(spread(out, self.left[i]) if i in self.left else out for i, out in enumerate(outputs))
+        number = self.symbols.reader(inputs)
+        left = {i: how.with_sizes(number) for i, how in self.left.items()}
+        return tuple(spread(out, left[i]) if i in left else out for i, out in enumerate(outputs))
 
 
 def enter(inputs: Sequence[Any], given: Mapping[int, Spread]) -> list[Any]:

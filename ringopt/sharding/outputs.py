@@ -40,10 +40,10 @@ def leave(
         if placement is not None and out not in bases:
             value, where = value_of(out), module_path(out) or source_line(out)
             name = f"output {places[i] if places is not None else i} ({out.name}{', ' + where if where else ''})"
-            # Whoever reads the rows later has no symbols: what is open is fixed.
-            size, stride = (tuple(map(int, sizes)) for sizes in (value.shape, node.meta[STRIDES][i]))
-            layout, group = sharder.ranks.layout(placement.length), sharder.ranks.group
-            left[i] = Spread(placement.fixed(), layout, group, size, stride, name)
+            size, stride = tuple(value.shape), tuple(node.meta[STRIDES][i])
+            how = Spread(placement, sharder.ranks.layout(placement.length), sharder.ranks.group, size, stride, name)
+            # Rows that are given away are of the length at hand: what is open is fixed.
+            left[i] = how.with_sizes(int) if form == "local" else how
             outputs[i] = sharder.values[out]
         else:
             outputs[i] = fx.map_arg(out, whole)

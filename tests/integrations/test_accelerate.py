@@ -47,10 +47,9 @@ def test_data_and_models_of_other_kinds(ranks: Callable[..., list[Any]], name: s
 
 @pytest.mark.zoo
 def test_twelve_lengths_are_four_graphs(ranks: Callable[..., list[Any]]) -> None:
-    """In training and in evaluation, one of the first length, and one that is open. Outputs that are left on shards
-    are of fixed sizes."""
+    """In training and in evaluation, one of the first length, and one that is open."""
     arguments = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 1}
-    case = Training(data="twelve lengths", arguments=arguments, steps=12, options={**EAGER, "outputs": "gather"})
+    case = Training(data="twelve lengths", arguments=arguments, steps=12, options=EAGER)
     found, _ = check_ranks(ranks, trained, case)
     assert found["graphs"] <= 4
 

@@ -190,6 +190,29 @@ def handed_on(how, outputs, lengths):
     return max(errors), sum(event.bytes for event in traffic.events if event.kind == "all_gather")
 
 
+def read_at_lengths(lengths):
+    """The largest error of logits that are read and of gradients, and how many graphs were made."""
+    model, errors = Model(), []
+    run, before = compiled(model, "lazy"), len(ringopt.reports())
+    for n in lengths:
+        x, labels = data(n)
+        with torch.compiler.set_stance("force_eager"):
+            loss, logits = model(x, labels)
+            wanted = [loss.detach(), logits.detach(), *gradients(model, loss + logits.pow(2).mean())]
+        loss, logits = run(x, labels)
+        assert isinstance(logits, Lazy) and logits.shape == (2, n, 50) and not logits.shard.is_read
+        found = [loss.detach(), logits.detach(), *gradients(model, loss + logits.pow(2).mean())]
+        errors.append(difference(found, wanted))
+    return max(errors), len(ringopt.reports()) - before
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.zoo)])
+def test_one_graph_serves_all_lengths(ranks, p):
+    """The first length has one of its own; how far an output reaches is worked out at each call."""
+    for error, graphs in ranks(p, read_at_lengths, (13, 17, 24, 31, 18, 40, 13, 23)):
+        assert error < 1e-9 and graphs == 2
+
+
 @pytest.mark.parametrize("outputs, lengths", [pytest.param("lazy", (13, 17), marks=pytest.mark.zoo), ("local", (17,))])
 def test_rows_go_over_graph_breaks(ranks, outputs, lengths):
     """With "local" too what crosses a break is a whole tensor to the program; only the last graph returns rows."""
