@@ -29,10 +29,10 @@ FORMATS: dict[Any, Callable[[Tensor], torch.memory_format]] = {
 class RealStrides(FakeTensorMode):
     """torch's FakeTensorMode, with the strides of the CPU kernels."""
 
-    def __torch_dispatch__(
+    def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+        found: Any = super().dispatch(func, types, args, kwargs or {})
         if func not in FORMATS or not isinstance(args[0], Tensor) or args[0].device.type != "cpu":
             return found
         first, *others = found

@@ -131,6 +131,8 @@ TABLE: dict[str, Traits] = {
     "sharded_scan_backward": Traits(sends=traffic.state_gradients_gathered, flops=work.segments_back),
 }  # fmt: skip
 
+LAST_HALVES = {row.halves[1] for row in TABLE.values() if row.halves and row.attention}
+
 
 def traits_of(node: fx.Node) -> Traits | None:
     """None of what is no operator of ringopt."""
@@ -159,8 +161,8 @@ def attends(node: fx.Node) -> str:
 
 def exchanges(node: fx.Node) -> bool:
     """Whether it is a body of an attention over the ranks, or the second half of one."""
-    ends = {row.halves[1] for row in TABLE.values() if row.halves and row.attention}
-    return bool(attends(node)) or (traits_of(node) is not None and op_name(node) in ends)
+    traits = traits_of(node)
+    return traits is not None and (bool(traits.attention) or op_name(node) in LAST_HALVES)
 
 
 def is_halved(node: fx.Node) -> bool:

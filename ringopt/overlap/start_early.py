@@ -61,13 +61,12 @@ def gap_before(body: fx.Node) -> Gap:
     """The gap from the exchange before `body` on, or from the last fixed node that K and V depend on: communication,
     random numbers, writes."""
     between: list[fx.Node] = []
-    for node in body.graph.nodes:
-        if node is body:
-            break
-        if exchanges(node):
-            between.clear()
-        elif node.op not in ("placeholder", "output"):
+    node = body.prev
+    while node.op != "root" and not exchanges(node):
+        if node.op != "placeholder":
             between.append(node)
+        node = node.prev
+    between.reverse()
     call = call_over_ranks(body)
     taken = (call.k, call.v, *call.lengths)  # by `ring_start`, `dilated_start`
     needed = sources_among(between, [x for x in taken if isinstance(x, fx.Node)])

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # FakeTensorMode(allow_non_fake_inputs=, shape_env=): under it operators give fakes; from_tensor(x, static_shapes=)
-#     makes one; a subclass may change what its __torch_dispatch__ gives.
+#     makes one; a subclass may change what `dispatch`, which its __torch_dispatch__ calls, gives.
 # FakeTensor: has the fake_mode that it was made under.
 # unset_fake_temporarily(): a context in which operators compute numbers, though a fake mode is on outside of it.
 # detect_fake_mode(): the mode that is on, or that of Dynamo's tracing context; None where there is neither.
