@@ -26,7 +26,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-MOUNTED = {name: path for name, path in PROJECT["tool"]["setuptools"]["package-dir"].items() if name != "ringopt"}
+MOUNTED = {"ringopt.passes": "passes", "ringopt.tools": "tools"}
 
 
 def python(code: str, **environment: str) -> str:
@@ -40,7 +40,7 @@ def python(code: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(("package", "folder"), MOUNTED.items())
-def test_links_and_mapping_agree(package: str, folder: str) -> None:
+def test_folders_at_the_top_are_linked_into_the_package(package: str, folder: str) -> None:
     link = ROOT / package.replace(".", "/")
     assert link.is_symlink(), f"{link} must be a link to {folder}/: the checkout would lack what the wheel has"
     assert os.readlink(link) == f"../{folder}"
@@ -156,19 +156,42 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this checkout, built from a copy so that no build folder is left behind."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this checkout, so that no build folder is left behind in it; named as a clone is."""
+    source = tmp_path_factory.mktemp("sources") / "ringopt"
     source.mkdir()
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     for room in ("ringopt", "passes", "tools"):
         shutil.copytree(ROOT / room, source / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    code = f"from setuptools.build_meta import build_wheel; print(build_wheel({str(folder)!r}))"
+    return source
+
+
+def built(source: Path, folder: Path, how: str) -> Path:
+    """The wheel that setuptools makes in `folder`: `how` is "wheel" or "editable"."""
+    code = f"from setuptools.build_meta import build_{how}; print(build_{how}({str(folder)!r}))"
     result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return folder / result.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(copy, tmp_path_factory.mktemp("wheel"), "wheel")
+
+
+def test_a_clone_beside_a_script_does_not_hide_the_editable_package(copy: Path, tmp_path: Path) -> None:
+    """The folder of a script comes first in sys.path: there the clone is a package without a file, which one further
+    down goes before, and an import hook does not."""
+    zipfile.ZipFile(built(copy, tmp_path, "editable")).extractall(tmp_path / "site")
+    (copy.parent / "script.py").write_text(
+        f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
+        "import ringopt, ringopt.tools.cli as cli; print(ringopt.__file__, cli.__name__)\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, copy.parent / "script.py"]
+    ran = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == [str(copy / "ringopt" / "__init__.py"), "ringopt.tools.cli"], ran.stderr
 
 
 def test_the_wheel_holds_every_module_once(wheel: Path) -> None:
