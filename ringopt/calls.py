@@ -215,6 +215,7 @@ class RingCall(Call):
     early: str = ""
     ticket: fx.Node | None = None
     expand: str = ""
+    site: str = ""
 
     @property
     def mask_term(self) -> Mask:
@@ -245,6 +246,7 @@ class DilatedCall(Call):
     version: str
     early: str = ""
     ticket: fx.Node | None = None
+    site: str = ""
 
     @property
     def lengths(self) -> tuple[Size, ...]:

@@ -21,7 +21,7 @@ from ringopt.torch_compat.schema import OpOverload, overload_name, schema_of, sc
 
 Program: TypeAlias = ExportedProgram | FileProgram | fx.GraphModule
 # Arguments that do not change what a node means: the token that tells caches apart.
-HIDDEN = ("version",)
+HIDDEN = ("version", "site")
 FRAME = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*(?:\n\s*([^\n]+))?')
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.standing import Call, Recent
-from ringopt.distributed.traffic import log_event, mark
+from ringopt.distributed.traffic import log_event, mark, this_site
 from ringopt.errors import RingCommError, RingError, first_line
 from ringopt.torch_compat.autograd import StopRecomputationError
 
@@ -50,7 +50,7 @@ class Pending:
     returned."""
 
     def __init__(self, mesh: Mesh, buffers: Sequence[Tensor], label: str):
-        self.label = label
+        self.label, self.site = label, this_site()
         self._mesh, self._buffers = mesh, list(buffers)
         self._transfers: list[Transfer] = []
         self._begin = time.monotonic()
@@ -76,7 +76,7 @@ class Pending:
             self._buffers.clear()
             self._mesh.in_flight.discard(self)
             self._mesh.recent.note("waited", self.label)
-            log_event("waited", self.label, self._mesh.rank, began=began)
+            log_event("waited", self.label, self._mesh.rank, began=began, site=self.site)
 
 
 class Mesh(ABC):

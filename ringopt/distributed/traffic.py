@@ -6,6 +6,7 @@ are read when the recording ends.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ class Event:
     seconds         time of its end on the monotonic clock; of a GPU, once the recording has ended, when that came to it
     rank            in its mesh
     blocked         seconds in which this rank could do nothing else: in "waited" and the collectives
+    site            for which attention of the program, as the report names it; "" where none is known
     """
 
     kind: EventKind
@@ -41,6 +43,7 @@ class Event:
     seconds: float
     rank: int
     blocked: float = 0.0
+    site: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,24 @@ class Traffic:
         return Traffic([event for event in self.events if event.rank == rank])
 
 
+# Of a thread: the site that it works for.
+_working_for = threading.local()
+
+
+@contextmanager
+def working_for(site: str) -> Iterator[None]:
+    """Within it, events are of `site`."""
+    outer, _working_for.site = this_site(), site
+    try:
+        yield
+    finally:
+        _working_for.site = outer
+
+
+def this_site() -> str:
+    return getattr(_working_for, "site", "")
+
+
 # Global to the process, not to a thread: the backward of an accelerator runs in a thread of the autograd engine.
 _recording: list[Traffic] = []
 
@@ -165,13 +186,14 @@ def log_event(
     messages: int = 0,
     *,
     began: Mark | None = None,
+    site: str | None = None,
 ) -> None:
     """Adds an event to all recordings: bytes `sent` and `received`, number of `messages` sent. `began`: since when the
-    rank has been blocked."""
+    rank has been blocked; `site`: another than the one of this thread."""
     if not _recording:
         return
     now = mark_here()
     blocked = now.host - began.host if began is not None else 0.0
-    event = Event(kind, label, sent, received, messages, now.host, rank, blocked)
+    event = Event(kind, label, sent, received, messages, now.host, rank, blocked, this_site() if site is None else site)
     for traffic in _recording:
         traffic.add(event, began, now)

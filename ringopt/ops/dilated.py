@@ -27,6 +27,7 @@ from ringopt.distributed.handshake import agree
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh, program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
+from ringopt.distributed.traffic import working_for
 from ringopt.errors import RingMismatchError
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose_kernel
@@ -38,6 +39,7 @@ CONFIG = (
     "SymInt length, str pattern, float dropout_p, float scale, str layout, str strategy, str kernel, str group, "
     "str version"
 )
+SITE = 'str site=""'
 OPERANDS, EXTRAS = "Tensor q, Tensor k, Tensor v", "Tensor? seen, Tensor? sinks, Tensor? seed"
 
 
@@ -54,6 +56,7 @@ class Config(NamedTuple):
     version    that of ops/ring.py
     early      which exchanges start before the operator, "forward" and "backward", apart by a space
     ticket     what `dilated_start` gave for it
+    site       what the report calls it; for traces, and nothing more
     """
 
     length: int
@@ -67,18 +70,22 @@ class Config(NamedTuple):
     version: str
     early: str = ""
     ticket: Tensor | None = None
+    site: str = ""
 
     @property
     def plain(self) -> tuple[Any, ...]:
         """See ops/ring.py."""
-        return self[:-2]
+        return self if self.site else self[:-3]
+
+
+FIELDS = len(Config._fields) - 3  # without defaults
 
 
 @torch.library.custom_op(
     "ringopt::dilated_attention",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"({OPERANDS}, {EXTRAS}, {CONFIG}, {EARLY}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {EXTRAS}, {CONFIG}, {EARLY}, {SITE}) -> (Tensor out, Tensor lse)",
 )
 def dilated_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, S_local, Dv] in q's dtype; lse [B, Hq, S_local] in natural log, not differentiable. `seen`: bool,
@@ -90,7 +97,7 @@ def dilated_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     attention, mesh = prepare("dilated_attention", given, seen, config)
     if seed is not None:
         given = replace(given, seed=agree_on_seeds(mesh, seed))
-    with mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
+    with mesh.unbroken(), working_for(config.site), torch.autocast(q.device.type, enabled=False):
         return attend_dilated(attention, mesh, given, begun(k, v, False, config))
 
 
@@ -105,7 +112,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {SITE}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsinks)"
     ),
 )
@@ -114,7 +121,7 @@ def dilated_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor,
     dout, q, k, v, out, lse, seen, sinks, seed, *rest = arguments
     given, config = operands_of(q, k, v, seen, sinks, seed), Config(*rest)
     attention, mesh = prepare("dilated_attention_backward", given, seen, config)
-    with mesh.unbroken(), torch.autocast(q.device.type, enabled=False):
+    with mesh.unbroken(), working_for(config.site), torch.autocast(q.device.type, enabled=False):
         return attend_dilated_backward(attention, mesh, dout, Saved(given, out, lse), begun(k, v, True, config))
 
 
@@ -127,7 +134,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, seen, sinks, seed, *config = inputs
-    ctx.config = config[: -1 if Config(*config).early else -2]  # defaults are no arguments, so they have no gradient
+    given = Config(*config)._replace(ticket=None)  # defaults are no arguments, so they have no gradient
+    ctx.config = given if given.site else given[: -2 if given.early else -3]
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, seen, sinks, seed)
 
@@ -145,12 +153,12 @@ dilated_attention.register_autograd(_backward, setup_context=_setup_context)
     "ringopt::dilated_start",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}) -> Tensor",
+    schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}, {SITE}) -> Tensor",
 )
 def dilated_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:
     """A ticket for the first messages of `dilated_attention`, or of its backward, of these K and V; see `ring_start`.
     Raises as `dilated_attention` does."""
-    chosen = Config(*config)
+    chosen = Config(*config[:FIELDS])._replace(site=config[-1] if len(config) > FIELDS else "")
     mesh = mesh_of(chosen.group)
     program_until_here(mesh)
     mesh.meet_on(k.device)
@@ -159,7 +167,8 @@ def dilated_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: in
     if misfit:
         raise RingMismatchError(f"dilated_start: {misfit}")
     settle(mesh)
-    posted = begin_dilated(proved_plan(chosen, (q_heads, k.shape[1]), mesh), mesh, k, v, backward)
+    with working_for(chosen.site):
+        posted = begin_dilated(proved_plan(chosen, (q_heads, k.shape[1]), mesh), mesh, k, v, backward)
     return issue(mesh, about(k, v, backward, chosen), posted, [posted.pending])
 
 
@@ -253,7 +262,7 @@ def key_of_kv(
 ) -> tuple[tuple[str, int | float | str | bool], ...]:
     """Of that, what shapes the messages."""
     named = config._asdict()
-    for local in ("group", "early", "ticket"):
+    for local in ("group", "early", "ticket", "site"):
         del named[local]
     return (
         ("shards", misfit or "as laid out"),

@@ -34,6 +34,7 @@ from ringopt.distributed.handshake import agree
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh, program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
+from ringopt.distributed.traffic import working_for
 from ringopt.errors import RingMismatchError
 from ringopt.expr.mask import Mask
 from ringopt.kernels.base import accumulator
@@ -74,6 +75,7 @@ class Config(NamedTuple):
                           "backward" start before it, "home" ends behind its backward
     ticket                what `ring_start` gave for it
     expand                where k and v are what K and V are made of, how (ops/expansion.py)
+    site                  what the report calls it; for traces, and nothing more
     """
 
     q_length: int
@@ -92,16 +94,20 @@ class Config(NamedTuple):
     early: str = ""
     ticket: Tensor | None = None
     expand: str = ""
+    site: str = ""
 
     @property
     def plain(self) -> tuple[Any, ...]:
         """By position, for a call with the defaults of the last ones: those are no arguments, and have no gradient."""
-        return self if self.expand else self[:-3]
+        return self._but(4)
 
     @property
     def given(self) -> tuple[Any, ...]:
         """By position, as a call without a ticket has them: defaults at its end are no arguments."""
-        return self if self.expand else self[: -2 if self.early else -3]
+        return self._but(3 if self.early else 4)
+
+    def _but(self, defaults: int) -> tuple[Any, ...]:
+        return self if self.site else self[: -1 if self.expand else -defaults]
 
     def of_mask(self, sources: int) -> tuple[int, ...]:
         """Of the learned sources those of the mask, which are so many."""
@@ -112,13 +118,13 @@ class Config(NamedTuple):
 
 
 VERSION = engine_version()
-FIELDS = len(Config._fields) - 3  # without defaults
+FIELDS = len(Config._fields) - 4  # without defaults
 
 
 OPERANDS = "Tensor q, Tensor k, Tensor v"
 EXTRAS = "Tensor[] sources, Tensor? sinks, Tensor? seed"
 EARLY = 'str early="", Tensor? ticket=None'
-EXPAND = 'str expand=""'
+TAIL = 'str expand="", str site=""'
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -126,7 +132,7 @@ EXPAND = 'str expand=""'
     "ringopt::ring_attention",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"({OPERANDS}, {EXTRAS}, {CONFIG}, {EARLY}, {EXPAND}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}) -> (Tensor out, Tensor lse)",
 )
 def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq_local, Dv] in q's dtype; lse [B, Hq, Sq_local] in natural log, not differentiable. A row that sees
@@ -136,7 +142,7 @@ def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     site = prepare("ring_attention", given, config)
     if given.seed is not None:
         given = replace(given, seed=agree_on_seeds(site.mesh, given.seed))
-    with site.mesh.unbroken(), torch.autocast(given.q.device.type, enabled=False):
+    with site.mesh.unbroken(), working_for(config.site), torch.autocast(given.q.device.type, enabled=False):
         return attend(site.attention, site.mesh, given, begun(given, False, config))
 
 
@@ -153,7 +159,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {EXPAND}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsources)"
     ),
 )
@@ -163,7 +169,7 @@ def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, li
     "replicated". Constants of an expansion are sources."""
     dout, saved, config = arguments_of_backward(arguments)
     site = prepare("ring_attention_backward", saved.given, config)
-    with site.mesh.unbroken(), torch.autocast(dout.device.type, enabled=False):
+    with site.mesh.unbroken(), working_for(config.site), torch.autocast(dout.device.type, enabled=False):
         return attend_backward(site.attention, site.mesh, dout, saved, begun(saved.given, True, config))
 
 
@@ -235,12 +241,13 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
     "ringopt::ring_start",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}, {EXPAND}) -> Tensor",
+    schema=f"(Tensor k, Tensor v, int q_heads, bool backward, int number, {CONFIG}, {TAIL}) -> Tensor",
 )
 def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, *config: Any) -> Tensor:
     """A ticket for the first messages of `ring_attention`, or of its backward, of these K and V. Of two starts in a
     graph no two have one `number`, so that no compiler takes them for one. Raises as `ring_attention` does."""
-    chosen = Config(*config[:FIELDS])._replace(expand=config[-1] if len(config) > FIELDS else "")
+    expand, site, *_ = *config[FIELDS:], "", ""
+    chosen = Config(*config[:FIELDS])._replace(expand=expand, site=site)
     mesh, mask = mesh_of(chosen.group), Mask.parse(chosen.mask)
     program_until_here(mesh)
     mesh.meet_on(k.device)
@@ -253,7 +260,8 @@ def ring_start(k: Tensor, v: Tensor, q_heads: int, backward: bool, number: int, 
     if misfit:
         raise RingMismatchError(f"ring_start: {misfit}")
     settle(mesh)
-    posted = begin(attention_of(plan, chosen, mask, Operands(k, k, v), mesh.rank), mesh, k, v, backward)
+    with working_for(chosen.site):
+        posted = begin(attention_of(plan, chosen, mask, Operands(k, k, v), mesh.rank), mesh, k, v, backward)
     return issue(mesh, about(k, v, backward, chosen), posted, [one.pending for one in posted])
 
 
@@ -339,7 +347,7 @@ def key_of(
 def key_of_kv(k: Tensor, v: Tensor, config: Config, size: int) -> tuple[tuple[str, int | float | str | bool], ...]:
     """Of that, what shapes the messages of K and V."""
     lengths_and_layouts = config._asdict()
-    for local in ("mask", "learned", "group", "early", "ticket", "expand"):
+    for local in ("mask", "learned", "group", "early", "ticket", "expand", "site"):
         del lengths_and_layouts[local]
     return (
         ("ranks", size),

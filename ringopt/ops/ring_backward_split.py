@@ -20,12 +20,13 @@ from ringopt.context_parallel.executor.operands import rounded_parts
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem
+from ringopt.distributed.traffic import working_for
 from ringopt.ops.ring import (
     CONFIG,
     EARLY,
-    EXPAND,
     EXTRAS,
     OPERANDS,
+    TAIL,
     arguments_of_backward,
     begun,
     empty_extras,
@@ -39,7 +40,7 @@ from ringopt.ops.tags import ON_HOST
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {EXPAND}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}) "
         "-> (Tensor dq, Tensor ticket, Tensor[] dsources)"
     ),
 )
@@ -48,7 +49,7 @@ def ring_backward_begin(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     dout, saved, config = arguments_of_backward(arguments)
     given = saved.given
     site = prepare("ring_attention_backward", given, config)
-    with site.mesh.unbroken(), torch.autocast(dout.device.type, enabled=False):
+    with site.mesh.unbroken(), working_for(config.site), torch.autocast(dout.device.type, enabled=False):
         found = backward_until_home(site.attention, site.mesh, dout, saved, begun(given, True, config))
     ticket = issue(site.mesh, about(given.k, given.v), found.kv, found.kv.pending)
     extras = rounded_parts(found.dsources, found.dsinks, given, site.attention.learned)

@@ -1,4 +1,5 @@
-"""What ranks did when as one HTML file: lanes to zoom into, sums by rank, and what was waited for."""
+"""What ranks did when as one HTML file: lanes to zoom into, sums by rank and by attention, and what was waited
+for."""
 
 from __future__ import annotations
 
@@ -11,17 +12,19 @@ from ringopt.runtime.trace import LANES, Span, sums
 
 def timeline_page(spans: Sequence[Span], title: str, links: Mapping[str, str] | None = None) -> str:
     """`title` says of what; seconds are counted from the first span."""
-    start, labels = min(span.begin for span in spans), dict[str, int]()
+    start, labels, sites = min(span.begin for span in spans), dict[str, int](), dict[str, int]()
     rows = [
         [
             span.rank, LANES.index(span.lane), labels.setdefault(span.label, len(labels)),
             round(span.begin - start, 9), round(span.end - start, 9), span.bytes,
+            sites.setdefault(span.site, len(sites)),
         ]
         for span in spans
     ]  # fmt: skip
     data = {
         "spans": rows,
         "labels": list(labels),
+        "sites": list(sites),
         "lanes": LANES,
         "end": max(span.end for span in spans) - start,
         "sums": [{**asdict(one), "hidden": one.hidden} for one in sums(spans)],

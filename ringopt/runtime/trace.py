@@ -35,7 +35,8 @@ EVERY = 5.0  # seconds between two writes of a trace
 
 @dataclass(frozen=True)
 class Span:
-    """`begin` and `end` in seconds since the epoch; `bytes` sent by this rank."""
+    """`begin` and `end` in seconds since the epoch; `bytes` sent by this rank; `site`: see
+    Event."""
 
     rank: int
     lane: str
@@ -43,30 +44,39 @@ class Span:
     begin: float
     end: float
     bytes: int = 0
+    site: str = ""
 
     @property
     def seconds(self) -> float:
         return self.end - self.begin
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}{_behind(self.site)}"
+
+
+def _behind(site: str) -> str:
+    return f", {site}" if site else ""
 
 
 def spans_of(events: Iterable[Event]) -> list[Span]:
     """The spans of the events of any ranks of this process, by their ends."""
     epoch = time.time() - time.monotonic()
     spans: list[Span] = []
-    posted: dict[tuple[int, str], Event] = {}
+    posted: dict[tuple[int, str, str], Event] = {}
     last: dict[int, float] = {}
 
     def add(event: Event, lane: str, begin: float, sent: int = 0) -> None:
         label = event.label or event.kind
-        spans.append(Span(event.rank, lane, label, epoch + begin, epoch + event.seconds, sent))
+        spans.append(Span(event.rank, lane, label, epoch + begin, epoch + event.seconds, sent, event.site))
 
     for event in events:
-        rank, key = event.rank, (event.rank, event.label)
+        rank, key = event.rank, (event.rank, event.label, event.site)
         if event.kind == "posted":
             posted[key] = event
         elif event.kind == "computed":
             program = event.label == PROGRAM
-            if rank in last and not (program and all(other != rank for other, _ in posted)):
+            if rank in last and not (program and all(other != rank for other, *_ in posted)):
                 add(event, "program" if program else "compute", last[rank])
         else:
             start = event.seconds - event.blocked
@@ -91,13 +101,13 @@ def chrome(spans: Iterable[Span]) -> dict[str, Any]:
             *(
                 {
                     "ph": "X",
-                    "name": span.label,
+                    "name": span.name,
                     "cat": span.lane,
                     "pid": span.rank,
                     "tid": track,
                     "ts": round(span.begin * 1e6),
                     "dur": round(span.end * 1e6) - round(span.begin * 1e6),
-                    "args": {"bytes": span.bytes},
+                    "args": {"bytes": span.bytes, "site": span.site},
                 }
                 for span, track in placed
             ),
@@ -126,10 +136,13 @@ def read_spans(path: Path) -> list[Span]:
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         return [
-            Span(e["pid"], e["cat"], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e["args"]["bytes"])
+            Span(
+                e["pid"], e["cat"], e["name"].removesuffix(_behind(site := e["args"].get("site", ""))), e["ts"] / 1e6,
+                (e["ts"] + e["dur"]) / 1e6, e["args"]["bytes"], site,
+            )
             for e in events
             if e["ph"] == "X"
-        ]
+        ]  # fmt: skip
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no trace of ringopt: {type(error).__name__}: {error}") from None
 

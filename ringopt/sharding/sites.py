@@ -90,6 +90,7 @@ def place_attention(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         group=sharder.ranks.group,
         version=VERSION,
         expand=expand,
+        site=info.module,
     )
     to = operators.ring_attention.default
     both = sharder.step(to, *ring.to(to).args, like=node)
@@ -152,6 +153,7 @@ def _attend_dilated(sharder: Sharder, node: fx.Node, info: SiteInfo, asked: str)
         kernel=info.kernel,
         group=sharder.ranks.group,
         version=VERSION,
+        site=info.module,
     )
     to = operators.dilated_attention.default
     both = sharder.step(to, *dilated.to(to).args, like=node)

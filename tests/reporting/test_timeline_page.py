@@ -10,7 +10,7 @@ from tests.harness.browser import Browser
 from tests.harness.pages import data_of
 
 SPANS = [
-    Span(rank, lane, f"<b> {step}", 100 + step + begin, 100 + step + end, size)
+    Span(rank, lane, f"<b> {step}", 100 + step + begin, 100 + step + end, size, f"model.layers.{step}.<i>")
     for rank in (0, 3)
     for step in range(5)
     for lane, begin, end, size in (("compute", 0, 0.6, 0), ("link", 0.1, 0.8, 1 << 20), ("exposed", 0.6, 0.8, 0))
@@ -36,6 +36,11 @@ def test_in_a_browser(tmp_path: Path, window: Browser) -> None:
     assert round(window.run("return lanes.to - lanes.from"), 6) == 1.2
     window.click("#waits-table tbody button")
     assert window.texts(".readout")[0].startswith("rank 0, exposed: <b> ")
+    assert window.texts("#sites-table .name") == [f"model.layers.{step}.<i>" for step in range(5)]
+    window.click("#sites-table tbody button")
+    assert window.texts(".readout")[0].startswith("rank 0, link: <b> 0 of model.layers.0.<i>, 700 ms")
+    assert [window.run("return lanes.fitting(lanes.canvas.getContext('2d'), lanes.picked, arguments[0])", wide)
+            for wide in (500, 100, 9)] == ["model.layers.0.<i>: <b> 0", "0.<i>: <b> 0", "0.<i>"]  # fmt: skip
     painted = window.run(
         "lanes.range(0, lanes.end); lanes.paint(); const one = lanes.canvas, pen = one.getContext('2d');"
         "return new Set(new Uint32Array(pen.getImageData(0, 0, one.width, one.height).data.buffer)).size"

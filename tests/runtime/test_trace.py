@@ -35,10 +35,10 @@ from ringopt.tools.cli import main
 from tests.harness.pages import data_of
 
 EVENTS = [
-    Event("posted", "forward 0", 80, 80, 1, 10.0, 0),
-    Event("computed", "forward 0", 0, 0, 0, 13.0, 0),
-    Event("waited", "forward 0", 0, 0, 0, 14.0, 0, blocked=1.0),
-    Event("computed", "forward 1", 0, 0, 0, 16.0, 0),
+    Event("posted", "forward 0", 80, 80, 1, 10.0, 0, site="layers.0"),
+    Event("computed", "forward 0", 0, 0, 0, 13.0, 0, site="layers.0"),
+    Event("waited", "forward 0", 0, 0, 0, 14.0, 0, blocked=1.0, site="layers.0"),
+    Event("computed", "forward 1", 0, 0, 0, 16.0, 0, site="layers.0"),
     Event("all_reduce", "gradients", 20, 20, 2, 19.0, 0, blocked=2.0),
 ]
 
@@ -95,7 +95,8 @@ def test_the_file_is_a_chrome_trace(tmp_path: Path) -> None:
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert names == ["rank 0", "compute", "exposed", "link"]
     for found, expected in zip(read_spans(path), sorted(spans, key=lambda span: span.begin), strict=True):
-        assert (found.rank, found.lane, found.label, found.bytes) == (0, expected.lane, expected.label, expected.bytes)
+        told = (found.rank, found.lane, found.label, found.bytes, found.site)
+        assert told == (0, expected.lane, expected.label, expected.bytes, expected.site)
         assert (found.begin, found.seconds) == pytest.approx((expected.begin, expected.seconds), abs=1e-5)
 
 
@@ -128,14 +129,23 @@ def test_the_picture_escapes_and_tells(tmp_path: Path) -> None:
     assert "rank 1, &lt;b&gt;: 500.00 ms, 1,234 bytes" in picture and "rank 3, wait: 300.00 ms<" in picture
 
 
-class Net(torch.nn.Module):
+class Attend(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(16, 48)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.view(1, -1, 2, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attend(), Attend()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
 
 
 def recorded(folder: str) -> int:
@@ -152,8 +162,10 @@ def test_a_recorded_run(ranks: Callable[..., list[Any]], tmp_path: Path, capsys:
     for rank, size in enumerate(sent):
         spans = read_spans(tmp_path / f"rank-{rank}.json")
         assert sum(span.bytes for span in spans) == size
-        assert {"forward 0", "backward 0"} <= {span.label for span in spans if span.lane == "link"}
-        assert {"forward 0", "forward 1"} <= {span.label for span in spans if span.lane == "compute"}
+        told = {(span.lane, span.label, span.site) for span in spans}
+        for site in ("first", "second"):
+            assert {("link", "forward 0", site), ("link", "backward 0", site)} <= told
+            assert {("compute", "forward 0", site), ("compute", "forward 1", site)} <= told
     assert main(["timeline", str(tmp_path), "--svg", str(tmp_path / "t.svg")]) == 0
     assert "exposed" in capsys.readouterr().out
     assert (tmp_path / "t.svg").read_text().startswith("<svg")

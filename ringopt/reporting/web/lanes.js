@@ -1,11 +1,12 @@
 // Spans of ranks on lanes, drawn on a canvas: the wheel and + - zoom, drag and arrows move, a click tells of a span.
-// spans: [rank, lane, label, begin, end, bytes] in seconds from 0; lanes: [{name, colour}]
+// spans: [rank, lane, label, begin, end, bytes, site] in seconds from 0; lanes: [{name, colour}]
 class Lanes {
   constructor(place, spans, lanes, end) {
     this.ranks = [...new Set(spans.map((span) => span[0]))].sort((one, other) => one - other);
     Object.assign(this, {lanes, end, from: 0, to: end, hover: null, picked: null});
     this.tracks = this.ranks.map((rank) => lanes.map((_, lane) => spans.filter((span) => span[0] === rank && span[1] === lane).sort((one, other) => one[3] - other[3])));
     this.longest = this.tracks.map((tracks) => tracks.map((track) => most(track.map((span) => span[4] - span[3]))));
+    this.shared = sharedBy([...new Set(spans.map((span) => span[6]).filter(Boolean))]);
     this.high = 16;
     this.block = lanes.length * this.high + 14;
     this.over = make("canvas", {class: "over", "aria-hidden": "true"});
@@ -62,7 +63,11 @@ class Lanes {
     const slack = (this.to - this.from) / this.canvas.clientWidth * 2, at = this.time(event);
     return track.find((span) => span[3] - slack <= at && at <= span[4] + slack) || null;
   }
-  text(span) { return `rank ${span[0]}, ${this.lanes[span[1]].name}: ${span[2]}, ${secondsText(span[4] - span[3])} from ${secondsText(span[3])}${span[5] ? `, ${bytesText(span[5])}` : ""}`; }
+  text(span) { return `rank ${span[0]}, ${this.lanes[span[1]].name}: ${span[2]}${span[6] ? ` of ${span[6]}` : ""}, ${secondsText(span[4] - span[3])} from ${secondsText(span[3])}${span[5] ? `, ${bytesText(span[5])}` : ""}`; }
+  fitting(pen, span, wide) {  // the most of its name that a box has room for
+    const all = span[6] ? [`${span[6]}: ${span[2]}`, `${span[6].slice(this.shared)}: ${span[2]}`, span[6].slice(this.shared)] : [span[2]];
+    return all.find((text) => pen.measureText(text).width <= wide) || all.at(-1);
+  }
   pick(span) { this.picked = span; if (span) this.said.textContent = this.text(span); this.later(); }
   later() { this.waiting ||= requestAnimationFrame(() => { this.waiting = 0; this.paint(); }); }
   pen(canvas) {
@@ -106,10 +111,15 @@ class Lanes {
       pen.fillStyle = colour;
       pen.fillRect(begin, top, box, this.high - 3);
       if (chosen) { pen.strokeStyle = colourOf("ink"); pen.lineWidth = 1.5; pen.strokeRect(begin, top, box, this.high - 3); }
-      if (box > 46) { pen.globalAlpha = 1; pen.fillStyle = colourOf("panel"); pen.save(); pen.beginPath(); pen.rect(begin, top, box - 3, this.high); pen.clip(); pen.fillText(span[2], begin + 4, top + this.high - 6); pen.restore(); }
+      if (box > 46) { pen.globalAlpha = 1; pen.fillStyle = colourOf("panel"); pen.save(); pen.beginPath(); pen.rect(begin, top, box - 3, this.high); pen.clip(); pen.fillText(this.fitting(pen, span, box - 8), begin + 4, top + this.high - 6); pen.restore(); }
     }
     pen.globalAlpha = 1;
   }
+}
+function sharedBy(names) {  // how long the modules are that all of them begin with
+  const parts = names.map((name) => name.split(".")), first = parts[0] || [];
+  const differ = first.findIndex((part, at) => at === first.length - 1 || parts.some((other) => other[at] !== part));
+  return names.length < 2 ? 0 : first.slice(0, differ).join(".").length + (differ > 0);
 }
 function firstFrom(track, time) { let low = 0, high = track.length; while (low < high) { const middle = (low + high) >> 1; if (track[middle][3] < time) low = middle + 1; else high = middle; } return low; }
 function ticksOf(from, to, many) {
