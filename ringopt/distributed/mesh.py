@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.standing import Call, Recent
-from ringopt.distributed.traffic import log_event, mark, this_site
+from ringopt.distributed.traffic import log_event, mark, this_site, working_for
 from ringopt.errors import RingCommError, RingError, first_line
 from ringopt.torch_compat.autograd import StopRecomputationError
 
@@ -76,7 +76,8 @@ class Pending:
             self._buffers.clear()
             self._mesh.in_flight.discard(self)
             self._mesh.recent.note("waited", self.label)
-            log_event("waited", self.label, self._mesh.rank, began=began, site=self.site)
+            with working_for(self.site):
+                log_event("waited", self.label, self._mesh.rank, began=began)
 
 
 class Mesh(ABC):

@@ -142,6 +142,7 @@ def working_for(site: str) -> Iterator[None]:
 
 
 def this_site() -> str:
+    """That of `working_for`, or ""."""
     return getattr(_working_for, "site", "")
 
 
@@ -186,14 +187,13 @@ def log_event(
     messages: int = 0,
     *,
     began: Mark | None = None,
-    site: str | None = None,
 ) -> None:
     """Adds an event to all recordings: bytes `sent` and `received`, number of `messages` sent. `began`: since when the
-    rank has been blocked; `site`: another than the one of this thread."""
+    rank has been blocked."""
     if not _recording:
         return
     now = mark_here()
     blocked = now.host - began.host if began is not None else 0.0
-    event = Event(kind, label, sent, received, messages, now.host, rank, blocked, this_site() if site is None else site)
+    event = Event(kind, label, sent, received, messages, now.host, rank, blocked, this_site())
     for traffic in _recording:
         traffic.add(event, began, now)

@@ -88,7 +88,7 @@ def pictures_of(graph: fx.Graph, context: Context, figures: Figures) -> dict[fx.
 
 
 def module_figures(graph: fx.Graph, context: Context, figures: Figures) -> tuple[ModuleFigures, ...]:
-    """In the order of the program; what belongs to no module is one of its own, ""."""
+    """In the order of `turns`; what belongs to no module is one of its own, ""."""
     parts: dict[str, Counter[str]] = {}
     seen: set[int] = set()
     for node in graph.nodes:
@@ -104,8 +104,35 @@ def module_figures(graph: fx.Graph, context: Context, figures: Figures) -> tuple
     for gather in context.gathers:
         if gather.module in parts:
             parts[gather.module]["gathered"] += gather.bytes
-    seconds = seconds_of(context)
+    seconds, turn = seconds_of(context), turns(graph)
+    parts = dict(sorted(parts.items(), key=lambda of: turn.get(of[0], 0)))
     return tuple(ModuleFigures(name, **part, seconds=seconds.get(name, 0.0)) for name, part in parts.items())
+
+
+def turns(graph: fx.Graph) -> dict[str, int]:
+    """When a module first computes something from the program's inputs, or else is first read by what does: what is
+    made of parameters alone stands anywhere in a graph."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    inputs = [node for node in graph.find_nodes(op="placeholder") if is_tensor(node)]
+    fed = {node for node in inputs if not is_parameter(node)}
+    for node in place:
+        if not fed.isdisjoint(node.all_input_nodes):
+            fed.add(node)
+    found: dict[str, int] = {}
+    for node in place:
+        if node in fed:
+            found.setdefault(module_of(node), place[node])
+    turn: dict[fx.Node, int] = {}
+    late: dict[str, int] = {}
+    for node in reversed(place):
+        turn[node] = place[node] if node in fed else min((turn[user] for user in node.users), default=place[node])
+        late[module_of(node)] = min(turn[node], late.get(module_of(node), turn[node]))
+    return {**late, **found}
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Of an input that is a tensor."""
+    return bool(node.meta.get(PARAMETER, value_of(node).requires_grad))
 
 
 def seconds_of(context: Context) -> dict[str, float]:
@@ -207,7 +234,7 @@ def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:
             continue
         seen.add(storage)
         if node.op == "placeholder":
-            cause = "parameters" if node.meta.get(PARAMETER, value.requires_grad) else "inputs"
+            cause = "parameters" if is_parameter(node) else "inputs"
         else:
             cause = "sharded values" if node.meta.get(PLACEMENT) is not None else "replicated values"
         found[cause] += figures.product(value.shape) * value.element_size()

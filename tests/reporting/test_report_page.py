@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,37 @@ def test_what_explain_finds_is_in_it() -> None:
     assert names[0] == "capture" and names[-2:] == ["schedule", "all passes"]
     changed = {frame["name"] for frame in graph["frames"] if any(isinstance(one, dict) for one in frame["changes"])}
     assert {"find_attention", "shard_sequence", "all passes"} <= changed and "dilate" not in changed
+
+
+class Table(torch.nn.Module):
+    """Made of its parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(16))
+
+    def forward(self) -> Tensor:
+        return self.weight.sigmoid()
+
+
+class Early(torch.nn.Module):
+    """Something of a layer is computed before the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"table": Table(), "attention": Causal()})])
+        self.embed = torch.nn.Embedding(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        layer: Any = self.layers[0]
+        table = layer["table"]()
+        return layer["attention"](self.embed(ids) * table)
+
+
+def test_modules_stand_where_they_first_compute_something_from_inputs() -> None:
+    report = ringopt.explain(Early(), torch.zeros(1, 64, dtype=torch.long), world_size=2)
+    names = [module.module for module in report.modules if module.module]
+    assert names[:3] == ["embed", "layers.0.table", "layers.0.attention.before"]
 
 
 def test_pages_of_a_folder_are_linked_from_each_other(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ byId("main").append(tiles([
 byId("main").append(make("div", {style: "margin-top:16px"}, stack(graph.kindNames.map((kind) => ({name: kind, size: counts[kind] || 0, text: (counts[kind] || 0).toLocaleString("en"), colour: KIND_COLOURS[kind], count: true})), "nodes of each kind")));
 
 // ---- the model, layer by layer ----
-const modules = groupsOf(entries.filter((entry) => entry.view.op !== "input"), (entry) => entry.module).map((all) => ({module: all[0].module, all}));
+const modules = groupsOf(entries.filter((entry) => entry.view.op !== "input"), (entry) => entry.module).map((all) => ({module: all[0].module, all})).sort((one, other) => middle(one) - middle(other));
+function middle(module) { return module.all[module.all.length >> 1].index; }  // what reads parameters alone stands anywhere
 const heatOf = (all) => sum(all.map((entry) => QUIET.has(entry.kind) ? 0 : 1)) / all.length;
 if (modules.length > 1) {
   const units = layersOf(modules, (module) => module.module);
