@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides as elementwise_strides
 from torch._prims_common import is_contiguous_for_memory_format_or_false, suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "NO_TORCH_FUNCTION",
     "TorchDispatchMode",
+    "elementwise_strides",
     "is_contiguous_for_memory_format_or_false",
     "is_marked_dynamic",
     "is_traceable_wrapper_subclass",
@@ -21,6 +23,7 @@ __all__ = [
     "version_of",
 ]
 
+# elementwise_strides(*tensors): of the result of an elementwise operator on tensors of one shape, as TensorIterator.
 # is_contiguous_for_memory_format_or_false(x, memory_format=): False where open sizes leave it unknown; adds no guard.
 # suggest_memory_format(x): the format that kernels which keep one give their result.
 # TorchDispatchMode: a context whose __torch_dispatch__ is called for every operator below autograd.

@@ -13,6 +13,7 @@ from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 from ringopt.torch_compat.tensors import (
     NO_TORCH_FUNCTION,
     TorchDispatchMode,
+    elementwise_strides,
     is_contiguous_for_memory_format_or_false,
     is_marked_dynamic,
     is_traceable_wrapper_subclass,
@@ -94,6 +95,11 @@ def test_memory_formats_are_told() -> None:
     assert suggest_memory_format(last) == torch.channels_last
     assert is_contiguous_for_memory_format_or_false(last, memory_format=torch.channels_last)
     assert not is_contiguous_for_memory_format_or_false(x, memory_format=torch.channels_last)
+
+
+def test_strides_of_elementwise_operators_are_told() -> None:
+    x, y = torch.ones(2, 3).mT, torch.ones(2).expand(3, 2)
+    assert elementwise_strides(x, y) == elementwise_strides(y, x) == (x + y).stride() == (1, 3)
 
 
 def test_a_memory_format_that_is_open_is_no_guard() -> None:
