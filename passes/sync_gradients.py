@@ -14,6 +14,7 @@ Before: sharded graph, each parameter copied to the group by itself. After: one 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -59,22 +60,18 @@ def buckets(copies: list[fx.Node]) -> Iterator[list[fx.Node]]:
     """Of one dtype each, in the order of the backward."""
     order = {node: place for place, node in enumerate(copies[0].graph.nodes)} if copies else {}
     open_buckets: dict[tuple[torch.dtype, torch.device], list[fx.Node]] = {}
+    filled: Counter[tuple[torch.dtype, torch.device]] = Counter()  # bytes in each
     for copy in sorted(copies, key=lambda copy: min(map(order.__getitem__, copy.users)), reverse=True):
         value = value_of(copied(copy))
-        bucket = open_buckets.setdefault((value.dtype, value.device), [])
         if value.is_complex():
             continue  # reduced by itself
-        if bucket and sum(map(size_of, bucket)) + size_of(copy) > BUCKET:
-            yield bucket
-            bucket = open_buckets[value.dtype, value.device] = []
-        bucket.append(copy)
+        kind, size = (value.dtype, value.device), int(value.numel() * value.element_size())
+        if filled[kind] and filled[kind] + size > BUCKET:
+            yield open_buckets.pop(kind)
+            filled[kind] = 0
+        open_buckets.setdefault(kind, []).append(copy)
+        filled[kind] += size
     yield from open_buckets.values()
-
-
-def size_of(copy: fx.Node) -> int:
-    """Bytes of the parameter that is copied."""
-    value = value_of(copied(copy))
-    return int(value.numel() * value.element_size())
 
 
 def join(graph: fx.Graph, bucket: list[fx.Node]) -> None:

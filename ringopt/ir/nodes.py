@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,12 +30,18 @@ def op_name(node: fx.Node) -> str:
     user's library keeps its namespace, for `mylib::relu` is not ATen's. `view(dtype)`, which reads the same bits as
     another type, is no view of dims: it is "view_dtype"."""
     target = node.target
+    if isinstance(target, OpOverload):
+        return name_of_overload(target)
+    return getattr(target, "__name__", "") if node.op == "call_function" else ""
+
+
+@cache
+def name_of_overload(target: OpOverload) -> str:
+    """As `op_name` says."""
     if target is torch.ops.aten.view.dtype:
         return "view_dtype"
-    if isinstance(target, OpOverload):
-        name = schema_of(target).name
-        return name.split("::")[1] if target.namespace in OWN_NAMES else name
-    return getattr(target, "__name__", "") if node.op == "call_function" else ""
+    name = schema_of(target).name
+    return name.split("::")[1] if target.namespace in OWN_NAMES else name
 
 
 def is_aten(node: fx.Node) -> bool:

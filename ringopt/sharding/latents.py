@@ -39,7 +39,7 @@ from ringopt.sharding.sharder import on_rows
 
 aten = torch.ops.aten
 
-REACH = 128  # nodes that are walked back over
+REACH = 64  # nodes that are walked back over
 FILLS = {"empty": 0, "zeros": 0, "ones": 1, "full": None}  # operators that make a tensor of one number
 WORTH = 2  # so many times fewer numbers have to travel
 

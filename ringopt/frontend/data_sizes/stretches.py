@@ -57,7 +57,15 @@ def example(node: fx.Node) -> Any:
 
 def is_unknown(value: Any) -> bool:
     """Whether a size, or a number, is known only when the program runs."""
-    return any(isinstance(leaf, (Tensor, *OPEN)) and free_unbacked_symbols(leaf) for leaf in tree_leaves(value))
+    return any(is_open(leaf) and free_unbacked_symbols(leaf) for leaf in tree_leaves(value))
+
+
+def is_open(leaf: Any) -> bool:
+    """Whether a number is a symbol, or a tensor may have one in its sizes or strides."""
+    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+        return True
+    numbers = (*leaf.shape, *leaf.stride(), leaf.storage_offset()) if isinstance(leaf, Tensor) else (leaf,)
+    return any(isinstance(number, OPEN) for number in numbers)
 
 
 def has_picks(gm: fx.GraphModule) -> bool:
