@@ -21,7 +21,7 @@ from typing import Any
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of the specification
 KEYS = {
     "Enter": "\ue007", "Escape": "\ue00c", "ArrowLeft": "\ue012", "ArrowRight": "\ue014", "ArrowUp": "\ue013",
-    "ArrowDown": "\ue015", "Tab": "\ue004", "End": "\ue010", "Home": "\ue011",
+    "ArrowDown": "\ue015", "Tab": "\ue004", "End": "\ue010", "Home": "\ue011", "PageUp": "\ue00e", "PageDown": "\ue00f",
 }  # fmt: skip
 # Without a network: what Chromium asks for by itself is refused, many times at each start.
 QUIETLY = (
@@ -63,7 +63,16 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         """What the page has, in pixels of a style sheet; a window cannot be as narrow as a telephone."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.ask("POST", "goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
+        self.cdp("Emulation.setDeviceMetricsOverride", **size)
+
+    def cdp(self, command: str, **parameters: Any) -> Any:
+        """A command of the Chrome DevTools Protocol."""
+        return self.ask("POST", "goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def accessibility(self) -> list[dict[str, Any]]:
+        """The nodes of the page as a screen reader has them."""
+        nodes: list[dict[str, Any]] = self.cdp("Accessibility.getFullAXTree")["nodes"]
+        return nodes
 
     def run(self, script: str, *given: Any) -> Any:
         """The value of a JavaScript function body, which finds what it is `given` in `arguments`."""

@@ -64,7 +64,7 @@ function groupsOf(items, keyOf) {
 
 // ---- parts of a page ----
 function section(id, title, note) {
-  const place = make("section", {id, "aria-labelledby": `${id}-title`}, make("h2", {id: `${id}-title`}, title, note ? make("small", {}, note) : ""));
+  const place = make("section", {id, "aria-labelledby": `${id}-title`}, make("h2", {id: `${id}-title`}, title, note ? [" ", make("small", {}, note)] : ""));
   byId("main").append(place);
   return place;
 }
@@ -92,7 +92,7 @@ function table(id, columns, rows, options = {}) {
   }
   const heads = columns.map((column, place) => make("th", {class: column.number ? "number" : undefined, scope: "col"},
     options.sorts === false ? column.name : make("button", {type: "button", on: {click: () => sortBy(body, heads, place, column.number)}}, column.name)));
-  return make("div", {class: "wide"}, make("table", {id}, make("thead", {}, make("tr", {}, heads)), body));
+  return make("div", {class: "wide"}, make("table", {id, "aria-label": options.label}, make("thead", {}, make("tr", {}, heads)), body));
 }
 function openable(line, cell, more, columns) {
   const button = make("button", {type: "button", class: "plain", "aria-expanded": "false"}, make("span", {class: "twist", "aria-hidden": "true"}, "▸"));
@@ -150,7 +150,7 @@ function look(text) { byId("search").value = text; byId("search").dispatchEvent(
 // ---- the theme, kept where the browser keeps anything for files ----
 const kept = {get: (key) => { try { return localStorage.getItem(key); } catch { return null; } }, set: (key, value) => { try { localStorage.setItem(key, value); } catch { /* private */ } }};
 root.dataset.theme = kept.get("ringopt-theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-const repaints = [];  // what draws on a canvas, in colours of the theme
+const repaints = [];  // what draws on a canvas, in colours of the theme; at once where `now`
 byId("theme").addEventListener("click", () => {
   root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
   kept.set("ringopt-theme", root.dataset.theme);
@@ -161,6 +161,24 @@ function colourOf(name) {
   const known = palette[root.dataset.theme] ??= {};
   return known[name] ??= getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 }
+
+// ---- for a screen reader, a table is called as its section is; on paper all is open, in the colours of paper ----
+document.addEventListener("DOMContentLoaded", () => {
+  for (const one of document.querySelectorAll("section > .wide > table")) one.prepend(make("caption", {class: "unseen"}, one.closest("section").querySelector("h2").firstChild.textContent));
+});
+const printing = {theme: "", closed: []};
+addEventListener("beforeprint", () => {
+  printing.theme = root.dataset.theme;
+  root.dataset.theme = "light";
+  for (const one of document.querySelectorAll("details:not([open])")) { one.open = true; printing.closed.push(() => { one.open = false; }); }
+  for (const one of document.querySelectorAll("tr.row:not([hidden]) > td > button[aria-expanded=false]")) { one.click(); printing.closed.push(() => one.click()); }
+  for (const paint of repaints) paint(true);
+});
+addEventListener("afterprint", () => {
+  root.dataset.theme = printing.theme;
+  for (const close of printing.closed.splice(0).reverse()) close();
+  for (const paint of repaints) paint(true);
+});
 document.addEventListener("keydown", (event) => {
   const search = byId("search");
   if (event.target === search) {

@@ -76,7 +76,7 @@ if (data.metrics.length) {
     said.textContent = `${counted(known.length, "node")}, ${rows.length} shown ${metric.error ? "in order of computation" : "by size"}${off.length ? `; the first that is off: %${entries[off[0].index].view.name}` : ""}`;
     below.replaceChildren(rows.length ? make("div", {class: "tall", tabindex: 0, role: "group", "aria-label": "the nodes"}, table("values", [{name: "node"}, {name: "number", number: true}, {name: "module, or line"}], rows.map((one) => ({
       text: entries[one.index].low, cells: [make("button", {type: "button", class: `plain name value${isBad(one) ? " refused" : ""}`, on: {click: () => show(one.index)}}, `%${entries[one.index].view.name} = ${entries[one.index].view.op}`), meter(Number.isFinite(size(one.value)) ? size(one.value) : largest, largest, short(one.value), isBad(one) ? "refused" : "sharded"), entries[one.index].view.module || entries[one.index].view.source || "-"],
-    })))) : "");
+    })), {label: metric.name})) : "");
     if (view) heat();
   };
   const show = (index) => { view.reveal(entries[index]); view.select(entries[index]); view.box.scrollIntoView({block: "nearest"}); };

@@ -18,8 +18,8 @@ class GraphView {
     this.space.addEventListener("click", (event) => this.click(event));
     new ResizeObserver(() => this.later()).observe(this.box);
     new ResizeObserver(() => { this.drawn = [this.canvas.clientWidth, this.canvas.clientHeight]; this.later(); }).observe(this.canvas);
-    repaints.push(() => this.later());
-    addEventListener("beforeprint", () => { this.printing = true; this.paint(); });
+    repaints.push((now) => now ? this.paint() : this.later());
+    addEventListener("beforeprint", () => { this.printing = true; this.paint(); });  // all rows, at most as many as are legible
     addEventListener("afterprint", () => { this.printing = false; this.paint(); });
     searchers.push((text) => this.search(text));
     this.link(this.linked);

@@ -10,9 +10,9 @@ class Lanes {
     this.high = 16;
     this.block = lanes.length * this.high + 14;
     this.over = make("canvas", {class: "over", "aria-hidden": "true"});
-    this.canvas = make("canvas", {tabindex: 0, role: "img", "aria-label": `${counted(this.ranks.length, "rank")}, ${lanes.map((lane) => lane.name).join(", ")}, ${secondsText(end)}; + and - zoom, arrows move, the table below has the sums`, style: `height:${30 + this.ranks.length * this.block}px`});
+    this.canvas = make("canvas", {tabindex: 0, role: "application", "aria-roledescription": "timeline", "aria-label": `${counted(this.ranks.length, "rank")}, ${lanes.map((lane) => lane.name).join(", ")}, ${secondsText(end)}; + and - zoom, left and right move, up and down go from span to span, Page Up and Page Down from lane to lane; what a span is, is said below`, style: `height:${30 + this.ranks.length * this.block}px`});
     this.tip = make("div", {class: "tip", hidden: ""});
-    this.said = make("p", {class: "readout quiet", role: "status"}, "Wheel or + and −: zoom. Drag or arrow keys: move. Click: what a span is. 0: all.");
+    this.said = make("p", {class: "readout quiet", role: "status"}, "Wheel or + and −: zoom. Drag or ← →: move. Click, or ↑ ↓ and Page Up, Page Down: what a span is. 0: all.");
     const button = (text, label, run) => make("button", {type: "button", "aria-label": label, on: {click: run}}, text);
     place.append(make("div", {class: "bar"}, button("+", "zoom in", () => this.zoom(.5)), button("−", "zoom out", () => this.zoom(2)), button("all", "all of it", () => this.range(0, end)), legend(lanes.map((lane) => [lane.colour, lane.name]))),
       make("div", {class: "lanes"}, this.over, this.canvas, this.tip), this.said);
@@ -24,7 +24,7 @@ class Lanes {
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.over.addEventListener("pointerdown", (event) => { const wide = (this.to - this.from) / 2, at = event.offsetX / this.over.clientWidth * end; this.range(at - wide, at + wide); });
     new ResizeObserver(() => this.later()).observe(this.canvas);
-    repaints.push(() => this.later());
+    repaints.push((now) => now ? this.paint() : this.later());
     this.later();
   }
   get left() { return Math.min(96, this.canvas.clientWidth * .2); }
@@ -38,8 +38,21 @@ class Lanes {
   }
   zoom(by, about = (this.from + this.to) / 2) { this.range(about - (about - this.from) * by, about + (this.to - about) * by); }
   key(event) {
-    const wide = this.to - this.from, run = {"+": () => this.zoom(.5), "=": () => this.zoom(.5), "-": () => this.zoom(2), 0: () => this.range(0, this.end), ArrowRight: () => this.range(this.from + wide / 5, this.to + wide / 5), ArrowLeft: () => this.range(this.from - wide / 5, this.to - wide / 5)}[event.key];
+    const wide = this.to - this.from, run = {"+": () => this.zoom(.5), "=": () => this.zoom(.5), "-": () => this.zoom(2), 0: () => this.range(0, this.end), ArrowRight: () => this.range(this.from + wide / 5, this.to + wide / 5), ArrowLeft: () => this.range(this.from - wide / 5, this.to - wide / 5), ArrowDown: () => this.walk(1), ArrowUp: () => this.walk(-1), PageDown: () => this.change(1), PageUp: () => this.change(-1)}[event.key];
     if (run) { event.preventDefault(); run(); }
+  }
+  walk(by) {  // to the next span of a lane, which comes into view
+    const track = this.picked ? this.tracks[this.ranks.indexOf(this.picked[0])][this.picked[1]] : this.tracks.flat().find((one) => one.length);
+    if (track) this.show(track[Math.max(0, Math.min(track.length - 1, this.picked ? track.indexOf(this.picked) + by : firstFrom(track, this.from)))] || track[0]);
+  }
+  change(by) {  // to the lane beside it, at the same time
+    const tracks = this.tracks.flat().filter((one) => one.length), track = tracks[tracks.findIndex((one) => one.includes(this.picked)) + by];
+    if (track) this.show(track[Math.min(track.length - 1, firstFrom(track, this.picked ? this.picked[3] : this.from))]);
+  }
+  show(span) {
+    const wide = this.to - this.from;
+    if (span[3] < this.from || span[3] > this.to) this.range(span[3] - wide / 4, span[3] + wide * 3 / 4);
+    this.pick(span);
   }
   moved(event) {
     if (this.drag && event.buttons) {
