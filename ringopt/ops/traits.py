@@ -100,6 +100,7 @@ TABLE: dict[str, Traits] = {
     "copy_to_group": Traits(silent=True, gradient=conjugates.reduce_from_group, capturable=True),
     "copy_all_to_group": Traits(silent=True, gradient=conjugates.reduce_bucket, capturable=True),
     "leave_to_wrapper": alone(capturable=True),
+    "snapshot": alone(capturable=True),
     "rows_here": Traits(silent=True),  # what it compares is no message of the program
     # ---- rows that change ranks
     "fetch_rows": Traits(sends=traffic.fetched, holds=traffic.smaller_held, gradient=conjugates.return_rows),
