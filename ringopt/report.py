@@ -87,6 +87,7 @@ class Report:
     bytes_sent        per rank, one forward pass (ringopt/ops/traits.py); of rows picked by a tensor of numbers, at most
     refusal           why the whole graph was left unsharded, or None
     modules           what each module costs this rank, in the order of the program
+    unknown           operators of other libraries that no rule describes, and where they are called
     """
 
     world_size: int
@@ -102,6 +103,7 @@ class Report:
     matrix_flops: int = 0
     heaviest: str = ""
     modules: tuple[ModuleFigures, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All fields under their names, those of Site and Gather too; JSON can hold it."""
@@ -113,7 +115,7 @@ class Report:
         sites = tuple(_site_of(site) for site in data["sites"])
         gathers = tuple(Gather(**gather) for gather in data["gathers"])
         outputs = tuple(Output(**output) for output in data["outputs"])
-        texts = {name: tuple(data[name]) for name in ("left_alone", "notes")}
+        texts = {name: tuple(data[name]) for name in ("left_alone", "notes", "unknown") if name in data}
         modules = tuple(ModuleFigures(**module) for module in data.get("modules", ()))
         parts = {"sites": sites, "gathers": gathers, "outputs": outputs, "modules": modules}
         return cls(**{**data, **texts, **parts})
@@ -145,6 +147,7 @@ class Report:
             flops,
             heaviest.heaviest,
             tuple(module for part in parts for module in part.modules),
+            tuple(dict.fromkeys(name for part in parts for name in part.unknown)),
         )
 
     @property
@@ -153,7 +156,9 @@ class Report:
         if self.world_size == 1 or self.sharded_fraction or not self.matrix_flops or self.refusal or self.sites:
             return ""
         most = f", most of it in {self.heaviest}" if self.heaviest else ""
-        return f"no attention and no recurrence was found, so every rank does all of the matrix work{most}"
+        found = f"no attention and no recurrence was found, so every rank does all of the matrix work{most}"
+        inside = ". Nothing is found inside of operators that no rule describes (ringopt.rule): "
+        return found + (inside + _first_of(self.unknown) if self.unknown else "")
 
     @property
     def headline(self) -> str:

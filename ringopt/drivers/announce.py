@@ -21,7 +21,7 @@ import torch.fx as fx
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import RefusedError
 from ringopt.options import Options
-from ringopt.output.printable import logger, once
+from ringopt.output.printable import logger, once, summary_logger
 from ringopt.report import Report
 from ringopt.runtime.graph_boundary import ends_program
 from ringopt.torch_compat import dynamo
@@ -29,9 +29,7 @@ from ringopt.torch_compat.fake_tensors import FakeTensor
 from ringopt.torch_compat.tracing import compilation_of_frame
 
 log = logger(__name__)
-lines = logger("ringopt.summary")
-lines.addFilter(lambda record: logging.getLogger("ringopt").level <= record.levelno)
-lines.setLevel(logging.INFO)  # without a level of "ringopt" it is told
+lines = summary_logger()
 
 Run = Callable[..., Any]
 Say = Callable[[str], None]

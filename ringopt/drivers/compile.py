@@ -35,7 +35,7 @@ from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import SymbolPlaces, formula, plain
 from ringopt.ops import operators
 from ringopt.options import Options
-from ringopt.output.printable import logger, once
+from ringopt.output.printable import logger, once, summary_logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.passes import UNDERSTAND, chosen_line, switched_off
 from ringopt.pipeline import Callback, Context, Pass, Pipeline
@@ -140,8 +140,7 @@ def in_symbols(how: Spread, symbols: SymbolPlaces) -> Spread:
 
 def mesh_for(options: Options, inputs: Sequence[Any]) -> Mesh:
     """The mesh that options name, else the default process group, else a mesh of this process alone. Its ranks meet on
-    the device of the `inputs`. Warns where the process was launched as one of several and torch.distributed is not
-    initialized."""
+    the device of the `inputs`. Says where it is alone, and warns if it was launched as one of several."""
     if options.mesh is None and not (dist.is_available() and dist.is_initialized()):
         launched = next((name for name in SIZES if os.environ.get(name, "1") not in ("", "1")), None)
         if launched is not None:
@@ -151,6 +150,13 @@ def mesh_for(options: Options, inputs: Sequence[Any]) -> Mesh:
                 f"compiled for this process alone, which was launched as one of {os.environ[launched]} ({launched}): "
                 "torch.distributed is not initialized. Call torch.distributed.init_process_group before the model is "
                 "first called",
+            )
+        else:
+            once(
+                summary_logger(),
+                logging.INFO,
+                "one process, so nothing is sharded: start the script with torchrun --nproc-per-node N, and call "
+                "torch.distributed.init_process_group before the model is first called",
             )
         return mesh_of("pretend:0/1")
     mesh = process_mesh(options.mesh, options.timeout)
@@ -352,7 +358,7 @@ def warn_of_limit(report: Report, options: Options) -> None:
         "collator), or torch._dynamo.mark_dynamic their dim; TORCH_LOGS=recompiles says what each was compiled for"
     )
     if options.on_refusal == "error" and report.world_size > 1:
-        raise RefusedError(f"{message}. It is an error because of on_refusal=\"error\"")
+        raise RefusedError(f'{message}. It is an error because of on_refusal="error"')
     log.warning("%s", message)
 
 

@@ -51,6 +51,15 @@ def logger(name: str) -> logging.Logger:
     return found
 
 
+def summary_logger() -> logging.Logger:
+    """For lines that are told unasked, one or two a program: without a level of the logger "ringopt" they are heard."""
+    found = logger("ringopt.summary")
+    if found.level == logging.NOTSET:
+        found.addFilter(lambda record: logging.getLogger("ringopt").level <= record.levelno)
+        found.setLevel(logging.INFO)
+    return found
+
+
 class Voice(logging.Handler):
     """What Python prints of a logger that nobody has set up is the bare sentence, from every rank alike. Silent where
     another handler has the record: the program's own, or that of TORCH_LOGS."""

@@ -28,4 +28,3 @@ class Lockstep(CustomGraphPass):
 
     def uuid(self) -> str:
         return "ringopt lockstep 1"  # compiled code is cached by it
-

@@ -30,6 +30,7 @@ from ringopt.output.drawn import MaskPicture, ModuleFigures
 from ringopt.output.printable import logger
 from ringopt.pipeline import Context
 from ringopt.report import Output, Report, Site
+from ringopt.rules.declare import declaration_of, is_foreign
 from ringopt.torch_compat.tensors import storage_key
 
 log = logger(__name__)
@@ -66,6 +67,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         matrix_flops=flops,
         heaviest=max(whole, key=whole.__getitem__, default=""),
         modules=module_figures(graph, context, figures),
+        unknown=tuple(dict.fromkeys(called_at(node) for node in graph.nodes if is_unknown(node))),
     )
 
 
@@ -210,9 +212,21 @@ def matrix_work(graph: fx.Graph, figures: Figures) -> tuple[int, Counter[str]]:
     return sharded, whole
 
 
+def is_unknown(node: fx.Node) -> bool:
+    """Whether a node calls an operator of another library that no rule describes."""
+    return is_foreign(node) and declaration_of(node) is None
+
+
+def called_at(node: fx.Node) -> str:
+    """`mylib::attend in blocks.0 (model.py:12)`, as far as it is known."""
+    module, line = module_path(node), ":".join(source_line(node).split(":")[:2])
+    return op_name(node) + (f" in {module}" if module else "") + (f" ({line})" if line else "")
+
+
 def place_of(node: fx.Node) -> str:
     """`mlp.fc1 (model.py:12: h = self.fc1(x))`, as far as it is known."""
     module, line = module_path(node), source_line(node)
+    module = f"module {module}" if module.isdecimal() else module  # of an nn.Sequential, whose modules are numbers
     return f"{module} ({line})" if module and line else module or line or op_name(node)
 
 

@@ -27,7 +27,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
 from ringopt.ir.nodes import draws_by_stream
 from ringopt.ir.placement import Spread
-from ringopt.output.printable import logger
+from ringopt.output.printable import logger, summary_logger
 from ringopt.tensor.lazy import Lazy, cut, spread, whole
 from ringopt.torch_compat.autograd import no_autocast, unseen
 from ringopt.torch_compat.fake_tensors import FakeTensor
@@ -149,7 +149,9 @@ class Verified:
         by_node = self.by_node(inputs, bound, eps, bool(wrong)) if self.nodes is not None else ""
         if wrong:
             raise VerificationError(_error_text(wrong, len(expected), by_node))
-        log.info("verify: %d values agree, the largest error is %.1e", len(apart), max(e for e, _ in apart.values()))
+        sentence = "verify: %d values agree with the program as written, the largest error is %.1e"
+        largest = max(error for error, _ in apart.values())
+        (log if self.mesh.rank else summary_logger()).info(sentence, len(apart), largest)
 
     def by_node(self, inputs: Sequence[Any], bound: float, eps: float, wrong: bool) -> str:
         """Where what is `wrong` begins, as a sentence. Of a node that is off while results are right there is a

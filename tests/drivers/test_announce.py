@@ -81,6 +81,20 @@ def test_one_rank_tells_once_of_all_graphs_of_a_program(ranks: Any) -> None:
     assert [bool(error) for _, error in second] == [False, False, True, True, False]
 
 
+def test_one_process_is_told_that_nothing_is_sharded_and_that_it_agrees() -> None:
+    forget()
+    heard = Heard()
+    logging.getLogger("ringopt").addHandler(heard)
+    for verify in (False, True):
+        torch._dynamo.reset()
+        chosen = {"inner_backend": "eager", "verify": verify}
+        torch.compile(Block(), backend="ring", options=chosen)(torch.ones(1, 8, 8))  # type: ignore[call-overload]
+    logging.getLogger("ringopt").removeHandler(heard)
+    alone, agreed = heard.said
+    assert alone.startswith("ringopt: one process, so nothing is sharded: start the script with torchrun")
+    assert agreed.startswith("ringopt: verify: ") and "values agree with the program as written" in agreed
+
+
 def test_what_is_said_is_in_proportion() -> None:
     whole = ringopt.explain(Block(), torch.ones(1, 8, 8), world_size=2)
     site, scan = whole.sites[0], replace(whole.sites[0], form="scan", refusal="its step is not affine")
@@ -138,3 +152,34 @@ def test_the_voice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     logging.getLogger("ringopt").setLevel(logging.NOTSET)
     logger("ringopt.summary").info("one")
     assert capsys.readouterr().err == "ringopt [rank 3] warning: two\\x1b\nringopt: one\n"
+
+
+@torch.library.custom_op("announced::attend", mutates_args=())
+def attend(q: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, q, q)
+
+
+@attend.register_fake
+def _(q: Tensor) -> Tensor:
+    return torch.empty_like(q)
+
+
+class Hidden(nn.Module):
+    """Attention behind an operator of another library, in a module whose name is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.announced.attend(self.layers(x)[:, None])  # type: ignore[no-any-return]
+
+
+def test_where_nothing_is_found_operators_that_hide_it_are_named() -> None:
+    report = ringopt.explain(Hidden(), torch.ones(1, 8, 8), world_size=2)
+    [name] = report.unknown
+    assert name.startswith("announced::attend (test_announce.py:")
+    assert f"no rule describes (ringopt.rule): {name}" in report.shards_nothing
+    assert Report.from_dict(report.to_dict()) == report
+    plain = ringopt.explain(nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8, 8), world_size=2)
+    assert "most of it in module 0" in plain.shards_nothing and not plain.unknown

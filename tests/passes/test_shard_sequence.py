@@ -172,26 +172,36 @@ class One(nn.Module):
         return self.linear(y.squeeze(1)).mean(), x + 1
 
 
-def changed_by_sharding(module, options):
+def changed_by_sharding(module, options, shape=(1, 10, 4)):
     seen = {}
 
     def keep(step, gm):
         seen[step.name] = short(gm.graph)
 
-    gm, given = captured(module, torch.randn(1, 10, 4))
+    gm, given = captured(module, torch.randn(shape))
     context = Context(options, Seat(0, 2))
     Pipeline(with_options(LINE, options), keep).run(capture(gm, given).begin(context), context)
     return changes(seen["choose_strategy"], seen["shard_sequence"])
+
+
+class Small(nn.Module):
+    """That of README.md."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return F.scaled_dot_product_attention(y, y, y, is_causal=True).sum()
 
 
 class TestGolden(expecttest.TestCase):
     """What the pass does to one attention between two linear layers, and a mean."""
 
     def test_the_diff(self):
-        diff = changed_by_sharding(One(), Options())
-        assert diff in (Path(__file__).parents[2] / "README.md").read_text()
         self.assertExpectedInline(
-            diff,
+            changed_by_sharding(One(), Options()),
             """\
   %x = input
   %linear_weight = input
@@ -214,6 +224,28 @@ class TestGolden(expecttest.TestCase):
 + %mean_div = div(%mean_reduce_from_group, 40)
 + %mean = to(%mean_div, float32)
   return [%add, %mean]""",  # noqa: E501
+        )
+
+    def test_the_diff_of_readme(self):
+        diff = changed_by_sharding(Small(), Options(), (1, 1, 10, 4))
+        assert diff in (Path(__file__).parents[2] / "README.md").read_text()
+        self.assertExpectedInline(
+            diff,
+            """\
+  %x = input
+  %linear_weight = input
++ %x_rows = scatter(%x, 2, 1, 10, 1, 5, 'zigzag')
++ %linear_weight_copied = copy_to_group(%linear_weight)
+- %linear = linear(%x, %linear_weight)
++ %linear = linear(%x_rows, %linear_weight_copied)
+- %attention = attention(%linear, %linear, %linear, None, [], None, None, 'causal', '', 0, 0.5)
+- %sum_1 = sum(%attention)
++ %attention_ring_attention = ring_attention(%linear, %linear, %linear, [], None, None, 10, 10, 'causal', '', [], 0, 0.5, 'zigzag', 'zigzag', 'ring', 'flash_cpu')
++ %attention = getitem(%attention_ring_attention, 0)
++ %sum_1_sum = sum(%attention, [0, 1, 2, 3], False, dtype=float32)
++ %sum_1_reduce_from_group = reduce_from_group(%sum_1_sum)
++ %sum_1 = to(%sum_1_reduce_from_group, float32)
+  return [%sum_1]""",  # noqa: E501
         )
 
     def test_attention_alone(self):

@@ -33,17 +33,18 @@ class Heard(logging.Handler):
         self.said = []
 
     def emit(self, record):
-        self.said.append(record.getMessage())
+        if "verify" in (record.name.rpartition(".")[2], record.getMessage().partition(":")[0]):
+            self.said.append(record.getMessage())
 
     def __enter__(self):
         self.log = logging.getLogger("ringopt.runtime.verify")
         self.level, _ = self.log.level, self.log.setLevel(logging.INFO)
-        self.log.addHandler(self)
+        logging.getLogger("ringopt").addHandler(self)
         return self
 
     def __exit__(self, *_):
         self.log.setLevel(self.level)
-        self.log.removeHandler(self)
+        logging.getLogger("ringopt").removeHandler(self)
 
     @property
     def agreed(self):

@@ -276,4 +276,3 @@ class Builder:
         order = [*(self.carries[j] for j in carries), *self.xs.values(), *self.consts.values()]
         for node in reversed(order):
             next(iter(self.graph.nodes)).prepend(node)
-
