@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.dims.rule import ViewRule
-from ringopt.dims.rules import rule_of
+from ringopt.dims.rules import is_known, rule_of
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.placement import Sharded, through_view
 
@@ -40,6 +40,12 @@ OPS = {
     "slice of all": (lambda x: torch.ops.aten.slice(x, 1, 0, 99), (A,), {0, 1, 2}),
     "narrow": (lambda x: x.narrow(1, 1, 2), (A,), {0, 2}),
     "split": (lambda x: x.split(3, 2)[1], (A,), {0, 1}),
+    "view": (lambda x: x.view(12, 6), (A,), {0, 1}),
+    "view of another dtype": (lambda x: x.view(torch.int32), (A,), {0, 1}),
+    "split of the first dim": (lambda x: x.split(2)[1], (B,), {1}),
+    "unbind of the first dim": (lambda x: x.unbind()[1], (A,), {0, 1}),
+    "cat of the first dim": (lambda x, y: torch.cat([x, y]), (A, A), {1, 2}),
+    "stack of a first dim": (lambda x, y: torch.stack([x, y]), (A, A), {1, 2, 3}),
     "chunk": (lambda x: x.chunk(2, -1)[0], (A,), {0, 1}),
     "unbind": (lambda x: x.unbind(1)[1], (A,), {0, 1}),
     "cat": (lambda x, y: torch.cat([x, y], 1), (A, A), {0, 2}),
@@ -160,7 +166,6 @@ def run(node, rule, wanted, values, rows):
     return node.target(*args, **kwargs)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPS)
 def test_the_law(name):
     function, shapes, along = OPS[name]
@@ -216,6 +221,13 @@ def test_partial_sums_add_up(function, shapes):
 def test_batch_norm_in_training_mixes_the_batch():
     gm, _ = captured(lambda x: F.batch_norm(x, None, None, training=True), (A,))
     assert [rule_of(node) for node in gm.graph.nodes if op_name(node) == "batch_norm"] == [None]
+
+
+def test_what_writes_is_not_known():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    add, write = (graph.call_function(op, (x, x)) for op in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor))
+    assert is_known(add) and not is_known(write)
 
 
 def test_random_numbers_have_no_rows():

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringopt.distributed.lookup import mesh_of
 from ringopt.frontend.capture import capture
+from ringopt.ir.canonical_order import canonical_order, program_of
 from ringopt.options import Options
 from ringopt.passes import LINE, with_options
 from ringopt.passes.canonicalize import Canonicalize
@@ -164,3 +165,14 @@ def test_what_is_computed_is_in_the_text() -> None:
         text(lambda x, y: x * 2 - y * torch.tensor([1.0, 2.0, 3.0, 5.0])),
     ]
     assert len(set(texts)) == len(texts)
+
+
+def test_what_an_op_is_given_by_name_is_of_its_text() -> None:
+    """floor and trunc, say, are given by keyword alone."""
+    texts = set()
+    for mode in ("floor", "trunc"):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        graph.output(graph.call_function(torch.ops.aten.div.Tensor_mode, (x, x), {"rounding_mode": mode}))
+        texts.add(str(program_of(graph, canonical_order(graph)[0])))
+    assert len(texts) == 2

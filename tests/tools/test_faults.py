@@ -21,7 +21,11 @@ def last(rows: tuple[int, 2], limit: int = 3) -> int:
         raise ValueError("a < b")
     assert limit != 5
     clip(rows, limit)
+    warnings.warn("small", stacklevel=2)
     return min(rows[-1] + 6, 7)
+class Rows:
+    def __repr__(self) -> str:
+        return str(1 + 2)
 '''
 EXPECTED = """\
 5: 3 -> 4
@@ -32,11 +36,11 @@ EXPECTED = """\
 6: 4 -> 5
 9: clip(rows, limit) -> pass
 9: rows, limit -> limit, rows
-10: min -> max
-10: + -> -
-10: 1 -> 2
-10: 6 -> 7
-10: 7 -> 8
+11: min -> max
+11: + -> -
+11: 1 -> 2
+11: 6 -> 7
+11: 7 -> 8
 """
 
 

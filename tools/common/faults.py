@@ -19,6 +19,7 @@ ARITHMETIC: dict[type[ast.operator], str] = {
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 # Nothing there is computed: messages, checks of the code by itself, what a type checker reads.
 SILENT = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
+SHOWING = {"__repr__", "__str__", "warn", "warning", "info", "debug", "print"}  # functions that only show something
 
 Place = Callable[[ast.expr | ast.stmt], tuple[int, int]]  # where a node begins and ends, in bytes of the file
 Change = tuple[int, int, str]  # the bytes from, up to, and the text in their place
@@ -64,15 +65,21 @@ def _computing(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
         if name in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(node, ast.Call):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or isinstance(child, SILENT) or _is_text(child) or _for_types(child):
+            if not isinstance(child, ast.AST) or isinstance(child, SILENT) or _shows(child) or _for_types(child):
                 continue
             if isinstance(child, (ast.expr, ast.stmt)):
                 yield child
             yield from _computing(child)
 
 
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+def _shows(node: ast.AST) -> bool:
+    """Texts, methods that make one of an object, and calls that warn or log."""
+    match node:
+        case ast.JoinedStr() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.FunctionDef(name=name) | ast.Expr(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))):
+            return name in SHOWING
+    return False
 
 
 def _for_types(node: ast.AST) -> bool:
