@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 from ringopt.output.printable import printable
 
 
@@ -52,3 +55,9 @@ class VerificationError(RingError, ArithmeticError):
 def first_line(error: BaseException) -> str:
     """What an exception says, without what torch adds below."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'explain'?`, or nothing."""
+    close = get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_type_hints
 
-from ringopt.errors import OptionError
+from ringopt.errors import OptionError, meant
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -150,9 +150,12 @@ class Options:
         known = cls.names()
         if options is not None and not isinstance(options, Mapping):
             raise OptionError(f"options={options!r}: expected a dict; the options are {', '.join(known)}")
-        unknown = sorted(repr(name) for name in options or {} if name not in known)
+        unknown = sorted((name for name in options or {} if name not in known), key=repr)
         if unknown:
-            raise OptionError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+            names = ", ".join(map(repr, unknown))
+            raise OptionError(
+                f"unknown option {names}; the options are {', '.join(known)}{meant(str(unknown[0]), known)}"
+            )
 
 
 VARIABLE = "RINGOPT_OPTIONS"

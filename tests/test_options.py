@@ -54,7 +54,9 @@ def test_as_a_function_they_last_until_they_are_ended() -> None:
 
 
 def test_what_cannot_be_is_an_error_and_changes_nothing() -> None:
-    with pytest.raises(OptionError, match="unknown option 'strateg'; the options are mesh, "):
+    with pytest.raises(
+        OptionError, match=r"unknown option 'strateg'; the options are mesh, .*; did you mean 'strategy'"
+    ):
         ringopt.defaults(strateg="ring")
     with pytest.raises(OptionError, match="option outputs='whole': expected one of 'gather', 'lazy', 'local'"):
         ringopt.defaults(outputs="whole")

@@ -19,10 +19,10 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import ringopt
-from ringopt.errors import RingError
+from ringopt.errors import RingError, meant
 from ringopt.output.printable import printable
 from ringopt.tools import bench, convert, diff, doctor, explain, passes, plan, timeline
-from ringopt.tools.common.command import SHOWN, CommandError, meant
+from ringopt.tools.common.command import SHOWN, CommandError
 
 # Exit codes: 0 done, 1 diff found differences, 2 a usage error (argparse uses 2 as well) or the command failed; and as
 # shells have them, 130 after Ctrl-C, 141 where whoever read the output left.
@@ -30,6 +30,8 @@ FAILED, INTERRUPTED, UNREAD = 2, 130, 141
 CHOICES = re.compile(r"invalid choice: '?([^' ]+)'? \(choose from (.*)\)")
 
 OPTIONS = re.compile(r"--[\w-]+")
+# What an option is called elsewhere: by torchrun, and by `ringopt bench`.
+ELSEWHERE = {"--ranks": "--world-size", "--nproc-per-node": "--world-size", "--nproc_per_node": "--world-size"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,7 +48,8 @@ class Parser(argparse.ArgumentParser):
         chosen, rest = self.parse_known_args(args, namespace)
         if rest:
             known = [option for parser in self.asked(chosen) for option in OPTIONS.findall(parser.format_help())]
-            self.error(f"unrecognized arguments: {' '.join(rest)}{meant(rest[0].partition('=')[0], known)}")
+            first = rest[0].partition("=")[0]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{meant(ELSEWHERE.get(first, first), known)}")
         return chosen
 
     def add_subparsers(self, **kwargs: Any) -> Any:

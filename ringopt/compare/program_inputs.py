@@ -1,9 +1,9 @@
 """What a program is run with: its own tensors, and inputs that are given or made.
 
-(x, mask), {"x": x, "mask": mask}    tensors, in the order of the program's inputs or by their names
-"inputs.pt"                          a file of torch.save with either of these
-"random", "random:3"                 of the declared shapes, from a seed: normal numbers, and integers from the
-                                     range of the program's example inputs, or 0 and 1 where it has none
+    (x, mask), {"x": x, "mask": mask}    tensors, in the order of the program's inputs or by their names
+    "inputs.pt"                          a file of torch.save with either of these
+    "random", "random:3"                 of the declared shapes, from a seed: normal numbers, and integers from the
+                                         range of the program's example inputs, or 0 and 1 where it has none
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ FEATURES_SECOND = frozenset((*CONVOLUTIONS, "convolution", "_convolution"))  # d
 NORMS = frozenset(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"))
 # Entries are left out, added or moved; the dim stays a sequence, or features, as it was.
 KEEPING = frozenset(
-    {*SLICES, *SPLITS, *PADS, *SOFTMAXES, "cat", "roll", "flip", "dropout", "cumsum", "getitem"} | {"index_select"}
+    {*SLICES, *SPLITS, *PADS, *SOFTMAXES, "cat", "roll", "flip", "dropout", "cumsum", "getitem"}
+    | {"index_select"}
 )
 
 

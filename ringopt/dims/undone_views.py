@@ -1,8 +1,8 @@
 """What the base of a view becomes where the view gets another value.
 
-v = x.transpose(0, 1);  v.mul_(2)   ->   x1 = transpose(v1, 0, 1)
-v = x[:, 1:];           v.mul_(2)   ->   x1 = slice_scatter(x, v1, 1, 1)
-v = x.type_as(y);       v.mul_(2)   ->   x1 = v1          of one dtype: v is x
+    v = x.transpose(0, 1);  v.mul_(2)   ->   x1 = transpose(v1, 0, 1)
+    v = x[:, 1:];           v.mul_(2)   ->   x1 = slice_scatter(x, v1, 1, 1)
+    v = x.type_as(y);       v.mul_(2)   ->   x1 = v1          of one dtype: v is x
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What `verify=True` compares a program with that draws random numbers by position: torch's own stream has others.
 
-as written    capture, normalize, find_scan, canonicalize, draw_by_position: no pass has found attention in it.
-              Recurrences are scans, for the order of a graph, and so of its seeds, follows from what is in it
-found         all that one process runs, where attention that is found has other numbers than the program: weights
-              are dropped by (batch, head, query, key), or options dilate it
+    as written    capture, normalize, find_scan, canonicalize, draw_by_position: no pass has found attention in it.
+                  Recurrences are scans, for the order of a graph, and so of its seeds, follows from what is in it
+    found         all that one process runs, where attention that is found has other numbers than the program: weights
+                  are dropped by (batch, head, query, key), or options dilate it
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ class Projections:
         """[B, S, width] of query, key, value [B, S, width]. A true mask hides the key."""
         projected = (
             F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x, weight, bias in zip((query, key, value), self.in_weight.chunk(3), self.in_bias.chunk(3), strict=True)
+            for x, weight, bias in zip(
+                (query, key, value), self.in_weight.chunk(3), self.in_bias.chunk(3), strict=True
+            )
         )
         q, k, v = projected
         seen = None

@@ -1,23 +1,23 @@
 """What ringopt notes on nodes: the keys of `node.meta` that are not torch's own.
 
-INPUT          of an input: its name in the program
-SOURCE         of an input: where Dynamo read it from
-PARAMETER      of an input: whether it is a parameter
-CONTENT        of an input: its tensor, where that is part of the program
-OF_PROGRAM     of an input, Dynamo's or that of the flat graph: whether it is part of the program
-STRIDES        of the output node: how each output lies in memory
-MEMORY         of the output node: in which memory each output lies
-VIEW_OF        the place of the operand in whose memory the value lies
-STANDS_FOR     of a value: the node that a write made it of
-UNSEEN         of a write: autograd does not see it, and the gradient of what is written stays as it was
-WRITTEN        of a node that is written to: what it holds afterwards
-ROWS_OF        the tensor of which a node has the rows that a rank's queries have
-POLICY         of selective checkpointing, to be asked by a partitioner
-PLACEMENT      of a sharded value: how; None where it is on every rank
-WHOLE          the value that all ranks hold together; None where it was no value of the program
-NAMED          what a node is to be called in the finished graph
-SPELLED        of scaled_dot_product_attention: the operator of another library in whose place it stands
-RULED          of an operator of another library: its rule, and the shapes that it was held against
+    INPUT          of an input: its name in the program
+    SOURCE         of an input: where Dynamo read it from
+    PARAMETER      of an input: whether it is a parameter
+    CONTENT        of an input: its tensor, where that is part of the program
+    OF_PROGRAM     of an input, Dynamo's or that of the flat graph: whether it is part of the program
+    STRIDES        of the output node: how each output lies in memory
+    MEMORY         of the output node: in which memory each output lies
+    VIEW_OF        the place of the operand in whose memory the value lies
+    STANDS_FOR     of a value: the node that a write made it of
+    UNSEEN         of a write: autograd does not see it, and the gradient of what is written stays as it was
+    WRITTEN        of a node that is written to: what it holds afterwards
+    ROWS_OF        the tensor of which a node has the rows that a rank's queries have
+    POLICY         of selective checkpointing, to be asked by a partitioner
+    PLACEMENT      of a sharded value: how; None where it is on every rank
+    WHOLE          the value that all ranks hold together; None where it was no value of the program
+    NAMED          what a node is to be called in the finished graph
+    SPELLED        of scaled_dot_product_attention: the operator of another library in whose place it stands
+    RULED          of an operator of another library: its rule, and the shapes that it was held against
 """
 
 INPUT = "input"

@@ -55,7 +55,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "remainder": ("{0} - floored({0}, {1}) * {1}", "", ""),
 }
 
-HEAD = """import triton
+HEAD = '''import triton
 import triton.language as tl
 
 
@@ -84,7 +84,7 @@ def inside(place, size):
 
 @triton.jit
 def scores(s, b, h, q, k, r, loads, steps, sizes):
-"""
+'''
 
 
 class Unwritable(Exception):

@@ -270,7 +270,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def backward(grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, *call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in float32; `grads`: dout, out, lse of the whole rows, -inf nowhere."""
     dout, out, lse = grads
     (batch, heads, queries, _), (kv_heads, keys) = q.shape, k.shape[1:3]

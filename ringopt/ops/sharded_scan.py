@@ -80,14 +80,8 @@ def _(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -
     schema=f"(Tensor[] grads, Tensor[] kept, {OPERANDS}, int[] wanted, {WHERE}) -> Tensor[]",
 )
 def sharded_scan_backward(
-    grads: list[Tensor],
-    kept: list[Tensor],
-    init: list[Tensor],
-    xs: list[Tensor],
-    consts: list[Tensor],
-    body: str,
-    wanted: list[int],
-    *where: Any,
+    grads: list[Tensor], kept: list[Tensor], init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str,
+    wanted: list[int], *where: Any,
 ) -> list[Tensor]:
     """Gradients of the operands `wanted`, places among (init, xs, consts); `grads` are those of the last carries and of
     the floating ys, in their order."""
@@ -101,13 +95,7 @@ def sharded_scan_backward(
 
 @sharded_scan_backward.register_fake
 def _(
-    grads: Any,
-    kept: Any,
-    init: list[Tensor],
-    xs: list[Tensor],
-    consts: list[Tensor],
-    body: str,
-    wanted: list[int],
+    grads: Any, kept: Any, init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str, wanted: list[int],
     *where: Any,
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in ([*init, *xs, *consts][place] for place in wanted)]

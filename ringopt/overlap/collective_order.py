@@ -28,3 +28,4 @@ class Lockstep(CustomGraphPass):
 
     def uuid(self) -> str:
         return "ringopt lockstep 1"  # compiled code is cached by it
+

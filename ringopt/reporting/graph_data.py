@@ -1,10 +1,10 @@
 """Graphs for a page: every view once, every text once, and of a line of graphs only what changes.
 
-words    all texts; elsewhere a text is its number
-views    a node: name, op, text, names of its inputs, module, source, shape, placement, bytes sent, FLOPs, site,
-         bytes of its result, device
-sites    what is known of attentions, each once
-frames   a graph beside the one before: a list of changes; [first, many] are views that nothing happened to
+    words    all texts; elsewhere a text is its number
+    views    a node: name, op, text, names of its inputs, module, source, shape, placement, bytes sent, FLOPs, site,
+             bytes of its result, device
+    sites    what is known of attentions, each once
+    frames   a graph beside the one before: a list of changes; [first, many] are views that nothing happened to
 """
 
 from __future__ import annotations

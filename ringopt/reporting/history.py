@@ -1,7 +1,7 @@
 """The line of passes to look through: the graph after each of them, and what was refused in it.
 
-with recorded() as histories:
-    ringopt.explain(model, x)    # one History for each graph that is compiled
+    with recorded() as histories:
+        ringopt.explain(model, x)    # one History for each graph that is compiled
 """
 
 from __future__ import annotations

@@ -234,7 +234,6 @@ class Trace:
 
 def with_trace(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
     """`run`, which first writes the trace at a call where that is due."""
-
     def call(*inputs: Any) -> Any:
         trace.called()
         return run(*inputs)

@@ -1,7 +1,7 @@
 """The call of `ringopt::scan` in a graph, by the names of its arguments.
 
-call = ScanCall.of(node)                       call.init, call.xs, call.consts, call.body.module
-finals, ys = ScanCall(init, xs, consts, text).emit(graph, like)
+    call = ScanCall.of(node)                       call.init, call.xs, call.consts, call.body.module
+    finals, ys = ScanCall(init, xs, consts, text).emit(graph, like)
 """
 
 from __future__ import annotations

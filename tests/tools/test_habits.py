@@ -34,6 +34,7 @@ def test_python_m_is_the_command() -> None:
     [
         ("explian a.pt2", "did you mean 'explain'?; see ringopt --help"),
         ("bench speedpu", "did you mean 'speedup'?; see ringopt bench --help"),
+        ("explain a.pt2 --ranks 2", "unrecognized arguments: --ranks 2; did you mean '--world-size'?"),
         ("explain a.pt2 --word-size 2", "unrecognized arguments: --word-size 2; did you mean '--world-size'?"),
     ],
 )

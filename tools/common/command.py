@@ -7,12 +7,13 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ringopt.errors import meant
 from ringopt.output.files import write_whole
 from ringopt.output.printable import printable
 
@@ -79,14 +80,6 @@ def _factory(target: str) -> Callable[[], Any]:
         functions = [known for known, value in vars(module).items() if callable(value)]
         raise CommandError(f"{target}: {attribute} {found} in {module.__file__}{meant(attribute, functions)}")
     return factory  # type: ignore[no-any-return]
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'explain'?`, or nothing."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def positive(text: str) -> int:

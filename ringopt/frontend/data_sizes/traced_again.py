@@ -75,7 +75,9 @@ def tries(frame: CodeType, what: str) -> bool:
     return True
 
 
-_settings = Settings(ended_by_size, give_up, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+_settings = Settings(
+    ended_by_size, give_up, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+)
 
 
 def teach_sizes() -> None:

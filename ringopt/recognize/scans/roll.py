@@ -276,3 +276,4 @@ class Builder:
         order = [*(self.carries[j] for j in carries), *self.xs.values(), *self.consts.values()]
         for node in reversed(order):
             next(iter(self.graph.nodes)).prepend(node)
+

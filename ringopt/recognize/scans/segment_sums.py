@@ -180,7 +180,8 @@ def proved(
         if each == size[z]
         for others in [[d for d in range(len(given)) if d != along]]
         for order in itertools.permutations(rest, len(others))
-        if [size[d] for d in order] == [given[d] for d in others] and all(size[d] == 1 for d in rest if d not in order)
+        if [size[d] for d in order] == [given[d] for d in others]
+        and all(size[d] == 1 for d in rest if d not in order)
     ]
     with unset_fake_temporarily(), torch.no_grad():
         for scale in SCALES if mapped else ():
