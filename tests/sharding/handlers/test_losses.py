@@ -130,6 +130,11 @@ def test_on_any_number_of_ranks(name, p, layout):
     assert check(end=CLASSES[name], p=p, layout=layout, n=11).report.gathers == ()
 
 
+def test_classes_that_are_tokens_are_gathered():
+    verdict = check(end=lambda m, x: F.cross_entropy(x, x.detach().argmax(1)), p=3, n=11)
+    assert [gather.op for gather in verdict.report.gathers] == ["cross_entropy_loss"]
+
+
 def test_a_loss_kept_by_token_is_gathered_as_small_as_it_is():
     verdict = check(end=lambda m, x: entropy(reduction="none")(m, x), n=13)
     assert [gather.bytes for gather in verdict.report.gathers] == [2 * 13 * 8]
