@@ -18,7 +18,7 @@ from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.mesh import Mesh
 from ringopt.ir.nodes import arguments_of, is_tensor, module_path, op_name, outputs_of, source_line, value_of
-from ringopt.ir.notes import PARAMETER, PLACEMENT
+from ringopt.ir.notes import OF_PROGRAM, PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
 from ringopt.ops import operators
@@ -237,7 +237,7 @@ def matrix_flops(node: fx.Node, figures: Figures) -> int:
 
 def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:
     """Bytes on this rank, each memory counted once: what comes in, and all that one forward pass makes."""
-    found = {"parameters": 0, "inputs": 0, "sharded values": 0, "replicated values": 0}
+    found = {"parameters": 0, "buffers": 0, "inputs": 0, "sharded values": 0, "replicated values": 0}
     seen: set[int] = set()
     for node in graph.nodes:
         if not is_tensor(node):
@@ -248,7 +248,7 @@ def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:
             continue
         seen.add(storage)
         if node.op == "placeholder":
-            cause = "parameters" if is_parameter(node) else "inputs"
+            cause = "parameters" if is_parameter(node) else "buffers" if node.meta.get(OF_PROGRAM) else "inputs"
         else:
             cause = "sharded values" if node.meta.get(PLACEMENT) is not None else "replicated values"
         found[cause] += figures.product(value.shape) * value.element_size()

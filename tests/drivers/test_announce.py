@@ -183,3 +183,18 @@ def test_where_nothing_is_found_operators_that_hide_it_are_named() -> None:
     assert Report.from_dict(report.to_dict()) == report
     plain = ringopt.explain(nn.Sequential(nn.Linear(8, 8)), torch.ones(1, 8, 8), world_size=2)
     assert "most of it in module 0" in plain.shards_nothing and not plain.unknown
+
+
+def test_what_comes_in_is_parameters_buffers_and_inputs() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)
+            self.register_buffer("mask", torch.ones(16, 16).tril() == 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.linear(x)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=self.mask[: x.shape[1], : x.shape[1]])
+
+    held = ringopt.explain(Masked(), torch.ones(1, 12, 8), world_size=2).memory
+    assert (held["parameters"], held["buffers"], held["inputs"]) == (8 * 8 * 4, 16 * 16, 12 * 8 * 4)
