@@ -53,8 +53,13 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--inputs",
         metavar="X",
-        help="run both and compare the value of every node: a file of torch.save with a tuple or dict of tensors, or "
-        "random[:SEED]",
+        help="run both and compare the value and the gradient of every node: a file of torch.save with a tuple or dict "
+        "of tensors, or random[:SEED]",
+    )
+    parser.add_argument(
+        "--no-gradients",
+        action="store_true",
+        help="with --inputs: run no backward, which holds all values of a program",
     )
     parser.add_argument(
         "--fail-on",
@@ -91,7 +96,8 @@ def _run(arguments: argparse.Namespace) -> int:
     import_all(arguments.imports)
     before, after, ranks = arguments.before, arguments.after, arguments.world_size
     with working("compare"):
-        diff = ringopt.diff(before, after, world_size=ranks, trusted=arguments.trusted, inputs=arguments.inputs)
+        how = {"trusted": arguments.trusted, "inputs": arguments.inputs, "gradients": not arguments.no_gradients}
+        diff = ringopt.diff(before, after, world_size=ranks, **how)
     if arguments.html:
         _write_html(diff, arguments)
     broken = [why for each in arguments.fail_on if (why := each.broken(diff))]
@@ -100,7 +106,8 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.format in ("markdown", "github"):
         _print_for_ci(diff, arguments, broken)
     elif diff.same:
-        values = f", {len(diff.compared)} values compared" if diff.compared else ""
+        gradients = sum(change.gradient is not None for change in diff.changes)
+        values = f", {len(diff.compared)} values and {gradients} gradients compared" if diff.compared else ""
         print(f"no difference: {diff.before.nodes} nodes on both sides{values}")
     else:
         _show(diff, arguments)

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from ringopt.compare.graph_diff import GraphDiff, NodeView, nodes_text, values_text
 from ringopt.tools.common.diff_rules import number_of
-from ringopt.tools.diff_text import ModuleChanges, change_lines, changes_by_module, worst_values
+from ringopt.tools.diff_text import ModuleChanges, change_lines, changes_by_module, error_cells, first_off, worst_values
 
 LONGEST = 60_000  # characters; a comment of GitHub takes 65,536
 ROWS, ANNOTATIONS = 12, 10  # of which GitHub shows ten a step
@@ -38,11 +38,10 @@ def _head(diff: GraphDiff, broken: Sequence[str]) -> Iterator[str]:
         yield from ("", f"**{cell(values_text(diff))}**", "")
         rows = worst_values(diff, ROWS)
         if rows:
-            yield from ("| node | relative | max abs | module or line |", "|---|---|---|---|")
+            yield from ("| node | relative | max abs | gradient | module or line |", "|---|---|---|---|---|")
         for change in rows:
             where = change.node.module or change.node.source
-            assert change.error is not None
-            sizes = f"{change.error.relative:.1e} | {change.error.largest:.1e}"
+            sizes = " | ".join((*error_cells(change.error), error_cells(change.gradient)[0]))
             yield f"| `{cell(change.node.name)}` | {sizes} | {cell(where)} |"
     yield from ("", "| | before | after |", "|---|---|---|")
     for metric, name in (("nodes", "nodes"), ("bytes", "bytes sent by a rank"), ("flops", "FLOPs of products"),
@@ -90,12 +89,12 @@ def github_commands(diff: GraphDiff, broken: Sequence[str], root: Path | None = 
     root = root or Path(os.environ.get("GITHUB_WORKSPACE", "."))
     for sentence in broken[:ANNOTATIONS]:
         yield f"::error title=ringopt diff::{escaped(sentence)}"
-    first = diff.first_bad
-    if first is not None and first.error is not None:
-        where = ", ".join(part for part in (first.node.module, first.node.source) if part)
-        sentence = f"%{first.node.name} is off by {first.error}" + (f" ({where})" if where else "")
-        place = placed(first.node.path, root)
-        yield f"::error {place}title=ringopt diff: the first value that is off::{escaped(sentence)}"
+    first = first_off(diff)
+    if first is not None:
+        node, what, error = first
+        where = ", ".join(part for part in (node.module, node.source) if part)
+        sentence = f"%{node.name} is off by {error}" + (f" ({where})" if where else "")
+        yield f"::error {placed(node.path, root)}title=ringopt diff: the first {what} that is off::{escaped(sentence)}"
     for view in refused_views(diff)[:ANNOTATIONS]:
         why = f"{view.module or view.name}: {view.site.reason if view.site else ''}"
         yield f"::warning {placed(view.path, root)}title=ringopt diff: not sharded::{escaped(why)}"

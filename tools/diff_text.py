@@ -29,6 +29,7 @@ from ringopt.compare.graph_diff import (
     nodes_text,
     values_text,
 )
+from ringopt.compare.node_values import NodeError
 from ringopt.report import fold_alike, several
 
 MARKS = {"added": ("+", "green"), "removed": ("-", "red"), "resized": ("=", "dim"), "same": (" ", "dim")}
@@ -111,14 +112,15 @@ def rendered(diff: GraphDiff, every: bool = False, stat: bool = False) -> Group:
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 def values_lines(diff: GraphDiff, every: bool = False) -> Iterator[Text | Table]:
-    """The first node whose value differs by more than its dtype allows, with its place; then a table, in order of
-    computation, of those that do, or of the largest differences where none does."""
+    """The first node whose value, or else whose gradient, differs by more than its dtype allows, with its place; then a
+    table, in order of computation, of those that do, or of the largest differences where none does."""
     yield Text(f"\n{values_text(diff)}", style="bold")
-    first = diff.first_bad
+    first = first_off(diff)
     if first is not None:
-        yield Text(f"  {_shortened(first.node.text)}  # {_shortened(first.node.shape)}", style="red")
-        yield Text(f"      value: off by {first.error} (allowed: {first.error.allowed if first.error else 0:.0e})")
-        for name, where in (("module", first.node.module), ("source", first.node.source)):
+        node, what, error = first
+        yield Text(f"  {_shortened(node.text)}  # {_shortened(node.shape)}", style="red")
+        yield Text(f"      {what}: off by {error} (allowed: {error.allowed:.0e})")
+        for name, where in (("module", node.module), ("source", node.source)):
             if where:
                 yield Text(f"      {name}: {where}")
     rows = worst_values(diff, None if every else ROWS)
@@ -126,9 +128,21 @@ def values_lines(diff: GraphDiff, every: bool = False) -> Iterator[Text | Table]
         yield _value_table(rows, len(diff.compared))
 
 
+def first_off(diff: GraphDiff) -> tuple[NodeView, str, NodeError] | None:
+    """The first node that is off, in what, and by how much: the first value, or from the outputs the first gradient."""
+    change = diff.first_bad
+    if change is not None and change.error is not None:
+        return change.node, "value", change.error
+    change = diff.first_bad_gradient
+    return (change.node, "gradient", change.gradient) if change is not None and change.gradient is not None else None
+
+
 def worst_values(diff: GraphDiff, most: int | None) -> list[Change]:
     """At most so many nodes, in order of computation: the first that differ by more than is allowed, or the largest
-    differences where none does."""
+    differences where none does. Where gradients alone do, the last of them: those that a backward comes to first."""
+    if diff.first_bad is None and diff.first_bad_gradient is not None:
+        bad = [change for change in diff.changes if change.gradient is not None and change.gradient.bad]
+        return bad[-most:] if most else bad
     bad = [change for change in diff.compared if change.error is not None and change.error.bad]
     if bad:
         return bad[:most]
@@ -138,19 +152,26 @@ def worst_values(diff: GraphDiff, most: int | None) -> list[Change]:
 
 
 def _relative(change: Change) -> float:
-    return change.error.relative if change.error is not None else 0.0
+    return max(error.relative if error is not None else 0.0 for error in (change.error, change.gradient))
 
 
 def _value_table(rows: Sequence[Change], compared: int) -> Table:
     table = Table(title=f"values, {len(rows)} of {compared} in order of computation", title_justify="left")
-    for name, justify in (("node", "left"), ("relative", "right"), ("max abs", "right"), ("module", "left")):
-        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    both = any(change.gradient is not None for change in rows)
+    heads = ("node", "relative", "max abs", *(("gradient",) if both else ()), "module")
+    for name in heads:
+        table.add_column(name, justify="left" if name in ("node", "module") else "right", overflow="fold")
     for change in rows:
-        error = change.error
-        assert error is not None
-        cells = f"%{change.node.name}", f"{error.relative:.1e}", f"{error.largest:.1e}", change.node.module or "-"
-        table.add_row(*map(Text, cells), style="red" if error.bad else "")
+        sizes = (*error_cells(change.error), *(error_cells(change.gradient)[:1] if both else ()))
+        off = any(error is not None and error.bad for error in (change.error, change.gradient))
+        cells = f"%{change.node.name}", *sizes, change.node.module or "-"
+        table.add_row(*map(Text, cells), style="red" if off else "")
     return table
+
+
+def error_cells(error: NodeError | None) -> tuple[str, str]:
+    """Relative, and absolute; "-" where it was not compared."""
+    return (f"{error.relative:.1e}", f"{error.largest:.1e}") if error is not None else ("-", "-")
 
 
 def _totals(before: GraphTotals, after: GraphTotals) -> Iterator[Text]:

@@ -171,7 +171,8 @@ def _is_floating(value: Any) -> bool:
 def _gradients_of(returned: Sequence[Any], learned: dict[str, Any]) -> Values:
     import torch
 
-    from ringopt.runtime.verify import GRADIENT, cotangent
+    from ringopt.compare.hooked_graph import cotangent
+    from ringopt.runtime.verify import GRADIENT
 
     outputs = [x for x in returned if isinstance(x, torch.Tensor) and x.requires_grad]
     if not outputs or not learned:

@@ -12,8 +12,8 @@ import torch.fx as fx
 from torch.export import ExportedProgram
 
 from ringopt.arguments import count_of
-from ringopt.compare.graph_diff import GraphDiff, diff_views, with_errors, with_values
-from ringopt.compare.node_errors import errors_of
+from ringopt.compare.graph_diff import GraphDiff, diff_views, with_values
+from ringopt.compare.node_errors import with_run
 from ringopt.compare.node_views import views_of
 from ringopt.compare.program_files import FileProgram, Unknown, read_program
 from ringopt.compare.program_inputs import Given
@@ -32,6 +32,7 @@ def diff(
     world_size: int | None = None,
     trusted: bool = False,
     inputs: Given | None = None,
+    gradients: bool = True,
 ) -> GraphDiff:
     """What the two differ in: nodes matched by structure and provenance, and what changed in meaning.
 
@@ -40,8 +41,9 @@ def diff(
     `world_size` is the number of ranks to count bytes and FLOPs of rank 0 for, where a graph does not tell its own.
     Values of parameters, buffers and constants are compared too. With `inputs` both programs are run on them, and the
     values of all matched nodes compared: a tuple, or a dict by the names of inputs; a file of torch.save with either;
-    or "random", "random:SEED". `trusted` is as in `ringopt.load`. Raises ProgramError, OptionError for a `world_size`
-    that is none, and PlanError where the rows of a program are too few for it.
+    or "random", "random:SEED". Then a backward is run too, from random cotangents, and the `gradients` of these nodes
+    compared, which are held for all of one program. `trusted` is as in `ringopt.load`. Raises ProgramError, OptionError
+    for a `world_size` that is none, and PlanError where the rows of a program are too few for it.
     """
     if world_size is not None:
         count_of("world_size", world_size)
@@ -56,7 +58,7 @@ def diff(
     if inputs is None:
         return found
     one, other = (program for program in programs if not isinstance(program, (FileProgram, TraceProgram)))
-    return with_errors(found, errors_of(found, one, other, inputs))
+    return with_run(found, one, other, inputs, gradients)
 
 
 def opened(

@@ -30,7 +30,7 @@ KINDS: dict[Kind, str] = {
     "removed": "only before",
     "added": "only after",
 }
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SHOWN = 12  # attentions in a notebook
 
 
@@ -96,13 +96,14 @@ class Aspect:
 @dataclass(frozen=True)
 class Change:
     """One node, or two that are each other's counterparts. `error`: how far the value after is from that before, where
-    both programs were run on the same inputs."""
+    both programs were run on the same inputs; `gradient`: likewise its gradient."""
 
     kind: Kind
     before: NodeView | None
     after: NodeView | None
     aspects: tuple[Aspect, ...] = ()
     error: NodeError | None = None
+    gradient: NodeError | None = None
 
     @property
     def node(self) -> NodeView:
@@ -139,23 +140,32 @@ def total(parts: Sequence[int | None]) -> int | None:
 @dataclass(frozen=True, repr=False)
 class GraphDiff:
     """`changes` has every node of both sides, in the order of `after`, removed ones where they stood; `overlays` has
-    numbers of others, by the names of nodes."""
+    numbers of others, by the names of nodes; `no_gradients` says why none were compared where values were."""
 
     changes: tuple[Change, ...]
     before: GraphTotals
     after: GraphTotals
     overlays: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    no_gradients: str = ""
 
     @property
     def same(self) -> bool:
-        """Whether neither nodes differ, nor values by more than their dtypes allow."""
-        return self.first_bad is None and all(change.kind == "same" for change in self.changes)
+        """Whether neither nodes differ, nor values or gradients by more than their dtypes allow."""
+        bad = self.first_bad or self.first_bad_gradient
+        return bad is None and all(change.kind == "same" for change in self.changes)
 
     @property
     def first_bad(self) -> Change | None:
         """The first node, in order of computation, whose value differs by more than its dtype allows; None also where
         nothing was run (`diff(..., inputs=...)` runs both)."""
         return next((change for change in self.compared if change.error is not None and change.error.bad), None)
+
+    @property
+    def first_bad_gradient(self) -> Change | None:
+        """The first node, in the order of the backward, whose gradient differs by more than its dtype allows."""
+        return next(
+            (change for change in self.changes[::-1] if change.gradient is not None and change.gradient.bad), None
+        )
 
     @property
     def compared(self) -> tuple[Change, ...]:
@@ -186,7 +196,7 @@ class GraphDiff:
         """For JSON, as ringopt/compare/diff.schema.json says: all fields of Change, NodeView, SiteView, Aspect and
         NodeError under their names. `changes` has no "same" nodes but sites, and those whose values differ."""
         shown = [change for change in self.changes if change.kind != "same" or change.is_site or differs(change)]
-        first = self.first_bad
+        first, backwards = self.first_bad, self.first_bad_gradient
         return {
             "schema": SCHEMA_VERSION,
             "same": self.same,
@@ -195,6 +205,9 @@ class GraphDiff:
             "after": asdict(self.after),
             "compared": len(self.compared),
             "first_bad": first.node.name if first is not None else None,
+            "gradients_compared": sum(change.gradient is not None for change in self.changes),
+            "first_bad_gradient": backwards.node.name if backwards is not None else None,
+            "no_gradients": self.no_gradients,
             "overlays": {name: {node: finite(x) for node, x in of.items()} for name, of in self.overlays.items()},
             "changes": [as_dict(change) for change in shown],
         }
@@ -221,19 +234,29 @@ def nodes_text(diff: GraphDiff) -> str:
 
 
 def values_text(diff: GraphDiff) -> str:
-    """How many values were compared, and how many differ."""
-    bad = sum(change.error.bad for change in diff.compared if change.error is not None)
-    first = diff.first_bad
-    which = f"{bad} differ, the first %{first.node.name}" if first is not None else "none differs"
-    return f"of {len(diff.compared)} values compared {which}"
+    """How many values and gradients were compared, and how many differ."""
+    gradients = [change.gradient for change in diff.changes if change.gradient is not None]
+    values = _compared_text(
+        "value", [change.error for change in diff.compared if change.error is not None], diff.first_bad
+    )
+    if not gradients:
+        return values + (f"; no gradients: {diff.no_gradients}" if diff.no_gradients else "")
+    return f"{values}; {_compared_text('gradient', gradients, diff.first_bad_gradient)}"
+
+
+def _compared_text(what: str, errors: Sequence[NodeError], first: Change | None) -> str:
+    which = (
+        f"{sum(x.bad for x in errors)} differ, the first %{first.node.name}" if first is not None else "none differs"
+    )
+    return f"of {len(errors)} {what}s compared {which}"
 
 
 def as_dict(change: Change) -> dict[str, Any]:
     """For JSON, which has no infinity."""
     found = asdict(change)
-    if change.error is not None:
-        found["error"] = {name: finite(value) for name, value in asdict(change.error).items()}
-        found["error"]["bad"] = change.error.bad
+    for name, error in (("error", change.error), ("gradient", change.gradient)):
+        if error is not None:
+            found[name] = {**{part: finite(value) for part, value in asdict(error).items()}, "bad": error.bad}
     return found
 
 
@@ -243,13 +266,17 @@ def finite(value: float) -> float | str:
 
 
 def differs(change: Change) -> bool:
-    """Whether its value was compared, and is another."""
-    return change.error is not None and change.error.largest != 0
+    """Whether its value or its gradient was compared, and is another."""
+    return any(error is not None and error.largest != 0 for error in (change.error, change.gradient))
 
 
-def with_errors(diff: GraphDiff, errors: Mapping[str, NodeError]) -> GraphDiff:
-    """`errors` by the names of nodes after."""
-    found = (replace(one, error=errors.get(one.after.name)) if one.after is not None else one for one in diff.changes)
+def with_errors(
+    diff: GraphDiff, errors: Mapping[str, NodeError], gradients: Mapping[str, NodeError] | None = None
+) -> GraphDiff:
+    """Of values, and of gradients, by the names of nodes after."""
+    of = (errors, gradients or {})
+    found = (replace(one, error=of[0].get(one.after.name), gradient=of[1].get(one.after.name)) if one.after else one
+             for one in diff.changes)  # fmt: skip
     return replace(diff, changes=tuple(found))
 
 

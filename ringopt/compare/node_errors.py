@@ -1,4 +1,4 @@
-"""Two programs run on the same inputs, and how far the values of matched nodes are apart.
+"""Two programs run on the same inputs, and how far the values of matched nodes are apart, and their gradients.
 
 Both are run node by node, beside each other: a value is held until its readers and its counterpart have been there, so
 two programs of one order hold little more than each of them does. Nodes inside nested graphs are not compared, but
@@ -8,7 +8,7 @@ the nodes that call those are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ringopt.compare.align import PARTED
-from ringopt.compare.graph_diff import Change, GraphDiff
+from ringopt.compare.graph_diff import Change, GraphDiff, with_errors
+from ringopt.compare.node_gradients import gradient_errors_of, with_same_readers
 from ringopt.compare.node_values import NodeError, SteppedGraph, error_of
 from ringopt.compare.program_inputs import Given, Inputs, what_is_given
 from ringopt.errors import ProgramError, first_line
@@ -25,15 +26,15 @@ from ringopt.errors import ProgramError, first_line
 Runnable: TypeAlias = ExportedProgram | fx.GraphModule
 
 
-def errors_of(diff: GraphDiff, before: Runnable, after: Runnable, given: Given) -> dict[str, NodeError]:
-    """By the name of the node after, in the order in which they are computed. Raises ProgramError where a program does
-    not run on these inputs."""
+def with_run(diff: GraphDiff, before: Runnable, after: Runnable, given: Given, gradients: bool = True) -> GraphDiff:
+    """The diff with how far values and `gradients` are apart. Raises ProgramError where a program does not run on these
+    inputs."""
     pairs = {
         change.after.name: change.before.name
         for change in diff.changes
         if change.before is not None and change.after is not None and runs_by_itself(change)
     }
-    sides = [Inputs(program) for program in (before, after)]
+    sides = Inputs(before), Inputs(after)
     values = inputs_of(sides[0], sides[1], what_is_given(given), pairs)
     with torch.no_grad():
         runs = [
@@ -41,7 +42,13 @@ def errors_of(diff: GraphDiff, before: Runnable, after: Runnable, given: Given) 
             for which, program, side, value in zip(("before", "after"), (before, after), sides, values, strict=True)
         ]
         parted = {view.name for change in diff.changes if (view := change.after) is not None and view.op in PARTED}
-        return dict(compared(Behind(runs[0], kept=set(pairs.values())), runs[1], pairs, parted))
+        errors = dict(compared(Behind(runs[0], kept=set(pairs.values())), runs[1], pairs, parted))
+    if not gradients:
+        return with_errors(diff, errors)
+    try:
+        return with_errors(diff, errors, gradient_errors_of(sides, values, with_same_readers(diff, pairs)))
+    except ProgramError as why:
+        return replace(with_errors(diff, errors), no_gradients=str(why))
 
 
 def runs_by_itself(change: Change) -> bool:

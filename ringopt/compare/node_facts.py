@@ -19,13 +19,13 @@ from torch.utils.flop_counter import flop_registry
 from ringopt.compare.graph_diff import SiteView
 from ringopt.compare.mask_picture import TORCH, mask_picture, pattern_text
 from ringopt.compare.program_files import TENSORS
-from ringopt.compare.torch_counters import counted_flops
+from ringopt.compare.torch_counters import counted_flops, is_product_name, named_flops
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.context_parallel.plan.plan_of import Plan
 from ringopt.distributed.mesh import registered
 from ringopt.errors import OptionError, PlanError
-from ringopt.ir.nodes import arguments_of, value_of
+from ringopt.ir.nodes import arguments_of, op_name, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
 from ringopt.ops.local_length import check_enough
@@ -129,9 +129,23 @@ class Reader:
         if self.ranks is None and attends(node):
             return None
         try:
+            if not isinstance(node.target, OpOverload):
+                return self.called(node)
             return flops_of(node, self.call(node, self.ranks or 1)) or self.counted(node)
         except (Open, PlanError, OptionError):
             return None
+
+    def called(self, node: fx.Node) -> int | None:
+        """Of a function, a method or a module of Python, as graphs of others have them. Raises Open."""
+        if node.op == "call_module":
+            module = node.graph.owning_module and node.graph.owning_module.get_submodule(str(node.target))
+            return 0 if module is not None and next(module.parameters(), None) is None else None
+        name = op_name(node) if node.op == "call_function" else str(node.target)
+        if not node.op.startswith("call") or not is_product_name(name):
+            return 0
+        values = fx.map_arg(([*node.args, *node.kwargs.values()], node), value_of)
+        given, result = tree_map(self.meta, values)
+        return named_flops(name, given, result)
 
     def counted(self, node: fx.Node) -> int | None:
         """By torch's own counter, of operators that are no products to ringopt. Raises Open."""

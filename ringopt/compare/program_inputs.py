@@ -29,13 +29,16 @@ RANDOM = re.compile(r"random(?::(\d+))?")
 
 
 class Inputs:
-    """The placeholders of a program, in order: `fixed` have values of its own, `asked` are the caller's."""
+    """The placeholders of a program, in order: `fixed` have values of its own, `asked` are the caller's; `learnable`
+    can have gradients: all but buffers and constants."""
 
     def __init__(self, program: ExportedProgram | fx.GraphModule):
         graph: fx.Graph = program.graph
+        self.program, self.gm = program, program if isinstance(program, fx.GraphModule) else program.graph_module
         self.nodes = graph.find_nodes(op="placeholder")
         self.fixed = dict(fixed_of(program)) if isinstance(program, ExportedProgram) else {}
         self.asked = [node.name for node in self.nodes if node.name not in self.fixed]
+        self.learnable = {*self.asked, *(parameters_of(program) if isinstance(program, ExportedProgram) else ())}
         examples = tree_leaves(program.example_inputs or ()) if isinstance(program, ExportedProgram) else []
         self.examples = dict(zip(self.asked, examples, strict=True)) if len(examples) == len(self.asked) else {}
         self.values = {node.name: declared(node) for node in self.nodes}
@@ -80,6 +83,11 @@ def fixed_of(program: ExportedProgram) -> Iterator[tuple[str, Any]]:
         if isinstance(value, FakeTensor) or value is None or (isinstance(value, Tensor) and value.is_meta):
             raise ProgramError(f"the program cannot be run: {target} has no numbers (exported on meta or fake tensors)")
         yield spec.arg.name, value
+
+
+def parameters_of(program: ExportedProgram) -> Iterator[str]:
+    """The names of their placeholders."""
+    return (spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.PARAMETER)
 
 
 def declared(node: fx.Node) -> Any:

@@ -20,6 +20,7 @@ def diff_page(diff: GraphDiff, before: str, after: str, links: Mapping[str, str]
         "summary": str(diff),
         "totals": [asdict(diff.before), asdict(diff.after)],
         "compared": len(diff.compared),
+        "gradients": sum(change.gradient is not None for change in diff.changes),
         "metrics": list(metrics_of(diff)),
         "ranks": ranks_drawn(diff),
         "graph": found.data(),
@@ -36,13 +37,16 @@ def ranks_drawn(diff: GraphDiff) -> int:
 
 def metrics_of(diff: GraphDiff) -> Iterator[dict[str, Any]]:
     """What nodes can be coloured by: `values` has one for each change, None where there is none. Errors are listed in
-    order of computation, all else by size."""
+    order of computation, of gradients from the end, all else by size."""
 
     known: list[tuple[str, list[float | None], dict[str, bool]]] = []
     if diff.compared:
         errors = [change.error for change in diff.changes]
         known.append(("error, relative", [error.relative if error else None for error in errors], {"error": True}))
         known.append(("error, max abs", [error.largest if error else None for error in errors], {"error": True}))
+    if any(change.gradient for change in diff.changes):
+        slopes = [change.gradient.relative if change.gradient else None for change in diff.changes]
+        known.append(("error of the gradient, relative", slopes, {"error": True, "gradient": True}))
     for name, numbers in diff.overlays.items():
         known.append((name, [overlaid(change, numbers) for change in diff.changes], {"overlay": True}))
     views = [change.after for change in diff.changes]

@@ -62,12 +62,14 @@ class GraphData:
     def change(self, change: Change) -> dict[str, Any] | int:
         """Of a node that nothing happened to, one side is enough."""
         after = self.view(change.after)
-        if change.kind == "same" and change.error is None and not (change.is_site and change.before is not None):
+        run = change.error is not None or change.gradient is not None
+        if change.kind == "same" and not run and not (change.is_site and change.before is not None):
             return after
         found = as_dict(change)
         short = {"k": NUMBER[change.kind], "b": self.view(change.before), "a": after}
         aspects = [[aspect["name"], aspect["before"], aspect["after"]] for aspect in found["aspects"]]
-        return {**short, **({"s": aspects} if aspects else {}), **({"e": found["error"]} if found["error"] else {})}
+        more = {"s": aspects, "e": found["error"], "g": found["gradient"]}
+        return {**short, **{name: value for name, value in more.items() if value}}
 
 
 def joined(changes: Iterable[dict[str, Any] | int]) -> Iterator[Any]:

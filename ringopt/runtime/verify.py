@@ -15,13 +15,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.compare.hooked_graph import LEAST, cotangent, random_like
 from ringopt.compare.node_values import allowed_of, generator_states, largest_difference, restore_generators
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
@@ -36,9 +37,6 @@ from ringopt.torch_compat.tensors import is_traceable_wrapper_subclass
 log = logger(__name__)
 
 ROUNDINGS = 10
-# A gradient that cancels to nothing (of the bias of keys) is all rounding: below this share of the largest element of
-# all gradients, that is its measure.
-LEAST = 1e-4
 SHOWN = 4  # values that differ and are told
 
 GRADIENT = "the gradient of "
@@ -255,7 +253,7 @@ def perturbed(leaf: Any, eps: float, seed: int) -> Any:
     """A leaf whose numbers are others by about a rounding error, alike on all ranks."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return leaf
-    other = leaf.detach() * (1 + eps * _random_like(leaf.shape, leaf, seed))
+    other = leaf.detach() * (1 + eps * random_like(leaf.shape, leaf, seed))
     return other.requires_grad_(leaf.requires_grad)
 
 
@@ -274,16 +272,6 @@ def _sharded_again(leaf: Any, x: Any) -> Any:
 
 def _has_history(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, Lazy) and not x.is_leaf
-
-
-def cotangent(size: Sequence[int], like: Tensor) -> Tensor:
-    """Random, of length 1, the same on all ranks."""
-    return _random_like(size, like, seed=0).div_(max(prod(size), 1) ** 0.5)
-
-
-def _random_like(size: Sequence[int], like: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(size), generator=generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
 # ---- what may differ -------------------------------------------------------------------------------------------------

@@ -20,14 +20,14 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.compare.hooked_graph import LEAST, Hooked, cotangent, run_backward
 from ringopt.compare.node_values import SteppedGraph
 from ringopt.distributed.mesh import Mesh
 from ringopt.ir.nodes import module_path, op_name, source_line
 from ringopt.ir.placement import Sharded, Spread
 from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.runtime.verify import LEAST, ROUNDINGS, GivenLeaves, cotangent, relative_distance
+from ringopt.runtime.verify import ROUNDINGS, GivenLeaves, relative_distance
 from ringopt.tensor.lazy import cut
-from ringopt.torch_compat.autograd import no_autocast
 
 GRADIENT_OF = "the gradient of %"
 
@@ -87,40 +87,19 @@ class Values:
         return LEAST * max((float(x.abs().max()) for x in self.gradients.values() if x.numel()), default=0.0)
 
 
-class Hooked(SteppedGraph):
-    """Runs a graph; `seen(node, value)` is called with each value, `learned(node, gradient)` with each gradient."""
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        seen: Callable[[fx.Node, Any], None],
-        learned: Callable[[fx.Node, Tensor], None],
-    ):
-        super().__init__(gm)
-        self.seen, self.learned = seen, learned
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-            if n.op == "call_function":
-                value = value.view_as(value)  # of its own, where the operator gave its operand
-            value.register_hook(lambda gradient: self.learned(n, gradient))
-        self.seen(n, value.detach() if isinstance(value, Tensor) else value)
-        return value
+class Steps(Hooked):
+    """A graph run with the inputs of a check."""
 
     def through(self, inputs: GivenLeaves, rows: Mapping[int, Spread]) -> None:
         """Forward, and backward from random cotangents; `rows` has outputs that are this rank's rows."""
-        outputs: Any = None
-        for _node, value in self.values(inputs.given):
-            outputs = value
+        outputs = self.forward(inputs.given)
         outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
         wanted = [x for x in inputs.leaves if isinstance(x, Tensor) and x.requires_grad]
         given = [(i, x) for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
         if not wanted or not given or not torch.is_grad_enabled():
             return
         like = [cut(rows[i], cotangent(rows[i].size, x)) if i in rows else cotangent(x.shape, x) for i, x in given]
-        with no_autocast():
-            torch.autograd.grad([x for _, x in given], wanted, like, allow_unused=True)
+        run_backward([x for _, x in given], wanted, like)
 
 
 @dataclass(frozen=True)
@@ -169,7 +148,7 @@ class NodeCheck:
             if node.name in kept:
                 found.gradients[node.name] = gradient.detach()
 
-        Hooked(self.pairs.whole, seen, learned).through(inputs, {})
+        Steps(self.pairs.whole, seen, learned).through(inputs, {})
         return found
 
     def compared(self, gm: fx.GraphModule, inputs: GivenLeaves, expected: Values) -> dict[str, float]:
@@ -194,7 +173,7 @@ class NodeCheck:
                 gradients[node.name] = self.apart(gradient.detach(), expected.gradients[form.original], form, least)
 
         came = set[str]()
-        Hooked(gm, seen, learned).through(inputs, self.rows)
+        Steps(gm, seen, learned).through(inputs, self.rows)
         for name in gradients.keys() - came:
             gradients[name] = inf if bool(expected.gradients[forms[name].original].any()) else 0.0
         return values | {f"{GRADIENT_OF}{name}": error for name, error in gradients.items()}
@@ -224,7 +203,7 @@ class NodeCheck:
                 right = expected.gradients[node.name]
                 found[f"{GRADIENT_OF}{node.name}"] = relative_distance(gradient.detach(), right, least)
 
-        Hooked(self.pairs.whole, seen, learned).through(inputs, {})
+        Steps(self.pairs.whole, seen, learned).through(inputs, {})
         return found
 
     def over_ranks(self, errors: Mapping[str, float]) -> dict[str, tuple[float, int]]:

@@ -251,9 +251,10 @@ def test_unrelated_programs_stay_readable() -> None:
 
 def test_to_dict_is_json_with_the_documented_keys(sharded: ringopt.GraphDiff) -> None:
     data = json.loads(json.dumps(sharded.to_dict()))
-    assert data["schema"] == 2
+    assert data["schema"] == 3
     assert set(data) == {
-        "schema", "same", "counts", "before", "after", "compared", "first_bad", "overlays", "changes",
+        "schema", "same", "counts", "before", "after", "compared", "first_bad", "gradients_compared",
+        "first_bad_gradient", "no_gradients", "overlays", "changes",
     }  # fmt: skip
     assert sum(data["counts"].values()) == len(sharded.changes)
     [site] = [change for change in data["changes"] if (change["after"] or {}).get("site")]

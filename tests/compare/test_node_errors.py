@@ -18,6 +18,7 @@ import ringopt
 from ringopt.compare import node_errors
 from ringopt.compare.node_values import error_of
 from ringopt.errors import ProgramError
+from ringopt.tools.example import tiny
 
 
 class Deep(nn.Module):
@@ -111,6 +112,7 @@ def test_graphs_of_others_are_run_without_an_export() -> None:
     sides[1].load_state_dict(sides[0].state_dict())
     diff = ringopt.diff(*sides, inputs=(torch.randn(2, 4),))
     assert diff.first_bad is not None and diff.first_bad.node.name == "_1"
+    assert diff.before.flops is None
     with pytest.raises(ProgramError, match="input input_1 has no fixed shape in the program"):
         ringopt.diff(*sides, inputs="random")
 
@@ -229,3 +231,67 @@ def test_numbers_of_others_are_laid_over_nodes() -> None:
     assert diff.to_dict()["overlays"] == {"profiled, us": {"linear_1": 12.5, "mul_1": "inf"}}
     with pytest.raises(ProgramError, match="overlay 'x': no node absent on either side"):
         diff.overlay("x", {"absent": 1})
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+class Stopped(torch.autograd.Function):
+    """The identity, with a gradient of half its size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+def graph_of(relu: Any) -> fx.GraphModule:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    weight = graph.get_attr("weight")
+    product = graph.call_function(torch.matmul, (x, weight))
+    active = graph.call_function(relu, (product,))
+    graph.output(graph.call_function(torch.sum, (active,)))
+    root = nn.Module()
+    torch.manual_seed(0)
+    root.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    return fx.GraphModule(root, graph)
+
+
+def test_a_gradient_that_is_off_is_found_where_all_values_agree() -> None:
+    """From the outputs: the last node whose gradient is that of its counterpart is right."""
+    right, wrong = graph_of(torch.relu), graph_of(lambda x: Stopped.apply(torch.relu(x)))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    diff = ringopt.diff(right, wrong, inputs=(x,))
+    assert diff.first_bad is None and not diff.same
+    off = {c.node.name for c in diff.changes if c.gradient and c.gradient.bad}
+    first = diff.first_bad_gradient
+    assert first is not None and first.gradient is not None and first.node.name == "matmul"
+    assert off == {"x", "weight", "matmul"} and first.gradient.relative == pytest.approx(0.5)
+    assert "gradients compared 3 differ, the first %matmul" in str(diff)
+    assert not right.weight._backward_hooks and right.weight.grad is None
+    assert ringopt.diff(right, wrong, inputs=(x,), gradients=False).first_bad_gradient is None
+
+
+def test_a_converted_program_has_the_gradients_of_the_one_that_it_was() -> None:
+    module, inputs = tiny()
+    one = export(module, inputs)
+    diff = ringopt.diff(one, ringopt.convert(one), inputs="random:1")
+    compared = [c.gradient for c in diff.changes if c.gradient is not None]
+    assert len(compared) > 50 and diff.first_bad is diff.first_bad_gradient is None and not diff.no_gradients
+
+
+def test_why_there_are_no_gradients_is_said() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x.detach() * 2
+
+    class Whole(Halves):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x * 2
+
+    x = torch.randn(2, 4)
+    diff = ringopt.diff(program(Halves(), x), program(Whole(), x), inputs=(x,))
+    assert diff.no_gradients == "the programs do not return gradients of the same outputs"
+    assert diff.no_gradients in str(diff)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +87,34 @@ def test_flops_that_only_torch_counts() -> None:
     [view] = [change.after for change in ringopt.diff(gm, gm).changes if change.node.op == "convolution_backward"]
     assert view is not None and view.flops == 2 * 2 * 4 * 6 * 4 * 3
     assert view.result_bytes == 4 * (32 + 48 + 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "flops"),
+    [
+        (torch.matmul, ((2, 3, 4), (4, 5), (2, 3, 5)), 240),
+        (operator.matmul, ((3, 4), (4, 5), (3, 5)), 120),
+        (nn.functional.linear, ((3, 4), (5, 4), (3, 5)), 120),
+        (nn.functional.conv1d, ((1, 2, 8), (3, 2, 5), (1, 3, 4)), 240),
+        (nn.functional.scaled_dot_product_attention, ((1, 1, 4, 8),) * 4, 512),
+        (torch.tensordot, ((3, 4), (4, 5), (3, 5)), None),
+        (torch.relu, ((3, 4), (3, 4)), 0),
+        (torch.matmul, ((), (), ()), None),
+    ],
+)  # fmt: skip
+def test_flops_of_functions_that_python_calls(
+    function: Callable[..., Any], sizes: tuple[tuple[int, ...], ...], flops: int | None
+) -> None:
+    """As a symbolic trace has them, with the sizes that were noted, or none."""
+    graph = torch.fx.Graph()
+    made = graph.call_function(function, tuple(graph.placeholder(f"x{number}") for number in range(len(sizes) - 1)))
+    if sizes[0]:
+        for node, size in zip(graph.nodes, (*sizes[:-1], sizes[-1]), strict=True):
+            node.meta["val"] = torch.empty(size, device="meta")
+    graph.output(made)
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    diff = ringopt.diff(gm, gm)
+    assert diff.same and diff.before.flops == flops
 
 
 @pytest.mark.zoo

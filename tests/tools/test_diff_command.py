@@ -59,10 +59,13 @@ def test_all_folds_nothing_and_stat_tells_numbers(files: tuple[str, str], capsys
 
 def test_values_are_compared_on_inputs(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", files[0], files[0], "--inputs", "random:1"]) == 0
-    assert capsys.readouterr().out == "no difference: 4 nodes on both sides, 3 values compared\n"
+    assert capsys.readouterr().out == "no difference: 4 nodes on both sides, 3 values and 3 gradients compared\n"
+    assert main(["diff", files[0], files[0], "--inputs", "random:1", "--no-gradients"]) == 0
+    assert "3 values and 0 gradients compared" in capsys.readouterr().out
     assert main(["diff", *files, "--inputs", "random:1"]) == 1
     printed = capsys.readouterr().out
-    assert "of 3 values compared 1 differ, the first %cos\n  %cos = cos(%scaled_dot_product_attention)" in printed
+    assert "of 3 values compared 1 differ, the first %cos; of 3 gradients compared " in printed
+    assert "\n  %cos = cos(%scaled_dot_product_attention)" in printed
     assert "      value: off by " in printed
     assert "      source: test_diff_command.py:" in printed
     assert "values, 1 of 3 in order of computation" in printed
@@ -76,7 +79,7 @@ def test_rules_say_what_ends_with_1(files: tuple[str, str], capsys: pytest.Captu
     assert main(["diff", *files, "--inputs", "random", "--fail-on", "error>1e-5", "--format", "github"]) == 1
     assert capsys.readouterr().out.startswith("::error title=ringopt diff::error>1e-5: %25cos is off by ")
     assert main(["diff", *files, "--format", "json"]) == 1
-    assert json.loads(capsys.readouterr().out)["schema"] == 2
+    assert json.loads(capsys.readouterr().out)["schema"] == 3
 
 
 def test_what_is_unknown_says_how_to_know(
@@ -104,7 +107,7 @@ def test_json(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["same"] is True
     assert main(["diff", *files, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    assert (data["schema"], data["counts"]["replaced"]) == (2, 1)
+    assert (data["schema"], data["counts"]["replaced"]) == (3, 1)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
     bytes    bytes+10%    bytes+4096      more than before; by more than a share of it, or a number
     flops, nodes, refused                 likewise; `refused`: attentions that are not sharded
-    error    error>1e-5                   a value that is off by more than its dtype allows, or by so much of its
-                                          largest element (with --inputs)
+    error    error>1e-5                   a value or a gradient that is off by more than its dtype allows, or by so
+                                          much of its largest element (with --inputs)
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class Rule:
         return f"{self.text}: {before:,} -> {after:,}" if after > allowed else ""
 
     def off(self, diff: GraphDiff) -> str:
-        """The first node whose value is off by more than is allowed."""
+        """The first node whose value is off by more than is allowed, or else whose gradient is."""
         if not diff.compared:
             return f"{self.text}: no values were compared (--inputs)"
-        for change in diff.compared:
-            error = change.error
+        values = ((change.node, "", change.error) for change in diff.changes)
+        gradients = ((change.node, "the gradient of ", change.gradient) for change in diff.changes[::-1])
+        for node, what, error in (*values, *gradients):
             if error is not None and not error.relative <= (error.allowed if self.most is None else self.most):
-                return f"{self.text}: %{change.node.name} is off by {error}"
+                return f"{self.text}: {what}%{node.name} is off by {error}"
         return ""
 
 

@@ -6,7 +6,7 @@ Object.assign(GraphView.prototype, {
     const siteOf = (site) => make("div", {}, facts({pattern: site.pattern, strategy: site.strategy, layout: site.layout, kernel: site.kernel, refused: site.reason}), maskFigure({seen: site.mask, ranks: site.ranks, steps: site.steps}));
     const both = entry.b >= 0 && entry.a >= 0 && entry.b !== entry.a;
     return make("div", {class: "panel"}, make("h3", {}, `%${entry.view.name}`, make("small", {}, `${entry.kind}: ${this.graph.kinds[entry.kind]}`)),
-      entry.error ? make("p", {class: entry.error.bad ? "warning refused" : ""}, `value: off by ${short(entry.error.relative)} of its largest element (max abs ${short(entry.error.largest)})`) : "",
+      [["value", entry.error], ["gradient", entry.gradient]].map(([what, error]) => error ? make("p", {class: error.bad ? "warning refused" : ""}, `${what}: off by ${short(error.relative)} of its largest element (max abs ${short(error.largest)})`) : ""),
       this.overlaid ? this.overlaid(entry) : "",
       make("div", {class: "columns"}, both ? [side("before", entry.before, "removed"), side("after", entry.after, "added")] : side("", entry.view, "")),
       entry.aspects.length ? facts(Object.fromEntries(entry.aspects.filter(([name]) => name !== "op" && name !== "arguments").map(([name, before, after]) => [name, `${before} → ${after}`]))) : "",

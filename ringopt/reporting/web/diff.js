@@ -3,7 +3,7 @@ const graph = new Graph({...data.graph, ranks: data.ranks}), entries = graph.ent
 const [before, after] = data.totals, counts = {};
 for (const entry of entries) counts[entry.kind] = (counts[entry.kind] || 0) + 1;
 const KIND_COLOURS = {same: "faint", resized: "plain", rerouted: "gathered", changed: "gathered", replaced: "sharded", removed: "refused", added: "three"};
-const bad = entries.filter((entry) => entry.error && entry.error.bad), change = (one, other, text) => one === other ? text(one) : `${text(one)} → ${text(other)}`;
+const bad = entries.filter((entry) => entry.error && entry.error.bad), slopes = entries.filter((entry) => entry.gradient && entry.gradient.bad).reverse(), change = (one, other, text) => one === other ? text(one) : `${text(one)} → ${text(other)}`;
 byId("summary").textContent = data.summary;
 byId("main").append(tiles([
   {label: "nodes", value: change(before.nodes, after.nodes, (count) => count.toLocaleString("en"))},
@@ -11,6 +11,7 @@ byId("main").append(tiles([
   (before.bytes_sent || after.bytes_sent || before.bytes_sent === null || after.bytes_sent === null) && {label: "sent by this rank in one forward", value: change(before.bytes_sent, after.bytes_sent, bytesText)},
   {label: "FLOP of this rank", value: change(before.flops, after.flops, countText)},
   data.compared && {label: bad.length ? `of ${counted(data.compared, "value")} compared are off, the first %${bad[0].view.name}` : `${counted(data.compared, "value")} compared`, value: bad.length ? `${bad.length} off` : "all equal", share: bad.length / data.compared, colour: "refused"},
+  data.gradients && {label: slopes.length ? `of ${counted(data.gradients, "gradient")} compared are off, the first %${slopes[0].view.name}` : `${counted(data.gradients, "gradient")} compared`, value: slopes.length ? `${slopes.length} off` : "all equal", share: slopes.length / data.gradients, colour: "refused"},
 ]));
 byId("main").append(make("div", {style: "margin-top:16px"}, stack(graph.kindNames.map((kind) => ({name: kind, size: counts[kind] || 0, text: (counts[kind] || 0).toLocaleString("en"), colour: KIND_COLOURS[kind], count: true})), "nodes of each kind")));
 
@@ -23,7 +24,7 @@ if (modules.length > 1) {
   for (const unit of units) {
     unit.all = unit.modules.flatMap((module) => module.all);
     unit.parts = groupsOf(unit.modules, (module) => module.module.slice(unit.key.length + 1).split(".")[0]).map((group) => {
-      const all = group.flatMap((module) => module.all), off = all.some((entry) => entry.error && entry.error.bad), heat = heatOf(all);
+      const all = group.flatMap((module) => module.all), off = all.some((entry) => entry.off), heat = heatOf(all);
       return {weight: all.length, colour: tint(off ? "refused" : heat ? "sharded" : "plain"), opacity: off ? 1 : heat ? .35 + .65 * heat : .45};
     });
   }
@@ -35,8 +36,8 @@ if (modules.length > 1) {
   section("layers", "The model, layer by layer").append(strip(units, [
     {name: "differ", text: (value) => counted(value, "node"), colour: "sharded", of: (unit) => sum(unit.all.map((entry) => QUIET.has(entry.kind) ? 0 : 1))},
     {name: "sent", text: bytesText, colour: "four", of: (unit) => sum(unit.all.map((entry) => entry.after && entry.after.sent))},
-    {name: "off", text: short, colour: "refused", of: (unit) => most(unit.all.map((entry) => entry.error && entry.error.bad ? size(entry.error.relative) : 0).filter(Number.isFinite))},
-  ], told, (unit) => look(unit.key)), legend([["sharded", "nodes differ"], ["plain", "nothing differs"], ...(bad.length ? [["refused", "a value is off"]] : [])]));
+    {name: "off", text: short, colour: "refused", of: (unit) => most(unit.all.map((entry) => entry.off ? Math.max(...[entry.error, entry.gradient].filter(Boolean).map((error) => size(error.relative))) : 0).filter(Number.isFinite))},
+  ], told, (unit) => look(unit.key)), legend([["sharded", "nodes differ"], ["plain", "nothing differs"], ...(bad.length || slopes.length ? [["refused", "a value or a gradient is off"]] : [])]));
 }
 
 // ---- attentions ----
@@ -63,7 +64,7 @@ if (data.metrics.length) {
   const select = make("select", {id: "metric", "aria-label": "numbers", on: {change: () => { metric = data.metrics[select.selectedIndex]; drawNumbers(); }}}, data.metrics.map((one) => make("option", {}, one.name)));
   place.append(make("p", {class: "bar"}, select, said), chart, below);
   const drawNumbers = () => {
-    const known = metric.values.map((value, index) => ({value, index})).filter(({value}) => value !== null), isBad = ({index}) => Boolean(metric.error && entries[index].error && entries[index].error.bad);
+    const known = metric.values.map((value, index) => ({value, index})).filter(({value}) => value !== null), errorOf = ({index}) => metric.error ? entries[index][metric.gradient ? "gradient" : "error"] : null, isBad = (one) => Boolean(errorOf(one) && errorOf(one).bad), ordered = (list) => metric.gradient ? [...list].reverse() : list;
     const sizes = known.map(({value}) => size(value)).filter((value) => value > 0 && Number.isFinite(value)), largest = most(sizes) || 1, least = Math.min(...sizes.slice(0, 50000), largest), wide = largest / least > 100;
     const height = (value) => !(size(value) > 0) ? 0 : !Number.isFinite(size(value)) ? 1 : wide ? .15 + .85 * Math.log(size(value) / least) / Math.log(largest / least) : size(value) / largest;
     const svg = draw("svg", {id: "strip", viewBox: `0 0 ${metric.values.length} 1`, preserveAspectRatio: "none", role: "img", style: "display:block;width:100%;height:64px;background:var(--panel);border:1px solid var(--rule);border-radius:8px", "aria-label": "one bar a node, in order of computation"});
@@ -71,9 +72,9 @@ if (data.metrics.length) {
     for (const one of drawn) svg.append(draw("rect", {x: one.index, y: 1 - height(one.value), width: Math.max(1, metric.values.length / 1200), height: height(one.value), class: isBad(one) ? "bad" : "", style: `fill:${tint(isBad(one) ? "refused" : "sharded")}`}, draw("title", {}, `%${entries[one.index].view.name}: ${short(one.value)}`)));
     svg.addEventListener("click", (event) => { const at = [...svg.querySelectorAll("rect")].indexOf(event.target); if (at >= 0) show(drawn[at].index); });
     chart.replaceChildren(make("figure", {}, svg, make("figcaption", {}, `one bar a node, in order of computation; ${wide ? "logarithmic, " : ""}up to ${short(largest)}`)));
-    const off = known.filter(isBad), top = known.filter(({value}) => size(value) !== 0).sort((one, other) => size(other.value) - size(one.value)).slice(0, ROWS);
-    const rows = !metric.error ? top : off.length ? off.slice(0, ROWS) : top.sort((one, other) => one.index - other.index);
-    said.textContent = `${counted(known.length, "node")}, ${rows.length} shown ${metric.error ? "in order of computation" : "by size"}${off.length ? `; the first that is off: %${entries[off[0].index].view.name}` : ""}`;
+    const off = ordered(known.filter(isBad)), top = known.filter(({value}) => size(value) !== 0).sort((one, other) => size(other.value) - size(one.value)).slice(0, ROWS);
+    const rows = !metric.error ? top : off.length ? off.slice(0, ROWS) : ordered(top.sort((one, other) => one.index - other.index));
+    said.textContent = `${counted(known.length, "node")}, ${rows.length} shown ${metric.gradient ? "in order of the backward" : metric.error ? "in order of computation" : "by size"}${off.length ? `; the first that is off: %${entries[off[0].index].view.name}` : ""}`;
     below.replaceChildren(rows.length ? make("div", {class: "tall", tabindex: 0, role: "group", "aria-label": "the nodes"}, table("values", [{name: "node"}, {name: "number", number: true}, {name: "module, or line"}], rows.map((one) => ({
       text: entries[one.index].low, cells: [make("button", {type: "button", class: `plain name value${isBad(one) ? " refused" : ""}`, on: {click: () => show(one.index)}}, `%${entries[one.index].view.name} = ${entries[one.index].view.op}`), meter(Number.isFinite(size(one.value)) ? size(one.value) : largest, largest, short(one.value), isBad(one) ? "refused" : "sharded"), entries[one.index].view.module || entries[one.index].view.source || "-"],
     })), {label: metric.name})) : "");

@@ -123,7 +123,7 @@ class GraphView {
     const view = item.view, old = PAIRED.has(item.kind) && item.before.op !== item.after.op ? make("s", {class: "removed"}, item.before.op) : "", value = this.metric ? this.metric(item) : null;
     if (view.placement.startsWith("S(")) line.classList.add("place-S");
     if (this.near.has(item.index)) line.classList.add("near");
-    fill(line, {title: view.text}, [value === null || value === undefined ? "" : make("span", {class: "heat", title: short(value), vars: {tint: tint(item.error && item.error.bad ? "refused" : "focus"), o: this.heat(value)}}),
+    fill(line, {title: view.text}, [value === null || value === undefined ? "" : make("span", {class: "heat", title: short(value), vars: {tint: tint(item.off ? "refused" : "focus"), o: this.heat(value)}}),
       make("span", {class: `sign ${item.kind}`, "aria-label": item.kind}, MARKS[item.kind]), make("span", {class: "text", role: "gridcell"}, old, view.text),
       make("span", {class: "col shape", role: "gridcell"}, view.shape), make("span", {class: "col place", role: "gridcell"}, view.placement === "replicated" ? "" : view.placement),
       make("span", {class: "col sent", role: "gridcell"}, view.sent ? bytesText(view.sent) : ""), make("span", {class: "col flops", role: "gridcell"}, view.flops ? countText(view.flops) : "")]);

@@ -37,6 +37,8 @@ class Entry {
   get module() { const raw = this.raw, words = this.graph.words; return words[raw[1]] === "input" ? "(inputs)" : words[raw[4]] || "(no module)"; }
   get aspects() { return (this.change && this.change.s) || []; }
   get error() { return (this.change && this.change.e) || null; }
+  get gradient() { return (this.change && this.change.g) || null; }
+  get off() { return Boolean((this.error && this.error.bad) || (this.gradient && this.gradient.bad)); }
   get low() { return this.cachedLow ??= [this.before, this.after].filter(Boolean).map((view) => `${view.text} ${view.module} ${view.source} ${view.placement} ${view.shape}`).join(" ").toLowerCase(); }
 }
 const PAIRED = new Set(["replaced", "changed"]), QUIET = new Set(["same", "resized"]);
@@ -48,7 +50,7 @@ class Branch {  // a module, or layers that are alike; `items` are entries and b
     const raw = entry.raw;
     this.sent += raw[8] || 0;
     this.flops += raw[9] || 0;
-    this.bad += entry.error && entry.error.bad ? 1 : 0;
+    this.bad += entry.off ? 1 : 0;
   }
   get signature() {
     return this.cached ??= hashed(this.items.map((item) => item instanceof Branch ? `${/^\d+$/.test(item.name) ? "" : item.name}{${item.signature}}` : signatureOf(item)).join(";"));
@@ -56,7 +58,7 @@ class Branch {  // a module, or layers that are alike; `items` are entries and b
 }
 function signatureOf(entry) {
   const raw = entry.raw, words = entry.graph.words;
-  return `${entry.k} ${words[raw[1]]} ${words[raw[6]]} ${words[raw[7]]} ${raw[3].length} ${entry.b >= 0 && entry.a >= 0 ? words[entry.graph.views[entry.b][1]] : ""} ${entry.error && entry.error.bad}`;
+  return `${entry.k} ${words[raw[1]]} ${words[raw[6]]} ${words[raw[7]]} ${raw[3].length} ${entry.b >= 0 && entry.a >= 0 ? words[entry.graph.views[entry.b][1]] : ""} ${entry.off}`;
 }
 function hashed(text) {  // two 32-bit hashes (FNV-1a, and another start)
   let one = 0x811c9dc5, other = 0x9e3779b9;
