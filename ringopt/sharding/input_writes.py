@@ -1,0 +1,62 @@
+"""Inputs that the program writes to: what autograd, and what a backward, may see of the write.
+
+    copy_(weight, y)                ->   copy_(detach(weight), detach(y)), where `weight` has a gradient
+    copy_(count, count + 1)         ->   copy_(count, snapshot(count) + 1), where a gradient may read what it was
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.fx as fx
+
+from ringopt.calls import OpCall
+from ringopt.ir.nodes import named, origin, requires_grad, value_of
+from ringopt.ir.notes import PLACEMENT, UNSEEN, WHOLE
+from ringopt.ops import operators
+
+aten = torch.ops.aten
+
+
+def write_unseen(graph: fx.Graph) -> None:
+    """Inputs with a gradient get the values that the program has written to them where autograd did not see it."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, value = named(node, "self"), named(node, "src")
+        if not (node.meta.get(UNSEEN) and value_of(target).requires_grad):
+            continue
+        with graph.inserting_before(node):
+            node.args = tuple(graph.call_function(aten.detach.default, (arg,)) for arg in (target, value))
+        for part in node.args:
+            placement = part.all_input_nodes[0].meta.get(PLACEMENT)
+            part.meta = {**origin(node), PLACEMENT: placement, "val": value_of(target).detach()}
+
+
+def keep_before_writes(graph: fx.Graph) -> None:
+    """What is computed from an input before it is written reads a copy of it, where a gradient may need that again."""
+    written = {named(node, "self") for node in graph.find_nodes(op="call_function", target=aten.copy_.default)
+               if not node.meta.get(UNSEEN)}  # fmt: skip
+    inputs = [x for x in written if x.op == "placeholder" and not value_of(x).requires_grad]
+    if not inputs:
+        return
+    learns = requires_grad(graph)
+    for x in inputs:
+        readers = [user for user in x.users if user.op != "output" and user.target is not aten.copy_.default]
+        if not any(learns[node] for node in reached(readers)):
+            continue
+        with graph.inserting_after(x):
+            before = OpCall.to(operators.snapshot.default, x=x).insert(graph)
+        before.meta = {**origin(x), PLACEMENT: x.meta.get(PLACEMENT), WHOLE: x.meta.get(WHOLE), "val": value_of(x)}
+        for user in readers:
+            user.replace_input_with(x, before)
+
+
+def reached(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All that is computed from `nodes`, themselves included."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.users)
+    return found
