@@ -35,7 +35,7 @@ from ringopt.recognize.row_pairs import NO_SITE, pairs_in
 from ringopt.scans.call import is_scan
 from ringopt.sharding.grains import inside_chunks, with_grains
 from ringopt.sharding.latents import note_of_latents, with_latents
-from ringopt.sharding.scans import scan_site
+from ringopt.sharding.scans import scan_sites
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ChooseStrategy(Pass):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
         if self.shard == "model":
-            context.scans = {node: scan_site(node, context.mesh, context.layouts.of) for node in scans}
+            context.scans = scan_sites(gm.graph, context.mesh, context.layouts)
         for node, info in sites.items():
             info.notes += [why] if why else []
             call = AttentionCall.of(node)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ringopt.options import Options, defaults
     from ringopt.planner.plan import Plan, plan
     from ringopt.report import Report
-    from ringopt.rules.declare import AttentionRule, Gathered, Pointwise, Tokenwise, rule
+    from ringopt.rules.declare import AttentionRule, Gathered, Pointwise, ScanRule, Tokenwise, rule
     from ringopt.scanning import AffineState, scan, scan_kernel
     from ringopt.tensor.from_rows import from_rows
     from ringopt.version import __version__
@@ -37,6 +37,7 @@ __all__ = [
     "Pointwise",
     "Report",
     "SameBatchSampler",
+    "ScanRule",
     "Tokenwise",
     "__version__",
     "attention",
@@ -71,6 +72,7 @@ _HOME = {
     "Pointwise": "ringopt.rules.declare",
     "Report": "ringopt.reporting.report_page",  # with the page of `to_html`
     "SameBatchSampler": "ringopt.distributed.sampler",
+    "ScanRule": "ringopt.rules.declare",
     "Tokenwise": "ringopt.rules.declare",
     "attention": "ringopt.functional",
     "convert": "ringopt.drivers.convert",

@@ -23,7 +23,16 @@ from ringopt.errors import first_line
 from ringopt.ir.nodes import shape_of, tensor_args, value_of
 from ringopt.ir.notes import RULED
 from ringopt.ir.symbolic_sizes import is_open, same
-from ringopt.rules.declare import AttentionRule, Dims, Gathered, Pointwise, Tokenwise, declaration_of, declared_for
+from ringopt.rules.declare import (
+    AttentionRule,
+    Dims,
+    Gathered,
+    Pointwise,
+    ScanRule,
+    Tokenwise,
+    declaration_of,
+    declared_for,
+)
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 Along = tuple[int, ...]
@@ -61,6 +70,8 @@ def why_whole(node: fx.Node) -> str:
         return says.why or "its rule says so"
     if isinstance(says, AttentionRule):
         return "it is attention that is not sharded"
+    if isinstance(says, ScanRule):
+        return "it is a recurrence that is not sharded"
     if says is None:
         return ""
     found = held(node)

@@ -24,21 +24,23 @@ Key: TypeAlias = tuple[tuple[str, Value], ...]
 _agreed: WeakKeyDictionary[Mesh, set[Hashable]] = WeakKeyDictionary()
 
 
-def agree(mesh: Mesh, key: Key) -> None:
+def agree(mesh: Mesh, key: Key) -> bool:
     """Compares `key`, a tuple of (field, value), over the ranks of `mesh`; a no-op for a key that has been compared.
+    Returns whether it is new, which all ranks are told alike.
 
     Raises the same RingMismatchError on every rank: which rank is odd, in which field, and both values. If some ranks
     call it with a new key and others with a known one, the former end in a timeout of the transport.
     """
     agreed = _agreed.setdefault(mesh, set())
     if (mesh.rank, key) in agreed:
-        return
+        return False
     if mesh.size > 1:
         text = json.dumps(key)
         headers = mesh.all_gather(torch.tensor(digest(text.encode()), device=mesh.device), "handshake")
         if not all(torch.equal(headers[0], header) for header in headers):
             raise RingMismatchError(_difference([_named(found) for found in texts_of_all(mesh, text, "handshake")]))
     agreed.add((mesh.rank, key))
+    return True
 
 
 def _named(text: str) -> dict[str, str]:

@@ -96,3 +96,10 @@ def sharded_scan_backward(call: SizedCall) -> SizedCall:
     back, results = scan_backward(call), call.value
     kept = results[len(results) - 2 * len(call.arguments["init"]) :]
     return back.conjugate("sharded_scan_backward", back.value, kept=kept)
+
+
+def sharded_kernel_scan_backward(call: SizedCall) -> SizedCall:
+    """Of sharded_kernel_scan, where all its operands have gradients."""
+    operands = [call.arguments["state"], *call.arguments["xs"], *call.arguments["shared"]]
+    given = {"grads": call.value[:-2], "kept": call.value[-2:], "wanted": list(range(len(operands)))}
+    return call.conjugate("sharded_kernel_scan_backward", operands, **given)

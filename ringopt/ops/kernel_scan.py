@@ -15,17 +15,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringopt.context_parallel.geometry.layouts import Layout
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import OptionError
-from ringopt.scans.affine import Stage
+from ringopt.scans.kernel import frame_of
 from ringopt.scans.segment_map import Frame, SegmentMap, wide
 from ringopt.scans.state_axes import Axis
 from ringopt.scans.trace import OperandKind
+from ringopt.torch_compat.autograd import recording
 
 # Of the largest entry: by how much a state may differ from the composed one.
 CLOSE = {torch.float64: 1e-7, torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 1e-1}
@@ -47,24 +47,28 @@ class AffineState:
 
 @dataclass
 class Segment:
-    """Consecutive tokens of this rank: what the kernel was given and gave, with its graph."""
+    """Consecutive tokens of this rank: what the kernel was given and gave, with its graph. `others`: xs, and what all
+    tokens share."""
 
     number: int
     state: Tensor
-    xs: list[Tensor]
+    others: list[Tensor]
     outputs: list[Tensor]
     last: Tensor
 
 
 @dataclass
 class KernelScan:
-    """`run(state, *xs)` gives what has tokens along `dim`, as xs have, and the last state."""
+    """`run(state, *xs, *shared)` gives what has tokens along `dim`, as xs have, and the last state; all tokens share
+    `shared`."""
 
     run: Run
     affine: AffineState | None
     dim: int
     layout: Layout
     mesh: Mesh
+    shared: Sequence[Tensor] = ()
+    trusted: bool = False  # whether an earlier call, of the same sizes, has held the kernel against its map
     single: bool = False  # whether the kernel gives one tensor beside the state
     besides: list[str] = field(default_factory=list)  # the sizes of what it learns and was not given
 
@@ -86,14 +90,14 @@ class KernelScan:
 
     def frame(self, state: Tensor) -> Frame:
         assert self.affine is not None
-        nothing = fx.GraphModule(torch.nn.Module(), fx.Graph())
-        return Frame(Stage(0, (), OperandKind.of(state), "linear", nothing, nothing, self.affine.axes))
+        return frame_of(self.affine.axes, OperandKind.of(state))
 
     # ---- the kernel --------------------------------------------------------------------------------------------------
     def segment(self, number: int, state: Tensor, xs: Sequence[Tensor], learned: Sequence[bool]) -> Segment:
-        """The kernel on the tokens of a segment."""
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(wants) for x, wants in zip((state, *xs), learned, strict=True)]
+        """The kernel on the tokens of a segment; which of (state, *xs, *shared) are `learned`."""
+        with recording() if any(learned) else torch.no_grad():
+            given = (state, *xs, *self.shared)
+            leaves = [x.detach().requires_grad_(wants) for x, wants in zip(given, learned, strict=True)]
             given, last = self.run(*leaves)
             self.single = isinstance(given, Tensor)
             outputs = [given] if isinstance(given, Tensor) else list(given)
@@ -110,9 +114,9 @@ class KernelScan:
         for first in range(0, mixed, max(free, 1)):
             probe, some = zero.new_zeros(mixed, free), eye[:, first : first + free]
             probe[:, : some.shape[1]] = some
-            through = self.run(frame.outward(probe.expand(point, mixed, free)), *alone)[1]
+            through = self.run(frame.outward(probe.expand(point, mixed, free)), *alone, *self.shared)[1]
             columns.append(frame.inward(through)[:, :, : some.shape[1]])
-        return SegmentMap(torch.cat(columns, 2), frame.inward(self.run(zero, *xs)[1]))
+        return SegmentMap(torch.cat(columns, 2), frame.inward(self.run(zero, *xs, *self.shared)[1]))
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def forward(
@@ -134,11 +138,11 @@ class KernelScan:
             return self.in_turn(state, cut, learned)
         segments = [self.segment(at, frame.outward(states[at]), cut[at], learned) for at in self.mine]
         off = []
-        for each in segments:
+        for each in () if self.trusted else segments:
             composed, offset = states[each.number + 1], every[each.number].offset
             largest = max(float(x.abs().max()) for x in (composed, states[each.number], offset))
             off.append(float((frame.inward(each.last.detach()) - composed).abs().max()) / max(largest, 1e-30))
-        self.hold_against(off, state)
+        self.hold_against(off, (state, *xs))
         return segments, (frame.outward(states[-1]), [of.matrix for of in every])
 
     def in_turn(
@@ -151,12 +155,14 @@ class KernelScan:
                 segments.append(self.segment(number, state, cut[number], learned))
                 state = segments[-1].last.detach().to(state.dtype)
             state = self.from_holder(number, state) if tokens else state
-        self.hold_against([], state)
+        self.hold_against([], (state,))
         return segments, (state, [])
 
-    def hold_against(self, off: Sequence[float], state: Tensor) -> None:
+    def hold_against(self, off: Sequence[float], operands: Sequence[Tensor]) -> None:
         """Raises OptionError on all ranks where on one the kernel ended elsewhere than its map, by `off` of the largest
-        entry, or learns what it was not given."""
+        entry, or learns what it was not given. The coarsest of the operands says what is rounding."""
+        if self.trusted:
+            return
         mine = torch.tensor([max(off, default=0.0), float(bool(self.besides))], device=self.mesh.device)
         worst, besides = torch.stack(self.mesh.all_gather(mine, "scan")).amax(0).tolist()
         if besides:
@@ -164,7 +170,7 @@ class KernelScan:
                 "scan_kernel: the kernel reads a tensor with a gradient that is not among its operands "
                 f"({', '.join(self.besides)}); what it learns has to be among xs"
             )
-        if not worst <= CLOSE.get(state.dtype, 0.1):
+        if not worst <= max(CLOSE.get(x.dtype, 0.0) for x in operands):
             raise OptionError(
                 f"scan_kernel: the last state of the kernel is {worst:.2g} from that of its map, relative to the "
                 "largest entry. Its state is not affine in the way that is told (axes, additive); without `affine` the "
@@ -213,16 +219,18 @@ class KernelScan:
 
 
 def gradients(of: Segment, outputs: Sequence[Tensor], last: Tensor | None) -> list[Tensor]:
-    """Of the state and of each x; without that of the last state, of the state alone, and the graph is kept."""
+    """Of the state, of each x and of what all share; without that of the last state, of the state alone, and the graph
+    is kept."""
     pairs = [*zip(of.outputs, outputs, strict=True), *([] if last is None else [(of.last, last.to(of.last.dtype))])]
     pairs = [(out, grad) for out, grad in pairs if out.requires_grad]
-    leaves = [of.state] if last is None else [of.state, *of.xs]
+    leaves = [of.state] if last is None else [of.state, *of.others]
     found = {place: torch.zeros_like(x) for place, x in enumerate(leaves)}
     asked = [place for place, x in enumerate(leaves) if x.requires_grad]
     if pairs and asked:
         results, given = zip(*pairs, strict=True)
         how: dict[str, Any] = {"retain_graph": last is None, "allow_unused": True, "materialize_grads": True}
-        grads = torch.autograd.grad(results, [leaves[place] for place in asked], given, **how)
+        with recording():  # for backwards that compute a forward again
+            grads = torch.autograd.grad(results, [leaves[place] for place in asked], given, **how)
         found.update(zip(asked, grads, strict=True))
     return list(found.values())
 

@@ -9,7 +9,8 @@ from ringopt.ops.scan_segments import message_dtype
 from ringopt.ops.sized_call import Open, SizedCall
 from ringopt.scans.affine import AffineStep, Stage, prove_affine
 from ringopt.scans.body import Body, from_text
-from ringopt.scans.segment_map import Frame
+from ringopt.scans.kernel import ScanKernel, frame_of
+from ringopt.scans.segment_map import Frame, wide
 from ringopt.scans.trace import Kinds, OperandKind, sized
 
 
@@ -68,3 +69,25 @@ def gradients_bytes(call: SizedCall) -> int:
 def segments_here(call: SizedCall) -> int:
     """Of a rank."""
     return layout_of(call["layout"], call["steps"], call.ranks).chunks_per_rank
+
+
+# ---- of a recurrence that a kernel computes --------------------------------------------------------------------------
+def kernel_maps_bytes(call: SizedCall) -> int:
+    """The maps of a rank's segments; of a state that is not affine, the state behind each segment of all."""
+    axes = ScanKernel.read(call["kernel"]).axes
+    if axes is None:
+        return kernel_states_bytes(call, call["segments"])
+    state = call["state"]
+    frame = frame_of(axes, OperandKind(state.sizes, state.dtype, "cpu"))
+    return wide(state.dtype).itemsize * frame.numbers * segments_here(call)
+
+
+def kernel_gradients_bytes(call: SizedCall) -> int:
+    """The gradients of the states before a rank's segments; of a state that is not affine, before all segments."""
+    affine = ScanKernel.read(call["kernel"]).axes is not None
+    return kernel_states_bytes(call, segments_here(call) if affine else call["segments"])
+
+
+def kernel_states_bytes(call: SizedCall, segments: int) -> int:
+    """A state of each of so many segments."""
+    return int(wide(call["state"].dtype).itemsize * call["state"].count * segments)

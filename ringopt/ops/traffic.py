@@ -27,7 +27,7 @@ from ringopt.ops.all_to_all import bytes_turned
 from ringopt.ops.expansion import expansion_of
 from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of
 from ringopt.ops.reshard import plan_respread
-from ringopt.ops.scan_sizes import gradients_bytes, maps_bytes
+from ringopt.ops.scan_sizes import gradients_bytes, kernel_gradients_bytes, kernel_maps_bytes, maps_bytes
 from ringopt.ops.sized_call import SizedCall
 
 CPU = torch.device("cpu")
@@ -233,6 +233,16 @@ def state_gradients_gathered(call: SizedCall) -> Sending:
     """An all-gather of gradients of states, and of the maps again where they were not kept."""
     again = maps_bytes(call) if call.arguments.get("segments") == 0 else 0
     return Sending("told", gradients_bytes(call) + again)
+
+
+def kernel_maps_gathered(call: SizedCall) -> Sending:
+    """Of a recurrence that a kernel computes."""
+    return Sending("told", kernel_maps_bytes(call))
+
+
+def kernel_gradients_gathered(call: SizedCall) -> Sending:
+    """An all-gather of gradients of states."""
+    return Sending("told", kernel_gradients_bytes(call))
 
 
 # ---- what is held meanwhile ------------------------------------------------------------------------------------------

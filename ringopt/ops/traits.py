@@ -130,6 +130,10 @@ TABLE: dict[str, Traits] = {
         sends=traffic.maps_gathered, flops=work.segments, gradient=conjugates.sharded_scan_backward
     ),
     "sharded_scan_backward": Traits(sends=traffic.state_gradients_gathered, flops=work.segments_back),
+    "sharded_kernel_scan": Traits(
+        sends=traffic.kernel_maps_gathered, gradient=conjugates.sharded_kernel_scan_backward
+    ),
+    "sharded_kernel_scan_backward": Traits(sends=traffic.kernel_gradients_gathered),
 }  # fmt: skip
 
 LAST_HALVES = {row.halves[1] for row in TABLE.values() if row.halves and row.attention}

@@ -1,7 +1,8 @@
 """Rules for operators of other libraries: what one does to the tokens of a sequence.
 
     ringopt.rule("mylib::rotate", tokenwise={"x": 1, "angles": 0})
-    ringopt.rule("mylib::attend", attention=AttentionRule("q", "k", "v", layout="BSHD", causal="is_causal"))
+    ringopt.rule("mylib::attend", AttentionRule("q", "k", "v", layout="BSHD", causal="is_causal"))
+    ringopt.rule("mylib::delta_rule", ScanRule(tokens=("q", "k", "v", "g", "beta"), state="initial_state", last=1))
 
     @ringopt.rule("mylib::attend")                    # asked of every call, by the names of the operator's arguments
     def attend(is_causal, softcap, **others):
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.fx as fx
@@ -90,13 +91,35 @@ class AttentionRule:
 
 
 @dataclass(frozen=True)
+class ScanRule:
+    """A recurrence: results at a token, and the state behind it, are made of the token and the state before it.
+
+    tokens    arguments with tokens along `dim`; the others are the same for all tokens
+    state     the argument that is the state before the first token; None in a call: zeros
+    last      which result is the state behind the last token; the other results have tokens along `dim`
+    dim       of tokens
+    axes      where the last state is M S + U of the first, S: what M does along each dim of the state. "point": a
+              coefficient for each index, "mixed": M sums over it, "free": all indices have the same M. None: the state
+              is in no affine way made of that before, and the ranks run one after the other
+    additive  of `tokens`, what U is made of: where they are zeros, so is U
+    """
+
+    tokens: tuple[str, ...]
+    state: str = "initial_state"
+    last: int = 1
+    dim: int = 1
+    axes: tuple[Literal["point", "mixed", "free"], ...] | None = None
+    additive: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Gathered:
     """It needs all tokens; `why` is told in the report."""
 
     why: str = ""
 
 
-Declaration = Tokenwise | Pointwise | AttentionRule | Gathered
+Declaration = Tokenwise | Pointwise | AttentionRule | ScanRule | Gathered
 Decide = Callable[..., Declaration]
 F = TypeVar("F", bound=Decide)
 
@@ -135,28 +158,28 @@ OF_PLUGINS, SHIPPED = 1, 2
 
 def rule(
     op: Any,
+    says: AttentionRule | ScanRule | None = None,
     *,
     tokenwise: Dims | Mapping[str, Dims] | None = None,
     returns: Dims | Sequence[Dims | None] | None = None,
     pointwise: bool = False,
-    attention: AttentionRule | None = None,
     gathered: str | None = None,
     local: Any = None,
 ) -> Callable[[F], F]:
-    """Declares what `op` ("mylib::op", torch.ops.mylib.op, or an overload of it) does to the tokens of a sequence: one
-    of `tokenwise` (the dim of tokens, or that of each argument by its name, and in `returns` of each result),
-    `pointwise`, `attention` (an AttentionRule) and `gathered` (the reason). Without any it decorates a function that
-    is asked of every call. `local` is an operator of the same arguments that takes its place on shards. Raises
-    RuleError.
+    """Declares what `op` ("mylib::op", torch.ops.mylib.op, or an overload of it) does to the tokens of a sequence: an
+    AttentionRule, a ScanRule, or one of `tokenwise` (the dim of tokens, or that of each argument by its name, and in
+    `returns` of each result), `pointwise` and `gathered` (the reason). Without any it decorates a function that is
+    asked of every call. `local` is an operator of the same arguments that takes its place on shards. Raises RuleError.
 
     Programs that are compiled already keep the rule that they were compiled with."""
     name = name_of(op)
     given: list[Declaration] = [Tokenwise(tokenwise, returns)] if tokenwise is not None else []
     given += [Pointwise()] if pointwise else []
-    given += [attention] if attention is not None else []
+    given += [says] if says is not None else []
     given += [Gathered(gathered)] if gathered is not None else []
     if len(given) > 1 or (returns is not None and tokenwise is None):
-        raise RuleError(f"rule for {name}: give one of tokenwise (with returns), pointwise, attention and gathered")
+        kinds = "an AttentionRule, a ScanRule, tokenwise (with returns), pointwise and gathered"
+        raise RuleError(f"rule for {name}: give one of {kinds}")
     there = None if local is None else operator_of(name_of(local))
     if local is not None and there is None:
         raise RuleError(f"rule for {name}: there is no operator {name_of(local)}; define it before the rule")
@@ -217,11 +240,15 @@ def misnamed(op: OpOverload, declared: Declared) -> str:
     elif isinstance(says, AttentionRule):
         given = (says.q, says.k, says.v, says.mask, says.causal, says.scale, says.dropout)
         asked = [each for each in (*given, *(says.window or ()), *(says.segments or ())) if isinstance(each, str)]
+    elif isinstance(says, ScanRule):
+        asked = [*says.tokens, says.state, *says.additive]
     lacking = [name for name in asked if name not in names]
     if lacking:
         return f"it names {', '.join(lacking)}, and the arguments of the operator are {', '.join(names)}"
     if schema_of(op).is_mutable:
         return "the operator writes to its arguments, so it runs whole on every rank"
+    if isinstance(says, ScanRule) and not set(says.additive) <= set(says.tokens):
+        return f"additive names {', '.join(says.additive)}, and tokens are {', '.join(says.tokens)}"
     tensors = [argument.name for argument in schema_of(op).arguments if "Tensor" in str(argument.type)]
     if isinstance(says, Tokenwise) and not isinstance(says.dims, Mapping) and len(tensors) != 1:
         dims = ", ".join(f'"{name}": {says.dims}' for name in tensors)
@@ -256,7 +283,8 @@ def declaration_of(node: fx.Node) -> Declaration | None:
     except Exception as error:  # of whatever kind: it is the user's
         return Gathered(f"its rule failed: {type(error).__name__}: {first_line(error)}")
     if not isinstance(says, Declaration):
-        return Gathered(f"its rule gave {says!r}, which is none of Tokenwise, Pointwise, AttentionRule and Gathered")
+        kinds = ", ".join(kind.__name__ for kind in get_args(Declaration))
+        return Gathered(f"its rule gave {says!r}, which is none of {kinds}")
     wrong = misnamed(node.target, Declared(says, declared.local))
     return Gathered(f"its rule is not used: {wrong}") if wrong else says
 

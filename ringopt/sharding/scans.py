@@ -9,7 +9,7 @@ gradient of the first ones; that of what all steps share is summed over the rank
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch.fx as fx
@@ -17,7 +17,7 @@ import torch.fx as fx
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.nodes import shape_of
-from ringopt.ir.placement import Sharded
+from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand
@@ -25,7 +25,8 @@ from ringopt.ops import operators
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traits import sent_bytes
 from ringopt.scans.affine import AffineStep, prove_affine
-from ringopt.scans.call import ScanCall
+from ringopt.scans.call import ScanCall, is_scan
+from ringopt.sharding.kernel_scans import begin_kernel_scans, declared_scans, kernel_site
 from ringopt.sharding.sharder import Sharder
 
 
@@ -36,10 +37,11 @@ def steps_of(node: fx.Node) -> Sharded:
 
 def begin_scans(sharder: Sharder, scans: Mapping[fx.Node, SiteInfo]) -> Iterator[tuple[fx.Node, Sharded]]:
     """What the scans want to have by steps; they are placed so when the walk comes to them."""
-    for node, info in scans.items():
-        if info.refusal is None:
-            sharder.understood[node] = partial(place_scan, sharder, node)
-            yield from ((x, steps_of(node)) for x in ScanCall.of(node).xs)
+    shared = [node for node, info in scans.items() if info.refusal is None]
+    for node in filter(is_scan, shared):
+        sharder.understood[node] = partial(place_scan, sharder, node)
+        yield from ((x, steps_of(node)) for x in ScanCall.of(node).xs)
+    yield from begin_kernel_scans(sharder, (node for node in shared if not is_scan(node)))
 
 
 def place_scan(sharder: Sharder, node: fx.Node) -> None:
@@ -66,11 +68,17 @@ def place_scan(sharder: Sharder, node: fx.Node) -> None:
         sharder.set(part, sharder.call(operator.getitem, (made, part.args[1]), part, place), place)
 
 
-def scan_site(node: fx.Node, mesh: Mesh, layout_for: Callable[[int], str]) -> SiteInfo:
+def scan_sites(graph: fx.Graph, mesh: Mesh, layouts: Layouts) -> dict[fx.Node, SiteInfo]:
+    """Of all recurrences, those of other libraries' operators too."""
+    found = {node: scan_site(node, mesh, layouts) for node in graph.nodes if is_scan(node)}
+    return found | {node: kernel_site(node, mesh, layouts) for node in declared_scans(graph)}
+
+
+def scan_site(node: fx.Node, mesh: Mesh, layouts: Layouts) -> SiteInfo:
     """What is known of a scan before it is placed: what the ranks exchange for it, or why all compute all of it."""
     call, steps = ScanCall.of(node), steps_of(node)
     info = SiteInfo.at(node, "scan", f"{at_hand(steps.length)} steps", False)
-    info.layout = layout_for(steps.length)
+    info.layout = layouts.of(steps.length)
     proof = prove_affine(call.text, call.kinds)
     least = chunks_per_rank(info.layout) * mesh.size
     if isinstance(proof, Refusal):

@@ -28,7 +28,10 @@ from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
 from ringopt.ops.traits import TABLE, attends, check_rows, gradient_bytes
 from ringopt.planner.trace_model import sent_by_others
 from ringopt.reporting.figures import Figures, sent_by
+from ringopt.rules.declare import ScanRule
 from ringopt.scans.body import to_text
+from ringopt.scans.kernel import ScanKernel
+from tests.harness.kernels import DELTA, IN_TURN, LIBRARY, H, K, V
 from tests.harness.threads import ThreadMesh, run_on_threads
 from tests.scans.bodies import Scan, delta_rule, stabilised
 
@@ -165,6 +168,22 @@ def scanned(of: Scan, text: str, keeps: bool = True) -> Callable[[At], Tensor]:
     return call
 
 
+def by_kernel(rule: ScanRule) -> Callable[[At], Tensor]:
+    """The rule of the stand-in for a library's kernel, without a last state that anybody reads."""
+    places = tuple(rule.tokens.index(name) for name in rule.additive)
+    kernel = ScanKernel(f"{LIBRARY}::delta_rule", rule.tokens, ("decay",), (("bounded", False),), "state", 1, 1,
+                        rule.axes, places)  # fmt: skip
+
+    def call(at: At) -> Tensor:
+        xs = [given(2, at.rows(), H, size) for size in (K, K, V)]
+        segments = LAYOUTS[at.layout].chunks_per_rank * at.mesh.size
+        operands = given(2, H, K, V), [*xs, given(2, at.rows(), H)], [given(H)]
+        found: list[Tensor] = ops.sharded_kernel_scan(*operands, kernel.text, at.n, segments, at.layout, at.group)
+        return found[0]
+
+    return call
+
+
 # Each makes calls, of which the result has a gradient or none.
 CALLS: dict[str, Callable[[At], Tensor]] = {
     "scatter": lambda at: ops.scatter(given(2, 6 * at.n), 1, 2, at.n, 3, at.rows(), at.layout, at.group),
@@ -204,6 +223,8 @@ CALLS: dict[str, Callable[[At], Tensor]] = {
     "a scan": scanned(delta_rule(1), delta_rule(1).text),
     "a scan for any number of ranks": scanned(delta_rule(1), delta_rule(1).text, keeps=False),
     "a stabilised scan": scanned(stabilised(1), stabilised(1).text),
+    "a kernel's scan": by_kernel(DELTA),
+    "a kernel's scan in turn": by_kernel(IN_TURN),
     "dilated, started early": dilated("dilated(8:1,16:2)", "auto", True),
 }
 # Composite ones are seen by what they call, and the others name no group, or only ask for a number of rows.

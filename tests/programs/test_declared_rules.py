@@ -184,7 +184,7 @@ ATTEND = AttentionRule(layout="BSHD", causal="causal", scale=0.5, window=("windo
 
 @pytest.mark.parametrize(("p", "causal", "window"), [(2, True, -1), (3, True, 4), (2, False, -1)])
 def test_an_operator_that_is_declared_as_attention_is_a_site(p: int, causal: bool, window: int) -> None:
-    ringopt.rule(f"{LIBRARY}::attend", attention=ATTEND)
+    ringopt.rule(f"{LIBRARY}::attend", ATTEND)
     torch.manual_seed(0)
     found = validate(p, Attends(causal, window).double(), {"x": torch.randn(2, 13, 8, dtype=torch.float64)})
     assert found.wrong == ""
@@ -206,7 +206,7 @@ def test_a_function_is_asked_of_every_call() -> None:
 
 
 def test_a_layout_that_the_shapes_contradict_is_refused() -> None:
-    ringopt.rule(f"{LIBRARY}::attend", attention=AttentionRule(layout="BHSD", causal="causal", scale=0.5))
+    ringopt.rule(f"{LIBRARY}::attend", AttentionRule(layout="BHSD", causal="causal", scale=0.5))
     found = validate(2, Attends(True, -1).double(), {"x": torch.randn(2, 13, 8, dtype=torch.float64)})
     assert found.wrong == ""
     assert [site.refusal for site in found.report.sites] == [
