@@ -31,6 +31,7 @@ from ringopt.frontend.higher_order.associative_scan import (
     teach_associative_scan,
     trace_as_written,
 )
+from ringopt.frontend.libraries.teach import teach_libraries
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import readable_name
@@ -56,6 +57,7 @@ _reports: list[Report] = []
 
 teach()  # before Dynamo traces: it looks the backend up first
 teach_associative_scan()
+teach_libraries()
 teach_sizes()
 
 

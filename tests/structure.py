@@ -149,6 +149,8 @@ MOST = 7
 SIGNATURES = {
     "ringopt.frontend.fused_layers.attention": "torch._native_multi_head_attention",
     "ringopt.frontend.fused_layers.encoder_layer": "torch._transformer_encoder_layer_fwd",
+    "ringopt.frontend.libraries.causal_conv1d.causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
+    "ringopt.frontend.libraries.mamba_ssm.mamba_split_conv1d_scan_combined": "mamba_ssm's",
     "ringopt.functional.attention": "F.scaled_dot_product_attention, and what a user may say beside it",
     "ringopt.nn.__init__": "nn.MultiheadAttention",
     "ringopt.nn.forward": "F.scaled_dot_product_attention, nn.MultiheadAttention",

@@ -69,6 +69,7 @@ class KernelScan:
     mesh: Mesh
     shared: Sequence[Tensor] = ()
     trusted: bool = False  # whether an earlier call, of the same sizes, has held the kernel against its map
+    placed: bool = False  # whether `run` is told which tokens of the sequence it has, as `at`
     single: bool = False  # whether the kernel gives one tensor beside the state
     besides: list[str] = field(default_factory=list)  # the sizes of what it learns and was not given
 
@@ -98,13 +99,18 @@ class KernelScan:
         with recording() if any(learned) else torch.no_grad():
             given = (state, *xs, *self.shared)
             leaves = [x.detach().requires_grad_(wants) for x, wants in zip(given, learned, strict=True)]
-            given, last = self.run(*leaves)
+            given, last = self.run_at(number, *leaves)
             self.single = isinstance(given, Tensor)
             outputs = [given] if isinstance(given, Tensor) else list(given)
         self.besides += learns_besides([*outputs, last], leaves)
         return Segment(number, leaves[0], leaves[1:], outputs, last)
 
-    def map_of(self, frame: Frame, xs: Sequence[Tensor]) -> SegmentMap:
+    def run_at(self, number: int, *given: Tensor) -> tuple[Any, Tensor]:
+        """The kernel, on what is given of a segment."""
+        at = (self.layout.edge(number), self.layout.edge(number + 1))
+        return self.run(*given, at=at) if self.placed else self.run(*given)
+
+    def map_of(self, number: int, frame: Frame, xs: Sequence[Tensor]) -> SegmentMap:
         """(M, U) of the tokens of a segment."""
         assert self.affine is not None
         kind, (point, mixed, free) = frame.stage.kind, frame.sizes
@@ -114,9 +120,10 @@ class KernelScan:
         for first in range(0, mixed, max(free, 1)):
             probe, some = zero.new_zeros(mixed, free), eye[:, first : first + free]
             probe[:, : some.shape[1]] = some
-            through = self.run(frame.outward(probe.expand(point, mixed, free)), *alone, *self.shared)[1]
+            state = frame.outward(probe.expand(point, mixed, free))
+            through = self.run_at(number, state, *alone, *self.shared)[1]
             columns.append(frame.inward(through)[:, :, : some.shape[1]])
-        return SegmentMap(torch.cat(columns, 2), frame.inward(self.run(zero, *xs, *self.shared)[1]))
+        return SegmentMap(torch.cat(columns, 2), frame.inward(self.run_at(number, zero, *xs, *self.shared)[1]))
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def forward(
@@ -128,7 +135,7 @@ class KernelScan:
             return self.in_turn(state, cut, learned)
         frame, none = self.frame(state), self.frame(state).identity(state)
         with torch.no_grad():
-            maps = {number: self.map_of(frame, cut[number]) for number in self.mine}
+            maps = {number: self.map_of(number, frame, cut[number]) for number in self.mine}
             messages = [frame.flat(maps.get(number, none)) for number in self.layout.chunks(self.mesh.rank)]
             every = [frame.read(message) for message in self.gathered(messages, "maps of a scan")]
             states = [frame.inward(state)]

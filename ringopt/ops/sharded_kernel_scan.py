@@ -67,9 +67,10 @@ def sharded_kernel_scan(state: Tensor, xs: list[Tensor], shared: list[Tensor], *
 @sharded_kernel_scan.register_fake
 def _(state: Tensor, xs: list[Tensor], shared: list[Tensor], *where: Any) -> list[Tensor]:
     place = KernelPlace(*where)
-    outputs, last = ScanKernel.read(place.kernel).run(state, *xs, *shared)
+    outputs, last = ScanKernel.read(place.kernel).fake(state, *xs, *shared)
     before = state.new_empty((chunks_per_rank(place.layout), *state.shape))
-    return [*(x.new_empty(x.shape) for x in outputs), last.new_empty(last.shape), before, matrices_like(state, place)]
+    last = last.new_empty(state.shape)  # of packed sequences, one
+    return [*(x.new_empty(x.shape) for x in outputs), last, before, matrices_like(state, place)]
 
 
 @torch.library.custom_op(
@@ -138,7 +139,7 @@ def prepared(op: str, state: Tensor, xs: list[Tensor], shared: list[Tensor], pla
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
     affine = AffineState(kernel.axes, kernel.additive) if kernel.axes is not None else None
-    return KernelScan(kernel.run, affine, kernel.dim, layout, mesh, shared, not new)
+    return KernelScan(kernel.run, affine, kernel.dim, layout, mesh, shared, not new, kernel.segments is not None)
 
 
 def misfit_of(mesh: Mesh, xs: Sequence[Tensor], dim: int, place: KernelPlace) -> str:

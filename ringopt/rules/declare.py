@@ -102,6 +102,9 @@ class ScanRule:
               coefficient for each index, "mixed": M sums over it, "free": all indices have the same M. None: the state
               is in no affine way made of that before, and the ranks run one after the other
     additive  of `tokens`, what U is made of: where they are zeros, so is U
+    segments  the argument that tells packed sequences apart, None in a call: there is one. Cumulative lengths [N + 1]
+              (cu_seqlens) of one batch, with a state for each sequence; or the number of the sequence that each token
+              is of [B, n], of which 0 goes on from the first state
     """
 
     tokens: tuple[str, ...]
@@ -110,6 +113,7 @@ class ScanRule:
     dim: int = 1
     axes: tuple[Literal["point", "mixed", "free"], ...] | None = None
     additive: tuple[str, ...] = ()
+    segments: str | None = None
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,7 @@ def misnamed(op: OpOverload, declared: Declared) -> str:
         given = (says.q, says.k, says.v, says.mask, says.causal, says.scale, says.dropout)
         asked = [each for each in (*given, *(says.window or ()), *(says.segments or ())) if isinstance(each, str)]
     elif isinstance(says, ScanRule):
-        asked = [*says.tokens, says.state, *says.additive]
+        asked = [*says.tokens, says.state, *says.additive, *([says.segments] if says.segments else [])]
     lacking = [name for name in asked if name not in names]
     if lacking:
         return f"it names {', '.join(lacking)}, and the arguments of the operator are {', '.join(names)}"

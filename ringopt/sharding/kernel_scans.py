@@ -25,7 +25,7 @@ from ringopt.ops import operators
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traits import sent_bytes
 from ringopt.rules.declare import ScanRule, declaration_of, is_foreign
-from ringopt.scans.kernel import ScanKernel, contradiction
+from ringopt.scans.kernel import ScanKernel, contradiction, state_of
 from ringopt.sharding.sharder import Sharder
 from ringopt.torch_compat.schema import schema_of
 
@@ -85,11 +85,10 @@ def place_kernel_scan(sharder: Sharder, node: fx.Node) -> None:
 
 def first_state(sharder: Sharder, node: fx.Node, says: ScanRule) -> fx.Node:
     """That of the call, or zeros."""
-    given, last = arguments_of(node)[says.state], value_of(node)[says.last]
+    given, last = arguments_of(node)[says.state], state_of(node, says)
     if given is not None:
         return sharder.replicated(given)
-    how = {"dtype": last.dtype, "device": last.device}
-    return sharder.step(aten.zeros.default, list(last.shape), like=node, **how)
+    return sharder.step(aten.zeros.default, list(last.shape), like=node, dtype=last.dtype, device=last.device)
 
 
 def kernel_site(node: fx.Node, mesh: Mesh, layouts: Layouts) -> SiteInfo:
@@ -108,12 +107,14 @@ def kernel_site(node: fx.Node, mesh: Mesh, layouts: Layouts) -> SiteInfo:
         info.refusal = f"{at_hand(rows.length)} tokens for {mesh.size} ranks: every rank needs one in each segment"
         info.layout = "none"
         return info
-    kernel, state = ScanKernel.of(node, says), value_of(node)[says.last]
+    kernel, state = ScanKernel.of(node, says), state_of(node, says)
     sized = SizedCall.of(node, mesh.size, mesh.rank, number=at_hand)
     there = {"steps": rows.length, "layout": info.layout, "state": state, "kernel": kernel.text, "segments": segments}
     info.bytes_sent = sent_bytes(sized.conjugate("sharded_kernel_scan", sized.value, **there))
     info.strategy, info.kernel = ("states" if says.axes else "in turn"), name
     carried = f"a state of {list(state.shape)}"
+    if kernel.segments is not None:
+        info.notes.append("it packs sequences: no state goes over from one to the next")
     if says.axes is None:
         info.notes.append(f"{carried} of {name}: the ranks run one after the other, for its rule has no axes")
     else:

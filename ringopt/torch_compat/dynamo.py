@@ -42,6 +42,7 @@ __all__ = [
     "TransformGetItemToIndex",
     "aot_eager",
     "backends_compiling",
+    "before_each_trace",
     "break_reason",
     "code_being_compiled",
     "counters",
@@ -52,6 +53,7 @@ __all__ = [
     "is_compiled",
     "is_continuation",
     "leave_graphs_whole_in_ddp",
+    "not_traced",
     "patched",
     "recompile_limit",
     "source_of",
@@ -154,6 +156,30 @@ def patched(**settings: Any) -> AbstractContextManager[Any]:
 def leave_graphs_whole_in_ddp() -> None:
     """From now on in this process: Dynamo would cut a graph in DDP where a bucket of gradients ends."""
     config.optimize_ddp = False
+
+
+def before_each_trace(call: Callable[[], None]) -> None:
+    """Has Dynamo call it before it traces a frame, for whatever backend, from here on; torch's own callbacks end with
+    torch._dynamo.reset(). Without effect where this torch has no such function."""
+    trace = getattr(convert_frame, "trace_frame", None)
+    if trace is not None:
+
+        @wraps(trace)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return trace(*args, **kwargs)
+
+        convert_frame.trace_frame = traced
+
+
+def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Another function that does the same, at which Dynamo breaks the graph."""
+
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    broken: Callable[..., Any] = torch.compiler.disable(untraced)
+    return broken
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -257,6 +257,24 @@ def test_a_frame_is_traced_again_with_other_settings(program: Any, in_vain: bool
     assert in_vain or ["nonzero" in str(gm.graph) for gm in graphs] == [True]
 
 
+def test_a_call_before_each_trace_outlives_a_reset(monkeypatch: Any) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch._dynamo.convert_frame, "trace_frame", torch._dynamo.convert_frame.trace_frame)
+    dynamo.before_each_trace(lambda: calls.append(1))
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.compile(torch.sin, backend="eager")(torch.ones(3))
+    assert len(calls) == 2
+
+
+def test_what_is_not_traced_breaks_the_graph_and_does_the_same() -> None:
+    twice, x = dynamo.not_traced(lambda x: 2 * x), torch.ones(3)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(lambda x: twice(x + 1), backend="eager")(x), 2 * (x + 1))
+    with pytest.raises(TorchDynamoException):
+        torch.compile(lambda x: twice(x + 1), backend="eager", fullgraph=True)(x)
+
+
 def test_the_backend_that_compiles_is_known_while_dynamo_traces() -> None:
     found: list[Any] = []
     frames: list[Any] = []

@@ -1,0 +1,200 @@
+"""Kernels of fla, mamba-ssm and causal-conv1d: their graph stays whole, and their tokens stay on shards. The libraries
+are stand-ins (tests/harness/stub_libraries.py), which compute in torch and refuse fake tensors as a kernel does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import ringopt.backend  # noqa: F401  (teaches Dynamo)
+from ringopt.ir.nodes import op_name
+from tests.harness import stub_libraries as stubs
+from tests.harness.translation import Verdict, validate
+
+H, K, V = 2, 4, 3
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    torch._dynamo.reset()
+    with stubs.libraries():
+        yield
+
+
+class Layer(nn.Module):
+    """A mixer of tokens around a kernel, as models have them; `call(q, k, v, g, beta)` are B T H D."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.into, self.out, self.call = nn.Linear(WIDTH, H * (3 * K + V + 2)), nn.Linear(H * V, WIDTH), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, g, v, decay, beta = self.into(x).unflatten(-1, (H, -1)).split([K, K, K, V, 1, 1], -1)
+        k, g, decay = F.normalize(k, dim=-1), F.logsigmoid(g), F.logsigmoid(decay)[..., 0]
+        return x + self.out(self.call(q, k, v, g, decay, beta.sigmoid()[..., 0]).flatten(-2))
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "gated delta rule": lambda q, k, v, g, decay, beta: stubs.chunk_gated_delta_rule(
+        q, k, v, g=decay, beta=beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=True
+    )[0],
+    "fewer keys than values": lambda q, k, v, g, decay, beta: stubs.chunk_gated_delta_rule(
+        q[:, :, :1], k[:, :, :1], v, decay, beta, 0.5
+    )[0],
+    "gate in the kernel": lambda q, k, v, g, decay, beta: stubs.chunk_gated_delta_rule(
+        q, k, v, decay, beta, use_gate_in_kernel=True, A_log=beta.mean((0, 1)).detach(), dt_bias=q.new_ones(H)
+    )[0],
+    "kda": lambda q, k, v, g, decay, beta: stubs.chunk_kda(q, k, v, g, beta, output_final_state=True)[0],
+    "delta rule": lambda q, k, v, g, decay, beta: stubs.chunk_delta_rule(q, k, v, beta)[0],
+    "gla": lambda q, k, v, g, decay, beta: stubs.chunk_gla(q, k, v, g)[0],
+    "gla, values first": lambda q, k, v, g, decay, beta: stubs.chunk_gla(q, k, v, g, state_v_first=True)[0],
+    "simple gla": lambda q, k, v, g, decay, beta: stubs.chunk_simple_gla(q, k, v, decay)[0],
+    "retention": lambda q, k, v, g, decay, beta: stubs.chunk_simple_gla(q, k, v, g_gamma=-0.1 * v.new_ones(H))[0],
+    "first state": lambda q, k, v, g, decay, beta: stubs.chunk_gla(
+        q, k, v, g, None, q.mean(1)[..., None] * v[:, 0, :, None]
+    )[0],
+}  # fmt: skip
+
+
+ENDS = {"in segments": [0, 4, 9, 13], "at an edge": [0, 3, 7, 13], "of one token": [0, 6, 7, 13], "one": [0, 13]}
+PACKED = {
+    **{
+        f"packed, {name}": lambda q, k, v, g, decay, beta, ends=ends: stubs.chunk_gated_delta_rule(
+            q, k, v, decay, beta, cu_seqlens=torch.tensor(ends)
+        )[0]
+        for name, ends in ENDS.items()
+    },
+    "packed, kda": lambda q, k, v, g, decay, beta: stubs.chunk_kda(
+        q, k, v, g, beta, cu_seqlens=torch.tensor([0, 8, 13])
+    )[0],
+}
+
+
+class Mamba(nn.Module):
+    """A layer of Mamba 2: in one call of the library, or the norm and the last product apart."""
+
+    def __init__(
+        self, fused: bool, normed: bool = True, before: bool = False, packed: tuple[int, ...] | None = None
+    ) -> None:
+        super().__init__()
+        self.of = None if packed is None else torch.repeat_interleave(torch.tensor(packed))[None].int()
+        self.fused, self.normed, self.before, self.heads, self.groups, self.states = fused, normed, before, 4, 2, 3
+        self.channels = WIDTH + 2 * self.groups * self.states
+        self.into = nn.Linear(WIDTH, WIDTH + self.channels + self.heads)
+        self.conv, self.conv_bias = (nn.Parameter(torch.randn(self.channels, *taps)) for taps in ((3,), ()))
+        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.rand(self.heads)) for _ in range(3))
+        self.norm, self.out = nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        zxbcdt, decay = self.into(x), -self.A_log.exp() * 0.1
+        if self.fused:
+            return x + stubs.mamba_split_conv1d_scan_combined(
+                zxbcdt, self.conv, self.conv_bias, self.dt_bias, decay, D=self.D, chunk_size=4, activation="silu",
+                rmsnorm_weight=self.norm if self.normed else None, outproj_weight=self.out.weight,
+                outproj_bias=self.out.bias, headdim=WIDTH // self.heads, ngroups=self.groups,
+                norm_before_gate=self.before, seq_idx=self.of,
+            )  # fmt: skip
+        z, xbc, dt = zxbcdt.split([WIDTH, self.channels, self.heads], -1)
+        xbc = stubs.causal_conv1d_fn(x=xbc.mT, weight=self.conv, bias=self.conv_bias, activation="silu").mT
+        rows, both = xbc[..., :WIDTH].unflatten(-1, (self.heads, -1)), xbc[..., WIDTH:]
+        b, c = both.unflatten(-1, (2, self.groups, self.states)).unbind(2)
+        y, _last = stubs.mamba_chunk_scan_combined(
+            rows, dt, decay, b, c, chunk_size=4, D=self.D, z=None, dt_bias=self.dt_bias, dt_softplus=True,
+            return_final_states=True,
+        )  # fmt: skip
+        return x + self.out(y.flatten(-2) * z.sigmoid())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: lambda call=call: Layer(call) for name, call in CALLS.items()},
+    "mamba 2": lambda: Mamba(fused=False),
+    "mamba 2 in one": lambda: Mamba(fused=True),
+    "mamba 2 in one, normed before the gate": lambda: Mamba(fused=True, before=True),
+    "mamba 2 in one, without a norm": lambda: Mamba(fused=True, normed=False),
+}
+
+
+def drawn(tokens: int = 13, batch: int = 2) -> Tensor:
+    return torch.randn(batch, tokens, WIDTH, dtype=torch.float64)
+
+
+def verdict(model: nn.Module, p: int, batch: int = 2, **options: Any) -> Verdict:
+    torch.manual_seed(0)
+    found = validate(p, model.double(), drawn(batch=batch), **options)
+    assert found.wrong == ""
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_graph_is_whole_and_numbers_are_those_of_the_library(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = MODELS[name]().double(), drawn().requires_grad_()
+    compiled = torch.compile(model, backend="ring", fullgraph=True)
+    leaves = [x, *model.parameters()]
+    wanted, found = (torch.autograd.grad(run(x).square().sum(), leaves, allow_unused=True) for run in (model, compiled))
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_stay_on_shards(name: str, p: int) -> None:
+    found = verdict(MODELS[name](), p)
+    (site,) = found.report.sites
+    assert (site.form, site.strategy) == ("scan", "states"), site
+    assert [gather.op for gather in found.report.gathers] == ["output"]
+    assert "sharded_kernel_scan" in {op_name(node) for node in found.graph.graph.nodes}
+
+
+@pytest.mark.parametrize(("p", "layout"), [(2, "contiguous"), (2, "zigzag"), (3, "contiguous")])
+@pytest.mark.parametrize("name", PACKED)
+def test_no_state_goes_over_between_packed_sequences(name: str, p: int, layout: str) -> None:
+    packed(Layer(PACKED[name]), p, layout)
+
+
+@pytest.mark.parametrize(("p", "layout"), [(2, "contiguous"), (2, "zigzag"), (3, "contiguous")])
+@pytest.mark.parametrize("ends", [(4, 5, 4), (7, 6), (6, 1, 6), (13,)])
+def test_numbers_of_sequences_tell_them_apart_as_well(ends: tuple[int, ...], p: int, layout: str) -> None:
+    packed(Mamba(fused=True, packed=ends), p, layout)
+
+
+def packed(model: nn.Module, p: int, layout: str) -> None:
+    (site,) = verdict(model, p, batch=1, layout=layout).report.sites
+    assert site.strategy == "states" and "it packs sequences: no state goes over from one to the next" in site.notes
+
+
+def test_a_state_behind_packed_sequences_is_computed_whole() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        o, last = stubs.chunk_gla(q, k, v, g, output_final_state=True, cu_seqlens=torch.tensor([0, 4, 13]))
+        assert last is not None
+        return o * last.mean()
+
+    (site,) = verdict(Layer(call), 2, batch=1).report.sites
+    assert "it packs sequences, and reads states" in str(site.refusal)
+
+
+def test_what_is_known_of_no_rule_breaks_the_graph_as_before() -> None:
+    layer = Layer(lambda q, k, v, g, decay, beta: stubs.chunk_gated_delta_rule(q, k, v, decay, beta, cp_context=F)[0])
+    x = drawn()
+    torch.testing.assert_close(torch.compile(layer.double(), backend="ring")(x), layer(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(layer, backend="ring", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_packed_sequences_are_convolved_apart(activation: str | None) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 5, 11), torch.randn(5, 4), torch.randn(5)
+    of = torch.tensor([[0] * 4 + [1] * 7, [0] * 1 + [1] * 2 + [2] * 8])
+    run = lambda *given: stubs.causal_conv1d_fn(*given, activation=activation)  # noqa: E731
+    compiled = torch.compile(run, backend="ring", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight, bias, of), run(x, weight, bias, of))
+    torch.testing.assert_close(compiled(x, weight, None), run(x, weight, None))
