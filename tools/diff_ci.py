@@ -42,7 +42,7 @@ def _head(diff: GraphDiff, broken: Sequence[str]) -> Iterator[str]:
         for change in rows:
             where = change.node.module or change.node.source
             sizes = " | ".join((*error_cells(change.error), error_cells(change.gradient)[0]))
-            yield f"| `{cell(change.node.name)}` | {sizes} | {cell(where)} |"
+            yield f"| {code(change.node.name)} | {sizes} | {cell(where)} |"
     yield from ("", "| | before | after |", "|---|---|---|")
     for metric, name in (("nodes", "nodes"), ("bytes", "bytes sent by a rank"), ("flops", "FLOPs of products"),
                          ("refused", "attentions that are not sharded")):  # fmt: skip
@@ -65,6 +65,11 @@ def _shown(value: int | None) -> str:
 def cell(text: str) -> str:
     """Text in which markdown and HTML mean nothing, on one line."""
     return re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", " ".join(text.split()))
+
+
+def code(text: str) -> str:
+    """Text in a cell as it is: between backticks a backslash is one, but for `|`."""
+    return "`" + text.replace("`", "'").replace("|", "\\|") + "`"
 
 
 def _changed(diff: GraphDiff) -> list[ModuleChanges]:

@@ -1,5 +1,5 @@
 """A small model to try the commands on: `ringopt explain ringopt.tools.example:tiny`, or as a file,
-`python -m ringopt.tools.example model.pt2`.
+`python -m ringopt.tools.example model.pt2`. Your own as a file: `python -m ringopt.tools.example model.py:small m.pt2`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ringopt.tools.common.command import CommandError, Example, load_example
 
 
 class Block(nn.Module):
@@ -36,10 +38,16 @@ def tiny() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 def _main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m ringopt.tools.example FILE.pt2")
-    model, inputs = tiny()
-    torch.export.save(torch.export.export(model, inputs), sys.argv[1])
+    *factory, file = sys.argv[1:] or [""]
+    if len(factory) > 1 or not file.endswith(".pt2"):
+        sys.exit("usage: python -m ringopt.tools.example [FILE.py:FACTORY] FILE.pt2")
+    try:
+        example = load_example(factory[0]) if factory else Example(*tiny(), {})
+    except CommandError as error:
+        sys.exit(f"error: {error}")
+    if not isinstance(example.model, nn.Module):
+        sys.exit(f"error: {factory[0]}() returned {type(example.model).__name__}; torch.export asks for an nn.Module")
+    torch.export.save(torch.export.export(example.model, example.args, example.kwargs), file)
 
 
 if __name__ == "__main__":
