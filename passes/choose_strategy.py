@@ -67,7 +67,7 @@ class ChooseStrategy(Pass):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
         if self.shard == "model":
-            context.scans = scan_sites(gm.graph, context.mesh, context.layouts)
+            context.scans = scan_sites(gm.graph, context.mesh, context.layouts, self.strategy, context.carries)
         for node, info in sites.items():
             info.notes += [why] if why else []
             call = AttentionCall.of(node)

@@ -73,12 +73,16 @@ def looked_at(mesh: Mesh) -> int:
 
 def rates_for(mesh: Mesh, *sites: fx.Node) -> Rates:
     """Those that the ranks agreed on; a program for any machine is made for none in particular."""
-    query = value_of(named(sites[0], "q"))
+    return rates_at(mesh, value_of(named(sites[0], "q")))
+
+
+def rates_at(mesh: Mesh, like: torch.Tensor) -> Rates:
+    """For what is computed where `like` lies, in its dtype."""
     if mesh.name == ANY:
         return cautious()
     if isinstance(mesh, PretendedMesh) and mesh.hardware is not None:
-        return rates_of(mesh.hardware, str(query.dtype).removeprefix("torch."))
-    return agreed_rates(mesh, query.device.type)
+        return rates_of(mesh.hardware, str(like.dtype).removeprefix("torch."))
+    return agreed_rates(mesh, like.device.type)
 
 
 def over_nodes(plan: HeadExchange, heads: Heads, rank: int) -> str:

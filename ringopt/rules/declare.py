@@ -105,6 +105,8 @@ class ScanRule:
     segments  the argument that tells packed sequences apart, None in a call: there is one. Cumulative lengths [N + 1]
               (cu_seqlens) of one batch, with a state for each sequence; or the number of the sequence that each token
               is of [B, n], of which 0 goes on from the first state
+    heads     where heads know nothing of each other: the dim of heads of each argument that has one, by its name, and
+              of each result, "0" and on. Ranks may then share heads, all tokens of each
     """
 
     tokens: tuple[str, ...]
@@ -114,6 +116,7 @@ class ScanRule:
     axes: tuple[Literal["point", "mixed", "free"], ...] | None = None
     additive: tuple[str, ...] = ()
     segments: str | None = None
+    heads: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,7 @@ def misnamed(op: OpOverload, declared: Declared) -> str:
         asked = [each for each in (*given, *(says.window or ()), *(says.segments or ())) if isinstance(each, str)]
     elif isinstance(says, ScanRule):
         asked = [*says.tokens, says.state, *says.additive, *([says.segments] if says.segments else [])]
+        asked += [name for name in says.heads if not name.isdigit()]
     lacking = [name for name in asked if name not in names]
     if lacking:
         return f"it names {', '.join(lacking)}, and the arguments of the operator are {', '.join(names)}"

@@ -3,53 +3,38 @@ shards.
 
     o, last = mylib::delta_rule(q, k, v, g)   ->   o_rows, last, ... = sharded_kernel_scan(zeros, [q, k, v, g], ...)
 
-Each rank runs the operator on its own tokens, from the state before them; what travels has the size of the state.
+By states: each rank runs the operator on its own tokens, from the state before them; what travels has the size of the
+state. By heads, where its rule says that heads know nothing of each other: each rank runs it on all tokens of its own
+heads, and what has tokens travels, there and back (`ringopt::turn`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
-from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.nodes import arguments_of, shape_of, value_of
-from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.placement import Sharded
 from ringopt.ir.site import SiteInfo
-from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
-from ringopt.ops.sized_call import SizedCall
-from ringopt.ops.traits import sent_bytes
-from ringopt.rules.declare import ScanRule, declaration_of, is_foreign
-from ringopt.scans.kernel import ScanKernel, contradiction, state_of
+from ringopt.rules.declare import ScanRule, declaration_of
+from ringopt.scans.kernel import ScanKernel, state_of
+from ringopt.sharding.kernel_sites import tokens_of
 from ringopt.sharding.sharder import Sharder
-from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
-CONVERTED = "a program for any number of ranks has no recurrence of another library's operator on shards yet"
 
 
-def declared_scans(graph: fx.Graph) -> list[fx.Node]:
-    """Calls of operators whose rule says that they are a recurrence."""
-    return [node for node in graph.nodes if is_foreign(node) and isinstance(declaration_of(node), ScanRule)]
-
-
-def tokens_of(node: fx.Node) -> tuple[list[fx.Node], Sharded]:
-    """The operands with tokens, and how those are spread."""
-    says, given = declaration_of(node), arguments_of(node)
-    assert isinstance(says, ScanRule)
-    xs = [given[name] for name in says.tokens if isinstance(given[name], fx.Node)]
-    return xs, Sharded(says.dim, 1, shape_of(xs[0])[says.dim], 1)
-
-
-def begin_kernel_scans(sharder: Sharder, scans: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, Sharded]]:
+def begin_kernel_scans(sharder: Sharder, scans: Mapping[fx.Node, SiteInfo]) -> Iterator[tuple[fx.Node, Sharded]]:
     """What they want to have by tokens; they are placed so when the walk comes to them."""
-    for node in scans:
-        sharder.understood[node] = partial(place_kernel_scan, sharder, node)
+    for node, info in scans.items():
+        place = place_by_heads if info.strategy == "heads" else place_kernel_scan
+        sharder.understood[node] = partial(place, sharder, node)
         xs, rows = tokens_of(node)
         yield from ((x, rows) for x in xs)
 
@@ -83,41 +68,37 @@ def place_kernel_scan(sharder: Sharder, node: fx.Node) -> None:
         sharder.set(part, sharder.call(operator.getitem, (made, found), part, place), place)
 
 
+def place_by_heads(sharder: Sharder, node: fx.Node) -> None:
+    """The operator as it is, on all tokens of this rank's heads; its results are back by tokens for all that reads
+    them, but for the last state."""
+    says, given = declaration_of(node), arguments_of(node)
+    assert isinstance(says, ScanRule)
+    _xs, rows = tokens_of(node)
+    sharder.reader = node
+
+    def placed(name: str, x: fx.Node) -> fx.Node:
+        shared = name in says.heads and shape_of(x)[says.heads[name]] > 1
+        return sharder.sharded(x, of_heads(x, says.heads[name])) if shared else sharder.copied(x)
+
+    local = [placed(name, x) if isinstance(x, fx.Node) else x for name, x in given.items()]
+    made = sharder.call(node.target, local, node, None)
+    sharder.values[node], sharder.placements[node] = made, None
+    for part in list(node.users):
+        at = part.args[1] % len(value_of(node))
+        held = of_heads(part, says.heads[str(at)])
+        sharder.set(part, sharder.call(operator.getitem, (made, at), part, held), held)
+        if at != says.last:
+            sharder.set(part, sharder.turn(part, held, rows), rows)
+
+
+def of_heads(x: fx.Node, dim: int) -> Sharded:
+    """Spread over its heads."""
+    return Sharded(dim, 1, shape_of(x)[dim], 1)
+
+
 def first_state(sharder: Sharder, node: fx.Node, says: ScanRule) -> fx.Node:
     """That of the call, or zeros."""
     given, last = arguments_of(node)[says.state], state_of(node, says)
     if given is not None:
         return sharder.replicated(given)
     return sharder.step(aten.zeros.default, list(last.shape), like=node, dtype=last.dtype, device=last.device)
-
-
-def kernel_site(node: fx.Node, mesh: Mesh, layouts: Layouts) -> SiteInfo:
-    """What is known of one before it is placed: what the ranks exchange for it, or why all compute all of it."""
-    says = declaration_of(node)
-    assert isinstance(says, ScanRule)
-    name, wrong = schema_of(node.target).name, contradiction(node, says)
-    info = SiteInfo.at(node, "scan", name, False)
-    if wrong or mesh.name == ANY:
-        info.refusal = f"{name}: {wrong or CONVERTED}"
-        return info
-    _xs, rows = tokens_of(node)
-    info.pattern, info.layout = f"{at_hand(rows.length)} tokens", layouts.of(rows.length)
-    segments = chunks_per_rank(info.layout) * mesh.size
-    if not rows.length >= segments:
-        info.refusal = f"{at_hand(rows.length)} tokens for {mesh.size} ranks: every rank needs one in each segment"
-        info.layout = "none"
-        return info
-    kernel, state = ScanKernel.of(node, says), state_of(node, says)
-    sized = SizedCall.of(node, mesh.size, mesh.rank, number=at_hand)
-    there = {"steps": rows.length, "layout": info.layout, "state": state, "kernel": kernel.text, "segments": segments}
-    info.bytes_sent = sent_bytes(sized.conjugate("sharded_kernel_scan", sized.value, **there))
-    info.strategy, info.kernel = ("states" if says.axes else "in turn"), name
-    carried = f"a state of {list(state.shape)}"
-    if kernel.segments is not None:
-        info.notes.append("it packs sequences: no state goes over from one to the next")
-    if says.axes is None:
-        info.notes.append(f"{carried} of {name}: the ranks run one after the other, for its rule has no axes")
-    else:
-        axes = ", ".join(says.axes)
-        info.notes.append(f"{carried} ({axes}) of {name} is affine by its rule; what travels does not grow with n")
-    return info

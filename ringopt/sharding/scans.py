@@ -24,9 +24,11 @@ from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traits import sent_bytes
+from ringopt.options import Strategy
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.call import ScanCall, is_scan
-from ringopt.sharding.kernel_scans import begin_kernel_scans, declared_scans, kernel_site
+from ringopt.sharding.kernel_scans import begin_kernel_scans
+from ringopt.sharding.kernel_sites import declared_scans, kernel_site
 from ringopt.sharding.sharder import Sharder
 
 
@@ -37,11 +39,11 @@ def steps_of(node: fx.Node) -> Sharded:
 
 def begin_scans(sharder: Sharder, scans: Mapping[fx.Node, SiteInfo]) -> Iterator[tuple[fx.Node, Sharded]]:
     """What the scans want to have by steps; they are placed so when the walk comes to them."""
-    shared = [node for node, info in scans.items() if info.refusal is None]
+    shared = {node: info for node, info in scans.items() if info.refusal is None}
     for node in filter(is_scan, shared):
         sharder.understood[node] = partial(place_scan, sharder, node)
         yield from ((x, steps_of(node)) for x in ScanCall.of(node).xs)
-    yield from begin_kernel_scans(sharder, (node for node in shared if not is_scan(node)))
+    yield from begin_kernel_scans(sharder, {node: info for node, info in shared.items() if not is_scan(node)})
 
 
 def place_scan(sharder: Sharder, node: fx.Node) -> None:
@@ -68,10 +70,12 @@ def place_scan(sharder: Sharder, node: fx.Node) -> None:
         sharder.set(part, sharder.call(operator.getitem, (made, part.args[1]), part, place), place)
 
 
-def scan_sites(graph: fx.Graph, mesh: Mesh, layouts: Layouts) -> dict[fx.Node, SiteInfo]:
+def scan_sites(
+    graph: fx.Graph, mesh: Mesh, layouts: Layouts, strategy: Strategy, carries: Mapping[fx.Node, bool]
+) -> dict[fx.Node, SiteInfo]:
     """Of all recurrences, those of other libraries' operators too."""
     found = {node: scan_site(node, mesh, layouts) for node in graph.nodes if is_scan(node)}
-    return found | {node: kernel_site(node, mesh, layouts) for node in declared_scans(graph)}
+    return found | {node: kernel_site(node, mesh, layouts, strategy, carries[node]) for node in declared_scans(graph)}
 
 
 def scan_site(node: fx.Node, mesh: Mesh, layouts: Layouts) -> SiteInfo:

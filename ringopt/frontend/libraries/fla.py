@@ -17,6 +17,8 @@ from ringopt.rules.declare import Declaration, ScanRule
 from ringopt.scans.segment_map import wide
 
 Axis = Literal["point", "mixed", "free"]
+HEADS = {**dict.fromkeys(("q", "k", "v", "g", "beta", "0"), 2), "initial_state": 1, "1": 1}
+HEADS |= dict.fromkeys(("A_log", "dt_bias", "g_gamma"), 0)
 COMMON = ("initial_state?", "cu_seqlens?")
 SCALE = {"scale": "float?", "state_v_first": "bool?"}
 DELTA = {"use_qk_l2norm_in_kernel": "bool?"}
@@ -36,8 +38,9 @@ def state_rule(tokens: tuple[str, ...], along_k: Axis) -> Callable[..., Declarat
     """Of a state whose map does `along_k` along K, and the same for all V."""
 
     def says(state_v_first: Any = None, **given: Any) -> Declaration:
+        heads = {name: dim for name, dim in HEADS.items() if name in given or name.isdigit()}
         sides: tuple[Axis, Axis] = ("free", along_k) if state_v_first else (along_k, "free")
-        return ScanRule(tokens, axes=("point", "point", *sides), additive=("v",), segments="cu_seqlens")
+        return ScanRule(tokens, axes=("point", "point", *sides), additive=("v",), segments="cu_seqlens", heads=heads)
 
     return says
 

@@ -25,6 +25,10 @@ from ringopt.torch_compat.dynamo import not_traced
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
 
 
+HEADS = {**dict.fromkeys(("x", "dt", "B", "C", "z"), 2), **dict.fromkeys(("A", "D", "dt_bias"), 0)}
+HEADS |= {"initial_states": 1, "0": 2, "1": 1}
+
+
 def fake_chunk_scan(x: Tensor, B: Tensor, C: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """The result, and the last state [B, H, P, N] in float32 or wider."""
     batch, _tokens, heads, inner = x.shape
@@ -35,7 +39,7 @@ def says(**given: Any) -> Declaration:
     """One decay a head, and all of the state with it."""
     return ScanRule(
         ("x", "dt", "B", "C", "z"), "initial_states", axes=("point", "point", "free", "free"), additive=("x",),
-        segments="seq_idx",
+        segments="seq_idx", heads=HEADS,
     )  # fmt: skip
 
 

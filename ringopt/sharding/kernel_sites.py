@@ -1,0 +1,124 @@
+"""Recurrences that operators of other libraries compute: how ranks share each (kernel_scans.py places them)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.fx as fx
+
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank
+from ringopt.cost.choose import duration
+from ringopt.cost.kernel_scan import ScanCase
+from ringopt.cost.site import rates_at
+from ringopt.distributed.mesh import ANY, Mesh
+from ringopt.ir.nodes import arguments_of, shape_of, value_of
+from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.site import SiteInfo
+from ringopt.ir.symbolic_sizes import at_hand, is_open
+from ringopt.ops.sized_call import SizedCall
+from ringopt.ops.traits import sent_bytes
+from ringopt.options import Strategy
+from ringopt.report import bytes_text
+from ringopt.rules.declare import ScanRule, declaration_of, is_foreign
+from ringopt.scans.kernel import ScanKernel, contradiction, frame_of, state_of
+from ringopt.scans.trace import OperandKind
+from ringopt.torch_compat.schema import schema_of
+
+CONVERTED = "a program for any number of ranks has no recurrence of another library's operator on shards yet"
+
+
+def declared_scans(graph: fx.Graph) -> list[fx.Node]:
+    """Calls of operators whose rule says that they are a recurrence."""
+    return [node for node in graph.nodes if is_foreign(node) and isinstance(declaration_of(node), ScanRule)]
+
+
+def tokens_of(node: fx.Node) -> tuple[list[fx.Node], Sharded]:
+    """The operands with tokens, and how those are spread."""
+    says, given = declaration_of(node), arguments_of(node)
+    assert isinstance(says, ScanRule)
+    xs = [given[name] for name in says.tokens if isinstance(given[name], fx.Node)]
+    return xs, Sharded(says.dim, 1, shape_of(xs[0])[says.dim], 1)
+
+
+def kernel_site(node: fx.Node, mesh: Mesh, layouts: Layouts, strategy: Strategy, learns: bool) -> SiteInfo:
+    """What is known of one before it is placed: what the ranks exchange for it, or why all compute all of it."""
+    says = declaration_of(node)
+    assert isinstance(says, ScanRule)
+    name, wrong = schema_of(node.target).name, contradiction(node, says)
+    info = SiteInfo.at(node, "scan", name, False)
+    info.kernel = "none"
+    if wrong or mesh.name == ANY:
+        info.refusal = f"{name}: {wrong or CONVERTED}"
+        return info
+    _xs, rows = tokens_of(node)
+    info.pattern, info.training = f"{at_hand(rows.length)} tokens", learns
+    if not rows.length >= chunks_per_rank(layouts.of(rows.length)) * mesh.size:
+        info.refusal = f"{at_hand(rows.length)} tokens for {mesh.size} ranks: every rank needs one in each segment"
+        return info
+    info.layout, info.kernel = layouts.of(rows.length), name
+    if ScanKernel.of(node, says).segments is not None:
+        info.notes.append("it packs sequences: no state goes over from one to the next")
+    by_states(node, says, info, mesh)
+    if says.axes is not None and strategy in ("auto", "ulysses") and shares_heads(node, says, mesh, layouts):
+        compared(node, says, info, mesh, strategy)
+    return info
+
+
+def by_states(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh) -> None:
+    """Each rank its tokens."""
+    _xs, rows = tokens_of(node)
+    kernel, state, segments = ScanKernel.of(node, says), state_of(node, says), chunks_per_rank(info.layout) * mesh.size
+    sized = SizedCall.of(node, mesh.size, mesh.rank, number=at_hand)
+    there = {"steps": rows.length, "layout": info.layout, "state": state, "kernel": kernel.text, "segments": segments}
+    info.bytes_sent = sent_bytes(sized.conjugate("sharded_kernel_scan", sized.value, **there))
+    carried, info.strategy = f"a state of {list(state.shape)}", "states"
+    if says.axes is None:
+        info.strategy = "in turn"
+        info.notes.append(f"{carried} of {info.kernel}: the ranks run one after the other, for its rule has no axes")
+    else:
+        axes = ", ".join(says.axes)
+        info.notes.append(f"{carried} ({axes}) of {info.kernel} is affine by its rule; its maps do not grow with n")
+
+
+def shares_heads(node: fx.Node, says: ScanRule, mesh: Mesh, layouts: Layouts) -> bool:
+    """Whether every rank can have as many heads as another, the same ones of all operands, at a length that is known.
+    One head of an operand is for all."""
+    results = [str(at) for at in range(len(value_of(node)))]
+    if not says.heads or any(at not in says.heads for at in results) or is_open(tokens_of(node)[1].length):
+        return False
+    sizes = set(heads_of(node, says)) - {1}
+    names = {layouts.of(size) for size in sizes}
+    return len(names) == 1 and all(size % (chunks_per_rank(*names) * mesh.size) == 0 for size in sizes)
+
+
+def heads_of(node: fx.Node, says: ScanRule) -> Iterator[int]:
+    """Of each operand that has heads, and of each result."""
+    given = arguments_of(node)
+    for name, dim in says.heads.items():
+        x = value_of(node)[int(name)] if name.isdigit() else value_of(given[name])
+        if x is not None:
+            yield at_hand(x.shape[dim])
+
+
+def compared(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh, strategy: Strategy) -> None:
+    """By heads where that is predicted to be faster, or was asked for."""
+    xs, rows = tokens_of(node)
+    state = state_of(node, says)
+    frame = frame_of(says.axes or (), OperandKind.of(state))
+    outputs = [x for at, x in enumerate(value_of(node)) if at != says.last]
+    moved = sum(at_hand(x.numel()) * x.element_size() for x in (*map(value_of, xs), *outputs)) // mesh.size
+    tokens, numbers = at_hand(rows.length), at_hand(state.numel())
+    case = ScanCase(numbers, tokens, info.bytes_sent, moved, frame.runs, mesh.size, info.training)
+    rates = rates_at(mesh, value_of(xs[0]))
+    found = list(case.predictions(rates))
+    if strategy == "ulysses":
+        found.sort(key=lambda one: one.strategy != "heads")
+    info.predictions, (best, other) = tuple(found), found
+    info.strategy = best.strategy
+    if best.strategy == "heads":
+        info.bytes_sent = moved * (mesh.size - 1) // mesh.size
+    info.reason = (
+        f"strategy {best.strategy} {duration(best.seconds)}, {bytes_text(best.bytes)} sent, predicted (others: "
+        f"{other.strategy} {duration(other.seconds)}, {bytes_text(other.bytes)} sent); {rates.source}"
+    )
+    info.notes.append(info.reason)

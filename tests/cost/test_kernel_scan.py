@@ -1,0 +1,35 @@
+"""By states or by heads: what is predicted of a recurrence that a kernel computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ringopt.cost.kernel_scan import ScanCase
+from ringopt.hardware.rates import rates_of
+
+HEADS, K, V, RANKS = 32, 128, 128, 8
+H100 = rates_of("h100", "bfloat16")
+
+
+def case(tokens: int, training: bool = True) -> ScanCase:
+    """A layer of gated delta rule, in bfloat16."""
+    state, row = HEADS * K * V, HEADS * 2 * (2 * K + 2 * V + 2)
+    return ScanCase(state, tokens, 2 * state * 4 * (RANKS - 1), row * tokens // RANKS, 1, RANKS, training)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_heads_take_fewer_runs_where_the_link_is_fast(training: bool) -> None:
+    best, other = case(131072, training).predictions(H100)
+    assert (best.strategy, other.strategy) == ("heads", "states") and best.bytes > other.bytes
+
+
+def test_states_send_less_where_it_is_slow() -> None:
+    slow = replace(H100, link=replace(H100.link, rate=1e9))
+    assert case(131072).predictions(slow)[0].strategy == "states"
+
+
+def test_states_do_not_grow_with_the_tokens() -> None:
+    sent = [{one.strategy: one.bytes for one in case(n).predictions(H100)} for n in (8192, 131072)]
+    assert sent[0]["states"] == sent[1]["states"] and 16 * sent[0]["heads"] == sent[1]["heads"]
