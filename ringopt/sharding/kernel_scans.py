@@ -73,12 +73,18 @@ def place_by_heads(sharder: Sharder, node: fx.Node) -> None:
     them, but for the last state."""
     says, given = declaration_of(node), arguments_of(node)
     assert isinstance(says, ScanRule)
-    _xs, rows = tokens_of(node)
+    xs, rows = tokens_of(node)
     sharder.reader = node
 
     def placed(name: str, x: fx.Node) -> fx.Node:
-        shared = name in says.heads and shape_of(x)[says.heads[name]] > 1
-        return sharder.sharded(x, of_heads(x, says.heads[name])) if shared else sharder.copied(x)
+        heads = of_heads(x, says.heads[name]) if name in says.heads else None
+        if heads is None or heads.length == 1:
+            return for_all_heads(sharder, x, rows) if x in xs else sharder.copied(x)
+        # A demand for heads is not to climb: what tokens are made of would be computed whole.
+        if x not in xs:
+            return sharder.once(x, heads, partial(sharder.scatter, x, heads))
+        turned = partial(sharder.turn, x, rows, heads, sharder.sharded(x, rows))
+        return sharder.once(x, ("turned", heads), turned)
 
     local = [placed(name, x) if isinstance(x, fx.Node) else x for name, x in given.items()]
     made = sharder.call(node.target, local, node, None)
@@ -89,6 +95,14 @@ def place_by_heads(sharder: Sharder, node: fx.Node) -> None:
         sharder.set(part, sharder.call(operator.getitem, (made, at), part, held), held)
         if at != says.last:
             sharder.set(part, sharder.turn(part, held, rows), rows)
+
+
+def for_all_heads(sharder: Sharder, x: fx.Node, rows: Sharded) -> fx.Node:
+    """All tokens of what heads have in common; each rank's gradient is of its heads, so they are summed."""
+    part = {"x": sharder.sharded(x, rows), **sharder.factors(rows), "layout": sharder.ranks.layout(rows.length)}
+    whole = sharder.over_ranks(operators.gather.default, x, None, "whole", **part)
+    learns = sharder.carries[x]
+    return sharder.over_ranks(operators.copy_to_group.default, x, None, "copied", x=whole) if learns else whole
 
 
 def of_heads(x: fx.Node, dim: int) -> Sharded:

@@ -100,13 +100,21 @@ def heads_of(node: fx.Node, says: ScanRule) -> Iterator[int]:
             yield at_hand(x.shape[dim])
 
 
+def is_common(node: fx.Node, x: fx.Node, says: ScanRule) -> bool:
+    """Whether an operand has one head for all, or none."""
+    name = next(name for name, given in arguments_of(node).items() if given is x)
+    return name not in says.heads or at_hand(shape_of(x)[says.heads[name]]) == 1
+
+
 def compared(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh, strategy: Strategy) -> None:
     """By heads where that is predicted to be faster, or was asked for."""
     xs, rows = tokens_of(node)
     state = state_of(node, says)
     frame = frame_of(says.axes or (), OperandKind.of(state))
     outputs = [x for at, x in enumerate(value_of(node)) if at != says.last]
-    moved = sum(at_hand(x.numel()) * x.element_size() for x in (*map(value_of, xs), *outputs)) // mesh.size
+    common = [x for x in xs if is_common(node, x, says)]
+    operands = [*map(value_of, xs), *outputs, *(value_of(x) for x in common for _ in range(mesh.size - 1))]
+    moved = sum(at_hand(x.numel()) * x.element_size() for x in operands) // mesh.size
     tokens, numbers = at_hand(rows.length), at_hand(state.numel())
     case = ScanCase(numbers, tokens, info.bytes_sent, moved, frame.runs, mesh.size, info.training)
     rates = rates_at(mesh, value_of(xs[0]))
@@ -116,6 +124,8 @@ def compared(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh, strategy
     info.predictions, (best, other) = tuple(found), found
     info.strategy = best.strategy
     if best.strategy == "heads":
+        names = ", ".join(x.name for x in common)
+        info.notes += [f"what all heads have in common goes to all ranks: {names}"] if common else []
         info.bytes_sent = moved * (mesh.size - 1) // mesh.size
     info.reason = (
         f"strategy {best.strategy} {duration(best.seconds)}, {bytes_text(best.bytes)} sent, predicted (others: "

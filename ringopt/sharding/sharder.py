@@ -216,10 +216,10 @@ class Sharder:
         """Whether a sharded value has been gathered for another reader."""
         return (node, "whole") in self.converted and node not in self.begun
 
-    def turn(self, node: fx.Node, held: Sharded, placement: Sharded) -> fx.Node:
-        """All of the dim along which the value is sharded, and this rank's part of another."""
+    def turn(self, node: fx.Node, held: Sharded, placement: Sharded, rows: fx.Node | None = None) -> fx.Node:
+        """All of the dim along which the value, or what is given of it, is sharded, and this rank's part of another."""
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
-        given = {"x": self.values[node], "dim": held.dim, "old": old, "new_dim": placement.dim, "new": new}
+        given = {"x": rows or self.values[node], "dim": held.dim, "old": old, "new_dim": placement.dim, "new": new}
         given |= self.from_to(held, placement)
         return self.over_ranks(operators.turn.default, node, placement, "turned", **given)
 

@@ -194,7 +194,7 @@ def test_or_heads_are_shared(name: str, layout: str) -> None:
     groups = "mamba" in name and layout == "zigzag"  # two, for four chunks
     assert site.strategy == ("states" if groups else "heads"), site
     assert groups or (site.kernel in named and "turn" in named and "sharded_kernel_scan" not in named)
-    assert [gather.op for gather in found.report.gathers] == ["output"]
+    assert [gather.op for gather in found.report.gathers] == ["output"] and found.report.sharded_fraction == 1
 
 
 @pytest.mark.sample(3)
