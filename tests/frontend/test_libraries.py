@@ -41,6 +41,10 @@ class Layer(nn.Module):
         return x + self.out(self.call(q, k, v, g, decay, beta.sigmoid()[..., 0]).flatten(-2))
 
 
+def constant(value: float) -> Tensor:
+    return torch.full((H,), value, dtype=torch.float64)
+
+
 CALLS: dict[str, Callable[..., Tensor]] = {
     "gated delta rule": lambda q, k, v, g, decay, beta: stubs.chunk_gated_delta_rule(
         q, k, v, g=decay, beta=beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=True
@@ -49,14 +53,14 @@ CALLS: dict[str, Callable[..., Tensor]] = {
         q[:, :, :1], k[:, :, :1], v, decay, beta, 0.5
     )[0],
     "gate in the kernel": lambda q, k, v, g, decay, beta: stubs.chunk_gated_delta_rule(
-        q, k, v, decay, beta, use_gate_in_kernel=True, A_log=beta.mean((0, 1)).detach(), dt_bias=q.new_ones(H)
+        q, k, v, decay, beta, use_gate_in_kernel=True, A_log=constant(-1.0), dt_bias=constant(0.5)
     )[0],
     "kda": lambda q, k, v, g, decay, beta: stubs.chunk_kda(q, k, v, g, beta, output_final_state=True)[0],
     "delta rule": lambda q, k, v, g, decay, beta: stubs.chunk_delta_rule(q, k, v, beta)[0],
     "gla": lambda q, k, v, g, decay, beta: stubs.chunk_gla(q, k, v, g)[0],
     "gla, values first": lambda q, k, v, g, decay, beta: stubs.chunk_gla(q, k, v, g, state_v_first=True)[0],
     "simple gla": lambda q, k, v, g, decay, beta: stubs.chunk_simple_gla(q, k, v, decay)[0],
-    "retention": lambda q, k, v, g, decay, beta: stubs.chunk_simple_gla(q, k, v, g_gamma=-0.1 * v.new_ones(H))[0],
+    "retention": lambda q, k, v, g, decay, beta: stubs.chunk_simple_gla(q, k, v, g_gamma=constant(-0.1))[0],
     "first state": lambda q, k, v, g, decay, beta: stubs.chunk_gla(
         q, k, v, g, None, q.mean(1)[..., None] * v[:, 0, :, None]
     )[0],
@@ -194,7 +198,8 @@ def test_or_heads_are_shared(name: str, layout: str) -> None:
     groups = "mamba" in name and layout == "zigzag"  # two, for four chunks
     assert site.strategy == ("states" if groups else "heads"), site
     assert groups or (site.kernel in named and "turn" in named and "sharded_kernel_scan" not in named)
-    assert [gather.op for gather in found.report.gathers] == ["output"] and found.report.sharded_fraction == 1
+    assert [gather.op for gather in found.report.gathers] == ["output"]
+    assert found.report.sharded_fraction == 1 or name == "first state"  # which is a mean of all tokens
 
 
 @pytest.mark.sample(3)
