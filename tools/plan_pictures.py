@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringopt.context_parallel.plan.plan_of import hybrid, trading
 from ringopt.cost.choose import Case
+from ringopt.cost.dilated import DilatedCase
 from ringopt.cost.simulate import SimSpan, simulate
 from ringopt.hardware.devices import GIB, device_of
 from ringopt.hardware.rates import Rates, rates_of
@@ -136,17 +137,36 @@ def drawn_attention(plan: Plan) -> DrawnAttention | None:
     if not drawn:
         return None
     point, number = min(drawn, key=lambda at: (not travels(*at), abs(log_share(at[0].sites[at[1]], rates))))
-    site, ranks = point.sites[number], min(DRAWN, point.world_size)
+    few = on_few_ranks(plan, point, number)
+    assert isinstance(few.case, Case)
+    if trading(few.strategy) > 1:
+        rates = replace(rates, node=trading(few.strategy))
+    layout = point.sites[number].layout
+    spans = simulate(few.case.plan(few.ranks, layout, few.strategy), few.case.heads, rates, False, drawn=True).spans
+    return DrawnAttention(f"{few.case.pattern}, {few.which}, {few.strategy}, {layout}", few.ranks, spans)
+
+
+@dataclass(frozen=True)
+class FewRanks:
+    """One attention of a point, on as many ranks as can be drawn, each with as many rows as there."""
+
+    case: Case | DilatedCase
+    ranks: int
+    strategy: str
+    which: str
+
+
+def on_few_ranks(plan: Plan, point: Point, number: int) -> FewRanks:
+    """A pattern that lists rows has no other length: it stays on all ranks."""
+    planned, strategy = plan.traced.sites[number].case, point.sites[number].strategy
+    listing = isinstance(planned, Case) and planned.lists_rows
+    ranks = point.world_size if listing else min(DRAWN, point.world_size)
     length = max(point.length * ranks // point.world_size, 2 * ranks)
-    case = at_length(plan.traced.sites[number].case, length, plan.traced.length, ranks)
-    assert isinstance(case, Case)
-    strategy = site.strategy
-    if trading(strategy) > 1 and ranks > 2:  # two nodes can be seen too, of fewer ranks
-        strategy, rates = hybrid(ranks // 2), replace(rates, node=ranks // 2)
-    spans = simulate(case.plan(ranks, site.layout, strategy), case.heads, rates, False, drawn=True).spans
-    which = f"{ranks} ranks" + (f" as of {point.world_size:,}" if ranks < point.world_size else "")
-    subtitle = f"{case.pattern}, {case.q_length:,} tokens, {which}, {strategy}, {site.layout}"
-    return DrawnAttention(subtitle, ranks, spans)
+    case = at_length(planned, length, plan.traced.length, ranks)
+    if trading(strategy) > 1 and 2 < ranks < point.world_size:  # two nodes can be seen too, of fewer ranks
+        strategy = hybrid(ranks // 2)
+    which = f"{case.q_length:,} tokens, {ranks} ranks" + (f" as of {point.world_size:,}" * (ranks < point.world_size))
+    return FewRanks(case, ranks, strategy, which)
 
 
 def travels(point: Point, number: int) -> bool:

@@ -54,11 +54,16 @@ def mask_picture(
         return None
     text = pattern_text(name, arguments)
     if is_dilated(text):
-        return MaskPicture(_dilated(text, arguments.get("length", rows), query.shape[1]))
-    return MaskPicture(
-        _seen(text, arguments.get("mask") or "", rows, keys, (given, plan.ranks if plan is not None else 1)),
-        *(_computed(plan, rows, keys) if plan is not None else ()),
-    )
+        return dilated_picture(text, arguments.get("length", rows), query.shape[1])
+    return picture_of(text, arguments.get("mask") or "", rows, keys, plan, given)
+
+
+def picture_of(
+    text: str, mask_text: str, rows: int, keys: int, plan: Plan | None = None, given: bool = False
+) -> MaskPicture:
+    """Of a pattern and a mask by their texts. `given`: a tensor hides more."""
+    seen = _seen(text, mask_text, rows, keys, (given, plan.ranks if plan is not None else 1))
+    return MaskPicture(seen, *(_computed(plan, rows, keys) if plan is not None else ()))
 
 
 @lru_cache(maxsize=256)
@@ -85,11 +90,11 @@ def length_of(value: Any) -> Any:
     return value.shape[-2] if isinstance(value, TENSORS) else None
 
 
-def _dilated(text: str, length: int, heads: int) -> tuple[str, ...]:
-    """Of all heads together."""
+def dilated_picture(text: str, length: Any, heads: int) -> MaskPicture:
+    """Of all heads together; who computes what is not drawn."""
     mark, sees = {Kind.EMPTY: NOTHING, Kind.FULL: "#", Kind.PARTIAL: "/"}, dilation_of(text).kind
     blocks = _blocks(length, 1) if isinstance(length, int) else []
-    return tuple("".join(mark[sees(some, others, length, heads)] for others in blocks) for some in blocks)
+    return MaskPicture(tuple("".join(mark[sees(some, others, length, heads)] for others in blocks) for some in blocks))
 
 
 def _axis_ranges(rows: range, keys: range) -> dict[str, range]:

@@ -87,15 +87,17 @@ class Plan:
 
     def fitting(self, length: int | None) -> str:
         """The longest length that fits, with what caps it."""
+        return self.cap(length) if length is None else f"up to {length:,} tokens fit, {self.cap(length)}"
+
+    def cap(self, length: int | None) -> str:
+        """Why no longer one than `length` fits, or is looked at."""
         if length is None:
             return "not even the shortest length fits"
         if any(listing(self.traced)):
-            why = "the one length of its mask"
-        elif length >= LONGEST:
-            why = "the longest that is looked at"
-        else:
-            why = f"then the {bytes_text(device_of(self.hardware).memory)} of {self.hardware} are full"
-        return f"up to {length:,} tokens fit, {why}"
+            return "the one length of its mask"
+        if length >= LONGEST:
+            return "the longest that is looked at"
+        return f"then the {bytes_text(device_of(self.hardware).memory)} of {self.hardware} are full"
 
     @property
     def links(self) -> str:

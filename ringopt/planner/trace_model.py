@@ -38,11 +38,13 @@ TRACED = (2, 4)  # ranks
 
 @dataclass(frozen=True)
 class PlannedSite:
-    """One attention, or several alike: a case at the traced length, and how often it occurs."""
+    """One attention, or several alike: a case at the traced length, how often it occurs, and where: `module` is the
+    first of `modules`."""
 
     module: str
     case: Case | DilatedCase
     times: int
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,8 +208,9 @@ def sites_of(nodes: Sequence[fx.Node]) -> list[PlannedSite]:
     for node in nodes:
         case = case_of(node)
         if case is not None:
-            seen = found.get(case)
-            found[case] = replace(seen, times=seen.times + 1) if seen else PlannedSite(node.name, case, 1)
+            seen, module = found.get(case, PlannedSite("", case, 0)), module_path(node) or node.name
+            modules = (*seen.modules, module)
+            found[case] = PlannedSite(modules[0], case, len(modules), modules)
     return list(found.values())
 
 

@@ -26,8 +26,8 @@ GRAPH = ("tree.js", "graph.js", "details.js")
 SCRIPTS = {
     "explain": ("mask.js", "strip.js", *GRAPH, "passes.js", "explain.js"),
     "diff": ("mask.js", "strip.js", *GRAPH, "diff.js"),
-    "plan": ("lanes.js", "plan.js"),
-    "timeline": ("lanes.js", "timeline.js"),
+    "plan": ("mask.js", "lanes.js", "plan.js"),
+    "timeline": ("mask.js", "lanes.js", "timeline.js"),
 }
 KIND = re.compile(r'<meta name="ringopt-page" content="(\w+)">')
 LINKS = re.compile(r"<!--pages-->.*?<!--/pages-->", re.DOTALL)

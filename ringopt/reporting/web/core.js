@@ -28,12 +28,12 @@ const countText = (value) => unknown(value) ? "?" : inUnits(value, 1000, ["", "k
 function secondsText(value) {
   if (!value) return "0 s";
   const [unit, factor] = value >= 1 ? ["s", 1] : value >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
-  return `${Number((value * factor).toPrecision(3))} ${unit}`;
+  return `${Number((value * factor).toPrecision(3)).toLocaleString("en", {maximumSignificantDigits: 3})} ${unit}`;
 }
 const percentText = (share) => share >= 1 ? "100%" : share && share < .001 ? "< 0.1%" : `${Number(Math.min(100 * share, 99.9).toPrecision(share < .1 ? 2 : 3))}%`;
 const short = (value) => typeof value === "string" ? value : value === 0 ? "0" : Number.isInteger(value) ? value.toLocaleString("en") : value.toPrecision(3);
 const counted = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
-const tokensText = (n) => n >= 1 << 20 && n % (1 << 16) === 0 ? `${Number((n / (1 << 20)).toPrecision(3))} Mi` : n >= 1024 && n % 64 === 0 ? `${Number((n / 1024).toPrecision(3))} Ki` : n.toLocaleString("en");
+const tokensText = (n) => n >= 1 << 20 && n % (1 << 14) === 0 ? `${Number((n / (1 << 20)).toPrecision(3))} Mi` : n >= 1024 && n % 64 === 0 ? `${Number((n / 1024).toPrecision(3))} Ki` : n.toLocaleString("en");
 const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
 const most = (values) => values.reduce((largest, value) => Math.max(largest, value || 0), 0);
 
@@ -83,9 +83,11 @@ function meter(value, largest, text, colour) {  // a number with a bar under it
 }
 function table(id, columns, rows, options = {}) {
   // columns: [{name, number}]; rows: [{cells: [td or text], more: () => element, key}]. A row with `more` opens.
-  const body = make("tbody");
-  for (const row of rows) {
-    const cells = row.cells.map((cell) => cell instanceof HTMLElement && cell.tagName === "TD" ? cell : make("td", {}, cell));
+  const body = make("tbody"), made = rows.map((row) => row.cells.map((cell) => cell instanceof HTMLElement && cell.tagName === "TD" ? cell : make("td", {}, cell)));
+  const used = columns.map((_, place) => !rows.length || made.some((cells) => cells[place].querySelector("svg") || !["", "-"].includes(cells[place].textContent)));
+  columns = columns.filter((_, place) => used[place]);  // one of dashes says nothing
+  for (const [at, row] of rows.entries()) {
+    const cells = made[at].filter((_, place) => used[place]);
     const line = make("tr", {class: "row", "data-text": row.text || undefined}, cells);
     body.append(line);
     if (row.more) openable(line, cells[0], row.more, columns.length);
