@@ -111,7 +111,7 @@ def ring(
             compared = Compared(made.program, places, names, bool(made.draws_random), operators)
             run = CheckedInputs(run, mesh, compared, chosen.check_inputs)
         if flat is not None and chosen.trace is not None:
-            run = with_trace(run, trace_to(chosen.trace, mesh.rank))
+            run = with_trace(run, trace_to(chosen.trace, mesh.rank), made.report.sites)
         if original is not None:
             if made.drawn:
                 alike = reference(gm, inputs, chosen, made.drawn)

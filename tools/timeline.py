@@ -49,15 +49,16 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     for option in ("svg", "html", "perfetto"):
         check_file(f"--{option}", getattr(arguments, option))
+    from ringopt.runtime.trace import chrome, read_masks
+
     spans = last(read_all(arguments.folder), arguments.last)
+    masks = {site: mask for path in files_of(arguments.folder) for site, mask in read_masks(path).items()}
     if arguments.html:
         from ringopt.reporting.timeline_page import timeline_page
 
-        write_page(arguments.html, timeline_page(spans, str(arguments.folder)))
+        write_page(arguments.html, timeline_page(spans, str(arguments.folder), masks=masks))
     if arguments.perfetto:
-        from ringopt.runtime.trace import chrome
-
-        write(arguments.perfetto, json.dumps(chrome(spans)))
+        write(arguments.perfetto, json.dumps(chrome(spans, masks)))
     if arguments.svg:
         write(arguments.svg, drawn(spans))
     console().print(_table(spans), NOTE, sep="\n", markup=False)
@@ -70,11 +71,16 @@ NOTE = (
 )
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Of each rank."""
+    return sorted(folder.glob("rank-*.json"))
+
+
 def read_all(folder: Path) -> list[Span]:
     """Raises CommandError where there is no trace."""
     from ringopt.runtime.trace import read_spans
 
-    paths = sorted(folder.glob("rank-*.json"))
+    paths = files_of(folder)
     if not paths:
         raise CommandError(f'{folder} holds no rank-*.json; run the program with options={{"trace": {str(folder)!r}}}')
     try:

@@ -15,16 +15,18 @@ from __future__ import annotations
 import atexit
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ringopt.distributed.mesh import PROGRAM
 from ringopt.distributed.traffic import Event, Traffic, record_from_now_on, stop
 from ringopt.errors import OptionError
+from ringopt.output.drawn import MaskPicture
 from ringopt.output.files import FULL, write_whole
 from ringopt.output.printable import logger
+from ringopt.report import Site
 
 log = logger(__name__)
 
@@ -89,8 +91,8 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
     return spans
 
 
-def chrome(spans: Iterable[Span]) -> dict[str, Any]:
-    """The Trace Event Format."""
+def chrome(spans: Iterable[Span], masks: Mapping[str, MaskPicture] | None = None) -> dict[str, Any]:
+    """The Trace Event Format, with the masks of attentions by site where viewers leave what they do not know."""
     placed = on_tracks(spans)
     ranks = {span.rank: f"rank {span.rank}" for span, _ in placed}
     tracks = {(span.rank, track): span.lane for span, track in placed}
@@ -111,7 +113,8 @@ def chrome(spans: Iterable[Span]) -> dict[str, Any]:
                 }
                 for span, track in placed
             ),
-        ]
+        ],
+        "otherData": {"masks": {site: asdict(mask) for site, mask in (masks or {}).items()}},
     }
 
 
@@ -145,6 +148,12 @@ def read_spans(path: Path) -> list[Span]:
         ]  # fmt: skip
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no trace of ringopt: {type(error).__name__}: {error}") from None
+
+
+def read_masks(path: Path) -> dict[str, MaskPicture]:
+    """By site, of a file that `read_spans` read; none where a ringopt wrote it that drew none."""
+    drawn = json.loads(path.read_text(encoding="utf-8")).get("otherData", {}).get("masks", {})
+    return {site: MaskPicture(**{name: tuple(rows) for name, rows in mask.items()}) for site, mask in drawn.items()}
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,7 @@ class Trace:
                 sentence = f"option trace={folder!r}: {error.strerror}; name a folder that can be made"
                 raise OptionError(sentence) from None
         self.traffic: Traffic = record_from_now_on()
+        self.masks: dict[str, MaskPicture] = {}
         self._stopped = False
         self._written = time.monotonic()
         atexit.register(self.close)
@@ -217,7 +227,7 @@ class Trace:
     def write(self) -> None:
         self.traffic.settle()
         try:
-            write_whole(self.path, json.dumps(chrome(spans_of(self.traffic.events))))
+            write_whole(self.path, json.dumps(chrome(spans_of(self.traffic.events), self.masks)))
         except OSError as error:
             log.warning("option trace: cannot write %s: %s; nothing more is recorded", self.path, error.strerror)
             self._stopped = True
@@ -232,8 +242,10 @@ class Trace:
             self.write()
 
 
-def with_trace(run: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
-    """`run`, which first writes the trace at a call where that is due."""
+def with_trace(run: Callable[..., Any], trace: Trace, sites: Iterable[Site]) -> Callable[..., Any]:
+    """`run`, which first writes the trace at a call where that is due; the trace has the masks of its sites."""
+    trace.masks.update({site.module: site.picture for site in sites if site.picture is not None})
+
     def call(*inputs: Any) -> Any:
         trace.called()
         return run(*inputs)

@@ -153,3 +153,41 @@ def test_where_nothing_differs_it_says_so(tmp_path: Path, window: Browser) -> No
     window.open(page)
     assert window.texts(".tile b")[:2] == ["2", "0"]
     assert window.count(".line0") == 4  # two groups with a node each: what there is, where nothing differs
+
+
+def test_the_strip_parts_values_from_gradients_and_says_how_far_off(tmp_path: Path, window: Browser) -> None:
+    """The more a value is off the deeper its colour; where gradients alone are off, another colour."""
+    off = {"n1_0": NodeError(1.0, 0.5, 1e-4), "n2_0": NodeError(1e-3, 5e-4, 1e-4)}
+    views = [change.before for change in many(4).changes if change.before]
+    diff = with_errors(diff_views(views, views), off, {"n0_0": NodeError(1.0, 0.5, 1e-4)})
+    page = tmp_path / "page.html"
+    page.write_text(diff_page(diff, "a.pt2", "b.pt2"))
+    window.open(page)
+    deepest = """
+      return [...document.querySelectorAll('.layer')].slice(0, 4).map((layer) => Math.max(...[...layer.children]
+        .filter((part) => part.style.getPropertyValue('--tint') === arguments[0])
+        .map((part) => +part.style.getPropertyValue('--o'))))
+    """
+    values, slopes = window.run(deepest, "var(--refused)"), window.run(deepest, "var(--gathered)")
+    assert values[1] == 1 and 0.2 < values[2] < 0.9 and values[0] is values[3] is None  # JSON has no -Infinity
+    assert slopes[0] == 1 and slopes[1:] == [None] * 3
+    assert window.complaints() == []
+
+
+def test_links_are_there_on_a_narrow_screen(tmp_path: Path, window: Browser) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(diff_page(many(4), "a.pt2", "b.pt2"))
+    window.resize(390, 800)
+    window.open(page)
+    wide = "const one = document.querySelector('.graph canvas'); return one.clientWidth"
+    assert window.run(wide) == 0
+    window.click(".tolinks")
+    assert 80 < window.run(wide) < 130
+    painted = (
+        "const one = document.querySelector('.graph canvas');"
+        "const image = one.getContext('2d').getImageData(0, 0, one.width, one.height);"
+        "return new Set(new Uint32Array(image.data.buffer)).size"
+    )
+    window.run("for (const paint of repaints) paint(true)")
+    assert window.run(painted) > 3
+    assert window.run("return document.documentElement.scrollWidth <= innerWidth")

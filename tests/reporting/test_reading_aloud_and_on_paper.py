@@ -41,7 +41,7 @@ NAMED = {
 CLIPPED = """
 const cut = (one) => one.clientWidth && one.scrollWidth > one.clientWidth + 1
   && getComputedStyle(one).overflowX !== 'visible';
-return [...document.querySelectorAll('main *:not(.unseen)')].filter(cut).map((one) => one.outerHTML.slice(0, 90));
+return [...document.querySelectorAll('main *')].filter(cut).map((one) => one.outerHTML.slice(0, 90));
 """
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from ringopt.output.drawn import MaskPicture
 from ringopt.reporting.timeline_page import timeline_page
 from ringopt.runtime.trace import Span
 from tests.harness.browser import Browser
@@ -27,8 +29,12 @@ def test_seconds_count_from_the_first_span() -> None:
 def test_in_a_browser(tmp_path: Path, window: Browser) -> None:
     """The wheel's part by keys, a wait found by a click; the canvas has colours of all lanes."""
     page = tmp_path / "page.html"
-    page.write_text(timeline_page(SPANS, "traces"))
+    masks = {"model.layers.2.<i>": MaskPicture(("#.", "##"), ("0.", "33"), ("0.", "10")), "of no span": MaskPicture(())}
+    page.write_text(timeline_page(SPANS, "traces", masks=masks))
     window.open(page)
+    assert list(data_of(page.read_text())["masks"]) == ["model.layers.2.<i>"]
+    assert window.count("#sites-table svg.mask.small") == 1 and window.count("#mask rect.full") == 3
+    assert window.texts("#mask h3 .name") == ["model.layers.2.<i>"]
     assert window.texts(".tile b")[:3] == ["2", "4.8 s", "71.4%"]
     window.run("lanes.paint(); document.querySelector('.lanes canvas:not(.over)').focus()")
     for key in ("+", "+", "ArrowRight"):
@@ -46,6 +52,17 @@ def test_in_a_browser(tmp_path: Path, window: Browser) -> None:
         "return new Set(new Uint32Array(pen.getImageData(0, 0, one.width, one.height).data.buffer)).size"
     )
     assert painted > 4
+    assert window.count("#mask rect") == 0  # of an attention that was not drawn
     window.resize(400, 800)
     assert window.run("return document.documentElement.scrollWidth <= innerWidth")
     assert (window.complaints(), window.requests()) == ([], [page.as_uri()])
+
+
+def test_a_column_in_which_nothing_stands_is_left_out(tmp_path: Path, window: Browser) -> None:
+    """Of waits that belong to no attention the column of attentions would be one of dashes."""
+    page, heads = tmp_path / "page.html", []
+    for spans in (SPANS, [replace(span, site="") for span in SPANS]):
+        page.write_text(timeline_page(spans, "traces"))
+        window.open(page)
+        heads.append(window.texts("#waits-table thead button")[:3])
+    assert heads == [["exchange", "of", "waits"], ["exchange", "waits", "in all"]]

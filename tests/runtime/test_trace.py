@@ -172,6 +172,10 @@ def test_a_recorded_run(ranks: Callable[..., list[Any]], tmp_path: Path, capsys:
     page, whole = tmp_path / "t.html", tmp_path / "all.json"
     assert main(["timeline", str(tmp_path), "--html", str(page), "--perfetto", str(whole)]) == 0
     data, trace = data_of(page.read_text()), json.loads(whole.read_text())
+    assert {site: set("".join(mask["ranks"])) for site, mask in data["masks"].items()} == {
+        "first": set(".01"), "second": set(".01"),
+    }  # fmt: skip
+    assert trace["otherData"]["masks"] == data["masks"]
     assert sum(one["bytes"] for one in data["sums"]) == sum(sent) and {row[0] for row in data["spans"]} == {0, 1}
     assert list(against_the_format(trace)) == []
     assert len([event for event in trace["traceEvents"] if event["ph"] == "X"]) == len(data["spans"])

@@ -165,9 +165,9 @@ function colourOf(name) {
 }
 
 // ---- for a screen reader, a table is called as its section is; on paper all is open, in the colours of paper ----
-document.addEventListener("DOMContentLoaded", () => {
-  for (const one of document.querySelectorAll("section > .wide > table")) one.prepend(make("caption", {class: "unseen"}, one.closest("section").querySelector("h2").firstChild.textContent));
-});
+function callTables() {  // at the end of the script: what comes later, the browser may have told already
+  for (const one of document.querySelectorAll("section table:not([aria-label])")) one.setAttribute("aria-label", one.closest("section").querySelector("h2").firstChild.textContent);
+}
 const printing = {theme: "", closed: []};
 addEventListener("beforeprint", () => {
   printing.theme = root.dataset.theme;

@@ -19,13 +19,16 @@ byId("main").append(make("div", {style: "margin-top:16px"}, stack(graph.kindName
 const modules = groupsOf(entries.filter((entry) => entry.view.op !== "input"), (entry) => entry.module).map((all) => ({module: all[0].module, all})).sort((one, other) => middle(one) - middle(other));
 function middle(module) { return module.all[module.all.length >> 1].index; }  // what reads parameters alone stands anywhere
 const heatOf = (all) => sum(all.map((entry) => QUIET.has(entry.kind) ? 0 : 1)) / all.length;
+// The more a value is off the deeper its colour, a step for each power of ten below the worst.
+const worstOf = (all, what) => most(all.map((entry) => entry[what] && entry[what].bad ? size(entry[what].relative) : 0).filter(Number.isFinite)) || (all.some((entry) => entry[what] && entry[what].bad) ? Infinity : 0);
+const deepest = most(["error", "gradient"].map((what) => worstOf(entries.filter((entry) => Number.isFinite(worstOf([entry], what))), what))), depthOf = (worst) => Number.isFinite(worst) && deepest ? Math.max(.25, 1 + .25 * Math.log10(worst / deepest)) : 1;
 if (modules.length > 1) {
   const units = layersOf(modules, (module) => module.module);
   for (const unit of units) {
     unit.all = unit.modules.flatMap((module) => module.all);
     unit.parts = groupsOf(unit.modules, (module) => module.module.slice(unit.key.length + 1).split(".")[0]).map((group) => {
-      const all = group.flatMap((module) => module.all), off = all.some((entry) => entry.off), heat = heatOf(all);
-      return {weight: all.length, colour: tint(off ? "refused" : heat ? "sharded" : "plain"), opacity: off ? 1 : heat ? .35 + .65 * heat : .45};
+      const all = group.flatMap((module) => module.all), value = worstOf(all, "error"), slope = worstOf(all, "gradient"), heat = heatOf(all);
+      return {weight: all.length, colour: tint(value ? "refused" : heat ? "sharded" : slope ? "gathered" : "plain"), opacity: value ? depthOf(value) : heat ? .35 + .65 * heat : slope ? depthOf(slope) : .45};
     });
   }
   const told = (unit) => {
@@ -36,8 +39,8 @@ if (modules.length > 1) {
   section("layers", "The model, layer by layer").append(strip(units, [
     {name: "differ", text: (value) => counted(value, "node"), colour: "sharded", of: (unit) => sum(unit.all.map((entry) => QUIET.has(entry.kind) ? 0 : 1))},
     {name: "sent", text: bytesText, colour: "four", of: (unit) => sum(unit.all.map((entry) => entry.after && entry.after.sent))},
-    {name: "off", text: short, colour: "refused", of: (unit) => most(unit.all.map((entry) => entry.off ? Math.max(...[entry.error, entry.gradient].filter(Boolean).map((error) => size(error.relative))) : 0).filter(Number.isFinite))},
-  ], told, (unit) => look(unit.key)), legend([["sharded", "nodes differ"], ["plain", "nothing differs"], ...(bad.length || slopes.length ? [["refused", "a value or a gradient is off"]] : [])]));
+    ...["error", "gradient"].map((what) => ({name: what === "error" ? "values off" : "gradients off", text: short, colour: what === "error" ? "refused" : "gathered", of: (unit) => { const worst = worstOf(unit.all, what); return Number.isFinite(worst) ? worst : deepest; }})),
+  ], told, (unit) => look(unit.key)), legend([["sharded", "nodes differ"], ["plain", "nothing differs"], ...(bad.length ? [["refused", "a value is off: the deeper the more"]] : []), ...(slopes.length ? [["gathered", "only gradients are off"]] : [])]));
 }
 
 // ---- attentions ----

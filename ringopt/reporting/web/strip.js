@@ -41,7 +41,7 @@ function strip(units, lanes, told, chosen) {
   const every = Math.ceil(units.length / 24);
   found.append(make("span", {class: "label"}), make("div", {class: "cells ticks", "aria-hidden": "true"}, units.map((unit, place) => {
     const last = unit.key.split(".").at(-1), numbered = /^\d+$/.test(last), name = !unit.key || unit.key.startsWith("(") ? "else" : last;
-    return make("span", {title: unit.key, class: numbered ? "" : "wordy"}, !numbered || +last % every === 0 ? name : "");
+    return make("span", {title: unit.key, class: !numbered ? "wordy" : units.length > 16 && Math.floor(+last / every) % 2 ? "odd" : ""}, !numbered || +last % every === 0 ? name : "");
   })));
   return make("div", {class: "panel"}, found, readout);
 }
