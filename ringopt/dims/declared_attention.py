@@ -25,7 +25,7 @@ from ringopt.ir.nodes import arguments_of, emit, is_aten, op_name, shape_of, val
 from ringopt.ir.notes import SPELLED
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import same
-from ringopt.rules.declare import AttentionRule, declaration_of, is_foreign
+from ringopt.rules.declare import AttentionRule, declaration_of, is_foreign, library_name
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -177,7 +177,7 @@ def gradient_of(site: DeclaredSite) -> fx.Node | None:
         return None
     inside = [node for node in calls[0].target.backward.graph.nodes if node.op == "call_function"]
     foreign = [node for node in inside if isinstance(node.target, OpOverload) and not is_aten(node)]
-    if [schema_of(node.target).name for node in foreign] != [site.says.backward]:
+    if [library_name(node.target) for node in foreign] != [site.says.backward]:
         return None
     harmless = all(node in foreign or node.target is operator.getitem or op_name(node) in HARMLESS for node in inside)
     arguments = GradientArguments.of(calls[0])

@@ -14,6 +14,7 @@ the shapes of a call bear it out; `verify=True` compares numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from ringopt.torch_compat.schema import (
 )
 
 Dims = int | tuple[int, ...]
+HUB_BUILDS = {"flash_attn": re.compile(r"_flash_attn2?(_(cuda|rocm|xpu|cpu))?_[0-9a-z]+(_dirty)?")}
 AttentionLayout = Literal["BHSD", "BSHD", "SHD"]
 
 
@@ -270,8 +272,16 @@ def declared_for(target: Any) -> Declared | None:
     """What was declared of the operator that a node calls."""
     if not isinstance(target, OpOverload) or target.namespace in OWN_NAMES:
         return None
-    name = schema_of(target).name
-    return REGISTRY.find((f"{name}.{overload_name(target)}", name))
+    name, known = schema_of(target).name, library_name(target)
+    return REGISTRY.find((f"{name}.{overload_name(target)}", name, known))
+
+
+def library_name(op: OpOverload) -> str:
+    """The name of an operator in its library: a build of the Hub's `kernels` has a namespace of its own, with the
+    library's name, a device and an identifier, as `_flash_attn2_cuda_9e27194::_flash_attn_forward`."""
+    namespace, name = schema_of(op).name.split("::")
+    build = next((library for library, builds in HUB_BUILDS.items() if builds.fullmatch(namespace)), namespace)
+    return f"{build}::{name}"
 
 
 def declaration_of(node: fx.Node) -> Declaration | None:

@@ -91,19 +91,24 @@ def write(to: tuple[Tensor, ...], given: tuple[Tensor, ...], dout: Tensor, how: 
         x.copy_(grad)
 
 
-LIBRARY = torch.library.Library("flash_attn", "DEF")
-for name, schema, kernel in (
-    ("_flash_attn_forward", DENSE, dense),
-    ("_flash_attn_varlen_forward", PACKED, packed),
-    ("_flash_attn_backward", BACKWARD, backward),
-    ("_flash_attn_varlen_backward", PACKED_BACKWARD, packed_backward),
-):
-    LIBRARY.define(name + schema)
-    LIBRARY.impl(name, kernel, "CPU")
-    if "forward" in name:
-        torch.library.register_fake(f"flash_attn::{name}", kernel, lib=LIBRARY)
-    else:
-        torch.library.register_fake(f"flash_attn::{name}", lambda *given: torch.empty_like(given[5]), lib=LIBRARY)
+def library(namespace: str) -> torch.library.Library:
+    """With the operators of flash-attn, which live as long as it."""
+    made = torch.library.Library(namespace, "DEF")
+    for name, schema, kernel in (
+        ("_flash_attn_forward", DENSE, dense),
+        ("_flash_attn_varlen_forward", PACKED, packed),
+        ("_flash_attn_backward", BACKWARD, backward),
+        ("_flash_attn_varlen_backward", PACKED_BACKWARD, packed_backward),
+    ):
+        made.define(name + schema)
+        made.impl(name, kernel, "CPU")
+        fake = kernel if "forward" in name else lambda *given: torch.empty_like(given[5])
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=made)
+    return made
+
+
+HUB, FORK = "_flash_attn2_cuda_9e27194", "my_flash_attn"
+LIBRARIES = [library(namespace) for namespace in ("flash_attn", HUB, FORK)]
 ops = torch.ops.flash_attn
 
 
@@ -183,8 +188,21 @@ def test_flash_attention_is_a_site(way: str, causal: bool, window: tuple[int, in
     found = validate(p, model, {"x": x, "ends": ends})
     assert found.wrong == ""
     (site,) = found.report.sites
-    assert site.refusal is None and site.form.startswith("flash_attn::")
+    assert site.refusal is None and "::_flash_attn" in site.form
     assert [gather.op for gather in found.report.gathers] == ["output"]
+
+
+@pytest.mark.parametrize("way", ["function", "packed"])
+def test_builds_of_the_hub_are_known_by_their_library(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ops", getattr(torch.ops, HUB))
+    test_flash_attention_is_a_site(way, True, (-1, -1), 2)
+
+
+def test_a_fork_under_a_name_of_its_own_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ops", getattr(torch.ops, FORK))
+    model, x = Flash("dense", True, (-1, -1)).double().requires_grad_(False), torch.randn(1, 13, 8).double()
+    found = validate(2, model, {"x": x, "ends": torch.tensor([0, 13])})
+    assert found.wrong == "" and not found.report.sites
 
 
 def test_what_no_rule_says_is_gathered_with_its_name() -> None:
