@@ -54,7 +54,7 @@ if (sited.length) {
   section("attention", counted(sited.length, "attention site")).append(table("sites", [{name: "module"}, {name: "mask"}, {name: "before"}, {name: "after"}, {name: "reason"}], groups.map((group) => ({
     text: group.map((entry) => entry.low).join(" ") + sides(group[0]).map(siteText).join(" ") + reasonOf(group[0]),
     more: () => make("div", {class: "columns"}, sides(group[0]).map((site, place) => make("div", {}, make("h3", {}, place ? "after" : "before"), site ? [maskFigure(picture(site)), facts({pattern: site.pattern, strategy: site.strategy, layout: site.layout, kernel: site.kernel, refused: site.reason}), make("pre", {}, (place ? group[0].after : group[0].before).text)] : make("p", {class: "quiet"}, "not there"))),
-      named(group.map((entry) => entry.module)).includes(" … ") ? make("p", {class: "name quiet"}, group.map((entry) => entry.module).join("  ")) : ""),
+      group.length > 1 ? make("p", {class: "name quiet"}, group.map((entry) => entry.module).join("  ")) : ""),
     cells: [make("span", {}, group.length > 1 ? make("span", {class: "times"}, `${group.length} ×`) : "", make("span", {class: "name"}, named(group.map((entry) => entry.view.module || "-")))), picture(sides(group[0])[1]) || picture(sides(group[0])[0]) ? maskSvg(picture(sides(group[0])[1]) || picture(sides(group[0])[0]), true) : "", siteText(sides(group[0])[0]), siteText(sides(group[0])[1]), reasonOf(group[0]) ? make("span", {class: "refused"}, reasonOf(group[0])) : ""],
   }))));
 }

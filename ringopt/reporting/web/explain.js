@@ -65,7 +65,7 @@ function siteDetails(group) {
     site.predictions.length ? choicesOf(site.predictions) : "",
     notes.length ? make("ul", {class: "plain"}, notes.map((note) => make("li", {}, note))) : "",
     lines.length ? [make("h3", {}, "Where it is written"), make("ul", {class: "plain"}, lines)] : "",
-    named(group.map((one) => one.module)).includes(" … ") ? make("p", {class: "name quiet"}, group.map((one) => one.module).join("  ")) : ""));
+    group.length > 1 ? make("p", {class: "name quiet"}, group.map((one) => one.module).join("  ")) : ""));
 }
 if (sites.length) {
   const place = section("attention", [attentions.length ? counted(attentions.length, "attention site") : "", scans.length ? counted(scans.length, "scan") : ""].filter(Boolean).join(" and "));
