@@ -21,7 +21,7 @@ import ringopt
 from ringopt import backend as ring_backend
 from ringopt.distributed.traffic import Traffic, record_traffic
 from ringopt.ir.site import SiteInfo
-from ringopt.passes import choose_strategy
+from ringopt.sharding import scans
 from ringopt.sharding.scans import scan_site
 from ringopt.tools.benchmarks.lab.link_lab import LabError, as_ranks
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
@@ -172,7 +172,7 @@ def way_of(way: str, name: str, length: int, inner: str, mesh: Any) -> Step:
 
     if way != "gathered":
         return step
-    with patch.object(choose_strategy, scan_site.__name__, gathered):
+    with patch.object(scans, scan_site.__name__, gathered):
         step()
     return step
 
