@@ -78,7 +78,7 @@ def place_by_heads(sharder: Sharder, node: fx.Node) -> None:
 
     def placed(name: str, x: fx.Node) -> fx.Node:
         heads = of_heads(x, says.heads[name]) if name in says.heads else None
-        if heads is None or heads.length == 1:
+        if heads is None or (heads.length == 1 and x in xs):
             return for_all_heads(sharder, x, rows) if x in xs else sharder.copied(x)
         # A demand for heads is not to climb: what tokens are made of would be computed whole.
         if x not in xs:

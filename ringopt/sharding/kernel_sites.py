@@ -46,7 +46,6 @@ def kernel_site(node: fx.Node, mesh: Mesh, layouts: Layouts, strategy: Strategy,
     assert isinstance(says, ScanRule)
     name, wrong = schema_of(node.target).name, contradiction(node, says)
     info = SiteInfo.at(node, "scan", name, False)
-    info.kernel = "none"
     if wrong or mesh.name == ANY:
         info.refusal = f"{name}: {wrong or CONVERTED}"
         return info
@@ -59,7 +58,11 @@ def kernel_site(node: fx.Node, mesh: Mesh, layouts: Layouts, strategy: Strategy,
     if ScanKernel.of(node, says).segments is not None:
         info.notes.append("it packs sequences: no state goes over from one to the next")
     by_states(node, says, info, mesh)
-    if says.axes is not None and strategy in ("auto", "ulysses") and shares_heads(node, says, mesh, layouts):
+    if says.axes is None or strategy not in ("auto", "ulysses"):
+        return info
+    if why := why_not_heads(node, says, mesh, layouts):
+        info.notes.append(f"its heads are not shared: {why}")
+    else:
         compared(node, says, info, mesh, strategy)
     return info
 
@@ -80,24 +83,30 @@ def by_states(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh) -> None
         info.notes.append(f"{carried} ({axes}) of {info.kernel} is affine by its rule; its maps do not grow with n")
 
 
-def shares_heads(node: fx.Node, says: ScanRule, mesh: Mesh, layouts: Layouts) -> bool:
-    """Whether every rank can have as many heads as another, the same ones of all operands, at a length that is known.
-    One head of an operand is for all."""
-    results = [str(at) for at in range(len(value_of(node)))]
-    if not says.heads or any(at not in says.heads for at in results) or is_open(tokens_of(node)[1].length):
-        return False
-    sizes = set(heads_of(node, says)) - {1}
+def why_not_heads(node: fx.Node, says: ScanRule, mesh: Mesh, layouts: Layouts) -> str:
+    """Why not every rank can have as many heads as another, the same ones of all operands; "" where each can. One head
+    of what has tokens is for all."""
+    if any(str(at) not in says.heads for at in range(len(value_of(node)))):
+        return "its rule does not say where all results have them"
+    if is_open(tokens_of(node)[1].length):
+        return "the length is dynamic"
+    heads = list(heads_of(node, says))
+    total = next(size for name, size in heads if name == "0")
+    sizes = {size for name, size in heads if size > 1 or name not in says.tokens}
     names = {layouts.of(size) for size in sizes}
-    return len(names) == 1 and all(size % (chunks_per_rank(*names) * mesh.size) == 0 for size in sizes)
+    parts = max(map(chunks_per_rank, names)) * mesh.size
+    if len(names) > 1 or any(size % parts or (total % size and size % total) for size in sizes):
+        return f"{', '.join(f'{name} {size}' for name, size in heads)} do not part alike into {parts}"
+    return ""
 
 
-def heads_of(node: fx.Node, says: ScanRule) -> Iterator[int]:
+def heads_of(node: fx.Node, says: ScanRule) -> Iterator[tuple[str, int]]:
     """Of each operand that has heads, and of each result."""
     given = arguments_of(node)
     for name, dim in says.heads.items():
         x = value_of(node)[int(name)] if name.isdigit() else value_of(given[name])
         if x is not None:
-            yield at_hand(x.shape[dim])
+            yield name, at_hand(x.shape[dim])
 
 
 def is_common(node: fx.Node, x: fx.Node, says: ScanRule) -> bool:

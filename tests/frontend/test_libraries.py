@@ -3,7 +3,9 @@ are stand-ins (tests/harness/stub_libraries.py), which compute in torch and refu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringopt.backend
+from ringopt.frontend.libraries import teach
 from ringopt.ir.nodes import op_name
 from tests.harness import stub_libraries as stubs
 from tests.harness.translation import Verdict, validate
@@ -215,6 +218,29 @@ def test_the_faster_way_is_chosen_and_told() -> None:
     assert site.strategy == site.predictions[0].strategy and len(site.predictions) == 2
     assert site.predictions[0].seconds <= site.predictions[1].seconds
     assert any(note.startswith(f"strategy {site.strategy} ") and "predicted (others: " in note for note in site.notes)
+
+
+def test_a_parameter_whose_heads_are_in_another_dim_keeps_heads_together() -> None:
+    """A_log [1, 1, H, 1]: its dim 0 is no single head for all."""
+    given = lambda: constant(-1.0).view(1, 1, H, 1)  # noqa: E731
+    call = lambda q, k, v, g, decay, beta: stubs.chunk_gated_delta_rule(  # noqa: E731
+        q, k, v, decay, beta, use_gate_in_kernel=True, A_log=given(), dt_bias=constant(0.5)
+    )[0]
+    (site,) = verdict(Layer(call), 2, strategy="ulysses", layout="contiguous").report.sites
+    assert site.strategy == "states" and any("A_log 1" in note for note in site.notes)
+
+
+def test_a_library_of_another_release_is_warned_of_and_breaks_the_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_original: Any) -> Any:
+        raise TypeError("another signature")
+
+    found = torch.compiler.disable(lambda x: 2 * x)
+    monkeypatch.setitem(sys.modules, "another", SimpleNamespace(kernel=found))
+    monkeypatch.setitem(teach.FORMS, ("another", "kernel"), fails)
+    assert torch.equal(torch.compile(lambda x: found(x) + 1, backend="ring")(torch.ones(3)), 3 * torch.ones(3))
+    assert "calls of another.kernel break the graph" in caplog.text and "another signature" in caplog.text
 
 
 @pytest.mark.parametrize("p", [2, 3])

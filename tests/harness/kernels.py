@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringopt.rules.declare import ScanRule
+from ringopt.rules.declare import REGISTRY, ScanRule
+from ringopt.rules.plugins import load_rules
+
+
+@contextmanager
+def rules_forgotten() -> Iterator[None]:
+    """What is declared within is forgotten behind it."""
+    load_rules()
+    before = [dict(level) for level in REGISTRY.levels]
+    yield
+    for level, kept in zip(REGISTRY.levels, before, strict=True):
+        level.clear()
+        level.update(kept)
 
 
 def defined(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -64,7 +64,7 @@ def chunk_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     if use_gate_in_kernel:
-        g = -A_log.exp() * F.softplus(g + dt_bias)
+        g = -A_log.flatten().exp() * F.softplus(g + dt_bias)
     call = lambda q, k, v, g, beta, state: steps(q, k, v, g[..., None], beta, scale, state)  # noqa: E731
     out, last = in_documents(cu_seqlens, initial_state, call, q, k, v, g, beta)
     return out, last if output_final_state else None

@@ -17,6 +17,7 @@ from ringopt.errors import RuleError
 from ringopt.ir.nodes import op_name
 from ringopt.rules.declare import OF_PLUGINS, REGISTRY, AttentionRule, Gathered
 from ringopt.rules.plugins import GROUP, load_rules
+from tests.harness import kernels
 from tests.harness.translation import Verdict, validate
 
 LIBRARY = "ringopt_test_rules"
@@ -24,23 +25,9 @@ OPS = getattr(torch.ops, LIBRARY)
 
 
 def defined(schema: str, forward: Callable[..., Any]) -> None:
-    """An operator whose gradient is that of `forward`, which autograd knows."""
+    """An operator whose fake kernel is `forward` too."""
     name = schema.split("(")[0]
-    op = torch.library.custom_op(f"{LIBRARY}::{name}", forward, mutates_args=(), schema=schema.removeprefix(name))
-    op.register_fake(lambda *args: forward(*args))
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.inputs = inputs
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        with torch.enable_grad():
-            given = [x.detach().requires_grad_() if torch.is_tensor(x) else x for x in ctx.inputs]
-            made = forward(*given)
-            tensors = [x for x in given if torch.is_tensor(x)]
-            found = iter(torch.autograd.grad(made, tensors, grads, allow_unused=True))
-        return tuple(next(found) if torch.is_tensor(x) else None for x in given)
-
-    op.register_autograd(backward, setup_context=setup)
+    kernels.defined(f"{LIBRARY}::{name}", schema.removeprefix(name), forward, forward)
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int) -> Tensor:
@@ -66,12 +53,8 @@ defined("attend(Tensor q, Tensor k, Tensor v, bool causal, int window) -> Tensor
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Rules are for one test."""
-    load_rules()
-    before = [dict(level) for level in REGISTRY.levels]
-    yield
-    for level, kept in zip(REGISTRY.levels, before, strict=True):
-        level.clear()
-        level.update(kept)
+    with kernels.rules_forgotten():
+        yield
 
 
 class Model(nn.Module):

@@ -15,10 +15,9 @@ from torch import Tensor
 import ringopt
 from ringopt.errors import OptionError, RuleError
 from ringopt.ir.nodes import op_name
-from ringopt.rules.declare import REGISTRY, ScanRule
-from ringopt.rules.plugins import load_rules
+from ringopt.rules.declare import ScanRule
 from ringopt.scans.segment_map import Frame
-from tests.harness.kernels import DELTA, IN_TURN, LIBRARY, H, K, V, defined
+from tests.harness.kernels import DELTA, IN_TURN, LIBRARY, H, K, V, defined, rules_forgotten
 from tests.harness.translation import Verdict, validate
 
 OPS = getattr(torch.ops, LIBRARY)
@@ -28,12 +27,8 @@ defined(f"{LIBRARY}::sums", "(Tensor x) -> Tensor", lambda x: x.cumsum(1), torch
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Rules are for one test."""
-    load_rules()
-    before = [dict(level) for level in REGISTRY.levels]
-    yield
-    for level, kept in zip(REGISTRY.levels, before, strict=True):
-        level.clear()
-        level.update(kept)
+    with rules_forgotten():
+        yield
 
 
 class Layer(nn.Module):

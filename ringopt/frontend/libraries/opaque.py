@@ -107,6 +107,8 @@ def define(scan: LibraryScan) -> None:
             leaves = [x.detach() if isinstance(x, Tensor) else x for x in args]
             learned = [leaves[at].requires_grad_() for at in wanted]
             found = [(x, grad.to(x.dtype)) for x, grad in zip(run(*leaves), grads, strict=True) if x.requires_grad]
+            if not found:  # a kernel without a backward
+                return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in learned]
             results, given = zip(*found, strict=True)
             how = {"allow_unused": True, "materialize_grads": True}
             return [x.contiguous() for x in torch.autograd.grad(results, learned, given, **how)]

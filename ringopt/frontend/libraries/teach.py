@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 
+from ringopt.errors import first_line
 from ringopt.frontend.libraries.causal_conv1d import conv_form
 from ringopt.frontend.libraries.fla import FLA
 from ringopt.frontend.libraries.mamba_ssm import CHUNK_SCAN, MODULE, split_form
+from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import before_each_trace
+
+log = logger(__name__)
 
 Form = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -36,6 +39,8 @@ def teach_loaded() -> None:
         function = getattr(sys.modules.get(module), name, None)
         if callable(function) and taught.get((module, name)) is not function:
             taught[module, name] = function
-            traced = form(function)
-            with suppress(ValueError):  # torch takes one form of a function: another library has given it
-                torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
+            try:
+                torch.compiler.substitute_in_graph(function, skip_signature_check=True)(form(function))
+            except Exception as error:  # of whatever kind: the library may be another release, or have a form already
+                why = f"{type(error).__name__}: {first_line(error)}"
+                log.warning("calls of %s.%s break the graph, and are not on shards: %s", module, name, why)
