@@ -10,7 +10,7 @@ start apart (a step, by the rates that all ranks agreed on), or where more would
 device's memory), the exchange starts with the attention, whose own first step hides it, and ends with its backward. The
 graphs themselves are ordered when autograd has made them (ringopt/overlap/start_early.py); what that needs of the rates
 is noted in the context. Where the cost model chose for an attention by itself, it may become an all-gather here
-(ringopt/overlap/all_at_once.py).
+(ringopt/overlap/all_at_once.py). What masks read starts on its way to the host (ringopt/overlap/mask_copies.py).
 
 Before: a lowered graph. After: each attention says in which directions it starts early, and its site in the report
 says behind what, or why not; a note of the report has the gathers and sums that are held back.
@@ -36,6 +36,7 @@ from ringopt.overlap.all_at_once import all_at_once
 from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.held_back import held_back
 from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
+from ringopt.overlap.mask_copies import share_copies
 from ringopt.overlap.meanwhile import Meanwhile, note
 from ringopt.overlap.start_early import gap_before, independent_behind
 from ringopt.pipeline import Context, Pass
@@ -56,6 +57,8 @@ class Schedule(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         unordered = why_unordered(context.mesh, self.inner_backend)
+        if context.mesh.name != ANY:
+            share_copies(gm.graph)
         by_name = {node.name: info for node, info in context.sites.items()}
         for node in list(gm.graph.nodes):
             if not attends(node):

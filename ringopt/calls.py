@@ -216,6 +216,7 @@ class RingCall(Call):
     ticket: fx.Node | None = None
     expand: str = ""
     site: str = ""
+    facts: fx.Node | None = None
 
     @property
     def mask_term(self) -> Mask:

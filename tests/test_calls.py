@@ -52,10 +52,10 @@ def test_fields_are_the_schema_of_the_forward(call: type[Call]) -> None:
 def test_what_is_written_is_read_again_and_defaults_are_left_out() -> None:
     graph = fx.Graph()
     node = graph.call_function(operators.ring_attention.default, tuple(given("ring_attention").values()))
-    plain = RingCall.of(node).replace(early="", ticket=None, expand="", site="", mask="")
+    plain = RingCall.of(node).replace(early="", ticket=None, expand="", site="", facts=None, mask="")
     plain.write(node)
     assert RingCall.of(node) == plain
-    assert len(node.args) == len(dataclasses.fields(RingCall)) - 4 and not node.kwargs
+    assert len(node.args) == len(dataclasses.fields(RingCall)) - 5 and not node.kwargs
     plain.replace(ticket="t").write(node)
     assert node.args[-2:] == ("", "t")
 
@@ -80,10 +80,10 @@ def test_a_call_of_any_operator_is_written_as_it_is_read() -> None:
     """Whatever was positional; defaults at the end are left out."""
     graph = fx.Graph()
     node = graph.call_function(operators.ring_attention.default, tuple(given("ring_attention").values()))
-    call = OpCall.of(node).replace(early="", ticket=None, expand="", site="")
+    call = OpCall.of(node).replace(early="", ticket=None, expand="", site="", facts=None)
     call.write(node)
     assert OpCall.of(node) == call and RingCall.of(node).strategy == call["strategy"]
-    assert len(node.args) == len(dataclasses.fields(RingCall)) - 4 and not node.kwargs
+    assert len(node.args) == len(dataclasses.fields(RingCall)) - 5 and not node.kwargs
 
 
 @pytest.mark.parametrize("arguments", [{"x": 1}, {"x": 1, "group": "all", "dim": 0}])

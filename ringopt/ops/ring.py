@@ -40,6 +40,7 @@ from ringopt.expr.mask import Mask
 from ringopt.kernels.base import accumulator
 from ringopt.kernels.choose import choose_kernel
 from ringopt.ops.expansion import expansion_of
+from ringopt.ops.mask_facts import with_facts
 from ringopt.ops.ring_misfits import (
     agree_on_seeds,
     misfit_of,
@@ -76,6 +77,7 @@ class Config(NamedTuple):
     ticket                what `ring_start` gave for it
     expand                where k and v are what K and V are made of, how (ops/expansion.py)
     site                  what the report calls it; for traces, and nothing more
+    facts                 what `mask_facts` gave for the sources of the mask
     """
 
     q_length: int
@@ -95,19 +97,13 @@ class Config(NamedTuple):
     ticket: Tensor | None = None
     expand: str = ""
     site: str = ""
+    facts: Tensor | None = None
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """By position, for a call with the defaults of the last ones: those are no arguments, and have no gradient."""
-        return self._but(4)
-
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """By position, as a call without a ticket has them: defaults at its end are no arguments."""
-        return self._but(3 if self.early else 4)
-
-    def _but(self, defaults: int) -> tuple[Any, ...]:
-        return self if self.site else self[: -1 if self.expand else -defaults]
+        """By position, as a call has them: defaults at its end are no arguments, and have no gradient."""
+        rest = [self[i] is not None and self[i] != "" for i in range(FIELDS, len(self))]
+        return self[: FIELDS + max((place for place, given in enumerate(rest, 1) if given), default=0)]
 
     def of_mask(self, sources: int) -> tuple[int, ...]:
         """Of the learned sources those of the mask, which are so many."""
@@ -118,13 +114,14 @@ class Config(NamedTuple):
 
 
 VERSION = engine_version()
-FIELDS = len(Config._fields) - 4  # without defaults
+FIELDS = len(Config._fields) - len(Config._field_defaults)
 
 
 OPERANDS = "Tensor q, Tensor k, Tensor v"
 EXTRAS = "Tensor[] sources, Tensor? sinks, Tensor? seed"
 EARLY = 'str early="", Tensor? ticket=None'
 TAIL = 'str expand="", str site=""'
+FACTS = "Tensor? facts=None"
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ TAIL = 'str expand="", str site=""'
     "ringopt::ring_attention",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"({OPERANDS}, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}) -> (Tensor out, Tensor lse)",
+    schema=f"({OPERANDS}, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}, {FACTS}) -> (Tensor out, Tensor lse)",
 )
 def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, Hq, Sq_local, Dv] in q's dtype; lse [B, Hq, Sq_local] in natural log, not differentiable. A row that sees
@@ -140,6 +137,7 @@ def ring_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     PlanError."""
     given, config = arguments_of_forward(arguments)
     site = prepare("ring_attention", given, config)
+    given = with_facts(given, config.facts)
     if given.seed is not None:
         given = replace(given, seed=agree_on_seeds(site.mesh, given.seed))
     with site.mesh.unbroken(), working_for(config.site), torch.autocast(given.q.device.type, enabled=False):
@@ -159,7 +157,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}, {FACTS}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dsources)"
     ),
 )
@@ -169,6 +167,7 @@ def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, li
     "replicated". Constants of an expansion are sources."""
     dout, saved, config = arguments_of_backward(arguments)
     site = prepare("ring_attention_backward", saved.given, config)
+    saved = replace(saved, given=with_facts(saved.given, config.facts))
     with site.mesh.unbroken(), working_for(config.site), torch.autocast(dout.device.type, enabled=False):
         return attend_backward(site.attention, site.mesh, dout, saved, begun(saved.given, True, config))
 
@@ -215,21 +214,23 @@ def empty_extras(given: Operands, config: Config) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sources, sinks, seed, *config = inputs
-    ctx.config = Config(*config)._replace(ticket=None).given  # defaults are no arguments, so they have no gradient
+    q, k, v, sources, sinks, seed, *rest = inputs
+    config = Config(*rest)._replace(ticket=None)
+    ctx.config, ctx.given = config._replace(facts=None), len(config.plain)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, sinks, seed, *sources)
+    ctx.save_for_backward(q, k, v, *output, sinks, seed, config.facts, *sources)
 
 
 def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, seed, *sources = ctx.saved_tensors
-    dq, dk, dv, parts = ring_attention_backward(dout, q, k, v, out, lse, sources, sinks, seed, *ctx.config)
+    q, k, v, out, lse, sinks, seed, facts, *sources = ctx.saved_tensors
+    config: Config = ctx.config._replace(facts=facts)
+    dq, dk, dv, parts = ring_attention_backward(dout, q, k, v, out, lse, sources, sinks, seed, *config.plain)
     dsinks = parts.pop() if sinks is not None else None
     dsources: list[Tensor | None] = [None] * len(sources)
-    for number, part in zip(Config(*ctx.config).learned, parts, strict=True):
+    for number, part in zip(config.learned, parts, strict=True):
         dsources[number] = part
     # One None per argument; torch.library takes an empty list for a list of tensors, and wants one back.
-    rest: Any = ([] if isinstance(x, (list, tuple)) and not x else None for x in ctx.config)
+    rest: Any = ([] if isinstance(x, (list, tuple)) and not x else None for x in config[: ctx.given])
     return dq, dk, dv, dsources, dsinks, None, *rest
 
 
@@ -277,7 +278,7 @@ def begun(given: Operands, backward: bool, config: Config) -> Sequence[Posted]:
 
 def about(k: Tensor, v: Tensor, backward: bool, config: Config) -> tuple[Any, ...]:
     """The identity of an exchange of keys, which its two halves compare (distributed/tickets.py)."""
-    plain = config._replace(early="", ticket=None)
+    plain = config._replace(early="", ticket=None, facts=None)
     return ("backward" if backward else "forward", tuple(k.shape), tuple(v.shape), k.dtype, *map(str, plain))
 
 
@@ -347,7 +348,7 @@ def key_of(
 def key_of_kv(k: Tensor, v: Tensor, config: Config, size: int) -> tuple[tuple[str, int | float | str | bool], ...]:
     """Of that, what shapes the messages of K and V."""
     lengths_and_layouts = config._asdict()
-    for local in ("mask", "learned", "group", "early", "ticket", "expand", "site"):
+    for local in ("mask", "learned", "group", "early", "ticket", "expand", "site", "facts"):
         del lengths_and_layouts[local]
     return (
         ("ranks", size),

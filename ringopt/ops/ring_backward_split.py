@@ -9,6 +9,7 @@ run the other. ringopt/overlap/start_early.py puts them into graphs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem
 from ringopt.distributed.traffic import working_for
+from ringopt.ops.mask_facts import with_facts
 from ringopt.ops.ring import (
     CONFIG,
     EARLY,
     EXTRAS,
+    FACTS,
     OPERANDS,
     TAIL,
     arguments_of_backward,
@@ -40,15 +43,15 @@ from ringopt.ops.tags import ON_HOST
     mutates_args=(),
     tags=ON_HOST,
     schema=(
-        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}) "
+        f"(Tensor dout, {OPERANDS}, Tensor out, Tensor lse, {EXTRAS}, {CONFIG}, {EARLY}, {TAIL}, {FACTS}) "
         "-> (Tensor dq, Tensor ticket, Tensor[] dsources)"
     ),
 )
 def ring_backward_begin(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     """See `ring_attention_backward`; a ticket in place of dK and dV."""
     dout, saved, config = arguments_of_backward(arguments)
-    given = saved.given
-    site = prepare("ring_attention_backward", given, config)
+    given = with_facts(saved.given, config.facts)
+    site, saved = prepare("ring_attention_backward", given, config), replace(saved, given=given)
     with site.mesh.unbroken(), working_for(config.site), torch.autocast(dout.device.type, enabled=False):
         found = backward_until_home(site.attention, site.mesh, dout, saved, begun(given, True, config))
     ticket = issue(site.mesh, about(given.k, given.v), found.kv, found.kv.pending)

@@ -62,6 +62,7 @@ TABLE: dict[str, Traits] = {
     "attention": alone(flops=work.attention, capturable=True),
     "flex": alone(capturable=True),
     "tabulate": alone(capturable=True),
+    "mask_facts": alone(),
     "ring_attention": Traits(
         sends=traffic.ring, flops=work.ring, gradient=conjugates.attention_backward, attention="forward",
         start="ring_start", first=traffic.first_keys, last=traffic.last_sums,

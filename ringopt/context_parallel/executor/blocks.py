@@ -12,6 +12,7 @@ from torch import Tensor
 from ringopt.context_parallel.executor.buffers import Local
 from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.context_parallel.executor.loop import Task
+from ringopt.context_parallel.executor.mask_facts import MaskFacts
 from ringopt.context_parallel.executor.merge_lse import Merged
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.executor.tiles import Tile, TileScores
@@ -44,6 +45,7 @@ class TileKernels:
             attention.exchange.pattern,
             attention.mask,
             sources,
+            given.facts or MaskFacts(sources),
             batch=q.shape[0],
             heads=heads,
             dtype=q.dtype,
@@ -99,18 +101,21 @@ class TileKernels:
         modifier = Modifier(change, *self._learned) if tile.modified else None
         return Math(tile.level, modifier, factor if dropout is not None else None)
 
-    def sinks(self, sinks: Tensor, piece: range) -> Tensor:
-        """[B, Hq, rows of `piece`]: the sinks, less the level of each row."""
-        wide = accumulator(self.scores.dtype)
-        logits = sinks.to(wide).unsqueeze(-1).expand(self.scores.batch, len(self.scores.heads), len(piece))
-        level = self.scores.level(piece)
-        return logits if level is None else logits - level.squeeze(-1)
+    def sinks(self, sinks: Tensor) -> Tensor:
+        """[1|B, Hq, the rank's rows, or 1]: the sinks, less the level of each row."""
+        logits = sinks.to(accumulator(self.scores.dtype)).unsqueeze(-1)
+        levels = [(piece, self.scores.level(piece)) for piece in self.pieces]
+        if all(level is None for _piece, level in levels):
+            return logits
+        sizes = (self.scores.batch, len(self.scores.heads))
+        wholes = [logits.new_zeros(*sizes, len(piece)) if level is None else level.squeeze(-1).expand(*sizes, -1)
+                  for piece, level in levels]  # fmt: skip
+        return logits - torch.cat(wholes, 2)
 
     def completed(self, merged: Merged, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """out and lse of the rank's rows, whose keys are all in `merged`."""
         if sinks is not None:
-            for piece in self.pieces:
-                merged.add_logits(self.local.slice(piece), self.sinks(sinks, piece))
+            merged.add_logits(slice(None), self.sinks(sinks))
         out, lse = merged.result()
         if self._attention.nan_rows:
             out.masked_fill_((lse == HIDDEN).unsqueeze(-1), torch.nan)
@@ -145,11 +150,8 @@ class BlockBackward(Task):
         saved, wide, sinks = self.saved, accumulator(self.saved.out.dtype), self.saved.given.sinks
         if sinks is None:
             return None
-        total = torch.zeros(saved.out.shape[:2], dtype=wide, device=sinks.device)
-        for piece in self.tiles.pieces:
-            rows = self.tiles.local.slice(piece)
-            weights = (self.tiles.sinks(sinks, piece) - saved.lse[:, :, rows]).exp()
-            total -= (weights * (self.dout[:, :, rows].to(total.dtype) * saved.out[:, :, rows]).sum(-1)).sum(-1)
+        weights = (self.tiles.sinks(sinks) - saved.lse).exp_()
+        total = (weights.mul_((self.dout.to(wide) * saved.out).sum(-1))).sum(-1).neg_()
         return total.sum_to_size(sinks.shape)
 
     def _tile(self, tile: Tile) -> None:

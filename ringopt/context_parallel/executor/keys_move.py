@@ -102,7 +102,7 @@ class KeysBackward(BlockBackward):
         exchange, k, v = attention.exchange, saved.given.k, saved.given.v
         steps = [with_joined(step, self.tiles) for step in exchange.backward(mesh.rank)]
         self.steps = (*steps[:-1], *(replace(step, blocks=()) for step in steps[-1:]))  # the last has those at home
-        self._rows: tuple[range, WholeRows] | None = None
+        self._rows: dict[range, WholeRows] = {}
         self.dq, self.held = totals.dq, held_kv(exchange, mesh.rank, k, v)
         own, local = exchange.kv_pieces(mesh.rank), Local(exchange.kv_layout.ranges(mesh.rank))
         wide = KVShape.of(k, v, accumulator(k.dtype))
@@ -128,11 +128,11 @@ class KeysBackward(BlockBackward):
         return inputs, self._of_rows(tile.queries)
 
     def _of_rows(self, queries: range) -> WholeRows:
-        """Kept until other queries are asked for: tiles that follow each other have the same."""
-        if self._rows is None or self._rows[0] != queries:
+        """Kept, for many tiles have the same: views, but for the log-sum-exp."""
+        if queries not in self._rows:
             own, saved = self.tiles.local.slice(queries), self.saved
-            self._rows = queries, WholeRows(*(x[:, :, own] for x in (self.dout, saved.out, saved.lse))).visible()
-        return self._rows[1]
+            self._rows[queries] = WholeRows(*(x[:, :, own] for x in (self.dout, saved.out, saved.lse))).visible()
+        return self._rows[queries]
 
     def add(self, tile: Tile, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         dq_sum, sums = self.dq[:, :, self.tiles.local.slice(tile.queries)], (self.made or self.sums).of(tile.keys)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.buffers import Pair, wide_zeros
 from ringopt.context_parallel.executor.expand import Expansion
+from ringopt.context_parallel.executor.mask_facts import MaskFacts
 from ringopt.context_parallel.plan.concurrency import KVSizes
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
@@ -54,6 +55,7 @@ class Operands:
     sinks     [1|B, Hq]: one more logit in the softmax of every row, that leads to no value
     seed      of dropout: int64 without dims, the same on all ranks
     expansion where k and v are what K and V are made of, how: k is [1, 1, Sk_local, L], and v of no numbers
+    facts     what the host knows of the sources, where others read them too
     """
 
     q: Tensor
@@ -63,6 +65,7 @@ class Operands:
     sinks: Tensor | None = None
     seed: Tensor | None = None
     expansion: Expansion | None = None
+    facts: MaskFacts | None = None
 
     @property
     def value_dim(self) -> int:

@@ -10,15 +10,17 @@ which a large positive number is added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ringopt.context_parallel.executor.buffers import Local
+from ringopt.context_parallel.executor.mask_facts import MaskFacts
 from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.geometry.visibility import seen
@@ -28,12 +30,10 @@ from ringopt.expr.mask import FAR, Mask, ScoreBlock
 from ringopt.expr.terms import axes_of
 from ringopt.expr.value_ranges import bounds
 from ringopt.hardware.devices import limits_of
-from ringopt.hardware.to_host import to_host
 from ringopt.kernels.base import HIDDEN, TileInputs, accumulator
 from ringopt.kernels.scored import TilePlace
 
-# Bytes of the sources of a mask: of more, each block is read where they are.
-COPIED = 1 << 24
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class TileScores:
     pattern: Pattern
     mask: Mask
     sources: Sequence[Tensor]
+    facts: MaskFacts
     batch: int
     heads: range
     dtype: torch.dtype
@@ -99,14 +100,9 @@ class TileScores:
     fuses: bool = False
     drops: bool = False
     _axes: frozenset[str] = field(init=False)
-    _levels: dict[range, Tensor | None] = field(default_factory=dict)
     _bands: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    _arriving: Callable[[], Sequence[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        # What the sources hide is decided on the host: small ones are copied there, all at once and once a call.
-        small = sum(x.nbytes for x in self.sources) <= COPIED and not any(x.is_meta for x in self.sources)
-        object.__setattr__(self, "_arriving", to_host(self.sources) if small else lambda: self.sources)
         object.__setattr__(self, "_axes", frozenset(axes_of([self.mask.visible, self.mask.bias])))
         if self.mask.bias is not None and self.mask.bias.dtype.itemsize > self.dtype.itemsize:
             object.__setattr__(self, "dtype", accumulator(self.dtype))
@@ -195,9 +191,10 @@ class TileScores:
 
     def level(self, queries: range) -> Tensor | None:
         """[1|B, 1|Hq, queries, 1]: the largest number added in each row where that is FAR from 0, else 0."""
-        if queries not in self._levels:
-            self._levels[queries] = self._largest(queries) if self._added[0] <= -FAR or self._added[1] >= FAR else None
-        return self._levels[queries]
+        if self._added[0] > -FAR and self._added[1] < FAR:
+            return None
+        asked = ("level", self.mask.text, self.pattern, self.dtype, *self._spans(queries, queries).values())
+        return self.facts.once(asked, lambda: self._largest(queries))
 
     @cached_property
     def _added(self) -> tuple[float, float]:
@@ -207,7 +204,8 @@ class TileScores:
         rows = self.pattern.q_length if self.local is None else self.local.rows
         lengths = (self.batch, self.pattern.q_length, self.pattern.kv_length, rows)
         spans = {axis: range(length) for axis, length in zip("bqkr", lengths, strict=True)} | {"h": self.heads}
-        low, high = bounds(self.mask.bias, spans, self._read)
+        bias = self.mask.bias
+        low, high = self._known("added", spans, lambda: bounds(bias, spans, self._read))
         return float(low), float(high)
 
     @torch.no_grad()
@@ -226,13 +224,20 @@ class TileScores:
     @cached_property
     def _read(self) -> Sequence[Tensor]:
         """The sources where their numbers are read."""
-        return self._arriving()
+        return self.facts.numbers(self.sources)
 
     def _verdict(self, queries: range, keys: range) -> str:
-        return self.mask.kind(self._spans(queries, keys), self._read) if self.mask.text else "full"
+        spans = self._spans(queries, keys)
+        return self._known("kind", spans, lambda: self.mask.kind(spans, self._read)) if self.mask.text else "full"
 
     def _modifies(self, queries: range, keys: range) -> bool:
-        return self.mask.modifies(self._spans(queries, keys), self._read) if self.mask.score is not None else False
+        spans = self._spans(queries, keys)
+        asked = self.mask.score is not None
+        return asked and self._known("modifies", spans, lambda: self.mask.modifies(spans, self._read))
+
+    def _known(self, asked: str, spans: Mapping[str, range], answer: Callable[[], T]) -> T:
+        """What the mask does to a block, asked of it once for all who read the same sources."""
+        return self.facts.once((asked, self.mask.text, *spans.values()), answer)
 
     def _spans(self, queries: range, keys: range) -> dict[str, range]:
         return {"b": range(self.batch), "h": self.heads, "q": queries, "k": keys, "r": self._local(queries)}

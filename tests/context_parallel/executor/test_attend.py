@@ -12,6 +12,7 @@ from torch import Tensor
 from ringopt.context_parallel.executor import tiles
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.buffers import KVShape
+from ringopt.context_parallel.executor.mask_facts import MaskFacts
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
 from ringopt.context_parallel.geometry.pattern import Kind
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
@@ -181,7 +182,8 @@ def test_masks_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     there = torch.ones(2, 64, dtype=torch.bool)
     there[:, ::2] = False
     pattern = plan.pattern
-    scores = tiles.TileScores(pattern, padding(), [there], 2, range(4), torch.float32, torch.device("cpu"))
+    facts = MaskFacts([there])
+    scores = tiles.TileScores(pattern, padding(), [there], facts, 2, range(4), torch.float32, torch.device("cpu"))
     made = list(scores.tiles(block))
     assert block.kind is Kind.PARTIAL
     assert len(made) > 10

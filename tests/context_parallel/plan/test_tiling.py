@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ringopt.context_parallel.executor.mask_facts import MaskFacts
 from ringopt.context_parallel.executor.tiles import TileScores
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.geometry.pattern import Kind
@@ -51,7 +52,7 @@ def test_they_hold_all_that_is_seen(pattern: str) -> None:
 def test_equal_masks_are_made_once() -> None:
     """Of the strips of a window. The first queries see all that is before them, and need none."""
     plan = exchange_of(ShardedPattern.of_self_attention("window(512)", 2048, 1, "contiguous"), "ring")
-    scores = TileScores(plan.pattern, Mask(), [], 1, range(2), torch.float32, torch.device("cpu"))
+    scores = TileScores(plan.pattern, Mask(), [], MaskFacts([]), 1, range(2), torch.float32, torch.device("cpu"))
     tiles = [tile for block in plan.home_blocks(0) for tile in scores.tiles(block)]
     strips = [tile for tile in tiles if not tile.causal]
     assert {(len(tile.queries), len(tile.keys)) for tile in strips} == {(128, 639)}

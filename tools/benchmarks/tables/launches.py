@@ -1,5 +1,5 @@
-"""What one rank of an attention launches, sends and reads back on a GPU, forward and backward: counted without one, on
-tensors that have sizes and no numbers."""
+"""What one rank launches, sends and reads back on a GPU for the attention of some layers, forward and backward: counted
+without one, on tensors that have sizes and no numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   ringopt bench launches
-  ringopt bench launches --heads 32 --kv-heads 8 --tokens-per-rank 8192 --world-size 8 --mask padding
+  ringopt bench launches --heads 32 --kv-heads 8 --tokens-per-rank 8192 --world-size 8 --mask padding --layers 4
 """
 
 
@@ -37,6 +37,7 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser.add_argument("--tokens-per-rank", metavar="N", type=natural, default=8192, help="(8192)")
     parser.add_argument("--world-size", metavar="P", type=natural, default=8, help="ranks (8)")
     parser.add_argument("--rank", metavar="R", type=int, default=3, help="the one that is counted (3)")
+    parser.add_argument("--layers", metavar="N", type=natural, default=1, help="that share a mask (1)")
     parser.add_argument("--strategy", default="ring", help="(ring)")
     parser.add_argument("--mask", metavar="MASK", nargs="+", help="only these")
     parser.set_defaults(measure=measure)
@@ -47,7 +48,7 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     and strategies that are none."""
     from ringopt.hardware.devices import device_of
     from ringopt.tools.benchmarks.lab.fake_cuda import missing
-    from ringopt.tools.benchmarks.workers.launches import MASKS, Shape, launched
+    from ringopt.tools.benchmarks.workers.launches import MASKS, Shape, launched, on_the_host
 
     if device_of(arguments.hardware).limits != device_of("h100").limits:
         raise CommandError(f"--hardware {arguments.hardware}: it is no GPU")
@@ -66,12 +67,14 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
             ranks=arguments.world_size,
             layout=layout,
             strategy=arguments.strategy,
+            layers=arguments.layers,
         )
-        found = launched(shape, arguments.rank)
-        rows += [{"mask": mask, "layout": layout, "strategy": arguments.strategy} | row for row in found]
+        of_all = {"mask": mask, "layout": layout, "strategy": arguments.strategy}
+        for row, host in zip(launched(shape, arguments.rank), on_the_host(shape, arguments.rank), strict=True):
+            rows.append({**of_all, **row, "host_s": host})
     title = (
         f"Rank {arguments.rank} of {arguments.world_size}: {arguments.tokens_per_rank} tokens, {arguments.heads} heads "
-        f"of 128 over {arguments.kv_heads}, bfloat16"
+        f"of 128 over {arguments.kv_heads}, bfloat16, {arguments.layers} layer{'s' if arguments.layers > 1 else ''}"
     )
     return Result(title, COLUMNS, rows, {"rows": len(rows)}, (), NOTES, KEYS)
 
@@ -95,11 +98,13 @@ COLUMNS = (
     _number("copies", "copies\nto host"),
     _number("batches", "message\nbatches"),
     Column("sent,\nMiB", _megabytes),
+    Column("host,\nms", lambda row: f"{row['host_s'] * 1e3:.1f}"),
 )
 NOTES = (
     "attention calls: of FlashAttention-2, of memory-efficient attention where a block has a mask, and of kernels in "
     "Triton where scores are changed or weights dropped.",
     "other launches: operations of ATen that compute or copy; views and allocations are none.",
     "host reads: of numbers from the device, each of which waits for all that was launched before. Of a mask all is "
-    "taken for seen. copies to host: asynchronous, of what a mask reads, once an attention.",
+    "taken for seen. copies to host: asynchronous, of what a mask reads, for all layers and their backwards.",
+    "host: Python and dispatch of one layer on this machine's CPU, on tensors of next to nothing.",
 )
