@@ -16,6 +16,7 @@ from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.find_flex import FindFlex
 from ringopt.passes.find_scan import FindScan
 from ringopt.passes.find_softmax import FindSoftmax
+from ringopt.passes.find_substitution import FindSubstitution
 from ringopt.passes.find_unfused import FindUnfused
 from ringopt.passes.lower import Lower
 from ringopt.passes.normalize import Normalize
@@ -29,6 +30,7 @@ from ringopt.pipeline import Pass
 
 UNDERSTAND = (
     Normalize(),  # functional: values may be read anywhere
+    FindSubstitution(),  # a triangular system is one solve, which may be a part of a step
     FindScan(),  # recurrences are one node each, while their steps stand in the order in which they were traced
     Canonicalize(),  # in one order on all ranks: what is decided in the order of the graph is decided alike
     FindSoftmax(),  # every softmax is one node

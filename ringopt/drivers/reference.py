@@ -1,7 +1,8 @@
 """What `verify=True` compares a program with that draws random numbers by position: torch's own stream has others.
 
-    as written    capture, normalize, find_scan, canonicalize, draw_by_position: no pass has found attention in it.
-                  Recurrences are scans, for the order of a graph, and so of its seeds, follows from what is in it
+    as written    capture, normalize, find_substitution, find_scan, canonicalize, draw_by_position: no pass has found
+                  attention in it. Recurrences are scans, and triangular systems solved, for the order of a graph, and
+                  so of its seeds, follows from what is in it
     found         all that one process runs, where attention that is found has other numbers than the program: weights
                   are dropped by (batch, head, query, key), or options dilate it
 """
@@ -24,13 +25,14 @@ from ringopt.passes import with_options
 from ringopt.passes.canonicalize import Canonicalize
 from ringopt.passes.draw_by_position import DrawByPosition
 from ringopt.passes.find_scan import FindScan
+from ringopt.passes.find_substitution import FindSubstitution
 from ringopt.passes.normalize import Normalize
 from ringopt.pipeline import Context, Pipeline
 from ringopt.scans.call import is_scan
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat.autograd import unseen
 
-AS_WRITTEN = (Normalize(), FindScan(), Canonicalize(), DrawByPosition())
+AS_WRITTEN = (Normalize(), FindSubstitution(), FindScan(), Canonicalize(), DrawByPosition())
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from math import prod
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.fx.node import map_aggregate
 
 from ringopt.dims.contraction import Product, product_of
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import emit, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import is_open
+from ringopt.recognize.scans.at_points import evaluated
 from ringopt.scans.body import to_text
 from ringopt.scans.call import ScanCall
 from ringopt.scans.trace import Kinds, OperandKind
@@ -186,8 +186,8 @@ def proved(
     with unset_fake_temporarily(), torch.no_grad():
         for scale in SCALES if mapped else ():
             x = torch.randn(given, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
-            found = evaluated(matrix, source, x, constants)
-            mapped = [how for how in mapped if found is not None and agrees(found, c, z, x, *how)]
+            found = evaluated([matrix], source, x, constants)
+            mapped = [how for how in mapped if found is not None and agrees(found[0], c, z, x, *how)]
     return mapped[0] if mapped else None
 
 
@@ -197,26 +197,3 @@ def agrees(found: Tensor, c: int, z: int, x: Tensor, along: int, order: Sequence
     wanted = (sums[..., :, None] - sums[..., None, :]).exp().tril()
     ones = [d for d in range(found.dim()) if d not in (*order, c, z)]
     return torch.allclose(found.permute(*ones, *order, c, z).reshape(wanted.shape), wanted, rtol=1e-9, atol=1e-12)
-
-
-def evaluated(node: fx.Node, source: fx.Node, x: Tensor, constants: Constants) -> Tensor | None:
-    """`node` in float64, where `source` is `x`; None where that cannot be computed."""
-    made: dict[fx.Node, Tensor | None] = {source: x}
-
-    def wide(argument: object) -> object:
-        if isinstance(argument, torch.device):
-            return torch.device("cpu")
-        return torch.float64 if argument in (torch.float32, torch.bfloat16, torch.float16) else argument
-
-    def value(each: fx.Node) -> Tensor | None:
-        if each not in made:
-            if each in constants:
-                found = constants.get(each)
-                made[each] = found.double() if found is not None and found.is_floating_point() else found
-            else:
-                args, kwargs = map_aggregate(fx.map_arg((each.args, each.kwargs), value), wide)
-                missing = any(value(arg) is None for arg in each.all_input_nodes)
-                made[each] = None if missing else each.target(*args, **kwargs)
-        return made[each]
-
-    return value(node)
