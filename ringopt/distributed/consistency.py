@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.tensor_digest import word_of
 from ringopt.errors import RingMismatchError
 from ringopt.ir.canonical_order import Program
 
@@ -33,8 +34,7 @@ def compare_ranks(
         if lines is not None and differing([found[:, : len(called)] for found in headers]):
             raise RingMismatchError(other_programs(mesh, lines))
         raise RingMismatchError(other_shapes(mesh, names, shapes))
-    rows = torch.tensor([digest(bytes_of(x)) for x in inputs], device=mesh.device).reshape(-1, WORDS)
-    odd = differing(mesh.all_gather(rows))
+    odd = differing(mesh.all_gather(digests_of(inputs, mesh.device)))
     if odd:
         where = "; ".join(f"{names[i]} on ranks {sorted(ranks)}" for i, ranks in _by_row(odd).items())
         raise RingMismatchError(
@@ -100,6 +100,23 @@ def digest(data: Any) -> list[int]:
     """WORDS int64 words of a BLAKE2b hash of bytes."""
     whole = hashlib.blake2b(data, digest_size=8 * WORDS).digest()
     return [int.from_bytes(whole[i : i + 8], "little", signed=True) for i in range(0, 8 * WORDS, 8)]
+
+
+def digests_of(values: Sequence[Any], device: torch.device) -> Tensor:
+    """int64 [values, WORDS] on `device`: a hash of each; of a tensor that lies on a device a word that is made there
+    (tensor_digest.py), and 0, for all parameters of a model would take long to come to the host."""
+    away = [place for place, x in enumerate(values) if is_away(x)]
+    table = torch.tensor([[0] * WORDS if is_away(x) else digest(bytes_of(x)) for x in values], dtype=torch.int64)
+    table = table.reshape(-1, WORDS).to(device)
+    if away:
+        words = torch.stack([word_of(values[place]).to(device) for place in away])
+        table[:, 0].index_copy_(0, torch.tensor(away, device=device), words)
+    return table
+
+
+def is_away(value: Any) -> bool:
+    """Whether it is a tensor whose numbers are on a device."""
+    return isinstance(value, Tensor) and value.device.type not in ("cpu", "meta") and value.numel() > 0
 
 
 def bytes_of(value: Any) -> Any:

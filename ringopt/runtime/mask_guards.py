@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringopt.distributed.consistency import bytes_of, digest
+from ringopt.distributed.consistency import bytes_of, digests_of
 from ringopt.frontend.flex_block_masks import Claim, is_hollow
 from ringopt.output.printable import logger
 from ringopt.torch_compat.tensors import version_of
@@ -85,7 +85,7 @@ def _sizes(inputs: Sequence[Any]) -> list[Any]:
 
 def numbers(value: Tensor) -> list[int] | None:
     """A digest; None for a tensor of a dry run, which has no numbers."""
-    return None if is_hollow(value) else digest(bytes_of(value))
+    return None if is_hollow(value) else digests_of([value], value.device)[0].tolist()
 
 
 def checksum(value: Tensor) -> int:

@@ -32,7 +32,7 @@ from ringopt.distributed.roll_call.entrance import (
     on_host,
     settle_late,
 )
-from ringopt.distributed.roll_call.tensor_digest import MODULUS, STEP, signed, word_of
+from ringopt.distributed.tensor_digest import MODULUS, STEP, signed, word_of
 from ringopt.errors import RingMismatchError
 from ringopt.hardware.to_host import to_host
 

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.distributed.roll_call.tensor_digest import MODULUS, ROW, STEP, factors, of_rows, signed, word_of
+from ringopt.distributed import consistency
+from ringopt.distributed.tensor_digest import MODULUS, ROW, STEP, factors, of_rows, signed, word_of
+from ringopt.errors import RingMismatchError
+from ringopt.tools.benchmarks.lab.fake_cuda import LaunchCounter, fake_cuda, missing
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -112,3 +116,31 @@ def test_it_takes_little_memory() -> None:
             held += event.nbytes()
             most = max(most, held)
     assert 0 < most <= 4 * 8 * ROW, most
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "there is a compiler")
+def test_inputs_on_a_device_are_hashed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 GB of parameters take seconds to come to the host, and as long again to be hashed there."""
+    monkeypatch.setattr(consistency, "bytes_of", lambda value: repr(value).encode() if value == 3 else pytest.fail())
+    with fake_cuda():
+        given = [torch.zeros(1 << 20, device="cuda"), 3, torch.zeros(5, 7, dtype=torch.bfloat16, device="cuda")]
+        with LaunchCounter() as watched:
+            found = consistency.digests_of(given, torch.device("cuda"))
+    assert found.shape == (3, consistency.WORDS) and found.is_cuda and not watched.reads
+
+
+def test_ranks_compare_what_is_hashed_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consistency, "is_away", lambda value: isinstance(value, Tensor))
+
+    def compared(mesh: ThreadMesh, odd: bool) -> str:
+        weight = torch.ones(300, 300)
+        weight[17, 4] += odd * mesh.rank
+        try:
+            consistency.compare_ranks(mesh, [1], ["x", "weight", "scale"], [torch.zeros(0), weight, 0.5])
+        except RingMismatchError as error:
+            return str(error)
+        return ""
+
+    assert run_on_threads(2, lambda mesh: compared(mesh, False)) == ["", ""]
+    for sentence in run_on_threads(2, lambda mesh: compared(mesh, True)):
+        assert "inputs differ from those of rank 0: weight on ranks [1]" in sentence
