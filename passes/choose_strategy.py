@@ -26,12 +26,11 @@ from ringopt.cost.site import case_of, kernel_of, lengths, looked_at, over_nodes
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, requires_grad, shape_of, source_line
-from ringopt.ir.placement import Sharded
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import at_hand, is_open
 from ringopt.options import KernelName, LayoutName, Shard, SiteOptions, Strategy
 from ringopt.pipeline import Context, Pass
-from ringopt.recognize.row_pairs import NO_SITE, pairs_in
+from ringopt.recognize.row_pairs import NO_SITE, Pairs, pairs_in
 from ringopt.scans.call import is_scan
 from ringopt.sharding.grains import inside_chunks, with_grains
 from ringopt.sharding.latents import note_of_latents, with_latents
@@ -77,9 +76,9 @@ class ChooseStrategy(Pass):
                 choose_for(node, info, self, context)
 
 
-def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
-    """Queries of what is no site, where every chunk of their layout has a row of them, but for those inside of the
-    chunks of a scan, which ranks hold whole."""
+def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Pairs]:
+    """Pairs that are no site, by the product of queries and keys, where every chunk of the layout has a query, but for
+    those inside of the chunks of a scan, which ranks hold whole."""
     found = {
         node: pairs
         for node, pairs in pairs_in(graph).items()
@@ -90,7 +89,7 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Sharded]:
     if where:
         context.notes.append(f"pairs of {', '.join(where)} {NO_SITE}")
     context.weights = {node.name: dims for pairs in found.values() for node, dims in pairs.weights.items()}
-    return {pairs.queries: pairs.rows for pairs in found.values()}
+    return found
 
 
 def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) -> str | None:

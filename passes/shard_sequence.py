@@ -28,13 +28,14 @@ from ringopt.ops import operators
 from ringopt.options import Outputs, Shard, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.sharding.composite import in_parts
-from ringopt.sharding.emit import enough_rows
+from ringopt.sharding.filled import fill_in_rows
 from ringopt.sharding.handlers.autograd_function import Functions, Places
 from ringopt.sharding.handlers.batched_attention import batch_rows_differ
 from ringopt.sharding.handlers.by_columns import MIXED
 from ringopt.sharding.handlers.demands import Demand, sources, worked_on
 from ringopt.sharding.handlers.higher_order import again_in_rows, note_of_graphs
 from ringopt.sharding.handlers.norms import refuse_mixed_statistics
+from ringopt.sharding.handlers.pairs import spread_pairs, wanted_by
 from ringopt.sharding.handlers.random import place_seeds
 from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
@@ -65,11 +66,12 @@ class ShardSequence(Pass):
         while True:
             sharder = Sharder(gm.graph, ranks)
             sharder.climbs = self.shard == "model"
+            fill_in_rows(sharder, gm.graph)
             functions = Functions(sharder, decided)
             handled, worked = frozenset(HANDLERS), worked_on(gm.graph)
             whole = windows(sharder, self.in_windows(context), handled, worked)
             wanted = [*self.demanded(context), *begin_scans(sharder, context.scans), *whole]
-            pairs = {x: at for x, at in context.pairs.items() if enough_rows(sharder, at.length)}
+            pairs = spread_pairs(sharder, context.pairs)
             sharder.sources = sources(sharder, wanted, handled | MIXED, worked) | pairs | dict(whole)
             random = self.walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
@@ -110,7 +112,7 @@ class ShardSequence(Pass):
 
     def demanded(self, context: Context) -> Iterator[Demand]:
         """What the attention sites, and pairs that are none, want to have in rows."""
-        yield from context.pairs.items()
+        yield from wanted_by(context.pairs.values())
         for node in self.sharded_sites(context):
             yield from demands(node, context.sites[node])
 

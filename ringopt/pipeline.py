@@ -21,13 +21,14 @@ from ringopt.ir.canonical_order import Program
 from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.io_order import Order
 from ringopt.ir.nodes import eliminate_dead_code
-from ringopt.ir.placement import Layouts, Sharded, Spread
+from ringopt.ir.placement import Layouts, Spread
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.options import Options
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
+from ringopt.recognize.row_pairs import Pairs
 from ringopt.report import Gather
 from ringopt.torch_compat.tracing import trace_structured
 
@@ -48,7 +49,7 @@ class Context:
     carries            which values carry a gradient, from the choice of strategies on
     notes              what else the report says of the graph
     layouts            of each sequence, which rows a rank holds
-    pairs              queries of attention that is no site, and how their rows are spread all the same
+    pairs              of tokens that are no site, by the product of queries and keys
     weights            by name, what is made of pairs of its rows, and the dims that count them
     given              inputs of which this rank has its rows, and how they are spread
     left               outputs that stay on their ranks, by place, and how they are spread
@@ -75,7 +76,7 @@ class Context:
     carries: dict[fx.Node, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     layouts: Layouts = field(default_factory=Layouts)
-    pairs: dict[fx.Node, Sharded] = field(default_factory=dict)
+    pairs: dict[fx.Node, Pairs] = field(default_factory=dict)
     weights: dict[str, tuple[int, int]] = field(default_factory=dict)
     given: dict[fx.Node, Spread] = field(default_factory=dict)
     left: dict[int, Spread] = field(default_factory=dict)

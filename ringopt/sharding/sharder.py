@@ -75,6 +75,10 @@ class Sharder:
         # (ringopt/sharding/handlers/demands.py).
         self.sources: dict[fx.Node, Sharded] = {}
         self.begun = set[fx.Node]()  # those of them that were: what they were cut from is there, to be dropped
+        # Those of them that are not made whole for whoever reads all of them, but gathered; and of products of pairs
+        # the operand that gives them their rows (ringopt/sharding/handlers/pairs.py).
+        self.in_parts = set[fx.Node]()
+        self.leading: dict[fx.Node, fx.Node] = {}
         # How nodes are placed that the handler of an earlier one has understood
         # (ringopt/sharding/handlers/moe_routing.py).
         self.understood: dict[fx.Node, Callable[[], None]] = {}
@@ -88,12 +92,16 @@ class Sharder:
         self.set(node, self.graph.node_copy(node, lambda arg: self.values[arg]), None)
 
     def begin(self, node: fx.Node) -> None:
-        """A replicated value is sharded from here on; whoever reads it whole has it as it was."""
+        """A replicated value is sharded from here on; whoever reads it whole has it as it was, if it is not made in
+        parts."""
         whole, placement = self.values[node], self.sources[node]
+        if node in self.in_parts and self.reach(node, placement) is None:
+            return
         self.reader = node
         rows = self.sharded(node, placement)
-        self.converted[node, "whole"] = whole
-        self.begun.add(node)
+        if node not in self.in_parts:
+            self.converted[node, "whole"] = whole
+            self.begun.add(node)
         self.set(node, rows, placement)
 
     def hold(self, node: fx.Node, placement: Sharded) -> None:
@@ -120,7 +128,9 @@ class Sharder:
         if rule is None or len(rule.operands) != len(operands):
             return False
         self.reader = node
-        for i, place in sorted(at, key=lambda found: -len(shape_of(operands[found[0]]))):
+        first = self.leading.get(node)
+        ranks = [(x is not first, -len(shape_of(x))) for x in operands]
+        for i, place in sorted(at, key=lambda found: ranks[found[0]]):
             out = rule.push(i, place)
             wanted = rule.pull(out) if out is not None else None
             if out is not None and wanted is not None and self.consistent(rule, wanted, out):

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.buffers import Local
 from ringopt.context_parallel.executor.mask_facts import MaskFacts
+from ringopt.context_parallel.executor.seen_blocks import seen_blocks
 from ringopt.context_parallel.geometry.pattern import Band, Kind, Pattern
 from ringopt.context_parallel.geometry.strided import Strided
 from ringopt.context_parallel.geometry.visibility import seen
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.tiling import band_seen, queries_at_once, strip_ends, strips
 from ringopt.expr.mask import FAR, Mask, ScoreBlock
-from ringopt.expr.terms import axes_of
+from ringopt.expr.terms import axes_of, loads
 from ringopt.expr.value_ranges import bounds
 from ringopt.hardware.devices import limits_of
 from ringopt.kernels.base import HIDDEN, TileInputs, accumulator
@@ -71,6 +72,12 @@ class Tile:
             if first:
                 yield Tile(queries, self.keys[before], self._mask_of(own, before), False, level, self.modified)
             yield Tile(queries, queries, self._mask_of(own, own), True, level, self.modified)
+
+    def piece(self, queries: slice, keys: slice) -> Tile:
+        """Some of its queries and keys, of a tile that is no triangle."""
+        level = self.level[:, :, queries] if self.level is not None else None
+        cut = self._mask_of(queries, keys)
+        return replace(self, queries=self.queries[queries], keys=self.keys[keys], mask=cut, level=level)
 
     def _mask_of(self, queries: slice, keys: slice) -> Tensor | None:
         return self.mask[:, :, queries, keys] if self.mask is not None else None
@@ -127,7 +134,7 @@ class TileScores:
             yield Tile(block.queries, block.keys, band=band)
             return
         step = self._queries_at_once(len(block.keys))
-        if verdict == "partial" and block.kind is Kind.CAUSAL and len(block.queries) <= step:
+        if verdict == "partial" and block.kind is Kind.CAUSAL and len(block.queries) <= step and not self._picked:
             mask = self._additive(block.queries, block.keys)
             yield Tile(block.queries, block.keys, mask, True, self.level(block.queries), modified)
             return
@@ -165,7 +172,11 @@ class TileScores:
         mask = self._additive(queries, keys) if verdict == "partial" else None
         if kind is not Kind.FULL:
             mask = self._within(mask, queries, keys)
-        yield Tile(queries, keys, mask, False, self.level(queries), self._modifies(queries, keys))
+        tile = Tile(queries, keys, mask, False, self.level(queries), self._modifies(queries, keys))
+        if mask is None or not self._picked:
+            yield tile
+            return
+        yield from (tile.piece(*at) for at in seen_blocks(mask, limits_of(self.device.type).least))
 
     def _within(self, mask: Tensor | None, queries: range, keys: range) -> Tensor:
         """`mask` (None: zeros) where the pattern lets a query see a key, else -inf."""
@@ -220,6 +231,11 @@ class TileScores:
     def modified(self, scores: Tensor, queries: range, keys: range) -> Tensor:
         """The scaled scores [B, Hq, queries, keys] as the mask changes them. Differentiable where grad is enabled."""
         return self.mask.modified(scores, self._block(queries, keys), self.sources)
+
+    @cached_property
+    def _picked(self) -> bool:
+        """Whether numbers that a rank has for its own queries say which keys they see."""
+        return any({"r", "k"} <= load.axes for load in loads(self.mask.visible))
 
     @cached_property
     def _read(self) -> Sequence[Tensor]:

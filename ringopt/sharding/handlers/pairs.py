@@ -1,0 +1,60 @@
+"""Pairs of tokens that are no attention site: what is spread for their rows.
+
+    scores = matmul(q, k.mT)   ->   scores_rows = matmul(q_rows, gather(k_rows).mT)
+
+Queries are demanded in rows. Keys, and values that are weighed, are made in rows and gathered, also above the first
+site, where every rank could make all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch.fx as fx
+
+from ringopt.dims.contraction_rules import PRODUCTS
+from ringopt.dims.op_families import CONVOLUTIONS
+from ringopt.ir.nodes import op_name
+from ringopt.ir.placement import Sharded
+from ringopt.recognize.row_pairs import Pairs
+from ringopt.sharding.emit import enough_rows
+from ringopt.sharding.handlers.demands import Demand, climb
+from ringopt.sharding.sharder import Sharder
+
+
+def wanted_by(pairs: Collection[Pairs]) -> Iterator[Demand]:
+    """What pairs want to have in rows."""
+    for each in pairs:
+        yield each.queries, each.rows
+        yield from each.others
+
+
+def spread_pairs(sharder: Sharder, pairs: dict[fx.Node, Pairs]) -> dict[fx.Node, Sharded]:
+    """What is to be spread as soon as it is there. Tells the sharder which operand of a product gives it its rows, and
+    what of it is gathered for whoever reads all of it."""
+    found: dict[fx.Node, Sharded] = {}
+    for product, each in pairs.items():
+        sharder.leading[product] = each.queries
+        for other, at in each.others:
+            if enough_rows(sharder, at.length) and made_in_products(sharder, other, at):
+                found[other] = at
+                sharder.in_parts.add(other)
+    for each in pairs.values():
+        if enough_rows(sharder, each.rows.length):
+            found[each.queries] = each.rows
+            sharder.in_parts.discard(each.queries)
+    return found
+
+
+def made_in_products(sharder: Sharder, node: fx.Node, place: Sharded) -> bool:
+    """Whether rows of a value are made of rows in a product, or something like it: else every rank had better make all
+    of it than have it sent."""
+    pending, seen = [(node, place)], set[fx.Node]()
+    while pending:
+        here, at = pending.pop()
+        above = climb(sharder, here, at) if here.op == "call_function" and here not in seen else None
+        if above and op_name(here) in (*PRODUCTS, *CONVOLUTIONS):
+            return True
+        seen.add(here)
+        pending += above or []
+    return False
