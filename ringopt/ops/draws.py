@@ -31,7 +31,7 @@ ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 LAST = 14
 WORDS = ((0, 0), (0x9E3779B9 - 2**32, 0x85EBCA6B - 2**32))
 ABOVE = 0xC2B2AE35 - 2**32  # a factor for the upper half of a place; odd, so that no two halves share a key
-BLOCK = 1 << 14  # elements that eager code draws at a time: what a cache holds, with what is made on the way
+BLOCK = 1 << 16  # elements that eager code draws at a time: what a cache holds, with what is made on the way
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------
@@ -85,13 +85,18 @@ def draw(
     if any(place.numel() == 0 for place in places):
         return seed.new_empty([place.shape[0] for place in places], dtype=dtype)
     wide = isinstance(count, torch.SymInt) or count > 2**32
-    if type(seed) is Tensor and seed.device.type == "cpu" and not torch.compiler.is_compiling():
+    if is_eager(seed) and seed.device.type == "cpu":
         return in_blocks(seed, places, strides, wide, kind, numbers, dtype)
     at = sum((place * stride for place, stride in zip(places, strides, strict=True)), torch.zeros_like(seed))
     return KINDS[kind](Bits(seed, at, wide), numbers, dtype)
 
 
 LIBRARY.impl("draw", draw, "CompositeImplicitAutograd")
+
+
+def is_eager(x: Tensor) -> bool:
+    """Whether numbers are computed here and now."""
+    return type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def in_blocks(
@@ -103,9 +108,11 @@ def in_blocks(
     numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same, so that what is made on the way stays in the cache."""
+    """The same, so that what is made on the way stays in the cache. Places that need 32 bits are added up as such:
+    they are half as large."""
     at = [place * stride for place, stride in zip(places, strides, strict=True)] or [seed.new_zeros(1)]
-    first, last = sum(at[:-1], seed.new_zeros(1)).reshape(-1, 1), at[-1].reshape(-1)
+    held = torch.int64 if wide else torch.int32
+    first, last = sum(at[:-1], seed.new_zeros(1)).reshape(-1, 1).to(held), at[-1].reshape(-1).to(held)
     made = torch.empty(len(first), len(last), dtype=dtype)
     columns = min(len(last), BLOCK)
     rows = BLOCK // columns
@@ -170,10 +177,19 @@ def inside(bits: Bits, dtype: torch.dtype, word: int = 0) -> Tensor:
 
 
 def kept(bits: Bits, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """False with probability `numbers[0]`."""
+    """False with probability `numbers[0]`; else what follows there, if anything does."""
     least = round(numbers[0] * 2**32) - 2**31  # of the signed numbers, such a share lies below
     word = bits.word(0)
-    return (torch.zeros_like(word, dtype=torch.bool) if least >= 2**31 else word >= least).to(dtype)
+    found = torch.zeros_like(word, dtype=dtype) if least >= 2**31 else at_least(word, least, dtype)
+    return found.mul_(numbers[1]) if len(numbers) > 1 else found
+
+
+def at_least(word: Tensor, least: int, dtype: torch.dtype) -> Tensor:
+    """(word >= least).to(dtype), which eager code writes at once: to turn bool into numbers takes as long as to draw
+    them."""
+    if is_eager(word):
+        return torch.ge(word, least, out=torch.empty_like(word, dtype=dtype))
+    return (word >= least).to(dtype)
 
 
 def uniform(bits: Bits, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:

@@ -51,6 +51,7 @@ def test_a_share_of_p_is_dropped(p: float) -> None:
     kept = draw("kept", p, dtype=torch.bool)
     assert near(float(kept.double().mean()), 1 - p, math.sqrt(p * (1 - p)), kept.numel())
     assert draw("kept", 0.0, dtype=torch.bool).all() and not draw("kept", 1.0, dtype=torch.bool).any()
+    assert torch.equal(draw("kept", p, 1.7), kept * 1.7), "what is kept is multiplied"
 
 
 def test_numbers_are_evenly_spread() -> None:
@@ -148,7 +149,7 @@ def dtype_of(kind: str) -> torch.dtype:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_is_that_part_of_the_whole(kind: str) -> None:
     """Also of rows that are not in order, and of more elements than eager code draws at a time."""
-    numbers, dtype, sizes = numbers_of(kind), dtype_of(kind), (3, 70, 301)
+    numbers, dtype, sizes = numbers_of(kind), dtype_of(kind), (3, 80, 301)
     whole = draw(kind, *numbers, sizes=sizes, dtype=dtype)
     for part in ((slice(1, 2), slice(5, 50), slice(None)), (slice(None), slice(1, 70, 3), slice(7, 8))):
         found = draw(kind, *numbers, sizes=sizes, dtype=dtype, part=part)
@@ -185,6 +186,10 @@ def test_the_hash_is_that_of_32_bit_arithmetic() -> None:
     found = draw("uniform", 0, 1, sizes=(4, 9))
     places = [torch.arange(3).view(-1, 1), torch.arange(2**32 - 2, 2**32 + 3)]
     far = operators.draw(SEED, places, [sizes[1], 1], 3 * sizes[1], "uniform", [0.0, 1.0], torch.float32)
+    columns = torch.arange(2**31 - 2, 2**31 + 3)  # that 32 bits hold, without a sign
+    half = operators.draw(SEED, [columns], [1], 2**32, "uniform", [0.0, 1.0], torch.float32)
+    for column, number in zip(columns.tolist(), half.tolist(), strict=True):
+        assert number == (word(seed, column) >> 8) / 2**24
     for row in range(3):
         for column in range(5):
             assert float(found[row, column]) == (word(seed, 9 * row + column) >> 8) / 2**24
