@@ -7,6 +7,9 @@ The checkout is copied, so that nothing here changes. One run of the tests recor
 coverage, kept beside the results and used again); then each fault, drawn evenly over the files, meets the quickest
 tests that reach its line, until one fails. A fault that ends in no failure has survived: a test is missing, or the
 change means nothing. Exit code 1 if less than --bar of them were noticed.
+
+A fault in a function is planted in a fork of a process that has imported and collected everything (tools/common/
+swapped.py). What stands outside of functions is run by the import: such a fault meets a process of its own.
 """
 
 from __future__ import annotations
@@ -23,17 +26,18 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ringopt.tools.common.faults import Fault, faults_of
+from ringopt.tools.common.swapped import differing, swap
 
 ROOMS = "context_parallel cost dims distributed expr ir kernels ops overlap recognize sharding tensor"
 ENGINE = ["passes", *(f"ringopt/{room}" for room in ROOMS.split())]
 ROOT = Path(__file__).resolve().parents[1]
-NOTHING, ENDED = 5, 70  # exit codes: pytest has found no test; an error of this program
+NOTHING, ENDED, UNFIT = 5, 70, 71  # exit codes: pytest has found no test; an error of this program; not planted
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
 
 
@@ -55,18 +59,11 @@ def main(words: Sequence[str] | None = None) -> int:
     results = Path(arguments.results)
     with tempfile.TemporaryDirectory(prefix="ringopt-faults-") as folder:
         copy = _copied(Path(folder) / "checkout")
-        reach = _reach(copy, results.with_suffix(".reach.json"), arguments.tests)
-        done = [Outcome(**json.loads(line)) for line in results.read_text().splitlines()] if results.exists() else []
-        known = {(one.file, one.line, one.what) for one in done}
-        drawn = [one for one in _drawn(arguments) if (one[0], one[1].line, one[1].what) not in known]
-        for number, (file, fault) in enumerate(drawn, len(done) + 1):
-            tests = reach.tests_of(file, fault.line, arguments.seconds)
-            outcome = _planted(copy, file, fault, tests, arguments.seconds)
-            done.append(outcome)
-            with results.open("a") as log:
-                log.write(json.dumps(asdict(outcome)) + "\n")
-            verdict = outcome.noticed or f"SURVIVED {outcome.tests} tests"
-            print(f"{number}: {file}:{fault.line}: {fault.what}: {verdict} ({outcome.seconds:.0f} s)", flush=True)
+        reach = _reach(copy, results.with_suffix(".reach.json"), _tests(arguments))
+        planting = Planting(copy, reach, results.resolve(), arguments.seconds)
+        planting.in_one_session(planting.left(_drawn(arguments)), _tests(arguments))
+        planting.by_themselves(planting.left(_drawn(arguments)))
+        done = planting.done()
     noticed = sum(one.noticed is not None for one in done)
     share = noticed / max(len(done), 1)
     print(f"{noticed} of {len(done)} faults noticed, {share:.0%}")
@@ -80,12 +77,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=ENGINE, metavar="PATH", help="files or folders to plant faults in")
     parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="the tests that may notice")
+    parser.add_argument("--sweep", action="store_true", help="tests of the long sweep (-m zoo) may notice too")
     parser.add_argument("--count", type=int, default=300, help="how many faults (300)")
     parser.add_argument("--seed", type=int, default=0, help="which faults are drawn")
     parser.add_argument("--seconds", type=float, default=60, help="time of the tests that meet one fault (60)")
     parser.add_argument("--results", default="faults.jsonl", help="one line of JSON a fault; goes on where it ended")
     parser.add_argument("--bar", type=float, default=0.95, help="share that has to be noticed (0.95)")
     return parser
+
+
+def _tests(arguments: argparse.Namespace) -> list[str]:
+    """The words that tell pytest which tests."""
+    return [*arguments.tests, *(["-m", "zoo or not zoo"] if arguments.sweep else [])]
 
 
 def _copied(to: Path) -> Path:
@@ -193,33 +196,100 @@ def _record(copy: Path, kept: Path, tests: Sequence[str]) -> int:
     return int(code)
 
 
-def _planted(copy: Path, file: str, fault: Fault, tests: Sequence[str], limit: float) -> Outcome:
-    """Writes the fault, runs the tests in a process of their own, and takes the fault away again."""
-    import pytest
+class Planting:
+    """Plants faults in a copy of the checkout, one at a time. `results` gets a line of each; it is also a plugin of
+    pytest, which notes what fails."""
 
-    before = (copy / file).read_text(encoding="utf-8")
-    log = copy / "fault.log"
-    log.unlink(missing_ok=True)
-    start = time.monotonic()
+    def __init__(self, copy: Path, reach: Reach, results: Path, limit: float) -> None:
+        self.copy, self.reach, self.results, self.limit = copy, reach, results, limit
+        self.failed = copy / "failed.log"
+        self.shown = os.fdopen(os.dup(1), "w")  # the processes that run tests have another output
 
-    class Plugin:
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            if report.failed:
-                log.write_text(report.nodeid)
+    def done(self) -> list[Outcome]:
+        """What became of those that were planted, in earlier runs too."""
+        lines = self.results.read_text().splitlines() if self.results.exists() else []
+        return [Outcome(**json.loads(line)) for line in lines]
 
-    (copy / file).write_text(fault.source, encoding="utf-8")
-    try:
-        code = _forked(copy, lambda: int(pytest.main([*PYTEST, *tests], plugins=[Plugin()])), 5 * limit + 60)
-    finally:
-        (copy / file).write_text(before, encoding="utf-8")
-    if code in (NOTHING, ENDED):
-        raise SystemExit(f"{file}:{fault.line}: {fault.what}: the tests did not run (exit code {code})")
-    noticed = None if code == 0 else log.read_text() if log.exists() else "time" if code is None else "collection"
-    return Outcome(file, fault.line, fault.what, noticed, len(tests), round(time.monotonic() - start, 1))
+    def left(self, drawn: Iterator[tuple[str, Fault]]) -> list[tuple[str, Fault]]:
+        """Those of which nothing is known."""
+        known = {(one.file, one.line, one.what) for one in self.done()}
+        return [(file, fault) for file, fault in drawn if (file, fault.line, fault.what) not in known]
+
+    def in_one_session(self, faults: Sequence[tuple[str, Fault]], tests: Sequence[str]) -> None:
+        """Those in functions, in forks of one process."""
+        import pytest
+
+        class Forks:
+            @staticmethod
+            def pytest_runtestloop(session: Any) -> bool:
+                items = {item.nodeid: item for item in session.items}
+                for file, fault in faults:
+                    self.in_a_fork(file, fault, items)
+                return True
+
+        _forked(self.copy, lambda: int(pytest.main([*PYTEST, *tests], plugins=[Forks(), self])), None)
+
+    def in_a_fork(self, file: str, fault: Fault, items: Mapping[str, Any]) -> None:
+        """Nothing is planted where more than functions would change."""
+        before = (self.copy / file).read_text(encoding="utf-8")
+        if differing(compile(before, file, "exec"), compile(fault.source, file, "exec")) is None:
+            return
+        chosen = [items[test] for test in self.reach.tests_of(file, fault.line, self.limit) if test in items]
+
+        def work() -> int:
+            return self.until_one_fails(chosen) if swap(before, fault.source, file) else UNFIT
+
+        self.planted(file, fault, len(chosen), lambda limit: _forked(self.copy, work, limit, anew=False))
+
+    def until_one_fails(self, items: Sequence[Any]) -> int:
+        """Runs tests that are collected."""
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+            if self.failed.exists():
+                return 1
+        return 0
+
+    def by_themselves(self, faults: Sequence[tuple[str, Fault]]) -> None:
+        """Any, in a process each that imports all anew."""
+        import pytest
+
+        for file, fault in faults:
+            tests = self.reach.tests_of(file, fault.line, self.limit)
+            words = [*PYTEST, "-m", "zoo or not zoo", *tests]
+            work = lambda words=words: int(pytest.main(words, plugins=[self]))  # noqa: E731
+            self.planted(file, fault, len(tests), lambda limit, work=work: _forked(self.copy, work, limit))
+
+    def planted(self, file: str, fault: Fault, tests: int, run: Callable[[float], int | None]) -> None:
+        """Writes the fault, runs tests, and takes the fault away again."""
+        before = (self.copy / file).read_text(encoding="utf-8")
+        self.failed.unlink(missing_ok=True)
+        start = time.monotonic()
+        (self.copy / file).write_text(fault.source, encoding="utf-8")
+        try:
+            code = run(5 * self.limit + 60)
+        finally:
+            (self.copy / file).write_text(before, encoding="utf-8")
+        if code == UNFIT:
+            return
+        if code in (NOTHING, ENDED):
+            raise SystemExit(f"{file}:{fault.line}: {fault.what}: the tests did not run (exit code {code})")
+        failed = self.failed.read_text() if self.failed.exists() else "collection"
+        noticed = None if code == 0 else "time" if code is None else failed
+        outcome = Outcome(file, fault.line, fault.what, noticed, tests, round(time.monotonic() - start, 1))
+        with self.results.open("a") as log:
+            log.write(json.dumps(asdict(outcome)) + "\n")
+        verdict = outcome.noticed or f"SURVIVED {outcome.tests} tests"
+        print(f"{file}:{fault.line}: {fault.what}: {verdict} ({outcome.seconds:.0f} s)", file=self.shown, flush=True)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Of pytest."""
+        if report.failed and not self.failed.exists():
+            self.failed.write_text(report.nodeid)
 
 
-def _forked(copy: Path, work: Callable[[], int], limit: float | None) -> int | None:
-    """Runs `work` in a fork, which has torch imported already, in the copy. Gives its exit code; None: out of time."""
+def _forked(copy: Path, work: Callable[[], int], limit: float | None, anew: bool = True) -> int | None:
+    """Runs `work` in a fork, which has torch imported already, in the copy; ringopt and its tests are to be imported
+    `anew`. Gives its exit code; None: out of time."""
     import torch  # noqa: F401  (once, for all forks)
 
     child = os.fork()
@@ -231,10 +301,11 @@ def _forked(copy: Path, work: Callable[[], int], limit: float | None) -> int | N
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
             os.chdir(copy)
-            sys.path.insert(0, str(copy))
-            os.environ["PYTHONPATH"] = str(copy)
-            for name in [name for name in sys.modules if name.partition(".")[0] in ("ringopt", "tests")]:
-                del sys.modules[name]
+            if anew:
+                sys.path.insert(0, str(copy))
+                os.environ["PYTHONPATH"] = str(copy)
+                for name in [name for name in sys.modules if name.partition(".")[0] in ("ringopt", "tests")]:
+                    del sys.modules[name]
             code = work()
         except BaseException:
             traceback.print_exc(file=shown)

@@ -31,13 +31,23 @@ class Program:
     end: tuple[str, str]
     batch: int = 2
     length: int = 12
+    width: int = WIDTH
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What programs call."""
+        return dict(NAMES)
+
+    def before(self, line: str) -> str:
+        """A line, with what stands before each."""
+        return line
 
     def __str__(self) -> str:
         body = [
-            f"# x is [{self.batch}, {self.length}, {WIDTH}]",
-            f"x = F.embedding(ids, p({WORDS}, {WIDTH})) + given; kept = [x]",
-            *self.lines,
-            f"logits = F.linear(x, p({WORDS}, {WIDTH}))",
+            f"# x is [{self.batch}, {self.length}, {self.width}]",
+            f"x = F.embedding(ids, p({WORDS}, {self.width})) + given; kept = [x]",
+            *map(self.before, self.lines),
+            f"logits = F.linear(x, p({WORDS}, {self.width}))",
             *(f"{name} = {name}_of(logits)" for name in ("wanted", "hot") if name in self.end[0]),
             f"loss = {self.end[0]}",
             f"return {self.end[1]}",
@@ -46,7 +56,7 @@ class Program:
 
     @cached_property
     def function(self) -> Any:
-        names = dict(NAMES)
+        names = self.names
         exec(compile(str(self), "<generated>", "exec"), names)
         return names["program"]
 
@@ -54,7 +64,9 @@ class Program:
         """The activations, token ids, then the parameters in the order in which they are asked for."""
         generator = torch.Generator().manual_seed(self.length)
         made = Parameters([], generator)
-        given = torch.randn(self.batch, self.length, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+        given = torch.randn(
+            self.batch, self.length, self.width, dtype=torch.float64, generator=generator
+        ).requires_grad_()
         ids = torch.randint(0, WORDS, (self.batch, self.length), generator=generator)
         self.function(given, ids, made)
         return [given, ids, *made.known]

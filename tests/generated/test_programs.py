@@ -6,6 +6,7 @@ A failure prints the smallest program found that fails in the same way; `draw(se
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -53,7 +54,7 @@ def shrunk(program: Program, p: int, layout: str, kind: str) -> Program:
     return program
 
 
-def check(first: int, count: int, most: int) -> Counter[str]:
+def check(first: int, count: int, most: int, draw: Callable[[int, int], Program] = draw) -> Counter[str]:
     """What came of so many programs, from seed `first` on."""
     found: Counter[str] = Counter()
     seed = first

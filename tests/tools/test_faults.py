@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringopt.tools import mutate
 from ringopt.tools.common.faults import faults_of
+from ringopt.tools.common.swapped import swap
 
 SOURCE = '''\
 """A text: not 1 < 2."""
@@ -53,17 +55,28 @@ def test_what_computes_is_changed_and_nothing_else() -> None:
         assert differing == [one.line]
 
 
+def test_a_living_function_takes_the_code_of_a_changed_file() -> None:
+    before = "BASE = 1\nclass Sums:\n    def add(self, a):\n        return [x + BASE for x in a]\ndef same(a):\n    return a\n"
+    names: dict[str, Any] = {}
+    exec(compile(before, "sums.py", "exec"), names)
+    held = names["Sums"]().add
+    assert not swap(before, before.replace("BASE = 1", "BASE = 2"), "sums.py"), "that has run"
+    assert swap(before, before.replace("+", "-"), "sums.py")
+    assert held([3]) == [2] and names["same"](3) == 3
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "passes").mkdir()
     (tmp_path / "passes" / "sums.py").write_text(
-        "def add(a, b):\n    return a + b\n\n\ndef less(a, b):\n    return a < b\n"
+        "LIMIT = 2\n\n\ndef add(a, b):\n    return a + b\n\n\ndef less(a, b):\n    return a < b\n"
     )
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_sums.py").write_text(
         "import sys\nsys.path.insert(0, 'passes')\nimport sums\n"
         "def test_add():\n    assert sums.add(1, 2) == 3\n"
         "def test_less():\n    assert sums.less(1, 2)\n"
+        "def test_limit():\n    assert sums.LIMIT == 2\n"
     )
     monkeypatch.setattr(mutate, "ROOT", tmp_path)
     monkeypatch.setattr(mutate, "_copied", lambda to: shutil.copytree(tmp_path, to))
@@ -77,8 +90,9 @@ def test_a_fault_that_no_test_sees_survives(checkout: Path, capsys: pytest.Captu
     words = ["--only", "passes", "--count", "9", "--seconds", "5", "--results", str(results)]
     assert mutate.main(words) == 1
     found = {one["what"]: one["noticed"] for one in map(json.loads, results.read_text().splitlines())}
-    assert found == {"+ -> -": "tests/test_sums.py::test_add", "< -> <=": None}
-    assert "survived: passes/sums.py:6: < -> <=" in capsys.readouterr().out
+    known = {"+ -> -": "tests/test_sums.py::test_add", "2 -> 3": "tests/test_sums.py::test_limit"}
+    assert found == {**known, "< -> <=": None}
+    assert "survived: passes/sums.py:9: < -> <=" in capsys.readouterr().out
 
     assert mutate.main([*words, "--bar", "0.5"]) == 0  # nothing is planted twice
-    assert len(results.read_text().splitlines()) == 2
+    assert len(results.read_text().splitlines()) == 3
