@@ -27,6 +27,7 @@ WORDS, ROOM = 7, 48  # ROOM: rows of a cache, and of weights that lengths cut
 
 PROJECTED = "q, k, v = heads(F.linear(x, self.p(3 * W, W)), 3)"
 
+# What a checkpoint reads is bound where it is made: eager computes it again with what the name means by then.
 ATTENTIONS = (
     f"{PROJECTED}; x = x + merge(sdpa(q, k, v, is_causal=True))",
     f"{PROJECTED}; x = x + merge(sdpa(q, k, v))",
@@ -47,7 +48,7 @@ ATTENTIONS = (
     f"{PROJECTED}; at = torch.arange(n) + start; self.keys.index_copy_(2, at, k.detach()); "
     "self.values.index_copy_(2, at, v.detach()); "
     "x = x + merge(sdpa(q, self.keys, self.values, torch.arange(ROOM) <= at[:, None]))",
-    "u = self.p(W, W)\ndef block(t):\n    h, = heads(F.linear(t, u), 1)\n"
+    "u = self.p(W, W)\ndef block(t, u=u):\n    h, = heads(F.linear(t, u), 1)\n"
     "    return t + merge(sdpa(h, h, h, is_causal=True))\n"
     "x = checkpoint(block, x, use_reentrant=False)",
     f"with torch.no_grad():\n    {PROJECTED}; still = merge(sdpa(q, k, v))\nx = x + still",
@@ -59,7 +60,7 @@ STEPS = (
     "x = F.layer_norm(x, (W,), self.p(W))",
     "x = x + F.gelu(F.linear(x, self.p(W, W), self.p(W)))",
     "x = x + F.linear(x, self.table).softmax(-1) @ self.table",
-    "u = self.p(W, W); x = checkpoint(lambda t: t + F.silu(F.linear(t, u)).mean(1, True), x, use_reentrant=False)",
+    "u = self.p(W, W); x = checkpoint(lambda t, u=u: t + F.silu(F.linear(t, u)).mean(1, True), x, use_reentrant=False)",
     "torch._dynamo.graph_break()",
     "with torch.no_grad():\n    self.average.lerp_(self.table, 0.1)\nx = x + F.embedding(ids, self.average)",
     "x = x + F.embedding(torch.arange(n) + start, self.p(ROOM, W))",

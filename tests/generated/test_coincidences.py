@@ -22,7 +22,7 @@ def test_programs_whose_sizes_coincide(first):
 
 @pytest.mark.parametrize("length", [8, 12])
 def test_a_dim_that_is_told_by_its_size_is_found(monkeypatch, length):
-    """A transpose that leaves the sizes as they are is taken for one that changes nothing: seen where sizes coincide."""
+    """A transpose that keeps the sizes is taken for one that changes nothing: seen where sizes coincide."""
 
     def by_size(node):
         given = shape_of(node.args[0])

@@ -19,7 +19,7 @@ WAYS = (
     {**EAGER, "layout": "contiguous"},
     {**EAGER, "outputs": "lazy"},
     EAGER,
-    {**EAGER, "strategy": "gather"},
+    {**EAGER, "shard": "attention"},
     {"inner_backend": "aot_eager"},
 )
 
