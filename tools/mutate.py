@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ringopt.tools.common.faults import Fault, faults_of
-from ringopt.tools.common.swapped import differing, swap
+from ringopt.tools.common.swapped import differing, take_code
 
 ROOMS = "context_parallel cost dims distributed expr ir kernels ops overlap recognize sharding tensor"
 ENGINE = ["passes", *(f"ringopt/{room}" for room in ROOMS.split())]
@@ -62,7 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
         reach = _reach(copy, results.with_suffix(".reach.json"), _tests(arguments))
         planting = Planting(copy, reach, results.resolve(), arguments.seconds)
         planting.in_one_session(planting.left(_drawn(arguments)), _tests(arguments))
-        planting.by_themselves(planting.left(_drawn(arguments)))
+        for file, fault in planting.left(_drawn(arguments)):
+            planting.by_itself(file, fault)
         done = planting.done()
     noticed = sum(one.noticed is not None for one in done)
     share = noticed / max(len(done), 1)
@@ -237,7 +238,7 @@ class Planting:
         chosen = [items[test] for test in self.reach.tests_of(file, fault.line, self.limit) if test in items]
 
         def work() -> int:
-            return self.until_one_fails(chosen) if swap(before, fault.source, file) else UNFIT
+            return self.until_one_fails(chosen) if take_code(before, fault.source, file) else UNFIT
 
         self.planted(file, fault, len(chosen), lambda limit: _forked(self.copy, work, limit, anew=False))
 
@@ -249,15 +250,16 @@ class Planting:
                 return 1
         return 0
 
-    def by_themselves(self, faults: Sequence[tuple[str, Fault]]) -> None:
-        """Any, in a process each that imports all anew."""
+    def by_itself(self, file: str, fault: Fault) -> None:
+        """Any, in a process that imports all anew."""
         import pytest
 
-        for file, fault in faults:
-            tests = self.reach.tests_of(file, fault.line, self.limit)
-            words = [*PYTEST, "-m", "zoo or not zoo", *tests]
-            work = lambda words=words: int(pytest.main(words, plugins=[self]))  # noqa: E731
-            self.planted(file, fault, len(tests), lambda limit, work=work: _forked(self.copy, work, limit))
+        tests = self.reach.tests_of(file, fault.line, self.limit)
+
+        def work() -> int:
+            return int(pytest.main([*PYTEST, "-m", "zoo or not zoo", *tests], plugins=[self]))
+
+        self.planted(file, fault, len(tests), lambda limit: _forked(self.copy, work, limit))
 
     def planted(self, file: str, fault: Fault, tests: int, run: Callable[[float], int | None]) -> None:
         """Writes the fault, runs tests, and takes the fault away again."""

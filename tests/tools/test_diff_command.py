@@ -33,9 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "sin.pt2"), str(folder / "cos.pt2")
 
 
-def test_a_file_and_itself_say_so_and_end_with_0(
-    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_and_itself_say_so_and_end_with_0(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", files[0], files[0]]) == 0
     assert capsys.readouterr().out == "no difference: 4 nodes on both sides\n"
 

@@ -11,7 +11,7 @@ import pytest
 
 from ringopt.tools import mutate
 from ringopt.tools.common.faults import faults_of
-from ringopt.tools.common.swapped import swap
+from ringopt.tools.common.swapped import take_code
 
 SOURCE = '''\
 """A text: not 1 < 2."""
@@ -29,6 +29,14 @@ class Rows:
     def __repr__(self) -> str:
         return str(1 + 2)
 '''
+SUMS = """\
+BASE = 1
+class Sums:
+    def add(self, a):
+        return [x + BASE for x in a]
+def same(a):
+    return a
+"""
 EXPECTED = """\
 5: 3 -> 4
 6: not rows and limit <= 4 -> False
@@ -56,12 +64,12 @@ def test_what_computes_is_changed_and_nothing_else() -> None:
 
 
 def test_a_living_function_takes_the_code_of_a_changed_file() -> None:
-    before = "BASE = 1\nclass Sums:\n    def add(self, a):\n        return [x + BASE for x in a]\ndef same(a):\n    return a\n"
+    before = SUMS
     names: dict[str, Any] = {}
     exec(compile(before, "sums.py", "exec"), names)
     held = names["Sums"]().add
-    assert not swap(before, before.replace("BASE = 1", "BASE = 2"), "sums.py"), "that has run"
-    assert swap(before, before.replace("+", "-"), "sums.py")
+    assert not take_code(before, before.replace("BASE = 1", "BASE = 2"), "sums.py"), "that has run"
+    assert take_code(before, before.replace("+", "-"), "sums.py")
     assert held([3]) == [2] and names["same"](3) == 3
 
 

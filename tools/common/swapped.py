@@ -12,7 +12,7 @@ from types import CodeType, FunctionType
 OPTIMIZED = 0x1  # a flag of the code of functions, which modules and bodies of classes lack
 
 
-def swap(before: str, after: str, path: str) -> bool:
+def take_code(before: str, after: str, path: str) -> bool:
     """Whether the living functions of the file at `path` now run as in `after`. What stands outside of functions has
     run: a change there is none of them."""
     pairs = differing(compile(before, path, "exec"), compile(after, path, "exec"))
