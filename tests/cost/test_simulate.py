@@ -16,7 +16,7 @@ from ringopt.cost.memory import memory_of
 from ringopt.cost.message_bytes import bytes_sent
 from ringopt.cost.simulate import Heads, balance, pairs_of, simulate
 from ringopt.hardware.devices import Link
-from ringopt.hardware.rates import Rates, Speed, cautious
+from ringopt.hardware.rates import Rates, Speed, cautious, rates_of
 
 # 4 bytes a row of K and V; 4 FLOPs a pair forward, 10 backward.
 ONE = Heads(1, 1, 1, 1, 1, 2, 4, "float16", "flash")
@@ -188,3 +188,13 @@ def test_the_layout_is_one_in_which_the_strategy_that_is_asked_for_can_be() -> N
 
 def test_durations_have_three_digits() -> None:
     assert [duration(s) for s in (2.5, 0.0123456, 1.5e-5, 3e-8)] == ["2.5 s", "12.3 ms", "15 us", "0.03 us"]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(8, "ulysses"), (16, "hybrid(8)")])
+def test_heads_are_traded_within_nodes_of_h100(ranks: int, strategy: str) -> None:
+    """Within a part of its memory: a bound of so many shards kept queries travelling, in three times the time."""
+    heads, rows = Heads(1, 32, 32, 128, 128, 2, 4, "bfloat16", "cudnn", "cuda"), 8192 * ranks
+    found = choose_strategy(Case("causal", rows, rows, heads, True), ranks, "zigzag", rates_of("h100"))
+    assert found.strategy == strategy
+    times = {one.strategy: one.seconds for one in found.estimates}
+    assert times["ring_q"] > (2.5 if ranks == 16 else 1) * times[strategy]
