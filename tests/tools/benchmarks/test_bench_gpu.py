@@ -27,7 +27,7 @@ def test_it_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     verdicts = {row["what"]: row["verdict"] for row in found["rows"]}
     assert found["totals"]["wrong"] == 0 and found["totals"]["right"] >= 4 + 5
     assert verdicts["dropout, ulysses, 8 ranks"] == verdicts["math, heads of 64"] == "right"
-    assert {row["part"] for row in found["rows"]} == {"kernels", "sums", "ranks", "speed", "memory"}
+    assert {row["part"] for row in found["rows"]} == {"kernels", "sums", "ranks", "speed", "prediction", "memory"}
     assert all(row["why"] for row in found["rows"] if row["verdict"] == "not run")
 
 

@@ -1,5 +1,5 @@
 """How fast one rank of an attention is whose messages are copies on its own device, beside one call of SDPA that
-computes as much; and what it holds beside what is predicted."""
+computes as much; and the time it takes and the bytes it holds beside what is predicted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ringopt.context_parallel.executor.operands import Attention, Operands, Save
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.memory import memory_of
-from ringopt.cost.simulate import Heads, pairs_of
+from ringopt.cost.simulate import Heads, pairs_of, simulate
 from ringopt.distributed.mesh import PretendedMesh, Transfer
 from ringopt.expr.mask import Mask
+from ringopt.hardware import profile
 from ringopt.kernels.choose import choose_kernel
 from ringopt.tools.benchmarks.gpu.stream_mesh import Done
 from ringopt.tools.benchmarks.lab.result import Row
@@ -30,6 +31,7 @@ from ringopt.tools.benchmarks.workers.memory import Alone
 DIM, RANK, RANKS = 128, 3, 8
 REPEATS = 5
 NEAR = 0.15  # what is held may differ by so much from what was predicted
+IN_TIME = 0.3  # and the time
 
 
 class Loopback(Alone):
@@ -149,7 +151,24 @@ def speed(device: torch.device, lengths: Sequence[int], heads: Sequence[tuple[in
                 found = ("reached" if share >= 0.95 else "short") if device.type == "cuda" else "not judged"
                 row = {"part": "speed", "what": what, "verdict": found, "error": None, "figure": figure, "why": ""}
                 yield row
+            yield foretold(rank, tokens, some, seconds["ring"])
             yield held(rank, tokens, some)
+
+
+def foretold(rank: Rank, tokens: int, heads: tuple[int, int], seconds: float) -> Row:
+    """The time of the ring, beside that by which strategies are chosen: of a measured profile, or of a data sheet."""
+    rates = profile.here(rank.device.type)
+    expected = sum(simulate(rank.plan, rank.heads, rates, backward).seconds for backward in (False, True))
+    ratio = seconds / expected
+    near = "as predicted" if abs(ratio - 1) <= IN_TIME else "less" if ratio < 1 else "more"
+    return {
+        "part": "prediction",
+        "what": f"{tokens} tokens a rank, heads {heads[0]}/{heads[1]}",
+        "verdict": near if rank.device.type == "cuda" else "not judged",
+        "error": None,
+        "figure": f"{seconds * 1e3:.1f} ms, {ratio:.0%} of the prediction ({rates.source})",
+        "why": "",
+    }
 
 
 def held(rank: Rank, tokens: int, heads: tuple[int, int]) -> Row:

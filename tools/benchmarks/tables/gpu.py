@@ -7,7 +7,7 @@ the command is known to run.
              strategy under every mask, forward and backward
   compiled   a small decoder through torch.compile, with CUDA graphs too
   speed      rank 3 of 8 with copies in place of a link, beside one call of SDPA that computes as much; with what it
-             holds beside the prediction (memory)
+             takes and holds beside the prediction (prediction, memory)
   processes  with --ranks: one process a GPU, by NCCL (on the CPU by gloo)
 """
 
@@ -109,4 +109,5 @@ COLUMNS = (
 NOTES = (
     "error: outputs and gradients, from float32, relative to the largest entry.",
     "reached: at least 95% of the speed of one call that computes as much; there is no link, so messages cost a copy.",
+    "prediction: by the data sheet, or by what `ringopt bench --calibrate` measured; of all ranks, with their link.",
 )
