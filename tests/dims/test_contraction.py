@@ -36,6 +36,7 @@ CASES = {
     "mm": (torch.mm, (3, 4), (4, 5), "ab,bc->ac"),
     "bmm": (torch.bmm, (2, 3, 4), (2, 4, 5), "abc,acd->abd"),
     "linear": (F.linear, (2, 3, 4), (5, 4), "abc,dc->abd"),
+    "inner": (torch.inner, (3, 5), (2, 4, 5), "ab,cdb->acd"),
     "einsum": (lambda x, y: torch.einsum("bqhd, bkhd -> bhqk", x, y), (2, 3, 4, 5), (2, 6, 4, 5), "abcd,aecd->acbe"),
     "einsum, dots": (lambda x, y: torch.einsum("...qd,...kd->...qk", x, y), (2, 3, 5), (2, 4, 5), "abc,adc->abd"),
     "multiply and sum": (lambda x, y: (x[:, :, None] * y[:, None]).sum(-1), (2, 3, 5), (2, 4, 5), "ab.c,a.dc->abd"),

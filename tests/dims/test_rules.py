@@ -125,6 +125,7 @@ OPS = {
     "vector by matmul": (lambda x, y: x @ y, ((4,), A), {0, 1}),
     "addmm": (torch.addmm, ((5,), B, (6, 5)), {0, 1}),
     "baddbmm": (torch.baddbmm, ((3, 1, 5), A, (3, 6, 5)), {0, 1, 2}),
+    "baddbmm of a row": (torch.baddbmm, ((5,), A, (3, 6, 5)), {0, 1, 2}),
     "bmm": (torch.bmm, (A, (3, 6, 5)), {0, 1, 2}),
     "einsum": (lambda x, y: torch.einsum("bnd,ed->bne", x, y), (A, (5, 6)), {0, 1, 2}),
     "embedding": (lambda w, x: F.embedding((x > 0).long(), w), ((5, 6), (3, 4)), {0, 1}),
