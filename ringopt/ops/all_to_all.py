@@ -20,13 +20,14 @@ from torch import Tensor
 from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.fetch_rows import trade
 from ringopt.ops.reshard import places
+from ringopt.ops.row_runs import Rows
 from ringopt.ops.tags import ON_HOST
 
 
 @lru_cache(maxsize=256)
-def held_by_each(factors: tuple[int, ...], layout: str, ranks: int, device: torch.device) -> tuple[Tensor, ...]:
+def held_by_each(factors: tuple[int, ...], layout: str, ranks: int, device: torch.device) -> tuple[Rows, ...]:
     """The places of a dim of `factors` (outer, length, inner) that each rank holds."""
-    return tuple(places(factors, layout, ranks, rank).to(device) for rank in range(ranks))
+    return tuple(Rows.of(places(factors, layout, ranks, rank), device) for rank in range(ranks))
 
 
 def bytes_turned(size: int, new: Sequence[int], layout: str, ranks: int, rank: int) -> int:
@@ -61,15 +62,15 @@ def turn(
     mine = len(columns[mesh.rank])
     assert mine == new[0] * local * new[2], f"{mine} places are wanted here, the graph says {local} rows"
     peers = [peer for peer in range(mesh.size) if peer != mesh.rank]
-    sends = [(peer, x.index_select(new_dim, columns[peer])) for peer in peers]
+    sends = [(peer, columns[peer].read(x, new_dim)) for peer in peers]
     came = trade(
         mesh, x, sends, [(peer, with_dims(x, {dim: len(rows[peer]), new_dim: mine})) for peer in peers], "turn"
     )
     del sends  # before there is a result: what is held beside it is no more than it
     out = x.new_empty(with_dims(x, {dim: prod(old), new_dim: mine}))
     for peer, part in zip(peers, came, strict=True):
-        out.index_copy_(dim, rows[peer], part)
-    out.index_copy_(dim, rows[mesh.rank], x.index_select(new_dim, columns[mesh.rank]))
+        rows[peer].write(out, dim, part)
+    rows[mesh.rank].write(out, dim, columns[mesh.rank].read(x, new_dim))
     return out
 
 

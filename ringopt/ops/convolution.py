@@ -17,7 +17,7 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.layouts import layouts_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
-from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of, run_fetch, swap
+from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of, run_fetch, run_return
 from ringopt.ops.tags import ON_HOST
 
 aten = torch.ops.aten
@@ -141,11 +141,7 @@ def convolve_rows_backward(
         for part, piece in zip(grad.split(made, dim), seen.split(counts, dim), strict=True)
     ]
     of_seen = torch.cat([part[0] for part in parts], dim)
-    out = x.new_zeros(x.shape)
-    out.index_add_(dim, plan.own, of_seen.index_select(dim, plan.kept))
-    came = swap(mesh, dim, of_seen, plan.receives, plan.sends, "convolve_rows")
-    for (_, rows), part in zip(plan.sends, came, strict=True):
-        out.index_add_(dim, rows, part)
+    out = run_return(plan, of_seen, dim, x.shape[dim], mesh, "convolve_rows")
     of_weight, of_bias = (sum(part[i] for part in parts[1:]) + parts[0][i] for i in (1, 2))
     return out, of_weight.contiguous(), of_bias.contiguous()
 

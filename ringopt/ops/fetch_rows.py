@@ -35,6 +35,7 @@ from ringopt.context_parallel.geometry.layouts import Layout, layout_of, layouts
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.ops.collectives import factored, with_dim
+from ringopt.ops.row_runs import Rows, add_rows, copy_rows, paired_rows
 from ringopt.ops.tags import ON_HOST
 
 Piece = tuple[int, int, int]  # first row, step (of any sign, or 0), how many
@@ -123,13 +124,20 @@ def row_numbers(rows: range) -> Tensor:
 @dataclass(frozen=True)
 class Fetch:
     """What one rank does: rows `own` of its shard become rows `kept` of its result (of `rows` rows); rows `sends[peer]`
-    of its shard go to a peer, and what comes from a peer becomes rows `receives[peer]` of the result."""
+    of its shard go to a peer, and what comes from a peer becomes rows `receives[peer]` of the result. `once`: no row of
+    its shard becomes two of its result."""
 
     rows: int
-    own: Tensor
-    kept: Tensor
-    sends: tuple[tuple[int, Tensor], ...]
-    receives: tuple[tuple[int, Tensor], ...]
+    own: Rows
+    kept: Rows
+    sends: tuple[tuple[int, Rows], ...]
+    receives: tuple[tuple[int, Rows], ...]
+    once: bool
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row of the result comes from somewhere."""
+        return len(self.kept) + sum(len(rows) for _, rows in self.receives) == self.rows
 
 
 @lru_cache(maxsize=256)
@@ -155,23 +163,25 @@ def route(homes: Sequence[Tensor], wanted: Sequence[Tensor], length: int, rank: 
     wants = [torch.where((rows >= 0) & (rows < length), rows, length) for rows in wanted]
 
     def places(peer: int) -> Tensor:
-        return place[wants[peer][owner[wants[peer]] == rank]].to(device)
+        return place[wants[peer][owner[wants[peer]] == rank]]
 
     mine = wants[rank]
     peers = [peer for peer in range(len(homes)) if peer != rank]
-    sends = [(peer, places(peer)) for peer in peers]
-    receives = [(peer, (owner[mine] == peer).nonzero()[:, 0].to(device)) for peer in peers]
+    sends = [(peer, Rows.of(places(peer), device)) for peer in peers]
+    receives = [(peer, Rows.of((owner[mine] == peer).nonzero()[:, 0], device)) for peer in peers]
+    own, kept = paired_rows(places(rank), (owner[mine] == rank).nonzero()[:, 0], device)
     return Fetch(
-        len(mine), places(rank), (owner[mine] == rank).nonzero()[:, 0].to(device),
+        len(mine), own, kept,
         tuple((peer, rows) for peer, rows in sends if len(rows)),
         tuple((peer, rows) for peer, rows in receives if len(rows)),
+        len(places(rank).unique()) == len(own),
     )  # fmt: skip
 
 
 def swap(mesh: Mesh, dim: int, x: Tensor, sends: Any, receives: Any, label: str) -> list[Tensor]:
     """Rows of `x` along `dim` go to peers; the rows that came for each of `receives`."""
 
-    out = [(peer, x.index_select(dim, rows)) for peer, rows in sends]
+    out = [(peer, rows.read(x, dim)) for peer, rows in sends]
     return trade(mesh, x, out, [(peer, with_dim(x, dim, len(rows))) for peer, rows in receives], label)
 
 
@@ -179,7 +189,7 @@ def trade(mesh: Mesh, x: Tensor, sends: Any, receives: Any, label: str) -> list[
     """Parts of `x` go to peers; what came of each of `receives`, a peer and the sizes of its part."""
     mesh.meet_on(x.device)
     # As bytes: gloo carries no bool, and no complex numbers.
-    out = [(peer, part.reshape(-1).view(torch.uint8)) for peer, part in sends]
+    out = [(peer, part.contiguous().view(-1).view(torch.uint8)) for peer, part in sends]
     came = [(peer, x.new_empty(prod(sizes))) for peer, sizes in receives]
     mesh.exchange(out, [(peer, buffer.view(torch.uint8)) for peer, buffer in came], label).wait()
     return [buffer.view(sizes) for (_, buffer), (_, sizes) in zip(came, receives, strict=True)]
@@ -210,10 +220,24 @@ def fetch_rows(
 def run_fetch(plan: Fetch, x: Tensor, dim: int, mesh: Mesh, label: str = "fetch_rows") -> Tensor:
     """Runs a plan along `dim` of the shard `x`; tokens that no rank sends are zeros."""
     came = swap(mesh, dim, x, plan.sends, plan.receives, label)
-    out = x.new_zeros(with_dim(x, dim, plan.rows))
-    out.index_copy_(dim, plan.kept, x.index_select(dim, plan.own))
+    sizes = with_dim(x, dim, plan.rows)
+    out = x.new_empty(sizes) if plan.complete else x.new_zeros(sizes)
+    copy_rows(x, plan.own, out, plan.kept, dim)
     for (_, rows), part in zip(plan.receives, came, strict=True):
-        out.index_copy_(dim, rows, part)
+        rows.write(out, dim, part)
+    return out
+
+
+def run_return(plan: Fetch, x: Tensor, dim: int, local: int, mesh: Mesh | None, label: str = "return_rows") -> Tensor:
+    """The transpose: what was made of the tokens that a plan fetched goes back to the `local` tokens of the shard, and
+    is added up; without a mesh, that of other ranks is left to them."""
+    sizes = with_dim(x, dim, local)
+    alone = plan.once and len(plan.own) == local
+    out = x.new_empty(sizes) if alone else x.new_zeros(sizes)
+    (copy_rows if plan.once else add_rows)(x, plan.kept, out, plan.own, dim)
+    came = swap(mesh, dim, x, plan.receives, plan.sends, label) if mesh is not None else []
+    for (_, rows), part in zip(plan.sends, came, strict=mesh is not None):
+        rows.add(out, dim, part)
     return out
 
 
@@ -247,15 +271,10 @@ def return_rows(
     group: str,
 ) -> Tensor:
     """The transpose of `fetch_rows`; `local` is the number of this rank's rows of the sequence."""
-    mesh, at, wanted = mesh_of(group), dim + 1, Wanted.of(form, numbers)
-    parts = factored(grad, dim, outer, inner)
+    mesh, wanted = mesh_of(group), Wanted.of(form, numbers)
     plan = fetch_of(wanted, layout, length, mesh.size, mesh.rank, grad.device)
-    out = parts.new_zeros(with_dim(parts, at, local))
-    out.index_add_(at, plan.own, parts.index_select(at, plan.kept))
-    if not wanted.everywhere:
-        came = swap(mesh, at, parts, plan.receives, plan.sends, "return_rows")
-        for (_, rows), part in zip(plan.sends, came, strict=True):
-            out.index_add_(at, rows, part)
+    peers = None if wanted.everywhere else mesh
+    out = run_return(plan, factored(grad, dim, outer, inner), dim + 1, local, peers)
     return out.reshape(with_dim(grad, dim, outer * local * inner))
 
 
@@ -320,7 +339,7 @@ def add_to_rows(grad: Tensor, rows: Tensor, dim: int, length: int, local: int, l
     """The transpose of `look_up_rows`, for a gradient that is complete on every rank."""
     mesh = mesh_of(group)
     plan = plan_fetch(asked_for(rows, length), layout, length, mesh.size, mesh.rank, grad.device)
-    return grad.new_zeros(with_dim(grad, dim, local)).index_add_(dim, plan.own, grad.index_select(dim, plan.kept))
+    return run_return(plan, grad, dim, local, None)
 
 
 @add_to_rows.register_fake
