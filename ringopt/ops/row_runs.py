@@ -73,8 +73,9 @@ def runs_of(numbers: Sequence[Tensor]) -> list[list[tuple[int, int]]] | None:
 
 def paired_rows(one: Tensor, other: Tensor, device: torch.device) -> tuple[Rows, Rows]:
     """Two lists of rows that go together, in runs of the same sizes."""
-    cut = runs_of([one, other]) or ([], [])
-    return Rows(one.to(device), tuple(cut[0])), Rows(other.to(device), tuple(cut[1]))
+    found = runs_of([one, other])
+    cut = [(), ()] if found is None else [tuple(runs) for runs in found]
+    return Rows(one.to(device), cut[0]), Rows(other.to(device), cut[1])
 
 
 def copy_rows(x: Tensor, source: Rows, out: Tensor, target: Rows, dim: int) -> None:

@@ -19,13 +19,15 @@ from math import prod
 import torch
 import torch.fx as fx
 
+from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.dims.op_families import SPLITS
 from ringopt.dims.rules import rule_of
+from ringopt.distributed.mesh import ANY
 from ringopt.ir.nodes import named, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.placement import Sharded
-from ringopt.ir.symbolic_sizes import at_hand, place_of, slice_of
+from ringopt.ir.symbolic_sizes import at_hand, is_open, place_of, slice_of
 from ringopt.ops import operators
-from ringopt.ops.fetch_rows import Piece, moved, taken
+from ringopt.ops.fetch_rows import Piece, held, moved, taken
 from ringopt.sharding.emit import Handler, Steps, enough_rows, getitems, sequence_at
 from ringopt.sharding.sharder import Sharder
 
@@ -95,8 +97,22 @@ def rearranged(
     out = Sharded(place.dim, 1, length, 1) if enough_rows(sharder, length) else None
     wanted = moved(*pieces) if out is not None else taken(*pieces)
     x = sharder.values[step.node.args[0]] if local is None else local
-    sharder.set(node, step.fetch(x, place, wanted, out, node), out)
+    if out is not None and list(pieces) == [(0, 1, length)] and stays(sharder, place, out):
+        here = sharder.rows(length, sharder.ranks.layout(length))
+        sharder.set(node, sharder.call(aten.slice.Tensor, (x, place.dim, 0, here), node, out), out)
+    else:
+        sharder.set(node, step.fetch(x, place, wanted, out, node), out)
     return True
+
+
+def stays(sharder: Sharder, place: Sharded, out: Sharded) -> bool:
+    """Whether every rank's rows of a sequence without its end are the first of those that it has of all: what a
+    convolution adds behind the end is on the last one."""
+    ranks = sharder.ranks
+    if ranks.group == ANY or is_open(place.length) or is_open(out.length):
+        return False
+    old, new = (layout_of(ranks.layout(length), length, ranks.size) for length in (place.length, out.length))
+    return all(torch.equal(held(new, rank), held(old, rank)[: len(held(new, rank))]) for rank in range(ranks.size))
 
 
 def sequence_among(sharder: Sharder, x: fx.Node, dims: Sequence[int]) -> tuple[Sharded, list[int]] | None:
