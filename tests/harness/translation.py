@@ -128,6 +128,8 @@ def validate_function(p: int, function: Callable[..., Any], inputs: list[Any], *
     except GraphRefused as refused:
         report = report_of(fx.Graph(), Context(chosen, Seat(0, p)), refused.refusal.sentence)
         return Verdict("", report, fx.GraphModule({}, fx.Graph()), [])
+    for gm, _ in made:  # ranks may share one graph, whose code threads cannot write at the same time
+        _LazyGraphModule.force_recompile(gm)
     results = run_on_threads(p, lambda mesh: values_and_gradients(made[mesh.rank][0], inputs))
     wrong = [f"rank {rank}: {said}" for rank, found in enumerate(results) if (said := difference(expected, found))]
     if wrong and is_unstable(capture(program, inputs).graph, inputs, expected):  # `flat` is what the passes made of it
