@@ -55,6 +55,9 @@ def are_places(node: fx.Node) -> bool:
     name = op_name(node)
     if name in SAME_NUMBERS:
         return holds_places(node) and are_places(node.args[0])
+    if name in ("masked_fill", "where"):
+        filled = node.args[:1] + node.args[2:] if name == "masked_fill" else node.args[1:]
+        return all(are_places(one) if isinstance(one, fx.Node) else one >= 0 for one in filled)
     if name in ("cat", "stack"):
         return all(map(are_places, node.args[0]))
     return name == "argmax" or (name == "getitem" and op_name(node.args[0]) in ("topk", "max") and node.args[1] == 1)

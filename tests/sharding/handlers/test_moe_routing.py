@@ -77,6 +77,12 @@ def one_after_the_other(m, x, weights, experts):
     return as_in_transformers(m, x, weights, torch.concat([first, second], -1).reshape(-1))
 
 
+def an_expert_that_is_skipped(m, x, weights, experts):
+    """Rows without an expert go to the first one, with a weight of zero."""
+    skipped = experts == EXPERTS - 1
+    return as_in_transformers(m, x, weights.masked_fill(skipped, 0), experts.masked_fill(skipped, 0))
+
+
 def checked(go, p, layout, chosen=CHOSEN):
     torch.manual_seed(p)
     x = torch.randn(2, 11, D, dtype=torch.float64, requires_grad=True)
@@ -87,7 +93,16 @@ def checked(go, p, layout, chosen=CHOSEN):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("p, layout", CASES[:2])
-@pytest.mark.parametrize("go", [as_in_transformers, order_sorted_back, tokens_repeated_before, one_after_the_other])
+@pytest.mark.parametrize(
+    "go",
+    [
+        as_in_transformers,
+        order_sorted_back,
+        tokens_repeated_before,
+        one_after_the_other,
+        an_expert_that_is_skipped,
+    ],
+)
 def test_every_token_meets_its_experts_where_it_is(go, p, layout):
     report = checked(go, p, layout)
     assert {gather.op for gather in report.gathers} == {"output"} and report.sharded_fraction == 1, report
@@ -171,6 +186,10 @@ def numbers_below_zero(m, x, weights, experts):
     return products(m, x[order // m.chosen], experts.clamp(0))[back(order)] * weights.unsqueeze(-1)
 
 
+def filled_below_zero(m, x, weights, experts):
+    return as_in_transformers(m, x, weights, experts.masked_fill(experts == EXPERTS - 1, -1))
+
+
 def narrow(m, x, weights, experts):
     """Numbers of 8 bits wrap around, and are in order no more."""
     experts, order = experts.sort()
@@ -194,6 +213,7 @@ def without_their_places(m, x, weights, experts):
         beside_other_rows,
         falling,
         numbers_below_zero,
+        filled_below_zero,
     ],
 )
 def test_what_depends_on_the_order_is_gathered(go):

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 
-def judge(answers: Any, kind: str, ranks: int, seconds: float) -> None:
+def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> None:
     if kind == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "hangs":

@@ -35,11 +35,11 @@ class Silent:
 
 def run(target: Path, **options: Any) -> Any:
     given = {"pattern": "^(llama|gpt2)$", "ranks": [2, 3], "seconds": 9, "again": False, "html": None, "markdown": None}
-    given["library"] = "transformers"
+    given |= {"library": "transformers", "mapping": ["AutoModelForCausalLM"], "inner": "eager"}
     return models.measure(argparse.Namespace(**{**given, "json": target, **options}), Silent())  # type: ignore[arg-type]
 
 
-def row_of(worker: str, kind: str, ranks: int, seconds: float) -> dict[str, Any]:
+def row_of(worker: str, kind: str, ranks: int, seconds: float, inner: str) -> dict[str, Any]:
     found = {"verdict": "exact", "error": 1e-15, "share": 1.0, "bytes": 640.0, "compile": 7.0, "hf": kind == "llama"}
     return {**NOTHING, "type": kind, "ranks": ranks, **found}
 
@@ -48,7 +48,7 @@ def row_of(worker: str, kind: str, ranks: int, seconds: float) -> dict[str, Any]
 
 
 def test_a_type_that_crashes_or_hangs_is_a_row() -> None:
-    rows = {kind: judged_apart(FAILING, kind, 2, 20 if kind != "hangs" else 3) for kind in ("dies", "hangs", "works")}
+    rows = {kind: judged_apart(FAILING, kind, 2, 20 if kind != "hangs" else 3, "eager") for kind in ("dies", "hangs", "works")}
     assert {kind: row["verdict"] for kind, row in rows.items()} == {"dies": "error", "hangs": "hang", "works": "exact"}
     assert rows["dies"]["reason"] == "its process ended: SIGKILL"
     assert rows["hangs"]["reason"] == "not done after 3 s" and rows["hangs"]["seconds"] < 60
@@ -70,11 +70,11 @@ def test_a_run_is_taken_up_where_it_was(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     asked: list[tuple[str, int]] = []
 
-    def interrupted(worker: str, kind: str, ranks: int, seconds: float) -> dict[str, Any]:
+    def interrupted(worker: str, kind: str, ranks: int, seconds: float, inner: str) -> dict[str, Any]:
         asked.append((kind, ranks))
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return row_of(worker, kind, ranks, seconds)
+        return row_of(worker, kind, ranks, seconds, inner)
 
     target = tmp_path / "models.json"
     with patch.object(models, "judged_apart", interrupted), pytest.raises(KeyboardInterrupt):
@@ -105,6 +105,8 @@ def test_wrong_uses(tmp_path: Path) -> None:
         run(other)
     with pytest.raises(CommandError, match="types of AutoModelForCausalLM has it in its name"):
         run(None, pattern="no_such_type")  # type: ignore[arg-type]
+    with pytest.raises(CommandError, match="not a class of transformers' factory"):
+        run(None, mapping=["BertModel"])  # type: ignore[arg-type]
     with pytest.raises(CommandError, match="not a regular expression"):
         run(None, pattern="(")  # type: ignore[arg-type]
 
@@ -120,6 +122,22 @@ def test_layers_are_shortened_together_to_one_of_each_kind() -> None:
     assert config.layer_types == ["sliding_attention", "full_attention"] and config.num_hidden_layers == 2
     assert config.sliding_window == 16 and config.vocab_size == 128
     assert config.num_attention_heads % config.num_key_value_heads == 0
+
+
+def test_models_of_other_classes_are_built_with_what_they_take() -> None:
+    """A text has as many places for images as the model makes of them, at tokens that no other medium has."""
+    pytest.importorskip("transformers")
+    from ringopt.tools.benchmarks.models.tiny_transformers import build_auto
+
+    _, translated = build_auto("AutoModelForSeq2SeqLM", "t5")
+    assert {name: tuple(value.shape) for name, value in translated.items()} == {
+        "input_ids": (2, 64), "decoder_input_ids": (2, 24), "labels": (2, 24)
+    }  # fmt: skip
+    model, seen = build_auto("AutoModelForImageTextToText", "qwen2_5_vl")
+    assert model.config.image_token_id != model.config.video_token_id
+    assert int((seen["input_ids"] == model.config.image_token_id).sum()) == 32 and seen["labels"].shape == (2, 80)
+    _, heard = build_auto("AutoModel", "wav2vec2")
+    assert heard["input_values"].shape == (2, 4000)
 
 
 def test_what_asks_for_float32_is_float64() -> None:

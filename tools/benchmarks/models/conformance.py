@@ -1,7 +1,8 @@
 """One type of `ringopt bench models`: its process builds the model and runs it, then parts into ranks, which run it
 compiled.
 
-A type is named as in transformers, or as "diffusers/FluxTransformer2DModel".
+A type is named as in transformers (of its causal language models), as "AutoModel/bert" (of another class of its factory)
+or as "diffusers/FluxTransformer2DModel".
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.models.judged import NOTHING, died, no_answer
 from ringopt.tools.benchmarks.models.tiny_diffusers import build_denoiser
-from ringopt.tools.benchmarks.models.tiny_transformers import build_tiny, reference_of
+from ringopt.tools.benchmarks.models.tiny_transformers import build_auto, build_tiny, reference_of
 from ringopt.tools.benchmarks.models.widened import Widened, widen
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.pytree import tree_leaves
@@ -49,7 +50,8 @@ SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be ro
 
 @dataclass(frozen=True)
 class Trial:
-    """What every rank runs: a model, the keywords of its forward, what one process found, and where the ranks meet."""
+    """What every rank runs: a model, the keywords of its forward, what one process found, where the ranks meet, and the
+    inner backend."""
 
     model: nn.Module
     inputs: dict[str, Any]
@@ -57,28 +59,43 @@ class Trial:
     ranks: int
     meet: str
     seconds: float
+    inner: str
 
 
-def judge(answers: Any, kind: str, ranks: int, seconds: float) -> None:
+def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> None:
     """Sends a row, whatever the model does short of a crash."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # numbers that a program writes down without a type
     library, _, name = kind.rpartition("/")
     try:
-        model, inputs = build_denoiser(name) if library else build_tiny(name)
-        reference = copy.deepcopy(model) if library else reference_of(model)
+        model, inputs = _built(library, name)
+        alike = [_alike(model, library) for _ in range(2)]
         with Widened():
-            expected = _numbers(reference, inputs)
+            expected, again = (_numbers(one, inputs) for one in alike)
     except Exception as error:
         answers.send(no_answer("not built", _in_words(error)))
         return
-    if library:
+    if not torch.equal(*(numbers[0] for numbers in (expected, again))):
+        answers.send(no_answer("not built", "the program draws random numbers: nothing to compare with"))
+        return
+    if library == "diffusers":
         facts = {"hf": bool(getattr(model, "_cp_plan", None)), "layers": ""}
     else:
         facts = {"hf": bool(getattr(model, "supports_context_parallel", True)), "layers": _layers(model)}
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(model, inputs, expected, ranks, f"file://{folder}/store", seconds)
+        trial = Trial(model, inputs, expected, ranks, f"file://{folder}/store", seconds, inner)
         answers.send({**NOTHING, **_on_ranks(trial), **facts})
+
+
+def _built(library: str, name: str) -> tuple[nn.Module, dict[str, Any]]:
+    if library == "diffusers":
+        return build_denoiser(name)
+    return build_auto(library, name) if library else build_tiny(name)
+
+
+def _alike(model: nn.Module, library: str) -> nn.Module:
+    """A copy for one process."""
+    return copy.deepcopy(model) if library == "diffusers" else reference_of(model)
 
 
 def _on_ranks(trial: Trial) -> Row:
@@ -109,7 +126,7 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
         begin = time.monotonic()
         # Of many layers, where Dynamo breaks in each; torch's flash kernel is wrong for rows that a finite mask hides.
         with dynamo.patched(recompile_limit=64), sdpa_kernel(SDPBackend.MATH):
-            found = _numbers(torch.compile(trial.model, backend=_widened_ring), trial.inputs)
+            found = _numbers(torch.compile(trial.model, backend=_widened_ring(trial.inner)), trial.inputs)
         took = time.monotonic() - begin
         report = Report.merged(ringopt.backend.reports(), trial.ranks)
         facts = {"verdict": "", "compile": took, "error": _distance(found, trial.expected)}
@@ -121,11 +138,14 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
         os._exit(0)  # a rank whose neighbour failed would wait for it
 
 
-@traces_sizes(on_ranks)
-@keeps_associative_scans
-def _widened_ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    widen(gm)
-    return ringopt.backend.ring(gm, inputs, options={"inner_backend": "aot_eager", "on_refusal": "ignore"})
+def _widened_ring(inner: str) -> Callable[..., Any]:
+    @traces_sizes(on_ranks)
+    @keeps_associative_scans
+    def ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        widen(gm)
+        return ringopt.backend.ring(gm, inputs, options={"inner_backend": inner, "on_refusal": "ignore"})
+
+    return ring
 
 
 def _numbers(model: Any, inputs: dict[str, Any]) -> list[Tensor | None]:
@@ -134,7 +154,8 @@ def _numbers(model: Any, inputs: dict[str, Any]) -> list[Tensor | None]:
     found = model(**inputs)
     loss = getattr(found, "loss", None)
     if loss is None:
-        loss = sum(part.square().mean() for part in tree_leaves(found[0]))
+        parts = tree_leaves(found[0] if isinstance(found, tuple) else dict(found))
+        loss = sum(part.square().mean() for part in parts if isinstance(part, Tensor) and part.requires_grad)
     loss.backward()
     return [loss.detach(), *(None if p.grad is None else p.grad.detach().clone() for p in model.parameters())]
 
@@ -157,9 +178,11 @@ def _distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None])
 
 
 def _figures(report: Report, inputs: dict[str, Any]) -> Row:
+    tokens = inputs["input_ids"].numel() if "input_ids" in inputs else None
     return {
         "share": report.sharded_fraction,
-        "bytes": report.bytes_sent / inputs["input_ids"].numel() if "input_ids" in inputs else None,
+        "bytes": report.bytes_sent / tokens if tokens else None,
+        "by_sites": sum(site.bytes_sent for site in report.sites) / tokens if tokens else None,
         "sites": len(report.sites),
         "sharded": sum(site.refusal is None for site in report.sites),
         "graphs": len(ringopt.backend.reports()),

@@ -7,7 +7,6 @@ the rules get wrong is in OWN, by class.
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.tools.benchmarks.models.widened import Widened
+from ringopt.tools.benchmarks.models.first_that_fits import first_that_fits
 
 Sizes = dict[str, Any]  # of a constructor
 Given = dict[str, Any]
 
 BATCH, TEXT, CAPTION, SIDE, FRAMES, TOKENS = 2, 32, 16, 16, 3, 64
-TRIES = 2000
 AXES = ("axes_dims_rope", "axes_dims", "axes_dim_rope", "rope_axes_dim", "rope_dim_list", "rope_dim", "axes_dim")
 ROPE = [torch.arange(FRAMES), torch.arange(SIDE // 4), torch.arange(SIDE // 4)]
 LENGTHS = torch.tensor([CAPTION, CAPTION - 4])  # of captions
@@ -37,16 +35,7 @@ def arguments(model: Any, sizes: Sizes) -> Given:
     forms = {p.name: _forms_of(p.name, known, p.default is p.empty) for p in parameters.values()}
     forms = {name: [own[name]] if name in own else found for name, found in forms.items()}
     forms = {name: forms[name] for name in sorted(forms, key=_order) if forms[name]}
-    failed: list[str] = []
-    for chosen in itertools.islice(itertools.product(*forms.values()), TRIES):
-        given = {name: value for name, value in zip(forms, chosen, strict=True) if value is not None}
-        try:
-            with torch.no_grad(), Widened():
-                model(**given)
-            return given
-        except Exception as error:  # of whatever kind: the next one may be right
-            failed.append(f"{type(error).__name__}: {error}")
-    raise ValueError(f"no arguments fit: {'; or '.join(dict.fromkeys(failed))}")
+    return first_that_fits(model, forms)
 
 
 def _order(name: str) -> int:

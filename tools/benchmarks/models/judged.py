@@ -17,18 +17,18 @@ from ringopt.tools.benchmarks.lab.result import Row
 
 # What is said of a type of models, whatever becomes of it.
 NOTHING: Row = {
-    "verdict": "", "error": None, "share": None, "bytes": None, "compile": None, "sites": 0, "sharded": 0,
-    "graphs": 0, "reason": "", "hf": None, "layers": "",
+    "verdict": "", "error": None, "share": None, "bytes": None, "by_sites": None, "compile": None, "sites": 0,
+    "sharded": 0, "graphs": 0, "reason": "", "hf": None, "layers": "",
 }  # fmt: skip
 
 
-def judged_apart(worker: str, kind: str, ranks: int, seconds: float) -> Row:
-    """What `judge(answers, kind, ranks, seconds)` of the module `worker` sends, or why it sent nothing. Whatever it
+def judged_apart(worker: str, kind: str, ranks: int, seconds: float, inner: str) -> Row:
+    """What `judge(answers, kind, ranks, seconds, inner)` of the module `worker` sends, or why it sent nothing. Whatever it
     started in its session is ended."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([worker])
     here, there = server.Pipe(duplex=False)
-    process = server.Process(target=_judge, args=(worker, there, kind, ranks, seconds))
+    process = server.Process(target=_judge, args=(worker, there, kind, ranks, seconds, inner))
     begin, row = time.monotonic(), {}
     process.start()
     there.close()
@@ -44,12 +44,12 @@ def judged_apart(worker: str, kind: str, ranks: int, seconds: float) -> Row:
         row = (
             no_answer("error", died(process.exitcode)) if heard else no_answer("hang", f"not done after {seconds:g} s")
         )
-    return {"type": kind, "ranks": ranks, **row, "seconds": time.monotonic() - begin}
+    return {"type": kind, "ranks": ranks, "inner": inner, **row, "seconds": time.monotonic() - begin}
 
 
-def _judge(worker: str, answers: Any, kind: str, ranks: int, seconds: float) -> None:
+def _judge(worker: str, answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> None:
     os.setsid()
-    import_module(worker).judge(answers, kind, ranks, seconds)
+    import_module(worker).judge(answers, kind, ranks, seconds, inner)
 
 
 def no_answer(verdict: str, reason: str) -> Row:

@@ -16,8 +16,9 @@ KINDS = 4  # layers at most
 
 # The first that is found in the name of a number says how small it becomes, where it is larger.
 RULES: tuple[tuple[str, float], ...] = (
-    (r"drop|jitter", 0.0),
+    (r"drop|jitter|mask_(time|feature)_prob", 0.0),
     (r"^qk_head_dim|dim_model_base|_token_id|_index$|merge_size|^embed_dim$", -1),
+    (r"max_source_positions", 64),
     (r"position_embeddings|n_positions|n_ctx|max_seq|context_length|_positions$|model_max_length", POSITIONS),
     (r"experts_per_tok|moe_top_?k|moe_k$", 2),
     (r"shared_experts$|topk_group|^o_groups|ngroups|mamba_n_groups|num_mem_blocks|hc_lowrank", 1),
@@ -44,16 +45,21 @@ RULES: tuple[tuple[str, float], ...] = (
     (r"channels|hidden_dimension", WIDTH),
 )
 
+TOKEN = r"_token_(id|index)$"
+PLACES = 12  # at the end of the vocabulary, which stand for images and the like
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 KV_HEADS = ("num_key_value_heads", "kv_n_heads", "num_kv_heads", "swa_num_key_value_heads")
 # What a configuration may leave open, and its model needs.
 OPEN = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "head_dim": HEAD_DIM}
+TAPS = ("out_features",)  # stages of a backbone, by their names
 NEVER = ("use_cache", "output_attentions", "output_hidden_states")
 
 INDEXER: Sizes = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
+STAGES: Sizes = {"embed_dim": WIDTH, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+ROPE: Sizes = {"rope_type": "default", "rope_theta": 10000.0}
 # By type: what is in the way of the rules.
 EXCEPTIONS: dict[str, Sizes] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -65,14 +71,28 @@ EXCEPTIONS: dict[str, Sizes] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24]},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    **dict.fromkeys(("swin", "swinv2", "donut-swin", "maskformer-swin"), STAGES),
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE)},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
 }
 
 
-def tiny(config: Any) -> Any:
-    """A configuration of the type of `config`, which has its default sizes."""
+def tiny(config: Any, kept: Sizes | None = None) -> Any:
+    """A configuration of the type of `config`, which has its default sizes, but for those that are `kept`."""
     kind = config.model_type
-    return type(config)(**(shrunk(config) | EXCEPTIONS.get(kind, {})))
+    return type(config)(**((kept or {}) | shrunk(config) | EXCEPTIONS.get(kind, {})))
+
+
+def named(config: Any) -> Sizes:
+    """What a configuration inside another one has been given in words: the name of a backbone, where it is tapped."""
+    own = {name: value for name, value in fields(config).items() if isinstance(value, (str, bool))}
+    return own | {name: getattr(config, name) for name in TAPS if getattr(config, name, None)}
+
+
+def sections(rope: Sizes) -> list[int]:
+    """How many frequencies of a head are for time, height and width."""
+    half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+    return [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def shrunk(config: Any) -> Sizes:
@@ -80,15 +100,17 @@ def shrunk(config: Any) -> Sizes:
     given: Sizes = {name: False for name in NEVER if name in fields(config)}
     for name, value in fields(config).items():
         if hasattr(value, "to_dict"):
-            given[name] = tiny(value).to_dict()
+            given[name] = tiny(value, named(value)).to_dict()
+        elif name == "rope_parameters" and "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ()):
+            given[name] = {**value, "mrope_section": sections(value)} if value else value
         elif name in IDS and value is not None:
             given[name] = IDS[name]
         elif name in OPEN and value is None:
             given[name] = OPEN[name]
         elif name in KV_HEADS:
             given[name] = kv_heads(config, value)
-        elif name.endswith("_token_id") and isinstance(value, int):
-            given[name] = min(value, VOCABULARY - 1)
+        elif re.search(TOKEN, name) and isinstance(value, int):
+            given[name] = special(config, name)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             given |= {name: small} if (small := smaller(name, value)) != value else {}
         elif isinstance(value, list) and value and all(type(part) is int for part in value):
@@ -113,6 +135,13 @@ def smaller(name: str, value: float) -> float:
     """A number by what it is called."""
     small = next((small for pattern, small in RULES if re.search(pattern, name)), -1)
     return value if small < 0 or value <= small else type(value)(small)
+
+
+def special(config: Any, name: str) -> int:
+    """A token by its name: those beyond the vocabulary are its last ones."""
+    value = int(getattr(config, name))
+    names = sorted(other for other in fields(config) if re.search(TOKEN, other))
+    return value if value < VOCABULARY else VOCABULARY - 1 - names.index(name) % PLACES
 
 
 def kv_heads(config: Any, count: int | None) -> int:

@@ -2,8 +2,8 @@
 
 Each type of AutoModelForCausalLM is built tiny, by general rules, in float64, and runs on one process as it is and on
 ranks (gloo) compiled by `backend="ring"`. A type that crashes or hangs is a row as well. With --json the run can be
-interrupted: the same command takes the types that the file does not have yet. --library diffusers: the same of each
-transformer of diffusers.
+interrupted: the same command takes the types that the file does not have yet. --mapping AutoModel: the same of another
+class of transformers' factory. --library diffusers: of each transformer of diffusers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +28,14 @@ EXAMPLES = """\
 examples:
   ringopt bench models --only '^(llama|mixtral)$'
   ringopt bench models --ranks 2 3 --json models.json --html models.html
+  ringopt bench models --mapping AutoModel --only 'bert|vit'
   ringopt bench models --library diffusers --only 'Flux|Wan'
 """
 
 WORKER = "ringopt.tools.benchmarks.models.conformance"
 SHARE = 0.95
+INNER = ("eager", "aot_eager", "inductor")
+CAUSAL = "AutoModelForCausalLM"
 
 
 def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser) -> None:
@@ -46,9 +49,15 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--library", choices=LIBRARIES, default="transformers", help="whose models (transformers)")
+    parser.add_argument(
+        "--mapping", metavar="CLASS", nargs="+", default=[CAUSAL], help=f"classes of transformers' factory ({CAUSAL})"
+    )
     parser.add_argument("--only", metavar="RE", dest="pattern", help="types that the regular expression is found in")
     parser.add_argument("--ranks", metavar="P", nargs="+", type=two_or_more, default=[2], help="processes (2)")
     parser.add_argument("--seconds", metavar="S", type=natural, default=300, help="for one type on P ranks (300)")
+    parser.add_argument(
+        "--inner-backend", choices=INNER, default="aot_eager", dest="inner", help="what runs the graphs (aot_eager)"
+    )
     parser.add_argument("--again", action="store_true", help="also types that the file of --json has")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write the table as a page")
     parser.add_argument("--markdown", metavar="FILE", type=Path, help="also write the table as Markdown")
@@ -60,10 +69,10 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     for option, target in (("--html", arguments.html), ("--markdown", arguments.markdown)):
         check_file(option, target)
     known = _kept(arguments.json)
-    chosen = [(kind, ranks) for kind in _kinds(arguments.library, arguments.pattern) for ranks in arguments.ranks]
+    chosen = [(kind, ranks) for kind in _kinds(arguments.library, arguments.mapping, arguments.pattern) for ranks in arguments.ranks]
     left = [key for key in chosen if arguments.again or key not in known]
     for kind, ranks in progress.track(left, description="types"):
-        row = known[kind, ranks] = judged_apart(WORKER, kind, ranks, arguments.seconds)
+        row = known[kind, ranks] = judged_apart(WORKER, kind, ranks, arguments.seconds, arguments.inner)
         progress.console.print(f"{kind}, {ranks} ranks: {row['verdict']} {row['reason']}", markup=False)
         if arguments.json:
             found = {"table": "models", "rows": list(known.values()), "totals": _totals(list(known.values()))}
@@ -76,11 +85,11 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     return result
 
 
-def _kinds(library: str, only: str | None) -> list[str]:
+def _kinds(library: str, mappings: Sequence[str], only: str | None) -> list[str]:
     """Those that `only` is found in."""
-    what, names_of = LIBRARIES[library]
+    what = f"types of {', '.join(mappings)}" if library == "transformers" else "transformers of diffusers"
     try:
-        names = names_of()
+        names = LIBRARIES[library](mappings)
     except ImportError as error:
         raise CommandError(f"the models are those of {library}: {error}; pip install {library}") from error
     try:
@@ -92,13 +101,21 @@ def _kinds(library: str, only: str | None) -> list[str]:
     return chosen
 
 
-def _of_transformers() -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _of_transformers(mappings: Sequence[str]) -> list[str]:
+    import transformers
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found = []
+    for mapping in mappings:
+        factory = getattr(transformers, mapping, None)
+        if not (isinstance(factory, type) and issubclass(factory, _BaseAutoModelClass)):
+            raise CommandError(f"--mapping {mapping}: not a class of transformers' factory, such as AutoModel")
+        names = list(factory._model_mapping._model_mapping)  # type: ignore[attr-defined]
+        found += names if mapping == CAUSAL else [f"{mapping}/{name}" for name in names]
+    return found
 
 
-def _of_diffusers() -> list[str]:
+def _of_diffusers(_: Sequence[str]) -> list[str]:
     from ringopt.tools.benchmarks.models.tiny_diffusers import classes
 
     return [f"diffusers/{name}" for name in classes()]
@@ -161,10 +178,7 @@ def _rule(row: Row) -> str:
     return {None: "", True: "takes it", False: "refuses it"}[row["hf"]]
 
 
-LIBRARIES: dict[str, tuple[str, Callable[[], list[str]]]] = {
-    "transformers": ("types of AutoModelForCausalLM", _of_transformers),
-    "diffusers": ("transformers of diffusers", _of_diffusers),
-}
+LIBRARIES: dict[str, Callable[[Sequence[str]], list[str]]] = {"transformers": _of_transformers, "diffusers": _of_diffusers}
 VERDICTS = ("exact", "wrong", "error", "hang", "not built")
 TITLE = "Models of a library, tiny, on ranks"
 KEYS = ("type", "ranks")
@@ -175,6 +189,7 @@ COLUMNS = (
     Column("error", error("error")),
     Column("on\nshards", lambda row: "" if row["share"] is None else f"{row['share']:.1%}"),
     Column("bytes\na token", lambda row: "" if row["bytes"] is None else f"{row['bytes']:,.0f}"),
+    Column("by\nattentions", lambda row: "" if row["by_sites"] is None else f"{row['by_sites']:,.0f}"),
     Column("compile,\ns", lambda row: "" if row["compile"] is None else f"{row['compile']:.0f}"),
     Column("the library", _rule, right=False),
     Column("first reason", lambda row: row["reason"], right=False),
@@ -182,7 +197,8 @@ COLUMNS = (
 NOTES = (
     "error: of the loss and every gradient in float64, from one process, relative to the largest entry of each; exact "
     "up to 1e-8.",
-    "on shards: share of the matrix work. bytes a token: sent by a rank in one forward, by all tokens.",
+    "on shards: share of the matrix work. bytes a token: sent by a rank in one forward, by all tokens; by attentions (and "
+    "recurrences): the part that their plans name; the rest is what gathers and halos send.",
     "the library: whether its own context parallelism takes the model: `supports_context_parallel` of transformers, a "
     "`_cp_plan` of diffusers.",
     "first reason: why the first of what is refused or gathered is, with its line.",
