@@ -48,7 +48,10 @@ def row_of(worker: str, kind: str, ranks: int, seconds: float, inner: str) -> di
 
 
 def test_a_type_that_crashes_or_hangs_is_a_row() -> None:
-    rows = {kind: judged_apart(FAILING, kind, 2, 20 if kind != "hangs" else 3, "eager") for kind in ("dies", "hangs", "works")}
+    rows = {
+        kind: judged_apart(FAILING, kind, 2, 20 if kind != "hangs" else 3, "eager")
+        for kind in ("dies", "hangs", "works")
+    }
     assert {kind: row["verdict"] for kind, row in rows.items()} == {"dies": "error", "hangs": "hang", "works": "exact"}
     assert rows["dies"]["reason"] == "its process ended: SIGKILL"
     assert rows["hangs"]["reason"] == "not done after 3 s" and rows["hangs"]["seconds"] < 60
@@ -93,7 +96,7 @@ def test_the_pages(tmp_path: Path) -> None:
     assert result.sentences[0].startswith("4 rows: 4 exact, 0 wrong; in 4 at least 95% of the matrix work is on shards")
     assert "refuses 2 of them, of which 2 are exact here" in result.sentences[0]
     lines = (tmp_path / "a.md").read_text().splitlines()
-    assert lines[2].startswith("| type | ranks |") and "| llama | 2 | exact | 1e-15 | 100.0% | 640 | 7 |" in lines[6]
+    assert lines[2].startswith("| type | ranks |") and "| llama | 2 | exact | 1e-15 | 100.0% | 640 |  | 7 |" in lines[6]
     assert "llama" in (tmp_path / "a.html").read_text()
 
 

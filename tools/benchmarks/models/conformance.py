@@ -1,8 +1,8 @@
 """One type of `ringopt bench models`: its process builds the model and runs it, then parts into ranks, which run it
 compiled.
 
-A type is named as in transformers (of its causal language models), as "AutoModel/bert" (of another class of its factory)
-or as "diffusers/FluxTransformer2DModel".
+A type is named as in transformers (of its causal language models), as "AutoModel/bert" (of another class of its
+factory) or as "diffusers/FluxTransformer2DModel".
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
     except Exception as error:
         answers.send(no_answer("not built", _in_words(error)))
         return
-    if not torch.equal(*(numbers[0] for numbers in (expected, again))):
+    if _distance(again, expected) > EXACT:
         answers.send(no_answer("not built", "the program draws random numbers: nothing to compare with"))
         return
     if library == "diffusers":
@@ -152,7 +152,7 @@ def _numbers(model: Any, inputs: dict[str, Any]) -> list[Tensor | None]:
     """The loss and the gradient of every parameter."""
     model.zero_grad()
     found = model(**inputs)
-    loss = getattr(found, "loss", None)
+    loss: Any = getattr(found, "loss", None)
     if loss is None:
         parts = tree_leaves(found[0] if isinstance(found, tuple) else dict(found))
         loss = sum(part.square().mean() for part in parts if isinstance(part, Tensor) and part.requires_grad)

@@ -23,8 +23,8 @@ NOTHING: Row = {
 
 
 def judged_apart(worker: str, kind: str, ranks: int, seconds: float, inner: str) -> Row:
-    """What `judge(answers, kind, ranks, seconds, inner)` of the module `worker` sends, or why it sent nothing. Whatever it
-    started in its session is ended."""
+    """What `judge(answers, kind, ranks, seconds, inner)` of the module `worker` sends, or why it sent nothing. Whatever
+    it started in its session is ended."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([worker])
     here, there = server.Pipe(duplex=False)

@@ -69,7 +69,8 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     for option, target in (("--html", arguments.html), ("--markdown", arguments.markdown)):
         check_file(option, target)
     known = _kept(arguments.json)
-    chosen = [(kind, ranks) for kind in _kinds(arguments.library, arguments.mapping, arguments.pattern) for ranks in arguments.ranks]
+    kinds = _kinds(arguments.library, arguments.mapping, arguments.pattern)
+    chosen = [(kind, ranks) for kind in kinds for ranks in arguments.ranks]
     left = [key for key in chosen if arguments.again or key not in known]
     for kind, ranks in progress.track(left, description="types"):
         row = known[kind, ranks] = judged_apart(WORKER, kind, ranks, arguments.seconds, arguments.inner)
@@ -105,7 +106,7 @@ def _of_transformers(mappings: Sequence[str]) -> list[str]:
     import transformers
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-    found = []
+    found: list[str] = []
     for mapping in mappings:
         factory = getattr(transformers, mapping, None)
         if not (isinstance(factory, type) and issubclass(factory, _BaseAutoModelClass)):
@@ -178,7 +179,10 @@ def _rule(row: Row) -> str:
     return {None: "", True: "takes it", False: "refuses it"}[row["hf"]]
 
 
-LIBRARIES: dict[str, Callable[[Sequence[str]], list[str]]] = {"transformers": _of_transformers, "diffusers": _of_diffusers}
+LIBRARIES: dict[str, Callable[[Sequence[str]], list[str]]] = {
+    "transformers": _of_transformers,
+    "diffusers": _of_diffusers,
+}
 VERDICTS = ("exact", "wrong", "error", "hang", "not built")
 TITLE = "Models of a library, tiny, on ranks"
 KEYS = ("type", "ranks")
@@ -197,8 +201,8 @@ COLUMNS = (
 NOTES = (
     "error: of the loss and every gradient in float64, from one process, relative to the largest entry of each; exact "
     "up to 1e-8.",
-    "on shards: share of the matrix work. bytes a token: sent by a rank in one forward, by all tokens; by attentions (and "
-    "recurrences): the part that their plans name; the rest is what gathers and halos send.",
+    "on shards: share of the matrix work. bytes a token: sent by a rank in one forward, by all tokens; by attentions "
+    "(and recurrences): the part that their plans name; the rest is what gathers and halos send.",
     "the library: whether its own context parallelism takes the model: `supports_context_parallel` of transformers, a "
     "`_cp_plan` of diffusers.",
     "first reason: why the first of what is refused or gathered is, with its line.",
