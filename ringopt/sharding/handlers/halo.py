@@ -200,11 +200,15 @@ def by_chunks(
     step = Steps(sharder, node)
     seen = step.fetch(sharder.values[node.args[0]], place, wanted, replace(out, dim=place.dim, inner=1))
     rows = wanted.ranges(sharder.ranks.layout(length), sharder.ranks.size, sharder.ranks.rank)
-    chunks = step(aten.split_with_sizes.default, seen, list(map(len, rows)), place.dim)
-    pieces = [step.item(chunks, i) for i in range(len(rows))]
+    pieces = [seen]
+    if len(rows) > 1:
+        chunks = step(aten.split_with_sizes.default, seen, list(map(len, rows)), place.dim)
+        pieces = [step.item(chunks, i) for i in range(len(rows))]
     if outside is not None:
         pieces = [beyond(step, piece, place, at, outside) for piece, at in zip(pieces, rows, strict=True)]
     parts = [local(step, piece, out) for piece in pieces]
+    if len(parts) == 1:
+        return step.done(parts[0], out)
     sharder.set(node, sharder.call(aten.cat.default, (parts, out.dim), node, out), out)
     return True
 
