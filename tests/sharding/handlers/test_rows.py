@@ -13,7 +13,7 @@ from ringopt.calls import OpCall
 from ringopt.drivers.compile import transform
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
-from ringopt.tools.benchmarks.models.recurrent_layers import CHUNK, WIDTH, layer_of
+from ringopt.tools.benchmarks.models.recurrent_layers import CHUNK, DIM, layer_of
 from tests.harness.threads import run_on_threads
 from tests.harness.translation import Seat, captured, validate
 from tests.sharding.programs import B, D, H, Model, case, check, inputs
@@ -167,7 +167,7 @@ def test_shifted_logits_stay_where_they_are():
 @pytest.mark.parametrize("ranks, tokens", [(2, 512), (3, 450)])
 def test_what_a_convolution_adds_behind_the_end_is_sent_to_nobody(ranks, tokens):
     """Where ranks hold whole chunks, the tokens that are left are where they were: each rank slices its own."""
-    layer, x = layer_of("gated delta net").double(), torch.randn(1, tokens, WIDTH, dtype=torch.float64)
+    layer, x = layer_of("gated delta net", 1).double(), torch.randn(1, tokens, DIM, dtype=torch.float64)
     verdict = validate(ranks, layer, x.requires_grad_())
     assert verdict.wrong == "" and verdict.report.sites[0].layout == "contiguous"
     forms = [OpCall.of(node)["form"] for node in verdict.graph.graph.nodes if op_name(node) == "fetch_rows"]

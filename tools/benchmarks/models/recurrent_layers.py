@@ -12,8 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-HEADS, DIM, TAPS = 4, 64, 4
-WIDTH = HEADS * DIM
+DIM, TAPS = 64, 4  # numbers of a head, of which there are as many as the width of the layer has room for
 STATE = 64  # of Mamba2: numbers for each channel
 CHUNK = 64
 
@@ -30,16 +29,18 @@ class CausalConvolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """[B, S, WIDTH] -> the same."""
+    """[B, S, width] -> the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int):
         super().__init__()
-        self.project, self.gates = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 2 * HEADS)
-        self.near, self.out = CausalConvolution(3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        width = heads * DIM
+        self.heads, self.near = heads, CausalConvolution(3 * width)
+        self.project, self.gates = nn.Linear(width, 4 * width), nn.Linear(width, 2 * heads)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv, gate = self.project(x).split([3 * WIDTH, WIDTH], -1)
-        q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.near(qkv).chunk(3, -1))
+        qkv, gate = self.project(x).split([3 * x.shape[-1], x.shape[-1]], -1)
+        q, k, v = (part.unflatten(-1, (self.heads, DIM)).transpose(1, 2) for part in self.near(qkv).chunk(3, -1))
         beta, decay = self.gates(x).transpose(1, 2).chunk(2, 1)
         heads = gated_delta_rule(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, mild(decay), beta.sigmoid())
         mixed: Tensor = self.out(heads.transpose(1, 2).flatten(2) * F.silu(gate))
@@ -73,18 +74,20 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
 
 
 class Mamba2(nn.Module):
-    """[B, S, WIDTH] -> the same."""
+    """[B, S, width] -> the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int):
         super().__init__()
-        self.project = nn.Linear(WIDTH, 2 * WIDTH + 2 * STATE + HEADS)
-        self.near, self.out = CausalConvolution(WIDTH + 2 * STATE), nn.Linear(WIDTH, WIDTH)
-        self.decay, self.skip = nn.Parameter(torch.linspace(0.1, 0.5, HEADS)), nn.Parameter(torch.ones(HEADS, 1))
+        width = heads * DIM
+        self.heads, self.near = heads, CausalConvolution(width + 2 * STATE)
+        self.project, self.out = nn.Linear(width, 2 * width + 2 * STATE + heads), nn.Linear(width, width)
+        self.decay, self.skip = nn.Parameter(torch.linspace(0.1, 0.5, heads)), nn.Parameter(torch.ones(heads, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, states, step = self.project(x).split([WIDTH, WIDTH + 2 * STATE, HEADS], -1)
-        value, key, query = self.near(states).split([WIDTH, STATE, STATE], -1)
-        value, step = value.unflatten(-1, (HEADS, DIM)), 0.1 * F.softplus(step)
+        width = x.shape[-1]
+        gate, states, step = self.project(x).split([width, width + 2 * STATE, self.heads], -1)
+        value, key, query = self.near(states).split([width, STATE, STATE], -1)
+        value, step = value.unflatten(-1, (self.heads, DIM)), 0.1 * F.softplus(step)
         heads = state_space(value * step[..., None], -self.decay * step, key, query) + self.skip * value
         mixed: Tensor = self.out(heads.flatten(2) * F.silu(gate))
         return mixed
@@ -111,12 +114,15 @@ def segment_sums(x: Tensor) -> Tensor:
     return pairs.masked_fill(torch.ones(pairs.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -torch.inf)
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {"gated delta net": GatedDeltaNet, "mamba2": Mamba2}
-# Numbers of the map of a segment: those of its matrix (of Mamba2 one a head), and of the state.
-SIZES = {"gated delta net": (HEADS * DIM * DIM, HEADS * DIM * DIM), "mamba2": (HEADS, HEADS * DIM * STATE)}
+LAYERS: dict[str, Callable[[int], nn.Module]] = {"gated delta net": GatedDeltaNet, "mamba2": Mamba2}
 
 
-def layer_of(name: str) -> nn.Module:
+def layer_of(name: str, heads: int) -> nn.Module:
     """With weights that follow from its name."""
     torch.manual_seed(0)
-    return LAYERS[name]()
+    return LAYERS[name](heads)
+
+
+def map_sizes(name: str, heads: int) -> tuple[int, int]:
+    """Numbers of the map of a segment: those of its matrix (of Mamba2 one a head), and of the state."""
+    return (heads, heads * DIM * STATE) if name == "mamba2" else (heads * DIM * DIM, heads * DIM * DIM)

@@ -43,6 +43,9 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         default=2048,
         help="the longest at which Inductor is given the program as written, whose graph grows with the length (2048)",
     )
+    parser.add_argument(
+        "--heads", metavar="H", type=natural, default=4, help="of 64 numbers each: layers are H x 64 wide (4)"
+    )
     parser.add_argument("--ranks", metavar="P", type=two_or_more, default=2, help="no more than cores (2)")
     parser.add_argument("--repeats", metavar="N", type=natural, default=3, help="timed steps of each (3)")
     parser.add_argument("--only", metavar="LAYER", nargs="+", help='only these layers: "gated delta net", "mamba2"')
@@ -68,8 +71,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
             )
     cases = [(name, length) for name in names for length in arguments.lengths]
     ranks, repeats, longest = arguments.ranks, arguments.repeats, float(arguments.longest)
+    inner, unrolled = arguments.inner, arguments.unrolled
     rows = [
-        row_of(name, length, ranks, repeats, longest, arguments.inner, as_written=length <= arguments.unrolled)
+        row_of((name, arguments.heads), length, ranks, repeats, longest, inner, as_written=length <= unrolled)
         for name, length in progress.track(cases, description="layers")
     ]
     failed = tuple(f"{row['layer']}, n = {row['length']}, as written: {row['failed']}" for row in rows if row["failed"])
@@ -92,10 +96,11 @@ def _ratio(key: str, other: str, heading: str) -> Column:
 
 
 BACKENDS = {"ring": "ring", "plain": "as written"}
-TITLE = "A recurrent layer, 4 heads of 64, float32, one thread a process, forward and backward"
-KEYS = ("layer", "length", "ranks")
+TITLE = "A recurrent layer, heads of 64, float32, one thread a process, forward and backward"
+KEYS = ("layer", "heads", "length", "ranks")
 COLUMNS = (
     Column("layer", lambda row: row["layer"], right=False),
+    _number("heads", "heads"),
     _number("length", "n"),
     *(_number(f"{who}_compile", f"{name}\nfirst, s", form=".1f") for who, name in BACKENDS.items()),
     *(_number(f"{who}_seconds", f"{name}\nms", 1e-3) for who, name in BACKENDS.items()),

@@ -27,30 +27,31 @@ from ringopt.tools.benchmarks.lab.link_lab import LabError, as_ranks
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.timing import interleaved
-from ringopt.tools.benchmarks.models.recurrent_layers import SIZES, WIDTH, layer_of
+from ringopt.tools.benchmarks.models.recurrent_layers import DIM, layer_of, map_sizes
 from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank, nothing, together
 from ringopt.tools.common.resident import STATUS, reset_peak, resident
 
 Step = Callable[[], list[Tensor]]
+Layer = tuple[str, int]  # its name, and how many heads it has
 MESSAGES = ("maps of a scan", "gradients of a scan")
 
 
 def row_of(
-    name: str, length: int, ranks: int, repeats: int, longest: float, inner: str, *, as_written: bool = True
+    layer: Layer, length: int, ranks: int, repeats: int, longest: float, inner: str, *, as_written: bool = True
 ) -> Row:
     """Of one layer and length. A backend that takes longer than `longest` seconds, or fails, has None in its places and
     the reason under "failed"; so has the program as written where it is not asked for. Raises LabError where ringopt
     fails."""
-    row: Row = {"layer": name, "length": length, "ranks": ranks, "failed": None}
-    (ours,) = as_ranks(1, alone, name, length, repeats, "ring", inner, timeout=longest)
+    row: Row = {"layer": layer[0], "heads": layer[1], "length": length, "ranks": ranks, "failed": None}
+    (ours,) = as_ranks(1, alone, layer, length, repeats, "ring", inner, timeout=longest)
     theirs: dict[str, Any] = dict.fromkeys(ours)
     try:
         if as_written:
-            (theirs,) = as_ranks(1, alone, name, length, repeats, inner, inner, timeout=longest)
+            (theirs,) = as_ranks(1, alone, layer, length, repeats, inner, inner, timeout=longest)
     except LabError as error:
         row["failed"] = str(error)
     row |= {f"{who}_{key}": value for who, one in (("ring", ours), ("plain", theirs)) for key, value in one.items()}
-    found = as_ranks(ranks, over_ranks, name, length, repeats, inner, timeout=longest)
+    found = as_ranks(ranks, over_ranks, layer, length, repeats, inner, timeout=longest)
     slowest = {key: max(one[key] for one in found) for key in ("states_seconds", "gathered_seconds", "states_error")}
     most = {key: max(one[key] or 0 for one in found) or None for key in ("states_bytes", "gathered_bytes")}
     sent = {key: sum(one[key] for one in found) for key in ("sent", "formula")}
@@ -61,20 +62,20 @@ def row_of(
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
-def alone(_rank: int, _ranks: int, name: str, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
+def alone(_rank: int, _ranks: int, layer: Layer, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
     """Seconds of the first call and of a step, nodes of the graphs, bytes, and the error. Nothing is in a cache."""
     torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty,
         patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": empty}),
     ):
-        return measured(name, length, repeats, backend, inner)
+        return measured(layer, length, repeats, backend, inner)
 
 
-def measured(name: str, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
+def measured(layer: Layer, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
     """The same, with what Inductor has in its cache."""
     torch.compiler.reset()
-    model, x = drawn(name, length)
+    model, x = drawn(layer, length)
     leaves = [x.requires_grad_(), *model.parameters()]
     run = ring(model, inner) if backend == "ring" else torch.compile(model, backend=backend)
 
@@ -85,7 +86,7 @@ def measured(name: str, length: int, repeats: int, backend: str, inner: str) -> 
     with counted() as nodes:
         found = step()
     compiled = time.perf_counter() - begin
-    error = distance(found, expected(name, length))
+    error = distance(found, expected(layer, length))
     seconds = interleaved({backend: step}, repeats)[backend]
     return {"compile": compiled, "seconds": seconds, "bytes": peak(step), "error": error, **nodes}
 
@@ -115,14 +116,14 @@ def counted() -> Iterator[dict[str, int]]:
         yield nodes
 
 
-def drawn(name: str, length: int) -> tuple[nn.Module, Tensor]:
+def drawn(layer: Layer, length: int) -> tuple[nn.Module, Tensor]:
     """The layer, and what goes in."""
-    return layer_of(name), torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(1))
+    return layer_of(*layer), torch.randn(1, length, layer[1] * DIM, generator=torch.Generator().manual_seed(1))
 
 
-def expected(name: str, length: int) -> list[Tensor]:
+def expected(layer: Layer, length: int) -> list[Tensor]:
     """In eager, with 64 bits."""
-    model, x = drawn(name, length)
+    model, x = drawn(layer, length)
     model, x = model.double(), x.double().requires_grad_()
     return [part.float() for part in numbers(model, (x,), [x, *model.parameters()])]
 
@@ -137,28 +138,28 @@ def peak(step: Step) -> int | None:
 
 
 # ---- over ranks ------------------------------------------------------------------------------------------------------
-def over_ranks(rank: int, ranks: int, name: str, length: int, repeats: int, inner: str) -> dict[str, Any]:
+def over_ranks(rank: int, ranks: int, layer: Layer, length: int, repeats: int, inner: str) -> dict[str, Any]:
     """Seconds with the scan on shards, with the scan gathered, and of rank 0 alone while the others wait."""
     begin_rank()
     meshes = dist.device_mesh.init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "alone"))
-    runs = {way: way_of(way, name, length, inner, meshes["all"]) for way in ("states", "gathered")}
-    found, (wanted, of_x, *of_parameters) = runs["states"](), expected(name, length)
+    runs = {way: way_of(way, layer, length, inner, meshes["all"]) for way in ("states", "gathered")}
+    found, (wanted, of_x, *of_parameters) = runs["states"](), expected(layer, length)
     compared = [ringopt.shard(wanted, 1), ringopt.shard(of_x, 1), *of_parameters]
     runs["gathered"]()
     with record_traffic() as traffic:
         runs["states"]()
-    of_scan, formula = sent_for_scans(traffic), formula_of(name, ranks)
+    of_scan, formula = sent_for_scans(traffic), formula_of(layer, ranks)
     bytes_held = {f"{way}_bytes": peak(run) for way, run in runs.items()}
-    one = way_of("alone", name, length, inner, meshes["alone"])
+    one = way_of("alone", layer, length, inner, meshes["alone"])
     one()
     times = together({**runs, "alone": nothing if rank else one}, repeats)
     seconds = {f"{way}_seconds": time.seconds for way, time in times.items()}
     return {**seconds, **bytes_held, "states_error": distance(found, compared), "sent": of_scan, "formula": formula}
 
 
-def way_of(way: str, name: str, length: int, inner: str, mesh: Any) -> Step:
+def way_of(way: str, layer: Layer, length: int, inner: str, mesh: Any) -> Step:
     """A step of the layer, compiled: this rank's rows of the output, of the gradient of x, and those of parameters."""
-    model, x = drawn(name, length)
+    model, x = drawn(layer, length)
     # (What Dynamo has compiled is used again for equal options.)
     run = ring(model, inner, mesh=mesh, outputs="local", on_refusal="ignore" if way == "gathered" else "error")
     rows = x if way == "alone" else ringopt.shard(x, 1).clone()
@@ -189,7 +190,7 @@ def sent_for_scans(traffic: Traffic) -> int:
     return sum(event.bytes for event in traffic.events if event.label in MESSAGES)
 
 
-def formula_of(name: str, ranks: int) -> int:
+def formula_of(layer: Layer, ranks: int) -> int:
     """Those by the sizes of the states: a matrix and a state for each segment, and the gradient of a state."""
-    matrix, state = SIZES[name]
+    matrix, state = map_sizes(*layer)
     return 4 * (ranks - 1) * (matrix + 2 * state)
