@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ringopt.calls import RingCall
+from ringopt.calls import OpCall, RingCall
 from ringopt.ir.nodes import origin, value_of
 from ringopt.ops import operators
 from ringopt.ops.expansion import expansion_of
@@ -39,7 +39,7 @@ def begun(graph: fx.Graph, sources: tuple[fx.Node, ...], last: fx.Node, reader: 
     while last.next.op == "placeholder":
         last = last.next
     with graph.inserting_after(last):
-        facts = graph.call_function(operators.mask_facts.default, (list(sources),))
+        facts = OpCall.to(operators.mask_facts.default, sources=list(sources)).insert(graph, "mask_facts")
     value = value_of(sources[0]).new_empty((), dtype=torch.int64, device="cpu")
     facts.meta = {**origin(reader), "val": value, "recompute": CheckpointPolicy.MUST_SAVE}
     facts.meta.pop("ac_graph_id", None)  # it stands in no region

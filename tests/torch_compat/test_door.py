@@ -16,11 +16,12 @@ DOOR = ROOT / "ringopt/torch_compat"
 PACKAGES = {"torch", "functorch", "torchgen"}
 # Documented by the standard library: of named tuples, whose methods have to differ from the names of fields, and the
 # end of a fork.
-STANDARD = {"_asdict", "_fields", "_make", "_replace", "_exit"}
+STANDARD = {"_asdict", "_field_defaults", "_fields", "_make", "_replace", "_exit"}
 # Settings that torch documents, which an example spells as its readers have to.
 DOCUMENTED = {"torch._dynamo", "torch._dynamo.config.optimize_ddp"}
-# By which Lightning says that a module is compiled, and diffusers that a model can be sharded.
-OF_OTHERS = {"_compiler_ctx", "_cp_plan"}
+# By which Lightning says that a module is compiled, diffusers that a model can be sharded, and a factory of
+# transformers which models it makes.
+OF_OTHERS = {"_compiler_ctx", "_cp_plan", "_model_mapping"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "attrgetter"}
 PATH = re.compile(r"torch(\.\w+)*\._[\w.]*")
 

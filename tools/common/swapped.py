@@ -19,7 +19,7 @@ def take_code(before: str, after: str, path: str) -> bool:
     if pairs is None:
         return False
     changed = {old: new for old, new in pairs}
-    found = {each for each in gc.get_objects() if isinstance(each, FunctionType) and each.__code__ in changed}
+    found = {each for each in gc.get_objects() if type(each) is FunctionType and each.__code__ in changed}
     if {function.__code__ for function in found} != set(changed):
         return False
     for function in found:
