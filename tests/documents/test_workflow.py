@@ -108,10 +108,10 @@ def test_its_steps_do_what_they_are_named_for(clone: Path, tmp_path: Path) -> No
     assert [one.returncode for one in before] == [0] * 3, [one.stderr for one in before]
     comment = (clone / "comment.md").read_text()
     assert summary.read_text() == comment and 0 < len(comment) < LONGEST
-    assert comment.startswith("### main.pt2 → branch.pt2") and "%unflatten\\_2" in comment
-    assert "| `unflatten_2` | " in comment and "| FLOPs of products | 10,368 | 63,488 |" in comment
+    assert comment.startswith("### main.pt2 → branch.pt2") and "%getitem\\_6" in comment
+    assert "| `getitem_6` | " in comment and "| FLOPs of products | 10,368 | 63,488 |" in comment
     assert (clone / "gh.txt").read_text().split()[:3] == ["pr", "comment", "7"]
     assert "ring_attention" in (clone / "diff.html").read_text()
     assert last.returncode == 1, last.stderr
     assert last.stdout.startswith("::error title=ringopt diff::flops+10%25: 10,368")
-    assert "::error file=model.py,line=11,title=ringopt diff: the first value that is off::" in last.stdout
+    assert "::error file=model.py,line=13,title=ringopt diff: the first value that is off::" in last.stdout
