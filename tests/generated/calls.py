@@ -184,9 +184,9 @@ def is_valid(program: Several) -> bool:
     return all(x.isfinite().all() for outputs in found for x in (outputs if isinstance(outputs, tuple) else (outputs,)))
 
 
-def run(module: nn.Module, calls: Sequence[Call], compiled: Any = None) -> list[list[Tensor]]:
+def run(module: nn.Module, program: Several, compiled: Any = None) -> list[list[Tensor]]:
     """After each call: what it returned, all gradients, and the state."""
-    return [one_call(module, module if compiled is None else compiled, call) for call in calls]
+    return [one_call(module, module if compiled is None else compiled, call) for call in program.calls]
 
 
 def one_call(module: nn.Module, function: Any, call: Call) -> list[Tensor]:

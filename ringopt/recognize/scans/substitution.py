@@ -36,7 +36,6 @@ POLYNOMIAL = frozenset({
 })  # fmt: skip
 FEWEST = 3  # rows that are a system
 FARTHEST = 8  # values before the first write that are looked at
-TWO = (2,)
 NARROW = (torch.float16, torch.bfloat16)  # in which nothing is solved
 Sizes = Sequence[Any]
 
@@ -159,20 +158,21 @@ def at_a_point(node: fx.Node, found: Sequence[fx.Node], constants: Constants) ->
     """The values of `found`, and then of `node`, where the last of those is drawn at random; None where that cannot be
     computed. Of each dim of the batch there are two: nothing takes parts of it, so how many makes no difference."""
     *batch, rows, _ = shape_of(found[-1])
+    few = [2] * len(batch)
 
     def resized(each: Any) -> Any:
         if not isinstance(each, (list, tuple)) or not batch:
             return each
         sizes = [value_of(size) if isinstance(size, fx.Node) else size for size in each[: len(batch)]]
         numbers = all(isinstance(size, (int, torch.SymInt)) for size in sizes)
-        return [*TWO * len(batch), *each[len(batch) :]] if numbers and alike(sizes, batch) else each
+        return [*few, *each[len(batch) :]] if numbers and alike(sizes, batch) else each
 
     def arguments(each: fx.Node) -> tuple[Any, Any]:
         return tuple(map(resized, each.args)), {key: resized(value) for key, value in each.kwargs.items()}
 
     with unset_fake_temporarily(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(*TWO * len(batch), rows, rows, dtype=torch.float64, generator=generator) / rows**0.5
+        x = torch.randn(*few, rows, rows, dtype=torch.float64, generator=generator) / rows**0.5
         try:
             return evaluated([*found, node], found[-1], x, constants, arguments)
         except (RuntimeError, IndexError, TypeError):  # an op that goes by the size of the batch
