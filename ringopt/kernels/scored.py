@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ringopt.expr.terms import axis, load, score
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.fused import LIBRARY, dense, usable
-from ringopt.kernels.math import Math, Modifier
+from ringopt.kernels.math import Math, Modifier, reduced
 from ringopt.kernels.score_program import FLOATS, scores_program
 from ringopt.torch_compat.fake_tensors import FakeTensor
 
@@ -30,7 +31,7 @@ CALL = (
 LIBRARY.define(f"scored_attention(Tensor q, Tensor k, Tensor v, {CALL}) -> (Tensor, Tensor)")
 LIBRARY.define(
     "scored_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{CALL}) -> (Tensor, Tensor, Tensor)"
+    f"{CALL}, bool learns) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -97,10 +98,20 @@ class Scored(Kernel):
         return out, lse
 
     def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+        return self._gradients(tile, rows, learns=False)[:3]
+
+    def backward_with_mask(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `backward` of a tile that is not empty and has a mask, and the gradient of that, in its shape."""
+        assert tile.mask is not None
+        dq, dk, dv, dmask = self._gradients(tile, rows.visible(), learns=True)
+        return dq, dk, dv, reduced(dmask, tile.mask.shape)
+
+    def _gradients(self, tile: TileInputs, rows: WholeRows, learns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dout, q, k, v, out = map(dense, (rows.dout, tile.q, tile.k, tile.v, rows.out))
-        call = self._call(tile)
-        dq, dk, dv = torch.ops.ringopt_kernels.scored_attention_backward(dout, q, k, v, out, rows.lse, *call)
-        return dq, dk, dv
+        call = *self._call(tile), learns
+        found: tuple[Tensor, Tensor, Tensor, Tensor]
+        found = torch.ops.ringopt_kernels.scored_attention_backward(dout, q, k, v, out, rows.lse, *call)
+        return found
 
     def _call(self, tile: TileInputs) -> tuple[object, ...]:
         band = tile.band or ((-tile.q.shape[2], 1) if tile.causal else ())
@@ -145,21 +156,24 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *call: object) -> tuple[Tensor, Te
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: object
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *call: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from ringopt.kernels.triton_scored import backward
 
     with torch.cuda.device_of(q):
-        return backward((dout, out, lse), q, k, v, *call)
+        return backward((dout, out, lse), q, k, v, *call[:-1], learns=call[-1])
 
 
 def _forward_sizes(q: Tensor, k: Tensor, v: Tensor, *call: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _backward_sizes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_sizes(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
-    return dq, dk, dv
+    *_, learns = rest
+    return dq, dk, dv, q.new_empty((*q.shape[:3], k.shape[2]) if learns else (0,), dtype=torch.float32)
 
 
 for key in ("CUDA", "CPU"):  # on the CPU Triton's interpreter runs them, in tests

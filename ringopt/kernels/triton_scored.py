@@ -146,11 +146,12 @@ def weights_of(some, others, b, h, row, column, mask, logs, given, scale, SCORES
 
 @triton.jit
 def queries_kernel(
-    q, k, v, dout, out, lse, dq, delta, mask, seed, strides, given, drop, scale, heads, groups, dims,
-    SCORES: tl.constexpr, MASKED: tl.constexpr, BANDED: tl.constexpr, DROPS: tl.constexpr,
+    q, k, v, dout, out, lse, dq, delta, dmask, mask, seed, strides, given, drop, scale, heads, groups, dims,
+    SCORES: tl.constexpr, MASKED: tl.constexpr, BANDED: tl.constexpr, DROPS: tl.constexpr, LEARNS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """dq, and the sum of dout * out of each row in `delta`. `strides`: of q, k, v, dout, out, lse."""
+    """dq, the sum of dout * out of each row in `delta`, and what is asked of the mask in `dmask`. `strides`: of q, k,
+    v, dout, out, lse."""
     queries, keys, band = given[0], given[1], given[3]
     begin, b, h = spot(queries, heads, BM)
     row, wide, own = begin + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BV)
@@ -176,8 +177,11 @@ def queries_kernel(
         dweights = tl.dot(grad, tl.trans(values), input_precision="ieee")
         if DROPS:
             dweights *= dropped(seed, b, h, row, column, given, drop)
-        dscores = weights * (dweights - dot[:, None]) * slope
-        sums += tl.dot(dscores.to(others.dtype), others, input_precision="ieee")
+        dadded = weights * (dweights - dot[:, None])
+        if LEARNS:
+            at = dmask + ((b * heads + h) * queries + row)[:, None] * keys + column[None, :]
+            tl.store(at, dadded, mask=there[:, None] & (column < keys)[None, :])
+        sums += tl.dot((dadded * slope).to(others.dtype), others, input_precision="ieee")
     at = dq + ((b * heads + h) * queries + row)[:, None] * dims[0] + wide[None, :]
     tl.store(at, sums, mask=there[:, None] & (wide < dims[0])[None, :])
 
@@ -271,17 +275,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor
 
 
 def backward(
-    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, *call: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in float32; `grads`: dout, out, lse of the whole rows, -inf nowhere."""
+    grads: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, *call: Any, learns: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv in float32, and what is asked of the mask, [B, Hq, Sq, Sk], empty unless it `learns`. `grads`: dout,
+    out, lse of the whole rows, -inf nowhere."""
     dout, out, lse = grads
     (batch, heads, queries, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    shape = (batch, heads, queries, keys) if learns else (0,)
+    dmask = torch.zeros(shape, dtype=torch.float32, device=q.device)  # blocks beyond a triangle are not visited
     extras, rest, constants = common(q, k, v, call)
     lies = steps((q, k, v, dout, out, lse))
     grid = (triton.cdiv(queries, constants["BM"]) * batch * heads,)
-    queries_kernel[grid](q, k, v, dout, out, lse, dq, delta, *extras, lies, *rest, **constants)
+    queries_kernel[grid](q, k, v, dout, out, lse, dq, delta, dmask, *extras, lies, *rest, **constants, LEARNS=learns)
     grid = (triton.cdiv(keys, constants["BN"]) * batch * kv_heads,)
     keys_kernel[grid](q, k, v, dout, lse, delta, dk, dv, *extras, lies, *rest, **constants, num_warps=8)
-    return dq, dk, dv
+    return dq, dk, dv, dmask

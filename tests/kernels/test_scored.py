@@ -192,9 +192,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module, one = fresh(), Lock()  # the interpreter has one grid for all threads
 
     def in_turn(function: Any) -> Any:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with one:
-                return function(*args)
+                return function(*args, **kwargs)
 
         return run
 
@@ -241,13 +241,18 @@ def test_numbers(interpreted: ModuleType, case: str, dtype: torch.dtype) -> None
         factor=lambda some: drop.factor(2, 4, rows[some], block.keys, FLOAT),
     )
     kept = Drop(drop.seed, min(drop.least, 2**63 - 1), drop.keep)
-    kernel = Scored(MASK, given, place, kept, whole=case != "a mask in memory")
+    in_memory = case == "a mask in memory"
+    kernel = Scored(MASK, given, place, kept, whole=not in_memory)
     tile = TileInputs(q, k, v, 0.3, causal=case == "causal", band=(-9, 30) if case == "all" else None)
     asked = replace(tile, mask=hidden, band=None)
-    tile = replace(tile, mask=memory) if case == "a mask in memory" else tile
+    tile = replace(tile, mask=memory) if in_memory else tile
     expected, found = right.forward(asked), kernel.forward(tile)
     whole = WholeRows(dout, expected[0].to(dtype), expected[1])
-    pairs = zip((*expected, *right.backward(asked, whole)), (*found, *kernel.backward(tile, whole)), strict=True)
+    if in_memory:  # and its gradient
+        gradients = right.backward_with_mask(asked, whole), kernel.backward_with_mask(tile, whole)
+    else:
+        gradients = right.backward(asked, whole), kernel.backward(tile, whole)
+    pairs = zip((*expected, *gradients[0]), (*found, *gradients[1]), strict=True)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     for wanted, got in pairs:
         torch.testing.assert_close(got.float(), wanted.float(), rtol=tolerance, atol=tolerance)
@@ -283,10 +288,15 @@ def test_it_is_tried_on_a_device_once(interpreted: ModuleType, monkeypatch: pyte
 @TRITON
 @pytest.mark.parametrize(
     ("pattern", "layout", "asked"),
-    [("causal", "zigzag", "softcap"), ("window(9)", "contiguous", "softcap"), ("full", "contiguous", "all")],
+    [
+        ("causal", "zigzag", "softcap"),
+        ("window(9)", "contiguous", "softcap"),
+        ("full", "contiguous", "all"),
+        ("causal", "zigzag", "learned"),
+    ],
 )
 def test_over_ranks(interpreted: ModuleType, pattern: str, layout: str, asked: str) -> None:
-    """Three ranks, weights dropped; the numbers are those of matrix products."""
+    """Three ranks, weights dropped, a bias that is learned; the numbers are those of matrix products."""
     assert scored.works(torch.device("cpu"), FLOAT, 16, 16)
     n, calls = 31, list[str]()
     mask = Mask(score=CAPPED) if asked == "softcap" else MASK
@@ -296,20 +306,25 @@ def test_over_ranks(interpreted: ModuleType, pattern: str, layout: str, asked: s
 
     def ran(kernel: Any) -> list[Tensor]:
         exchange = exchange_of(ShardedPattern(pattern, n, n, 3, layout, layout), "ring")
-        site = Attention(exchange, mask, kernel, 0.3, dropout_p=0.2)
+        site = Attention(exchange, mask, kernel, 0.3, learned=(0,) if asked == "learned" else (), dropout_p=0.2)
 
         def body(mesh: ThreadMesh) -> list[Tensor]:
             q, k, v, dout = (shard(x, layout, 3, mesh.rank) for x in whole)
             given = Operands(q, k, v, sources() if mask is MASK else [], None, torch.tensor(3))
             out, lse = attend(site, mesh, given)
-            return [out, *attend_backward(site, mesh, dout, Saved(given, out, lse))[:3]]
+            *grads, learned = attend_backward(site, mesh, dout, Saved(given, out, lse))
+            return [out, *grads, *learned]
 
-        return [join(parts, layout) for parts in zip(*run_on_threads(3, body), strict=True)]
+        out, dq, dk, dv, *learned = zip(*run_on_threads(3, body), strict=True)
+        return [*(join(parts, layout) for parts in (out, dq, dk, dv)), *(sum(parts) for parts in learned)]
 
     expected = ran(Math())
     assert not calls, "who asks for matrix products gets them"
+    backward = interpreted.backward
+    interpreted.backward = lambda *args, learns: (calls.append("learns" * learns), backward(*args, learns=learns))[1]
     found = ran(WithOthers(CpuFlash(), Math()))
-    assert len(calls) == {"causal": 15, "window(9)": 5, "full": 6}[pattern]
+    assert calls.count("forward") == {"causal": 15, "window(9)": 5, "full": 6}[pattern]
+    assert ("learns" in calls) == (asked == "learned")
     for wanted, got in zip(expected, found, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
@@ -325,11 +340,12 @@ def test_it_compiles_for_an_h100() -> None:
     }
     constants = {"SCORES": module.function_of(program), "MASKED": False, "BANDED": True, "DROPS": True}
     results = ({"out": "*bf16", "lse": "*fp32"}, 4), ({"dout": "*bf16", "out": "*bf16", "lse": "*fp32"}, 6)
-    sums = {name: "*fp32" for name in ("dq", "delta", "dk", "dv")}
+    sums = {name: "*fp32" for name in ("dq", "delta", "dmask", "dk", "dv")}
     for name, (given, number_of) in (("forward", results[0]), ("queries", results[1]), ("keys", results[1])):
         function = getattr(module, f"{name}_kernel")
         arguments = {**shared, **given, **sums, "strides": (stride,) * number_of}
         arguments = {key: kind for key, kind in arguments.items() if key in function.arg_names}
-        kernel = compiled(function, arguments, constants | {"BM": 64, "BN": 64, "BD": 128, "BV": 128})
+        own = {"LEARNS": True} if name == "queries" else {}
+        kernel = compiled(function, arguments, constants | own | {"BM": 64, "BN": 64, "BD": 128, "BV": 128})
         assert "wgmma" in kernel.asm["ptx"] and "st.local" not in kernel.asm["ptx"], "tensor cores, and no spills"
         assert kernel.metadata.shared < 227 * 1024

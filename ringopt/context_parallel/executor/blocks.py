@@ -19,6 +19,7 @@ from ringopt.context_parallel.executor.tiles import Tile, TileScores
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.tiling import joined
 from ringopt.distributed.mesh import Mesh
+from ringopt.expr.terms import loads
 from ringopt.kernels.base import HIDDEN, Kernel, TileInputs, WholeRows, accumulator
 from ringopt.kernels.math import Math, Modifier
 from ringopt.kernels.scored import Drop, Scored, refusal_of_scored
@@ -41,6 +42,7 @@ class TileKernels:
         self.pieces = attention.exchange.q_layout.ranges(rank)
         self.local = Local(self.pieces)
         heads = range(attention.first_head, attention.first_head + q.shape[1])
+        learns, self._at_once = bool(learned[0]), self._takes_one_launch(attention, given, sources, learned[0])
         self.scores = TileScores(
             attention.exchange.pattern,
             attention.mask,
@@ -52,8 +54,9 @@ class TileKernels:
             device=q.device,
             local=None if attention.exchange.queries_move else self.local,  # those of other ranks are computed too
             bands=attention.kernel.bands and attention.dropout_p == 0,
-            fuses=self._fuses(attention, given, sources, bool(learned[0])),
+            fuses=self._at_once and not learns,
             drops=attention.dropout_p > 0,
+            whole=self._at_once and learns,
         )
         self.dropout: Dropout | None = None
         if attention.dropout_p > 0:
@@ -72,16 +75,23 @@ class TileKernels:
         """That of the site, unless scores are changed or weights dropped."""
         if tile.level is None and not tile.modified and not tile.fused and self.dropout is None:
             return self._attention.kernel
-        if not self.scores.fuses or tile.level is not None:
+        return self.changing(tile)
+
+    def changing(self, tile: Tile) -> Math | Scored:
+        """One that changes scores, drops weights, and has the gradient of a mask."""
+        if not self._at_once or tile.level is not None:
             return self.math(tile)
         drop = Drop(self.dropout.seed, min(self.dropout.least, 2**63 - 1), self.dropout.keep) if self.dropout else None
         return Scored(self._attention.mask, self.scores.sources, self.scores.place(tile), drop, tile.fused)
 
     @staticmethod
-    def _fuses(attention: Attention, given: Operands, sources: Sequence[Tensor], learned: bool) -> bool:
-        """Whether tiles with such scores take one launch. Gradients of what a mask reads are made by autograd, and who
-        asked for the kernel in matrix products gets it."""
-        if learned or attention.kernel.name == Math.name:
+    def _takes_one_launch(
+        attention: Attention, given: Operands, sources: Sequence[Tensor], learned: Sequence[Tensor]
+    ) -> bool:
+        """Whether tiles with such scores do. Gradients of what changes scores are made by autograd, and who asked for
+        the kernel in matrix products gets it."""
+        changes = learned and {each.source for each in loads(attention.mask.score)}.intersection(attention.learned)
+        if changes or attention.kernel.name == Math.name:
             return False
         return refusal_of_scored(given.q, given.value_dim, attention.mask, sources) is None
 
@@ -157,7 +167,7 @@ class BlockBackward(Task):
     def _tile(self, tile: Tile) -> None:
         inputs, rows = self.operands(tile)
         if tile.mask is not None and tile.mask.requires_grad:
-            dq, dk, dv, dmask = self.tiles.math(tile).backward_with_mask(inputs, rows)
+            dq, dk, dv, dmask = self.tiles.changing(tile).backward_with_mask(inputs, rows)
             self._learn(tile.mask, dmask)
         else:
             dq, dk, dv = self.tiles.kernel(tile).backward(inputs, rows)

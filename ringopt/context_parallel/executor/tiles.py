@@ -91,7 +91,8 @@ class TileScores:
     Masks are made in `dtype`, or in its accumulator if the bias is wider: what is finite there may be -inf in 16 bits.
     `local` says where the rank holds the rows of the queries; without, it holds them all. `bands`: whether the kernel
     takes them without a mask. `fuses`: whether there is one that changes scores and makes the mask itself, and `drops`:
-    whether that has to compute all tiles.
+    whether that has to compute all tiles. `whole`: whether tiles are as small as if masks had all of batch and heads,
+    as the gradients of some have.
     """
 
     pattern: Pattern
@@ -106,6 +107,7 @@ class TileScores:
     bands: bool = False
     fuses: bool = False
     drops: bool = False
+    whole: bool = False
     _axes: frozenset[str] = field(init=False)
     _bands: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
@@ -273,5 +275,5 @@ class TileScores:
 
     def _queries_at_once(self, keys: int) -> int:
         sizes = (("b", self.batch), ("h", len(self.heads)))
-        batch, heads = (size if axis in self._axes else 1 for axis, size in sizes)
+        batch, heads = (size if self.whole or axis in self._axes else 1 for axis, size in sizes)
         return max(1, limits_of(self.device.type).mask // (batch * heads * keys))
