@@ -4,13 +4,15 @@
     return_rows    its transpose: what was made of the rows goes back to where they came from, and is added up
     look_up_rows   every rank gets the rows whose numbers are in a tensor
 
-What a rank wants is one of four forms, and numbers (which are arguments, not text, because a length may be open):
+What a rank wants is one of five forms, and numbers (which are arguments, not text, because a length may be open):
 
     move a s c ...      another sequence, made of rows a, a + s, ... (c of them) and so on, sharded by the same layout:
                         slices, shifts, rolls, flips, padding
     take a s c ...      the same rows on every rank
     apart n s a         another sequence of n rows: row i of this one is row a + i * s of it, in between are zeros
     halo n s a w        for each chunk of n outputs the rows that windows of w rows see, window i beginning at i * s + a
+    edges n s a w       of a halo the rows that a rank has not; of its own it gives those alone that others want, or
+                        one that nobody does: no compiler may think that nothing is given
 
 Only rows that are not where they are wanted travel, point to point, as bytes. Each rank works out who sends what from
 the layout alone, so nothing is asked of the others. A layout may be two, "zigzag x contiguous": that of the sequence,
@@ -39,18 +41,19 @@ from ringopt.ops.row_runs import Rows, add_rows, copy_rows, paired_rows
 from ringopt.ops.tags import ON_HOST
 
 Piece = tuple[int, int, int]  # first row, step (of any sign, or 0), how many
+WINDOWS = ("halo", "edges")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows each rank wants, as above. `pieces` of a halo is its one (n, s, a, w)."""
+    """Which rows each rank wants, as above. `pieces` of a halo, or its edges, is its one (n, s, a, w)."""
 
     form: str
     pieces: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, form: str, numbers: Sequence[int]) -> Wanted:
-        width = 4 if form == "halo" else 3
+        width = 4 if form in WINDOWS else 3
         return cls(form, tuple(tuple(numbers[i : i + width]) for i in range(0, len(numbers), width)))
 
     @property
@@ -76,7 +79,7 @@ class Wanted:
 
     def rows(self, layout: str, ranks: int) -> list[Tensor]:
         """The rows that each rank wants, in order; those below 0 or past the end are zeros."""
-        if self.form == "halo":
+        if self.form in WINDOWS:
             windows = [self.ranges(layout, ranks, rank) for rank in range(ranks)]
             return [torch.cat([torch.arange(0), *map(row_numbers, rows)]) for rows in windows]
         if self.form == "apart":
@@ -149,9 +152,28 @@ def fetch_of(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, de
 def plan_fetch(wanted: Wanted, layout: str, length: int, ranks: int, rank: int, device: torch.device) -> Fetch:
     """What `rank` sends, receives and keeps so that every rank gets the tokens it wants; from the layouts alone,
     without communication."""
+    return route(*homes_and_wants(wanted, layout, length, ranks), length, rank, device)
+
+
+def homes_and_wants(wanted: Wanted, layout: str, length: int, ranks: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows that each rank gives, in the order in which it has them, and those that it wants."""
     old, new = layouts_of(layout)
     plan = layout_of(old, length, ranks)
-    return route([held(plan, other) for other in range(ranks)], wanted.rows(new, ranks), length, rank, device)
+    homes, wants = [held(plan, rank) for rank in range(ranks)], wanted.rows(new, ranks)
+    if wanted.form != "edges":
+        return homes, wants
+    owner, asked = torch.full((length + 1,), -1), torch.zeros(length + 1, dtype=torch.bool)
+    for rank, rows in enumerate(homes):
+        owner[rows] = rank
+    lacking = [rows[owner[within(rows, length)] != rank] for rank, rows in enumerate(wants)]
+    asked[within(torch.cat(lacking), length)] = True
+    given = [rows[asked[rows]] for rows in homes]
+    return [some if len(some) else rows[:1] for some, rows in zip(given, homes, strict=True)], lacking
+
+
+def within(rows: Tensor, length: int) -> Tensor:
+    """Those outside of the sequence are row `length`, which has no owner."""
+    return torch.where((rows >= 0) & (rows < length), rows, length)
 
 
 def route(homes: Sequence[Tensor], wanted: Sequence[Tensor], length: int, rank: int, device: torch.device) -> Fetch:
@@ -159,8 +181,7 @@ def route(homes: Sequence[Tensor], wanted: Sequence[Tensor], length: int, rank: 
     owner, place = torch.full((length + 1,), -1), torch.zeros(length + 1, dtype=torch.long)
     for other, rows in enumerate(homes):
         owner[rows], place[rows] = other, torch.arange(len(rows))
-    # Row `length` has no owner.
-    wants = [torch.where((rows >= 0) & (rows < length), rows, length) for rows in wanted]
+    wants = [within(rows, length) for rows in wanted]
 
     def places(peer: int) -> Tensor:
         return place[wants[peer][owner[wants[peer]] == rank]]

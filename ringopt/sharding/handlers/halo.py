@@ -1,7 +1,7 @@
 """Ops that look at neighbouring rows: convolution, pooling, unfolding, running sums.
 
-    y = conv1d(x, w, padding=1)   ->   seen   = fetch_rows(x_rows, "halo 11:1:-1:3")    # each chunk and a row around it
-                                       y_rows = cat([conv1d(chunk, w) for chunk in split(seen)])
+    y = conv1d(x, w, padding=1)   ->   chunks = each chunk of x_rows and a row around it     # sharding/seen_rows.py
+                                       y_rows = cat([conv1d(chunk, w) for chunk in chunks])
 
 Each output row is computed by the rank that the layout gives it to, from all rows that its window sees: so any stride
 and dilation. A rank's chunks are computed one by one, because the rows at the end of one are no neighbours of those at
@@ -26,6 +26,7 @@ from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted, window_rows
 from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at, wide_dtype
 from ringopt.sharding.handlers.sums import pooled_to_one
+from ringopt.sharding.seen_rows import seen_rows
 from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten
@@ -198,12 +199,8 @@ def by_chunks(
     if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.ranks.asks or is_open(length):
         return False  # how many chunks, and of which sizes, stands in the graph
     step = Steps(sharder, node)
-    seen = step.fetch(sharder.values[node.args[0]], place, wanted, replace(out, dim=place.dim, inner=1))
+    pieces = seen_rows(step, sharder.values[node.args[0]], place, wanted, replace(out, dim=place.dim, inner=1))
     rows = wanted.ranges(sharder.ranks.layout(length), sharder.ranks.size, sharder.ranks.rank)
-    pieces = [seen]
-    if len(rows) > 1:
-        chunks = step(aten.split_with_sizes.default, seen, list(map(len, rows)), place.dim)
-        pieces = [step.item(chunks, i) for i in range(len(rows))]
     if outside is not None:
         pieces = [beyond(step, piece, place, at, outside) for piece, at in zip(pieces, rows, strict=True)]
     parts = [local(step, piece, out) for piece in pieces]

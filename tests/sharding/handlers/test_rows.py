@@ -171,4 +171,4 @@ def test_what_a_convolution_adds_behind_the_end_is_sent_to_nobody(ranks, tokens)
     verdict = validate(ranks, layer, x.requires_grad_())
     assert verdict.wrong == "" and verdict.report.sites[0].layout == "contiguous"
     forms = [OpCall.of(node)["form"] for node in verdict.graph.graph.nodes if op_name(node) == "fetch_rows"]
-    assert forms[0] == "halo" and ("move" in forms) == bool(tokens % CHUNK)
+    assert forms[0] == "edges" and ("move" in forms) == bool(tokens % CHUNK)
