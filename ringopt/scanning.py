@@ -77,9 +77,12 @@ def scan(
         if not isinstance(proof, AffineStep):
             raise OptionError(f"scan: over ranks {proof.sentence}. Unshard xs, and scan them on every rank")
         steps = steps_of(ranks, layout, stacked[0].shape[0], [*carried, *stacked, *consts])
-        shared = [operators.copy_to_group(x, ranks.name) if x.requires_grad else x for x in consts]
+        first, shared = (
+            [operators.copy_to_group(x, ranks.name) if x.requires_grad else x for x in parts]
+            for parts in (carried, consts)
+        )
         segments = chunks_per_rank(layout) * ranks.size
-        found = operators.sharded_scan(carried, stacked, shared, text, steps, segments, layout, ranks.name)
+        found = operators.sharded_scan(first, stacked, shared, text, steps, segments, layout, True, ranks.name)
     last, ys = found[: len(carried)], found[len(carried) : len(kinds_out(text, kinds))]
     return (last[0] if isinstance(init, Tensor) else tuple(last)), (ys[0] if single else tuple(ys))
 

@@ -2,11 +2,14 @@
 
 Forward    (M, U) of each segment: what its steps make of any state. One all-gather of both; every rank composes them in
            the order of the steps, so all have the same bits of every state between segments. Then each rank runs its
-           steps from the right states.
+           steps from the right states. Of the first segment, whose state before is known, the state behind takes the
+           place of U, and there is no M; of the last there is neither, and who reads the last state is told it when
+           all is done.
 Backward   V of each segment: the gradient of its first state by way of its own outputs. One all-gather of V; every rank
            composes the transposed maps from the end. Then each rank walks back over its steps from the right gradients.
            M is kept from the forward, and never differentiated. (A program for any number of ranks keeps none, for
-           how many there are is no number in it: M is made and gathered again.)
+           how many there are is no number in it: M is made and gathered again.) Of the last segment V is the gradient
+           itself; of the first there is none. That of the state before all steps is its holder's part of a sum.
 
 What travels has the size of the state, however many steps there are. Where the step is affine in stages (a running
 maximum first, then what it scales), each level is an exchange of its own: forward in order, backward in reverse.
@@ -18,9 +21,9 @@ ranks, so they see it alike, and hand the states themselves on, from one segment
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import nan, prod
 
 import torch
 from torch import Tensor
@@ -43,7 +46,8 @@ class SegmentedScan:
     consts: Tensors
     layout: Layout
     mesh: Mesh
-    keeps: bool = True  # the matrices of all segments, for the backward
+    keeps: bool = True  # the matrices of the segments between, for the backward
+    ends: bool = True  # whether the last carries are read
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -72,11 +76,17 @@ class SegmentedScan:
         return found
 
     # ---- forward -----------------------------------------------------------------------------------------------------
+    @property
+    def last(self) -> int:
+        """The number of the last segment. Those between the first and the last have maps."""
+        return len(self.lengths) - 1
+
     def forward(self, init: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The last carries, the same on all ranks; the ys of this rank; what the backward needs: for each carry the
-        states before the segments of this rank, then for each the matrices of all segments."""
-        starts = {number: list(init) for number in self.mine}
-        finals, matrices, composed = list(init), list[Tensor](init), list[Tensor]()
+        """The last carries, the same on all ranks, NaN where they are not read; the ys of this rank; what the backward
+        needs: for each carry the states before the segments of this rank, then for each the matrices of the segments
+        between."""
+        starts, end = {number: list(init) for number in self.mine}, list(init)
+        matrices, composed = list[Tensor](init), list[Tensor]()
         for level in self.affine.levels:
             for stage, maps in zip(level, self.maps_of(level, starts), strict=True):
                 frame, place = Frame(stage), stage.place
@@ -84,25 +94,31 @@ class SegmentedScan:
                 for number, of in enumerate(maps):
                     if number in starts:
                         starts[number][place] = frame.outward(state)
-                    state = frame.apply(of, state) if self.lengths[number] else state
-                    composed.append(numbers_of(stage, state))
-                finals[place] = frame.outward(state)
-                matrices[place] = kept_matrices(stage, maps if self.keeps else maps[:0], frame.inward(init[place]))
+                    if number < self.last and self.lengths[number]:
+                        state = frame.apply(of, state) if number else of.offset
+                        composed.append(numbers_of(stage, state))
+                end[place] = frame.outward(state)
+                matrices[place] = kept_matrices(stage, maps[1:-1] if self.keeps else [], frame.inward(init[place]))
         if not all_finite(composed):
-            starts, finals = self.handed_on(init)
-        found = [steps.run(starts[number]) for number, steps in self.mine.items()]
-        ys = [torch.cat(parts) for parts in zip(*(ys for _last, ys in found), strict=True)]
+            starts, end = self.handed_on(init)
+        found = {number: steps.run(starts[number]) for number, steps in self.mine.items()}
+        if self.ends:
+            finals = self.broadcast(self.last, end, lambda number, _: found[number][0])
+        else:
+            finals = [x.new_full(x.shape, nan) for x in init]
+        ys = [torch.cat(parts) for parts in zip(*(ys for _last, ys in found.values()), strict=True)]
         before = [torch.stack(states) for states in zip(*starts.values(), strict=True)]
         return [x.clone() for x in finals], ys, [*before, *matrices]
 
     def handed_on(self, init: Tensors) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
-        """The states before the segments of this rank, and the last ones: each segment is run when that before it is
-        done."""
+        """The states before the segments of this rank, and before the last one: each segment is run when that before it
+        is done."""
         state, starts = list(init), dict[int, list[Tensor]]()
         for number in range(len(self.lengths)):
             if number in self.mine:
                 starts[number] = state
-            state = self.broadcast(number, state, lambda at, now: self.mine[at].run(now)[0])
+            if number < self.last:
+                state = self.broadcast(number, state, lambda at, now: self.mine[at].run(now)[0])
         return starts, state
 
     def broadcast(
@@ -118,33 +134,41 @@ class SegmentedScan:
         return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, state, strict=True)]
 
     def maps_of(self, level: Level, starts: dict[int, list[Tensor]]) -> list[list[SegmentMap]]:
-        """Of each stage, those of all segments."""
-        frames = [Frame(stage) for stage in level]
-        dtype = message_dtype(level)
+        """Of each stage, those of all segments; without matrices where none is between."""
+        frames, dtype, whole = [Frame(stage) for stage in level], message_dtype(level), self.last > 1
+        if not self.last:
+            return [[frame.identity(self.xs[0])] for frame in frames]
+
+        def map_of(frame: Frame, number: int, steps: Recurrence) -> SegmentMap:
+            earlier = [starts[number][at] for at in frame.stage.earlier]
+            if 0 < number < self.last:
+                return frame.of_steps(earlier, steps.xs, steps.consts)
+            nothing = frame.identity(self.xs[0])
+            if number:
+                return nothing
+            state = starts[0][frame.stage.place]
+            return replace(nothing, offset=frame.behind(state, earlier, steps.xs, steps.consts))
 
         def message_of(number: int, steps: Recurrence) -> Tensor:
-            maps = (
-                frame.of_steps([starts[number][at] for at in frame.stage.earlier], steps.xs, steps.consts)
-                for frame in frames
-            )
-            return torch.cat([frame.flat(of).to(dtype) for frame, of in zip(frames, maps, strict=True)])
+            maps = (map_of(frame, number, steps) for frame in frames)
+            return torch.cat([frame.flat(of, whole).to(dtype) for frame, of in zip(frames, maps, strict=True)])
 
         messages = self.gathered([message_of(number, steps) for number, steps in self.mine.items()], "maps of a scan")
-        cut = [message.split([frame.numbers for frame in frames]) for message in messages]
+        cut = [message.split([frame.numbers(whole) for frame in frames]) for message in messages]
         return [
-            [frame.read(parts[at].to(wide(frame.stage.kind.dtype))) for parts in cut] for at, frame in enumerate(frames)
+            [frame.read(parts[at].to(wide(frame.stage.kind.dtype)), whole) for parts in cut]
+            for at, frame in enumerate(frames)
         ]
 
     # ---- backward ----------------------------------------------------------------------------------------------------
     def backward(
         self, kept: Tensors, given: ResultGradients, wanted: Sequence[int]
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """The gradients of the carries before the first step, the same on all ranks; and of the xs and consts `wanted`
-        by their place, of consts this rank's part."""
+        """This rank's parts of the gradients of the carries before the first step, and of consts; the gradients of its
+        xs. Of xs and consts those `wanted` by their place."""
         carries = len(given.like)
         starts = [list(states) for states in zip(*kept[:carries], strict=True)]
-        back = _Backward(self, given, starts)
-        of_init, composed = list(given.finals), list[Tensor]()
+        back, composed = _Backward(self, given, starts), list[Tensor]()
         for level in reversed(self.affine.levels):
             matrices = self.matrices(level, kept[carries:], dict(zip(self.mine, starts, strict=True)))
             stages = zip(level, matrices, *back.of_segments(level), strict=True)
@@ -154,24 +178,28 @@ class SegmentedScan:
                 for number in reversed(range(len(self.lengths))):
                     if number in back.finals:
                         back.finals[number][place] = frame.outward(gradient)
-                    if self.lengths[number]:
-                        of = derivatives[number] if stage.form == "max-plus" else matrix[number]
+                    if not number or not self.lengths[number]:
+                        continue
+                    if number == self.last:
+                        gradient = own[number]
+                    else:
+                        of = derivatives[number] if stage.form == "max-plus" else matrix[number - 1]
                         gradient = own[number] + frame.apply_back(of, gradient)
                     composed.append(gradient)
-                of_init[place] = frame.outward(gradient)
         if not all_finite(composed):
-            of_init = back.handed_on()
-        return of_init, back.of_operands(wanted)
+            back.handed_on()
+        return back.of_operands(wanted)
 
     def matrices(self, level: Level, kept: Tensors, starts: dict[int, list[Tensor]]) -> list[Sequence[Tensor]]:
-        """Of each stage, those of all segments; of a max-plus stage there are none."""
-        if self.keeps or all(stage.form == "max-plus" for stage in level):
+        """Of each stage, those of the segments between; of a max-plus stage there are none."""
+        if self.keeps or self.last < 2 or all(stage.form == "max-plus" for stage in level):
             return [kept[stage.place].unbind(0) for stage in level]
-        return [[of.matrix for of in maps] for maps in self.maps_of(level, starts)]
+        return [[of.matrix for of in maps[1:-1]] for maps in self.maps_of(level, starts)]
 
 
 class _Backward:
-    """`finals`: of each segment of this rank the gradients of the carries behind it; 0 where they are not known yet."""
+    """`finals`: of each segment of this rank the gradients of the carries behind it; 0 where they are not known yet.
+    Behind the last they are."""
 
     def __init__(self, scan: SegmentedScan, given: ResultGradients, starts: Sequence[Tensors]):
         self.scan, self.given = scan, given
@@ -181,14 +209,21 @@ class _Backward:
             number: steps.states(start) for (number, steps), start in zip(scan.mine.items(), starts, strict=True)
         }
         self.finals = {number: [torch.zeros_like(x) for x in given.like] for number in scan.mine}
+        if scan.last in scan.mine:
+            self.finals[scan.last] = list(given.finals)
 
     def of_segments(self, level: Level) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """Of each stage, for all segments: the gradient of the first state by way of the segment's own outputs, and of
         a max-plus stage by how much a state comes through it; wide, as frames have them."""
         frames, dtype = [Frame(stage) for stage in level], message_dtype(level)
-        tropical = [stage for stage in level if stage.form == "max-plus"]
+        tropical, shapes = [stage for stage in level if stage.form == "max-plus"], [frame.parts[1] for frame in frames]
+        shapes += [Frame(stage).parts[1] for stage in tropical]
+        if not self.scan.last:
+            return [[] for _ in level], [[] for _ in level]
 
         def message_of(number: int) -> Tensor:
+            if not number:
+                return self.given.like[0].new_zeros(sum(map(prod, shapes)), dtype=dtype)
             own = self.walked(number, self.finals[number], self.ys[number])
             parts = [frame.inward(own[frame.stage.place]) for frame in frames]
             for stage in tropical:
@@ -198,37 +233,37 @@ class _Backward:
             return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
         messages = self.scan.gathered([message_of(number) for number in self.scan.mine], "gradients of a scan")
-        shapes = [*(frame.parts[1] for frame in frames), *(Frame(stage).parts[1] for stage in tropical)]
         cut = [message.split(list(map(prod, shapes))) for message in messages]
         columns = [[parts[at].view(shape) for parts in cut] for at, shape in enumerate(shapes)]
         through_stages = dict(zip([stage.place for stage in tropical], columns[len(frames) :], strict=True))
         return columns[: len(frames)], [through_stages.get(stage.place, []) for stage in level]
 
-    def handed_on(self) -> list[Tensor]:
-        """The gradients before the first step; each segment is walked over when that behind it is done."""
+    def handed_on(self) -> None:
+        """All `finals`; each segment is walked over when that behind it is done."""
         gradient = list(self.given.finals)
         for number in reversed(range(len(self.scan.lengths))):
             if number in self.finals:
                 self.finals[number] = gradient
-            gradient = self.scan.broadcast(number, gradient, lambda at, now: self.walked(at, now, self.ys[at]))
-        return gradient
+            if number:
+                gradient = self.scan.broadcast(number, gradient, lambda at, now: self.walked(at, now, self.ys[at]))
 
     def walked(self, number: int, finals: Tensors, ys: Tensors) -> list[Tensor]:
         """The gradients of the carries before a segment."""
         of = ResultGradients(finals, ys, self.given.like)
         return self.scan.mine[number].gradients(self.states[number], of, ()).init
 
-    def of_operands(self, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Those of xs and consts, now that all `finals` are known."""
-        scan, carries = self.scan, len(self.given.like)
-        found = [
-            steps.gradients(
-                self.states[number], ResultGradients(self.finals[number], self.ys[number], self.given.like), wanted
-            ).others
+    def of_operands(self, wanted: Sequence[int]) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Those of the first carries, of xs and of consts, now that all `finals` are known."""
+        scan, like = self.scan, self.given.like
+        found = {
+            number: steps.gradients(
+                self.states[number], ResultGradients(self.finals[number], self.ys[number], like), wanted
+            )
             for number, steps in scan.mine.items()
-        ]
-        join = {place: torch.cat if place < carries + len(scan.xs) else summed_up for place in wanted}
-        return {place: join[place]([part[place] for part in found]) for place in wanted}
+        }
+        of_init = found[0].init if 0 in found else [torch.zeros_like(x) for x in like]
+        join = {place: torch.cat if place < len(like) + len(scan.xs) else summed_up for place in wanted}
+        return of_init, {place: join[place]([each.others[place] for each in found.values()]) for place in wanted}
 
 
 def numbers_of(stage: Stage, state: Tensor) -> Tensor:
@@ -238,7 +273,7 @@ def numbers_of(stage: Stage, state: Tensor) -> Tensor:
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Asked once."""
-    return bool(torch.stack([x.isfinite().all() for x in tensors]).all())
+    return not tensors or bool(torch.stack([x.isfinite().all() for x in tensors]).all())
 
 
 def summed_up(parts: Sequence[Tensor]) -> Tensor:
@@ -247,7 +282,7 @@ def summed_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 def kept_matrices(stage: Stage, maps: Sequence[SegmentMap], like: Tensor) -> Tensor:
-    """[segments, ...]; none of a max-plus stage."""
+    """[segments between, ...]; none of a max-plus stage."""
     found = [of.matrix for of in maps] if stage.form == "linear" else []
     return torch.stack(found) if found else like.new_empty(0, *Frame(stage).parts[0])
 

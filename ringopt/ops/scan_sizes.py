@@ -49,10 +49,22 @@ def graphs_run(call: SizedCall) -> list[tuple[fx.Graph, int]]:
 
 
 def maps_bytes(call: SizedCall) -> int:
-    """The maps of a rank's segments, which it tells each other rank."""
-    levels = affine_of(call).levels
-    each = sum(message_dtype(level).itemsize * sum(Frame(stage).numbers for stage in level) for level in levels)
+    """The maps of a rank's segments, which it tells each other rank; states alone where no segment is between the first
+    and the last."""
+    levels, whole = affine_of(call).levels, segments_between(call) > 0
+    each = sum(message_dtype(level).itemsize * sum(Frame(stage).numbers(whole) for stage in level) for level in levels)
     return each * segments_here(call)
+
+
+def maps_again_bytes(call: SizedCall) -> int:
+    """In a backward for which they were not kept."""
+    return maps_bytes(call) if call["segments"] == 0 and segments_between(call) > 0 else 0
+
+
+def ends_bytes(call: SizedCall) -> int:
+    """The last carries, where they are read."""
+    carries = [(wide(x.dtype).itemsize, x.count) for x in call["init"]] if call["ends"] else []
+    return max((size for size, _ in carries), default=0) * sum(count for _, count in carries)
 
 
 def gradients_bytes(call: SizedCall) -> int:
@@ -71,6 +83,11 @@ def segments_here(call: SizedCall) -> int:
     return layout_of(call["layout"], call["steps"], call.ranks).chunks_per_rank
 
 
+def segments_between(call: SizedCall) -> int:
+    """Those that are neither the first nor the last."""
+    return segments_here(call) * call.ranks - 2
+
+
 # ---- of a recurrence that a kernel computes --------------------------------------------------------------------------
 def kernel_maps_bytes(call: SizedCall) -> int:
     """The maps of a rank's segments; of a state that is not affine, the state behind each segment of all."""
@@ -79,7 +96,7 @@ def kernel_maps_bytes(call: SizedCall) -> int:
         return kernel_states_bytes(call, call["segments"])
     state = call["state"]
     frame = frame_of(axes, OperandKind(state.sizes, state.dtype, "cpu"))
-    return wide(state.dtype).itemsize * frame.numbers * segments_here(call)
+    return wide(state.dtype).itemsize * frame.numbers() * segments_here(call)
 
 
 def kernel_gradients_bytes(call: SizedCall) -> int:

@@ -1,12 +1,13 @@
 """`ringopt::sharded_scan`: a recurrence over ranks that hold consecutive steps each.
 
-    sharded_scan(init, xs, consts, body, steps, segments, layout, group) -> [*last carries, *ys, *kept]
+    sharded_scan(init, xs, consts, body, steps, segments, layout, ends, group) -> [*last carries, *ys, *kept]
 
 `xs` and `ys` have the steps of this rank; `init`, `consts` and the last carries are the same on all. The body has to be
 affine in what it carries (ringopt/scans/affine.py); what travels follows from the sizes of the state alone
 (scan_segments.py). `kept`, for the backward: for each carry the states before this rank's segments, then for each the
-matrices of all segments (`segments` 0: of none, in a program for any number of ranks). The gradient of `init` is
-complete on every rank, that of `consts` is this rank's part.
+matrices of the segments between the first and the last (`segments` 0: of none, in a program for any number of ranks).
+Without `ends` nobody reads the last carries, and they are NaN. The gradients of `init` and `consts` are this rank's
+parts.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from ringopt.scans.segment_map import Frame, wide
 from ringopt.scans.steps import ResultGradients
 from ringopt.scans.trace import kinds_of
 
-WHERE = "SymInt steps, int segments, str layout, str group"
+WHERE = "SymInt steps, int segments, str layout, bool ends, str group"
 
 
 @dataclass(frozen=True)
 class ScanPlace:
-    """The arguments behind the operands: `steps` of the whole scan, `segments` of all ranks, whose matrices are kept;
-    0 where none are."""
+    """The arguments behind the operands: `steps` of the whole scan, `segments` of all ranks, 0 where no matrices are
+    kept; `ends`: whether the last carries are read."""
 
     body: str
     steps: int
     segments: int
     layout: str
+    ends: bool
     group: str
 
 
@@ -67,7 +69,7 @@ def _(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -
     matrices = list[Tensor](init)
     for level in affine_of_operands(place.body, init, xs, consts).levels:
         for stage in level:
-            x, many = init[stage.place], place.segments if stage.form == "linear" else 0
+            x, many = init[stage.place], max(0, place.segments - 2) if stage.form == "linear" else 0
             size = (many, *Frame(stage).parts_at(x.shape)[0])
             matrices[stage.place] = x.new_empty(size, dtype=wide(x.dtype))
     return [*fake_results(init, xs, consts, place.body), *before, *matrices]
@@ -139,12 +141,13 @@ def prepared(
             ("steps", place.steps),
             ("segments", place.segments),
             ("layout", place.layout),
+            ("last carries", "read" if place.ends else "not read"),
             ("ranks", mesh.size),
         ),
     )
     if misfit:
         raise RingMismatchError(f"{op}: {misfit}")
-    return SegmentedScan(affine, xs, consts, layout, mesh, place.segments > 0)
+    return SegmentedScan(affine, xs, consts, layout, mesh, place.segments > 0, place.ends)
 
 
 # ---- gradient --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,14 @@ from ringopt.ops.all_to_all import bytes_turned
 from ringopt.ops.expansion import expansion_of
 from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of
 from ringopt.ops.reshard import plan_respread
-from ringopt.ops.scan_sizes import gradients_bytes, kernel_gradients_bytes, kernel_maps_bytes, maps_bytes
+from ringopt.ops.scan_sizes import (
+    ends_bytes,
+    gradients_bytes,
+    kernel_gradients_bytes,
+    kernel_maps_bytes,
+    maps_again_bytes,
+    maps_bytes,
+)
 from ringopt.ops.sized_call import SizedCall
 
 CPU = torch.device("cpu")
@@ -225,14 +232,13 @@ def dilated_back(call: SizedCall) -> Sending:
 
 # ---- scans -----------------------------------------------------------------------------------------------------------
 def maps_gathered(call: SizedCall) -> Sending:
-    """An all-gather of the maps of segments; the state has no row of the sequence."""
-    return Sending("told", maps_bytes(call))
+    """An all-gather of the maps of segments, and of the last carries; the state has no row of the sequence."""
+    return Sending("told", maps_bytes(call) + ends_bytes(call))
 
 
 def state_gradients_gathered(call: SizedCall) -> Sending:
     """An all-gather of gradients of states, and of the maps again where they were not kept."""
-    again = maps_bytes(call) if call.arguments.get("segments") == 0 else 0
-    return Sending("told", gradients_bytes(call) + again)
+    return Sending("told", gradients_bytes(call) + maps_again_bytes(call))
 
 
 def kernel_maps_gathered(call: SizedCall) -> Sending:

@@ -8,7 +8,7 @@ is added to every element: the sum of its shifts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 
 import torch
@@ -73,10 +73,10 @@ class Frame:
         _point, mixed, free = self.sizes
         return 1 if self.stage.form == "max-plus" else -(-mixed // max(free, 1))
 
-    @property
-    def numbers(self) -> int:
-        """In a message with one map."""
-        return sum(map(prod, self.parts))
+    def numbers(self, whole: bool = True) -> int:
+        """In a message with one map, or with its offset."""
+        matrix, offset = map(prod, self.parts)
+        return matrix + offset if whole else offset
 
     def inward(self, state: Tensor) -> Tensor:
         return state.permute(self.dims).reshape(self.sizes).to(wide(state.dtype))
@@ -102,9 +102,7 @@ class Frame:
         zero = torch.zeros(kind.shape, dtype=kind.dtype, device=xs[0].device)
 
         def last(graph: fx.GraphModule, state: Tensor) -> Tensor:
-            roles = roles_of(1 + len(earlier), len(xs), len(consts), 0)
-            inputs = [state, *earlier, *xs, *consts]
-            return self.inward(repeated_step(graph, kinds_in(inputs, roles), roles).run(inputs, inputs)[0])
+            return self.inward(repeated(graph, state, earlier, xs, consts))
 
         if stage.form == "max-plus":
             return SegmentMap(last(stage.linear, zero), last(stage.step, zero - inf))
@@ -115,6 +113,13 @@ class Frame:
             probe[:, : some.shape[1]] = some
             columns.append(last(stage.linear, self.outward(probe.expand(point, mixed, free)))[:, :, : some.shape[1]])
         return SegmentMap(torch.cat(columns, 2), last(stage.step, zero))
+
+    def behind(
+        self, state: Tensor, earlier: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor]
+    ) -> Tensor:
+        """`state` behind these steps, as an offset is."""
+        steps = xs[0].shape[0]
+        return self.inward(repeated(self.stage.step, state, earlier, xs, consts) if steps else state)
 
     # ---- used --------------------------------------------------------------------------------------------------------
     def apply(self, of: SegmentMap, state: Tensor) -> Tensor:
@@ -129,10 +134,23 @@ class Frame:
         return matrix * gradient if self.stage.form == "max-plus" else matrix.mT @ gradient
 
     # ---- in a message ------------------------------------------------------------------------------------------------
-    def flat(self, of: SegmentMap) -> Tensor:
-        return torch.cat([of.matrix.reshape(-1), of.offset.reshape(-1)])
+    def flat(self, of: SegmentMap, whole: bool = True) -> Tensor:
+        """The offset alone unless `whole`."""
+        return torch.cat([of.matrix.reshape(-1), of.offset.reshape(-1)]) if whole else of.offset.reshape(-1)
 
-    def read(self, message: Tensor) -> SegmentMap:
+    def read(self, message: Tensor, whole: bool = True) -> SegmentMap:
+        """The inverse; without a matrix that of no step takes its place."""
         matrix, offset = self.parts
+        if not whole:
+            return replace(self.identity(message), offset=message.view(offset))
         first, second = message.split([prod(matrix), prod(offset)])
         return SegmentMap(first.view(matrix), second.view(offset))
+
+
+def repeated(
+    graph: fx.GraphModule, state: Tensor, earlier: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor]
+) -> Tensor:
+    """`graph` of a stage, step by step: the state behind the last of them."""
+    roles = roles_of(1 + len(earlier), len(xs), len(consts), 0)
+    inputs = [state, *earlier, *xs, *consts]
+    return repeated_step(graph, kinds_in(inputs, roles), roles).run(inputs, inputs)[0]

@@ -2,8 +2,8 @@
 
 S, y = scan([S0], [k, v], [w], body)   ->   S, y_rows, ... = sharded_scan([S0], [k_rows, v_rows], [w], body, n, ...)
 
-Each rank has consecutive steps. The last carries come out of the exchange, the same on every rank, and so does the
-gradient of the first ones; that of what all steps share is summed over the ranks.
+Each rank has consecutive steps. The last carries come out of the exchange, the same on every rank; the gradients of the
+first ones, and of what all steps share, are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -56,18 +56,24 @@ def place_scan(sharder: Sharder, node: fx.Node) -> None:
         node,
         None,
         "states",
-        init=[sharder.replicated(x) for x in call.init],
+        init=[sharder.copied(x) for x in call.init],
         xs=[sharder.sharded(x, steps) for x in call.xs],
         consts=[sharder.copied(x) for x in call.consts],
         body=call.text,
         steps=steps.length,
         segments=0 if sharder.ranks.group == ANY else chunks_per_rank(layout) * sharder.ranks.size,
         layout=layout,
+        ends=last_carries_read(node),
     )
     sharder.values[node], sharder.placements[node] = made, None
     for part in list(node.users):
         place = None if part.args[1] < call.body.carries else steps
         sharder.set(part, sharder.call(operator.getitem, (made, part.args[1]), part, place), place)
+
+
+def last_carries_read(node: fx.Node) -> bool:
+    """Whether anything reads what a scan carries out of its last step."""
+    return any(part.args[1] < ScanCall.of(node).body.carries and part.users for part in node.users)
 
 
 def scan_sites(
@@ -92,7 +98,10 @@ def scan_site(node: fx.Node, mesh: Mesh, layouts: Layouts) -> SiteInfo:
     if info.refusal is not None or isinstance(proof, Refusal):
         info.layout = "none"
         return info
-    there = {"steps": steps.length, "layout": info.layout}
+    segments = 0 if mesh.name == ANY else least
+    there = {
+        "steps": steps.length, "segments": segments, "layout": info.layout, "ends": last_carries_read(node),
+    }  # fmt: skip
     sized = SizedCall.of(node, mesh.size, mesh.rank, number=at_hand)
     info.bytes_sent = sent_bytes(sized.conjugate("sharded_scan", sized.value, **there))
     info.strategy = "states"

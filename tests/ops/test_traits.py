@@ -162,7 +162,7 @@ def scanned(of: Scan, text: str, keeps: bool = True) -> Callable[[At], Tensor]:
         init, consts = ([x.detach().requires_grad_() for x in part] for part in (of.init, of.consts))
         xs = [x.detach()[0].expand(at.rows(), *x.shape[1:]).clone().requires_grad_() for x in of.xs]
         segments = LAYOUTS[at.layout].chunks_per_rank * at.mesh.size if keeps else 0
-        found: list[Tensor] = ops.sharded_scan(init, xs, consts, text, at.n, segments, at.layout, at.group)
+        found: list[Tensor] = ops.sharded_scan(init, xs, consts, text, at.n, segments, at.layout, True, at.group)
         return sum(x.sum() for x in found[: len(init) + 1])  # type: ignore[return-value]
 
     return call
