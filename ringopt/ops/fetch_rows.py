@@ -165,13 +165,13 @@ def homes_and_wants(wanted: Wanted, layout: str, length: int, ranks: int) -> tup
     owner, asked = torch.full((length + 1,), -1), torch.zeros(length + 1, dtype=torch.bool)
     for rank, rows in enumerate(homes):
         owner[rows] = rank
-    lacking = [rows[owner[within(rows, length)] != rank] for rank, rows in enumerate(wants)]
-    asked[within(torch.cat(lacking), length)] = True
+    lacking = [rows[owner[or_past_end(rows, length)] != rank] for rank, rows in enumerate(wants)]
+    asked[or_past_end(torch.cat(lacking), length)] = True
     given = [rows[asked[rows]] for rows in homes]
     return [some if len(some) else rows[:1] for some, rows in zip(given, homes, strict=True)], lacking
 
 
-def within(rows: Tensor, length: int) -> Tensor:
+def or_past_end(rows: Tensor, length: int) -> Tensor:
     """Those outside of the sequence are row `length`, which has no owner."""
     return torch.where((rows >= 0) & (rows < length), rows, length)
 
@@ -181,7 +181,7 @@ def route(homes: Sequence[Tensor], wanted: Sequence[Tensor], length: int, rank: 
     owner, place = torch.full((length + 1,), -1), torch.zeros(length + 1, dtype=torch.long)
     for other, rows in enumerate(homes):
         owner[rows], place[rows] = other, torch.arange(len(rows))
-    wants = [within(rows, length) for rows in wanted]
+    wants = [or_past_end(rows, length) for rows in wanted]
 
     def places(peer: int) -> Tensor:
         return place[wants[peer][owner[wants[peer]] == rank]]

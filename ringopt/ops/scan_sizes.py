@@ -63,8 +63,8 @@ def maps_again_bytes(call: SizedCall) -> int:
 
 def ends_bytes(call: SizedCall) -> int:
     """The last carries, where they are read."""
-    carries = [(wide(x.dtype).itemsize, x.count) for x in call["init"]] if call["ends"] else []
-    return max((size for size, _ in carries), default=0) * sum(count for _, count in carries)
+    carries = call["init"] if call["ends"] else []
+    return max((wide(x.dtype).itemsize for x in carries), default=0) * sum(int(x.count) for x in carries)
 
 
 def gradients_bytes(call: SizedCall) -> int:

@@ -4,9 +4,9 @@
     edges  = fetch_rows(given, "edges 16:1:-2:3")     # two rows before the first one
     seen   = cat([edges, x_rows])
 
-Inductor writes what makes `x_rows` where `seen` has it, so that nothing is copied. Where a rank wants many rows of others
-(layouts that differ, long strides), or one rank does and another wants none (its compiler would drop a message that the
-other waits for), all that is seen is fetched.
+Inductor writes what makes `x_rows` where `seen` has it, so that nothing is copied. Where a rank wants many rows of
+others (layouts that differ, long strides), or one rank does and another wants none (its compiler would drop a message
+that the other waits for), all that is seen is fetched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.layouts import layout_of, layouts_of
 from ringopt.ir.placement import Sharded
 from ringopt.ops import operators
-from ringopt.ops.fetch_rows import Wanted, held, homes_and_wants, within
+from ringopt.ops.fetch_rows import Wanted, held, homes_and_wants, or_past_end
 from ringopt.sharding.emit import Steps
 
 aten = torch.ops.aten
@@ -105,7 +105,7 @@ def seen_of_all(wanted: Wanted, layouts: str, length: int, ranks: int) -> tuple[
         place[rows] = torch.arange(len(rows))
         chunks, came = [], 0
         for window in wanted.ranges(new, ranks, rank):
-            at = place[within(torch.arange(window.start, window.stop), length)]
+            at = place[or_past_end(torch.arange(window.start, window.stop), length)]
             chunks.append(runs_of(at, came))
             came += int((at < 0).sum())
         found.append(Seen(runs_of(place[homes[rank]], 0), len(lacking[rank]), tuple(chunks)))

@@ -8,6 +8,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ringopt.ir.nodes import op_name
+from ringopt.ops.fetch_rows import window_rows
+from ringopt.sharding.seen_rows import Seen, seen_of_all
 from tests.harness.translation import validate
 from tests.programs.test_lengths import run_over
 from tests.sharding.programs import D, H, Model, case, check, inputs
@@ -211,3 +213,13 @@ def test_the_convolution_of_a_shard_is_one_of_its_chunks():
     torch.manual_seed(0)
     verdict = validate(2, Convolved(CONVOLUTIONS["padded"]()).double(), *inputs(N), layout="zigzag")
     assert sum(op_name(node) == "conv1d" for node in verdict.graph.graph.nodes) == 2
+
+
+def test_every_rank_gives_and_takes_or_all_that_is_seen_is_fetched():
+    """A message that the graph of one rank does not need would be dropped there, and the others would wait for it."""
+    seen = seen_of_all(window_rows(24, 1, -3, 4), "contiguous", 24, 3)
+    assert seen[0] == Seen(((True, 5, 8),), 3, (((False, 0, 3), (True, 0, 8)),))
+    assert seen[2] == Seen(((True, 0, 1),), 3, (((False, 0, 3), (True, 0, 8)),))  # gives a row that nobody wants
+    assert seen_of_all(window_rows(24, 1, 0, 4), "contiguous", 24, 3)[2].chunks == (((True, 0, 8), (False, 0, 3)),)
+    assert seen_of_all(window_rows(13, 2, 0, 2), "contiguous", 26, 3) is None  # the first rank lacks a row, others none
+    assert seen_of_all(window_rows(24, 1, -3, 7), "contiguous", 24, 3) is None  # mostly others' rows

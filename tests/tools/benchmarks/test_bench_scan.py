@@ -32,7 +32,7 @@ def test_rows_of_scans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     def here(ranks: int, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         if function is scan.over_ranks:
             return [OF_RANK] * ranks
-        if args[1] == 256 and args[3] != "ring":
+        if function is scan.alone and args[0].length == 256 and args[1] != "ring":
             raise LabError("rank 0: it took longer than 9 s")
         return [function(0, ranks, *args)]
 
@@ -65,7 +65,9 @@ def test_the_gated_delta_rule_is_that_of_its_tokens() -> None:
         new = beta[:, :, t, None] * (v[:, :, t] - (k[:, :, t, None] @ state)[:, :, 0])
         state = state + k[:, :, t, :, None] * new[:, :, None]
         rows.append((q[:, :, t, None] @ state)[:, :, 0] / 8)
-    torch.testing.assert_close(gated_delta_rule(q, k, v, decay, beta), torch.stack(rows, 2), rtol=1e-9, atol=1e-9)
+    for written in (True, False):
+        found = gated_delta_rule(q, k, v, decay, beta, written)
+        torch.testing.assert_close(found, torch.stack(rows, 2), rtol=1e-9, atol=1e-9)
 
 
 def test_the_state_space_is_that_of_its_tokens() -> None:

@@ -29,10 +29,11 @@ class CausalConvolution(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """[B, S, width] -> the same."""
+    """[B, S, width] -> the same. `written`: whether a result is made once and written chunk by chunk."""
 
     def __init__(self, heads: int):
         super().__init__()
+        self.written = True
         width = heads * DIM
         self.heads, self.near = heads, CausalConvolution(3 * width)
         self.project, self.gates = nn.Linear(width, 4 * width), nn.Linear(width, 2 * heads)
@@ -42,7 +43,8 @@ class GatedDeltaNet(nn.Module):
         qkv, gate = self.project(x).split([3 * x.shape[-1], x.shape[-1]], -1)
         q, k, v = (part.unflatten(-1, (self.heads, DIM)).transpose(1, 2) for part in self.near(qkv).chunk(3, -1))
         beta, decay = self.gates(x).transpose(1, 2).chunk(2, 1)
-        heads = gated_delta_rule(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, mild(decay), beta.sigmoid())
+        q, k, decay = F.normalize(q, dim=-1), F.normalize(k, dim=-1), mild(decay)
+        heads = gated_delta_rule(q, k, v, decay, beta.sigmoid(), self.written)
         mixed: Tensor = self.out(heads.transpose(1, 2).flatten(2) * F.silu(gate))
         return mixed
 
@@ -52,7 +54,9 @@ def mild(decay: Tensor) -> Tensor:
     return -0.01 * F.softplus(decay)
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, written: bool = True
+) -> Tensor:
     """Of heads [B, H, S, D], `decay` and `beta` [B, H, S]."""
     length, short = q.shape[2], -q.shape[2] % CHUNK
     q, k, v, grown = (F.pad(x, (0, 0, 0, short)) for x in (q * DIM**-0.5, k, v * beta[..., None], k * beta[..., None]))
@@ -65,7 +69,14 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
     olds = torch.linalg.solve_triangular(system, grown * total.exp()[..., None], upper=False, unitriangular=True)
     q, k = q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None]
     left = total[..., -1].exp()[..., None, None]
-    state, out = q.new_zeros(*q.shape[:2], DIM, DIM), torch.zeros_like(v)
+    state, out, parts = q.new_zeros(*q.shape[:2], DIM, DIM), torch.zeros_like(v), list[Tensor]()
+    if not written:
+        chunks = (x.unbind(2) for x in (q, k, near, left, news, olds))
+        for q_i, k_i, near_i, left_i, new, old in zip(*chunks, strict=True):
+            new = new - old @ state
+            parts.append(q_i @ state + near_i @ new)
+            state = state * left_i + k_i.mT @ new
+        return torch.cat(parts, 2)[:, :, :length]
     for i in range(q.shape[2]):
         new = news[:, :, i] - olds[:, :, i] @ state
         out[:, :, i] = q[:, :, i] @ state + near[:, :, i] @ new

@@ -8,7 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -27,13 +28,23 @@ from ringopt.tools.benchmarks.lab.link_lab import LabError, as_ranks
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.timing import interleaved
-from ringopt.tools.benchmarks.models.recurrent_layers import DIM, layer_of, map_sizes
+from ringopt.tools.benchmarks.models.recurrent_layers import DIM, GatedDeltaNet, layer_of, map_sizes
 from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank, nothing, together
 from ringopt.tools.common.resident import STATUS, reset_peak, resident
 
 Step = Callable[[], list[Tensor]]
 Layer = tuple[str, int]  # its name, and how many heads it has
 MESSAGES = ("maps of a scan", "gradients of a scan")
+
+
+class Trial(NamedTuple):
+    """A layer of so many heads, `repeats` timed steps of each; `right`: a file with its numbers by eager in float64."""
+
+    layer: Layer
+    length: int
+    repeats: int
+    inner: str
+    right: str
 
 
 def row_of(
@@ -43,15 +54,18 @@ def row_of(
     the reason under "failed"; so has the program as written where it is not asked for. Raises LabError where ringopt
     fails."""
     row: Row = {"layer": layer[0], "heads": layer[1], "length": length, "ranks": ranks, "failed": None}
-    (ours,) = as_ranks(1, alone, layer, length, repeats, "ring", inner, timeout=longest)
-    theirs: dict[str, Any] = dict.fromkeys(ours)
-    try:
-        if as_written:
-            (theirs,) = as_ranks(1, alone, layer, length, repeats, inner, inner, timeout=longest)
-    except LabError as error:
-        row["failed"] = str(error)
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(layer, length, repeats, inner, str(Path(folder, "right.pt")))
+        as_ranks(1, keep_expected, trial, timeout=longest)
+        (ours,) = as_ranks(1, alone, trial, "ring", timeout=longest)
+        theirs: dict[str, Any] = dict.fromkeys(ours)
+        try:
+            if as_written:
+                (theirs,) = as_ranks(1, alone, trial, inner, timeout=longest)
+        except LabError as error:
+            row["failed"] = str(error)
+        found = as_ranks(ranks, over_ranks, trial, timeout=longest)
     row |= {f"{who}_{key}": value for who, one in (("ring", ours), ("plain", theirs)) for key, value in one.items()}
-    found = as_ranks(ranks, over_ranks, layer, length, repeats, inner, timeout=longest)
     slowest = {key: max(one[key] for one in found) for key in ("states_seconds", "gathered_seconds", "states_error")}
     most = {key: max(one[key] or 0 for one in found) or None for key in ("states_bytes", "gathered_bytes")}
     sent = {key: sum(one[key] for one in found) for key in ("sent", "formula")}
@@ -62,22 +76,22 @@ def row_of(
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
-def alone(_rank: int, _ranks: int, layer: Layer, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
+def alone(_rank: int, _ranks: int, trial: Trial, backend: str) -> dict[str, Any]:
     """Seconds of the first call and of a step, nodes of the graphs, bytes, and the error. Nothing is in a cache."""
     torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty,
         patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": empty}),
     ):
-        return measured(layer, length, repeats, backend, inner)
+        return measured(trial, backend)
 
 
-def measured(layer: Layer, length: int, repeats: int, backend: str, inner: str) -> dict[str, Any]:
+def measured(trial: Trial, backend: str) -> dict[str, Any]:
     """The same, with what Inductor has in its cache."""
     torch.compiler.reset()
-    model, x = drawn(layer, length)
+    model, x = drawn(trial.layer, trial.length)
     leaves = [x.requires_grad_(), *model.parameters()]
-    run = ring(model, inner) if backend == "ring" else torch.compile(model, backend=backend)
+    run = ring(model, trial.inner) if backend == "ring" else torch.compile(model, backend=backend)
 
     def step() -> list[Tensor]:
         return numbers(run, (x,), leaves)
@@ -86,8 +100,8 @@ def measured(layer: Layer, length: int, repeats: int, backend: str, inner: str) 
     with counted() as nodes:
         found = step()
     compiled = time.perf_counter() - begin
-    error = distance(found, expected(layer, length))
-    seconds = interleaved({backend: step}, repeats)[backend]
+    error = distance(found, torch.load(trial.right))
+    seconds = interleaved({backend: step}, trial.repeats)[backend]
     return {"compile": compiled, "seconds": seconds, "bytes": peak(step), "error": error, **nodes}
 
 
@@ -121,10 +135,18 @@ def drawn(layer: Layer, length: int) -> tuple[nn.Module, Tensor]:
     return layer_of(*layer), torch.randn(1, length, layer[1] * DIM, generator=torch.Generator().manual_seed(1))
 
 
+def keep_expected(_rank: int, _ranks: int, trial: Trial) -> None:
+    """Computed once, for all who are compared with it."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch.save(expected(trial.layer, trial.length), trial.right)
+
+
 def expected(layer: Layer, length: int) -> list[Tensor]:
-    """In eager, with 64 bits."""
+    """In eager, with 64 bits, not written chunk by chunk: autograd would copy the whole for each."""
     model, x = drawn(layer, length)
     model, x = model.double(), x.double().requires_grad_()
+    if isinstance(model, GatedDeltaNet):
+        model.written = False
     return [part.float() for part in numbers(model, (x,), [x, *model.parameters()])]
 
 
@@ -138,12 +160,13 @@ def peak(step: Step) -> int | None:
 
 
 # ---- over ranks ------------------------------------------------------------------------------------------------------
-def over_ranks(rank: int, ranks: int, layer: Layer, length: int, repeats: int, inner: str) -> dict[str, Any]:
+def over_ranks(rank: int, ranks: int, trial: Trial) -> dict[str, Any]:
     """Seconds with the scan on shards, with the scan gathered, and of rank 0 alone while the others wait."""
     begin_rank()
+    layer, length, repeats, inner, right = trial
     meshes = dist.device_mesh.init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "alone"))
     runs = {way: way_of(way, layer, length, inner, meshes["all"]) for way in ("states", "gathered")}
-    found, (wanted, of_x, *of_parameters) = runs["states"](), expected(layer, length)
+    found, (wanted, of_x, *of_parameters) = runs["states"](), torch.load(right)
     compared = [ringopt.shard(wanted, 1), ringopt.shard(of_x, 1), *of_parameters]
     runs["gathered"]()
     with record_traffic() as traffic:
@@ -191,6 +214,7 @@ def sent_for_scans(traffic: Traffic) -> int:
 
 
 def formula_of(layer: Layer, ranks: int) -> int:
-    """Those by the sizes of the states: a matrix and a state for each segment, and the gradient of a state."""
+    """Those by the sizes of the states: a state for each segment, and a gradient of one; matrices for segments between
+    the first and the last."""
     matrix, state = map_sizes(*layer)
-    return 4 * (ranks - 1) * (matrix + 2 * state)
+    return 4 * (ranks - 1) * ((matrix if ranks > 2 else 0) + 2 * state)
