@@ -1,0 +1,43 @@
+"""Messages of a program to a logger while Dynamo traces it."""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from typing import Any
+
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import LoggingLoggerVariable
+
+__all__ = ["log_while_tracing"]
+
+# Of the standard library, and those that transformers adds.
+MESSAGES = frozenset(
+    {"debug", "info", "warning", "warn", "error", "critical", "log", "warning_once", "info_once", "warning_advice"}
+)
+
+_logged: set[tuple[str, ...]] = set()
+
+
+@cache
+def log_while_tracing() -> None:
+    """From now on a message whose words are known is logged when Dynamo traces it, and then once in a process (a frame
+    is traced several times), where Dynamo would end the graph there. One with values that are not is left to Dynamo."""
+    original = LoggingLoggerVariable.call_method
+
+    @wraps(original)
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if not tx.export and name in MESSAGES:
+            try:
+                words = [arg.as_python_constant() for arg in args]
+                named = {key: arg.as_python_constant() for key, arg in kwargs.items()}
+            except (NotImplementedError, Unsupported):
+                return original(self, tx, name, args, kwargs)
+            message = self.value.name, name, repr(words), repr(named)
+            if message not in _logged:
+                _logged.add(message)
+                getattr(self.value, name)(*words, **named)
+            return ConstantVariable.create(None)
+        return original(self, tx, name, args, kwargs)
+
+    LoggingLoggerVariable.call_method = call_method  # type: ignore[method-assign]
