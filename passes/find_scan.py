@@ -31,6 +31,7 @@ from ringopt.recognize.scans.segment_sums import SegmentSum, body, segment_sum
 from ringopt.rewrite import Facts, Rewrite
 from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import NoBody, to_text
+from ringopt.scans.gradient_paths import detach_what_no_gradient_comes_to
 from ringopt.scans.trace import Kinds
 
 
@@ -78,6 +79,7 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
     def rewrite(self, found: Found, facts: Facts) -> None:
         assert found.put is not None
         found.put(facts.graph)
+        detach_what_no_gradient_comes_to(facts.graph)
         note(f"a recurrence of {found.steps} steps is one scan", found.node, facts)
 
     def refuse(self, found: Found, refusal: Refusal, facts: Facts) -> None:

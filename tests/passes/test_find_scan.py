@@ -238,3 +238,19 @@ def test_it_can_be_switched_off():
     chosen = {"disable_passes": ["find_scan"], "inner_backend": "eager"}
     torch.testing.assert_close(torch.compile(decayed, backend="ring", options=chosen)(*inputs), decayed(*inputs))
     assert not any("is one scan" in note for note in reports()[-1].notes)
+
+
+def test_what_no_gradient_comes_to_has_none_as_in_the_program():
+    def program(x, w, v):
+        return stepped_and_given(lambda s, x_t: s * w + x_t * v, lambda s, x_t: s.detach() * x_t, x)
+
+    gm, _ = assert_same_numbers(program, given((2, TOKENS, WIDTH), (WIDTH,), (WIDTH,)))
+    assert "scan" in ops(gm) and ops(gm).count("detach") == 3  # the first state, x * v, and w
+
+
+def stepped_and_given(step, give, x):
+    state, out = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = step(state, x[:, t])
+        out.append(give(state, x[:, t]))
+    return torch.stack(out, 1)
