@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringopt.context_parallel.geometry.layouts import layout_of
-from ringopt.ops.fetch_rows import apart, held, moved, taken, window_rows
+from ringopt.ops.fetch_rows import Wanted, apart, held, homes_and_wants, moved, or_past_end, taken, window_rows
 from tests.harness.threads import run_on_threads
 
 ops = torch.ops.ringopt
@@ -26,18 +26,14 @@ WANTED = {
     "windows of three": window_rows(N, 1, -1, 3),
     "causal windows": window_rows(N, 1, -3, 4),
     "strided windows": window_rows(6, 2, -1, 3),
+    "edges of windows": Wanted("edges", window_rows(N, 1, -3, 4).pieces),
+    "edges of windows ahead": Wanted("edges", window_rows(N, 1, 0, 3).pieces),
 }
 
 
-def whole(wanted, x):
-    """The rows wanted of the whole sequence, zeros outside it, by rank."""
-    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-
-    def of(rank, p, layout):
-        rows = wanted.rows(layout, p)[rank]
-        return padded[torch.where((rows >= 0) & (rows < len(x)), rows, len(x))]
-
-    return of
+def from_whole(x, rows):
+    """These rows of the whole sequence, zeros outside it."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[or_past_end(rows, len(x))]
 
 
 @pytest.mark.sample(3)
@@ -47,7 +43,8 @@ def whole(wanted, x):
 def test_rows_and_their_gradient(name, p, layout):
     wanted, factors = WANTED[name], (0, 2, N, 3)
     x = torch.randn(N, 2, 3, dtype=torch.float64, requires_grad=True)  # rows first, then outer and inner
-    parts = [whole(wanted, x)(rank, p, layout) for rank in range(p)]
+    homes, wants = homes_and_wants(wanted, layout, N, p)
+    parts = [from_whole(x, rows) for rows in wants]
     weights = [torch.randn_like(part) for part in parts]
     if wanted.everywhere:  # every rank has the complete gradient
         weights = [weights[0]] * p
@@ -58,11 +55,10 @@ def test_rows_and_their_gradient(name, p, layout):
         return rows.permute(1, 0, 2).reshape(-1)
 
     def body(mesh):
-        mine = held(layout_of(layout, N, p), mesh.rank)
+        mine, rows = homes[mesh.rank], wants[mesh.rank]
         here = merged(x.detach()[mine]).clone().requires_grad_()
-        count = len(wanted.rows(layout, p)[mesh.rank])
-        out = ops.fetch_rows(here, *factors, wanted.form, wanted.numbers, count, layout, mesh.name)
-        assert torch.equal(out, merged(whole(wanted, x.detach())(mesh.rank, p, layout)))
+        out = ops.fetch_rows(here, *factors, wanted.form, wanted.numbers, len(rows), layout, mesh.name)
+        assert torch.equal(out, merged(from_whole(x.detach(), rows)))
         (out * merged(weights[mesh.rank])).sum().backward()
         torch.testing.assert_close(here.grad, merged(x.grad[mine]))
 

@@ -21,7 +21,7 @@ from ringopt.cost.message_bytes import bytes_sent
 from ringopt.distributed.traffic import record_traffic
 from ringopt.ops import operators as ops
 from ringopt.ops.expansion import ExpansionCall
-from ringopt.ops.fetch_rows import apart, moved, taken, window_rows
+from ringopt.ops.fetch_rows import Wanted, apart, homes_and_wants, moved, taken, window_rows
 from ringopt.ops.ring import VERSION
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
@@ -60,6 +60,14 @@ def fetch(at: At, wanted: Any) -> Tensor:
     made = at.rows(wanted.length) if not wanted.everywhere else wanted.length
     how = (1, 2, at.n, 3, wanted.form, wanted.numbers, made, at.layout, at.group)
     return ops.fetch_rows(given(2, 6 * at.rows(), 5), *how)
+
+
+def edges(at: At) -> Tensor:
+    """What a causal window of four rows sees of neighbours."""
+    wanted = Wanted("edges", window_rows(at.n, 1, -3, 4).pieces)
+    rows = [each[at.mesh.rank] for each in homes_and_wants(wanted, at.layout, at.n, at.mesh.size)]
+    how = (1, 1, at.n, 1, wanted.form, wanted.numbers, len(rows[1]), at.layout, at.group)
+    return ops.fetch_rows(given(2, len(rows[0]), 5), *how)
 
 
 def gather_in_halves(at: At) -> Tensor:
@@ -198,6 +206,7 @@ CALLS: dict[str, Callable[[At], Tensor]] = {
     "a shift": lambda at: fetch(at, moved((-1, 1, at.n))),
     "rows backwards": lambda at: fetch(at, moved((at.n - 1, -1, at.n - 2))),
     "rows on all ranks": lambda at: fetch(at, taken((1, 3, 3))),
+    "edges of windows": edges,
     "rows put apart": lambda at: fetch(at, apart(2 * at.n, 2, 1)),
     "look_up_rows": lambda at: ops.look_up_rows(
         given(2, at.rows(), 3), torch.tensor([0, 0, 1]), 1, at.n, at.layout, at.group
