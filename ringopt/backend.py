@@ -25,13 +25,13 @@ from ringopt.frontend.data_sizes.traced_again import (
     trace_with_sizes,
     traces_sizes,
 )
-from ringopt.frontend.dynamo_polyfills import teach
 from ringopt.frontend.higher_order.associative_scan import (
     keeps_associative_scans,
     teach_associative_scan,
     trace_as_written,
 )
 from ringopt.frontend.libraries.teach import teach_libraries
+from ringopt.frontend.libraries.torch_nn import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import readable_name

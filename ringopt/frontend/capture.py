@@ -21,6 +21,7 @@ from ringopt.frontend.dynamic_shapes import open_value
 from ringopt.frontend.explicit_autocast import autocast_around
 from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order, with_facts_of_graphs
 from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
+from ringopt.frontend.func_transforms import with_transforms_as_calls
 from ringopt.ir.autograd_function import CustomGradient, GradientArguments, HigherOrder
 from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.memory import note_memory
@@ -69,6 +70,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     refuse_wrapped(gm, example_inputs)
     claimed = claims_of_flex(gm, example_inputs)
     given, gm = gm, without_tables(gm) if claimed else gm
+    gm = with_transforms_as_calls(gm)
     refuse_higher_order(gm)
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
     mode = RealStrides(allow_non_fake_inputs=True, shape_env=shape_env)

@@ -249,7 +249,8 @@ def refuse_higher_order(gm: fx.GraphModule, inside: bool = False) -> None:
     `inside`: of a region of a program."""
     for node in gm.graph.nodes:
         if flex.calls_functorch(node):
-            raise GraphRefused(Refusal("torch.func transforms such as vmap are not sharded yet", node))
+            sentence = "a torch.func transform that uses forward-mode gradients (jvp, hessian) is not sharded yet"
+            raise GraphRefused(Refusal(sentence, node))
         if is_inline(node.target) and node.target.name() == CUSTOM:
             _refuse_custom(node)
         if is_inline(node.target) or node.op == "call_module":

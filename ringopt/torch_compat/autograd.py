@@ -26,6 +26,7 @@ __all__ = [
     "of_strand",
     "recording",
     "unseen",
+    "without_hooks",
 ]
 
 # Raised through a checkpointed region that is computed again, once all that its backward needs is there.
@@ -69,7 +70,33 @@ def unseen() -> AbstractContextManager[None]:
     checkpoint around a call that is compiled would count it, and miss it when it computes again. Where hooks are
     forbidden there are none."""
     allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return saved_tensors_hooks(lambda x: x, lambda x: x) if allowed else nullcontext()
+    return saved_tensors_hooks(as_it_is, as_it_is) if allowed else nullcontext()
+
+
+def as_it_is(saved: Any) -> Any:
+    """The hook of `unseen`."""
+    return saved
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Inside `unseen`, without any hook: functions of torch.func do not run where there is one. Elsewhere the hooks are
+    the program's, and so is the error."""
+    taken = list[tuple[Any, Any]]()
+    if _top_hooks() == (as_it_is, as_it_is):
+        while (top := _top_hooks()) is not None:
+            taken.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _top_hooks() -> tuple[Any, Any] | None:
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 @contextmanager

@@ -63,8 +63,9 @@ def can_decompose(operator: OpOverload) -> bool:
 
 
 def is_functorch(target: Any) -> bool:
-    """Whether it is a function of torch._functorch: the module of those that begin and end a vmap in Dynamo's graph."""
-    return str(getattr(target, "__module__", "")).startswith("torch._functorch")
+    """Whether it is a function of torch._functorch, in Python or in C: those that begin and end a vmap or a grad in
+    Dynamo's graph."""
+    return str(getattr(target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))
 
 
 def names_of_all_operators() -> list[str]:

@@ -72,6 +72,14 @@ def nested(m, x):
     return torch.cond(x.sum() > 0, inner, lambda y: inner(y.cos()), (x,))
 
 
+def of_each_row(m, x):
+    """A gradient of each sequence, and one that is called behind what else reads its value; a vmap in a checkpoint."""
+    x = torch.utils.checkpoint.checkpoint(torch.vmap(lambda row: row * row.softmax(0)), x, use_reentrant=False) + x
+    each = torch.vmap(torch.func.grad(lambda w, row: (row @ w).square().mean()), (None, 0))(m.weight, x)
+    y, backward = torch.func.vjp(lambda y: (y @ m.weight).tanh(), x)
+    return x @ each + backward(y * 2)[0]
+
+
 def turned(m, x):
     """The graphs view their operand as only the order that it has in memory allows."""
 
@@ -100,6 +108,7 @@ STEPS = {
     "one inside another": nested,
     "views inside": turned,
     "autocast": lost,
+    "torch.func": of_each_row,
 }
 
 
@@ -123,6 +132,7 @@ def compared(name, autocast=False):
     "name, p",
     [
         pytest.param("scan", 2, marks=OLD),
+        ("torch.func", 3),
         *(
             pytest.param(name, 2 + i % 2, marks=[pytest.mark.zoo, *[OLD] * name.startswith("scan")])
             for i, name in enumerate(STEPS)
@@ -137,7 +147,7 @@ def test_on_ranks(ranks, name, p):
         whole = "runs whole on every rank: what the graphs of a higher-order operator"
         assert shared_out != any(whole in note for note in report.notes)
         assert shared_out == any("is one scan" in note for note in report.notes)
-        assert {gather.op for gather in report.gathers} <= {"cond", "map_impl", "output"}
+        assert {gather.op for gather in report.gathers} <= {"cond", "map_impl", "torch_func", "output"}
 
 
 @pytest.mark.zoo
@@ -216,6 +226,18 @@ def test_the_diff():
 - return [%add]
 + return [%add_whole]""",
     )
+
+
+@pytest.mark.parametrize(
+    "step, sentence",
+    [
+        (lambda m, x: torch.func.jvp(torch.sin, (x,), (x.cos(),))[1], "transform that .* is not sharded"),
+        (lambda m, x: torch.vmap(lambda row: row.T)(x).mT, "lies in the memory of what it is given; return a clone"),
+    ],
+    ids=["forward mode", "a view"],
+)
+def test_which_transforms_are_not_one_node(step, sentence):
+    assert re.search(sentence, ringopt.explain(Model(step), data()["x"], world_size=2).refusal)
 
 
 def a_call(*operands, example=None):

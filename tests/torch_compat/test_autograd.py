@@ -24,6 +24,7 @@ from ringopt.torch_compat.autograd import (
     of_strand,
     recording,
     unseen,
+    without_hooks,
 )
 
 
@@ -110,6 +111,12 @@ def test_hooks_of_the_program_do_not_see_what_is_beside_it() -> None:
     assert len(packed) == 1
     with disable_saved_tensors_hooks("none here"), unseen():
         x.sin()
+    with saved_tensors_hooks(pack, lambda saved: saved):
+        with unseen(), without_hooks(), disable_saved_tensors_hooks("none is there"):
+            x.sin()
+        with without_hooks():  # of the program's own
+            x.sin()
+    assert len(packed) == 2
 
 
 def test_what_is_computed_again_stops_by_an_error() -> None:

@@ -1,0 +1,140 @@
+"""Transforms of torch.func (vmap, grad, vjp, jacrev) as calls of one operator, which runs what stands between.
+
+    a = _add_batch_dim(x, 0, 1); b = a.sin(); y = _remove_batch_dim(b, 1, 2, 0)     ->     y = torch_func(graph, x)[0]
+
+What happens between the beginning and the end of a transform runs on tensors of its own, so no pass can look at it: it
+is kept whole, as torch.cond is, and what stands around it is sharded.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.fx as fx
+
+from ringopt.frontend import flex
+from ringopt.frontend.flatten import is_inline
+from ringopt.torch_compat.autograd import without_hooks
+from ringopt.torch_compat.schema import HigherOrderOperator
+from ringopt.torch_compat.transforms import (
+    depth_after,
+    is_forward_mode,
+    is_unwrapped,
+    load_tables,
+    undone_after_an_error,
+)
+
+# Begins nothing: it fills tables of torch's, which is done once, where the transforms are run.
+LOADS_A_TABLE = "lazy_load_decompositions"
+
+
+class RunsTransforms(HigherOrderOperator):
+    """`(graph, *operands) -> results`. An error inside ends the transforms that are open."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_func")  # type: ignore[no-untyped-call]
+
+    def __call__(self, graph: fx.GraphModule, *operands: Any) -> Any:
+        load_tables()
+        with without_hooks(), undone_after_an_error():
+            return graph(*operands)
+
+
+TORCH_FUNC = RunsTransforms()
+
+
+def with_transforms_as_calls(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph in which each stretch that torch.func runs is a call, in graphs that are written out in
+    line too; `gm` itself if there is none, or one that does not end."""
+    nodes = list(gm.graph.nodes)
+    regions = {name: with_transforms_as_calls(region) for name, region in graphs_in_line(gm)}
+    regions = {name: region for name, region in regions.items() if region is not getattr(gm, name)}
+    found = stretches(nodes)
+    if not found and not regions:
+        return gm
+    made, copies, at = fx.GraphModule(gm, gm.graph), dict[fx.Node, fx.Node](), 0
+    for name, region in regions.items():
+        setattr(made, name, region)
+    made.graph = fx.Graph()
+    for number, (first, end) in enumerate(found):
+        copy_into(made.graph, copies, nodes[at:first])
+        call_of(made, f"torch_func_{number}", nodes[first:end], copies)
+        at = end
+    copy_into(made.graph, copies, nodes[at:])
+    made.recompile()
+    return made
+
+
+def graphs_in_line(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The graphs that regions of a program are, such as checkpointed ones, by name."""
+    for node in gm.graph.nodes:
+        for given in node.all_input_nodes if is_inline(node.target) else ():
+            graph = getattr(gm, str(given.target), None) if given.op == "get_attr" else None
+            if isinstance(graph, fx.GraphModule):
+                yield str(given.target), graph
+
+
+def copy_into(graph: fx.Graph, copies: dict[fx.Node, fx.Node], nodes: Sequence[fx.Node]) -> None:
+    """Notes them in `copies`."""
+    for node in nodes:
+        if flex.calls_functorch(node) and node.target.__name__ == LOADS_A_TABLE:
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+
+
+def stretches(nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """Where transforms begin and where what they make has been read. Empty if one does not end, or is of another kind.
+
+    What vjp returns is called behind its end, on tensors of before: only plain tensors leave a stretch."""
+    found, past = list[tuple[int, int]](), 0
+    places = {node: place for place, node in enumerate(nodes)}
+    for first, end in nestings(nodes):
+        if first < past:
+            first, _ = found.pop()
+        past = max(past, end)
+        while (further := last_read(nodes[first:past], places) + 1) > past:
+            past = further
+        found.append((first, past))
+    within = {place for first, end in found for place in range(first, end)}
+    others = [node for place, node in enumerate(nodes) if place not in within and flex.calls_functorch(node)]
+    return found if all(node.target.__name__ == LOADS_A_TABLE for node in others) else []
+
+
+def nestings(nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """Where no transform is open, one begins, and none is open again; empty if one does not end."""
+    found, depth, begin = list[tuple[int, int]](), 0, 0
+    for place, node in enumerate(nodes):
+        before, depth = depth, depth_after(node.target, depth)
+        if before == 0 and depth:
+            begin = place
+        elif before and depth == 0 and any(map(flex.calls_functorch, nodes[begin:place])):
+            found.append((begin, place + 1))
+    return [] if depth or any(is_forward_mode(node.target) for node in nodes) else found
+
+
+def last_read(inside: Sequence[fx.Node], places: Mapping[fx.Node, int]) -> int:
+    """Where the last one stands that reads what is no plain tensor of those `inside`."""
+    wrapped = (node for node in inside if not is_unwrapped(flex.example(node)))
+    return max((places[user] for node in wrapped for user in node.users), default=-1)
+
+
+def call_of(made: fx.GraphModule, name: str, inside: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
+    """Puts a call at the end of the graph of `made` in the place of the nodes `inside`."""
+    own, within = fx.Graph(), set(inside)
+    operands = list(dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in within))
+    constants = [x for x in operands if x.op == "get_attr"]
+    operands = [x for x in operands if x.op != "get_attr"]
+    inner = {x: own.placeholder(x.name) for x in operands}
+    copy_into(own, inner, constants)
+    copy_into(own, inner, inside)
+    results = [node for node in inside if any(user not in within for user in node.users)]
+    own.output(tuple(inner[node] for node in results))
+    setattr(made, name, fx.GraphModule(made, own))
+    graph = made.graph
+    call = graph.call_function(TORCH_FUNC, (graph.get_attr(name), *(copies[x] for x in operands)))
+    call.meta = {**(results or inside)[-1].meta, "example_value": tuple(map(flex.example, results))}
+    for place, node in enumerate(results):
+        copies[node] = graph.call_function(operator.getitem, (call, place))
+        copies[node].meta = dict(node.meta)
