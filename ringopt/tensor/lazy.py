@@ -60,6 +60,13 @@ def cut(spread: Spread, whole: Tensor) -> Tensor:
     return rows
 
 
+def lying_as(like: Tensor, rows: Tensor) -> Tensor:
+    """`rows` with the strides of `like`: a program that was compiled for those is run again."""
+    if rows.stride() == like.stride() or any(step == 0 for step in like.stride()):
+        return rows
+    return torch.empty_strided(like.size(), like.stride(), dtype=rows.dtype, device=rows.device).copy_(rows)
+
+
 # How many shards were made, by mesh and rank: all ranks make the same in the same order, so it names them.
 _made: WeakKeyDictionary[Mesh, dict[int, int]] = WeakKeyDictionary()
 
@@ -84,7 +91,7 @@ class Shard:
             return self._rows
         # The whole may have been written since, through a view too: views made below autograd count no writes.
         with unset_fake_temporarily():
-            return cut(self.spread, self._whole)
+            return lying_as(self._rows, cut(self.spread, self._whole))
 
     def mapped(self, func: Callable[[Tensor], Tensor]) -> Shard:
         """An op that looks at each entry alone, on the rows."""

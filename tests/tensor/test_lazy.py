@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import ringopt
 from ringopt.errors import OptionError, RingCommError, RingMismatchError
-from ringopt.tensor.lazy import Lazy
+from ringopt.tensor.lazy import Lazy, Shard
 from tests.harness.models import difference
 from tests.sharding.programs import D, H
 
@@ -321,6 +321,20 @@ def test_rows_have_to_be_told_from_short_sequences(ranks):
     for said in ranks(2, plain_rows):
         assert "inputs='local': no input comes in rows; found x [2, 6, 8], labels [2, 6]" in said
         assert "pass each as ringopt.from_rows(x, dim)" in said
+
+
+def read_in_any_order():
+    """Rows as a graph left them: tokens first, and any stride where there is one entry."""
+    like = ringopt.from_rows(torch.randn(1, 2, 6, D), 2)
+    rows = torch.randn(1, 6, 2, D).transpose(1, 2).as_strided((1, 2, 6, D), (D, D, 2 * D, 1))
+    lazy = Lazy(Shard(rows, like.shard.spread))
+    lazy.sum()
+    return lazy.shard.is_read, lazy._rows.stride() == rows.stride(), torch.equal(lazy._rows, rows)
+
+
+def test_a_tensor_that_was_read_has_rows_as_they_lay(ranks):
+    """A graph that was compiled for their strides is run with them: Dynamo looks at them again when it is done."""
+    assert ranks(2, read_in_any_order) == [(True, True, True)] * 2
 
 
 def wrong_rows(what):

@@ -69,14 +69,16 @@ def gated_delta_rule(
     olds = torch.linalg.solve_triangular(system, grown * total.exp()[..., None], upper=False, unitriangular=True)
     q, k = q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None]
     left = total[..., -1].exp()[..., None, None]
-    state, out, parts = q.new_zeros(*q.shape[:2], DIM, DIM), torch.zeros_like(v), list[Tensor]()
+    state = q.new_zeros(*q.shape[:2], DIM, DIM)
     if not written:
+        parts = list[Tensor]()
         chunks = (x.unbind(2) for x in (q, k, near, left, news, olds))
         for q_i, k_i, near_i, left_i, new, old in zip(*chunks, strict=True):
             new = new - old @ state
             parts.append(q_i @ state + near_i @ new)
             state = state * left_i + k_i.mT @ new
         return torch.cat(parts, 2)[:, :, :length]
+    out = torch.zeros_like(v)
     for i in range(q.shape[2]):
         new = news[:, :, i] - olds[:, :, i] @ state
         out[:, :, i] = q[:, :, i] @ state + near[:, :, i] @ new
