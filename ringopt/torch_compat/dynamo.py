@@ -25,6 +25,8 @@ from torch._dynamo.exc import (
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator, SpeculationLog, TensorifyState
 from torch._dynamo.utils import counters
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._higher_order_ops.associative_scan import associative_scan as ASSOCIATIVE_SCAN
 from torch._higher_order_ops.scan import scan as SCAN
 
@@ -49,6 +51,7 @@ __all__ = [
     "frame_being_compiled",
     "frames_of_program",
     "guard_source_of",
+    "in_the_place_of_apply",
     "is_batchedtensor",
     "is_compiled",
     "is_continuation",
@@ -170,6 +173,37 @@ def before_each_trace(call: Callable[[], None]) -> None:
             return trace(*args, **kwargs)
 
         convert_frame.trace_frame = traced
+
+
+APPLIED: dict[type, Callable[..., Any]] = {}
+
+
+def in_the_place_of_apply(function: type, form: Callable[..., Any]) -> None:
+    """From here on Dynamo traces `form` where a program calls `apply` of an autograd.Function. It also answers whether
+    the Function has an attribute, and with which number or truth, where it would end the graph."""
+    if not APPLIED:
+        kind: Any = AutogradFunctionVariable
+        call, has, read = kind.call_method, kind.call_obj_hasattr, kind.const_getattr
+
+        @wraps(call)
+        def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            form = APPLIED.get(self.fn_cls) if name == "apply" else None
+            if form is None:
+                return call(self, tx, name, args, kwargs)
+            return VariableTracker.build(tx, form).call_function(tx, args, kwargs)
+
+        @wraps(has)
+        def asked(self: Any, tx: Any, name: str) -> Any:
+            known = self.fn_cls in APPLIED
+            return VariableTracker.build(tx, hasattr(self.fn_cls, name)) if known else has(self, tx, name)
+
+        @wraps(read)
+        def found(self: Any, tx: Any, name: str) -> Any:
+            value = getattr(self.fn_cls, name, None) if self.fn_cls in APPLIED else None
+            return value if isinstance(value, (bool, int)) else read(self, tx, name)
+
+        kind.call_method, kind.call_obj_hasattr, kind.const_getattr = called, asked, found
+    APPLIED[function] = form
 
 
 def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -292,3 +292,20 @@ def test_the_backend_that_compiles_is_known_while_dynamo_traces() -> None:
     torch.compile(program, backend=backend, dynamic=False)(torch.ones(1))
     assert backend in found and frames == [program.__code__]
     assert dynamo.ASSOCIATIVE_SCAN.__name__ == "associative_scan" and dynamo.SCAN.__name__ == "scan"
+
+
+def test_another_function_is_traced_in_the_place_of_apply() -> None:
+    class Doubled(torch.autograd.Function):
+        known = 3
+
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    dynamo.in_the_place_of_apply(Doubled, lambda x: x.sin() * (Doubled.known if hasattr(Doubled, "known") else 0))
+    x, seen = torch.ones(2, requires_grad=True), list[Any]()
+    run = lambda x: Doubled.apply(x) if getattr(Doubled, "known", False) else x  # noqa: E731
+    compiled = torch.compile(run, backend=looking(lambda gm: seen.append(gm)), fullgraph=True)
+    torch.testing.assert_close(compiled(x), 3 * x.sin())
+    torch.testing.assert_close(Doubled.apply(x), 2 * x)
+    assert len(seen) == 1

@@ -2,9 +2,8 @@
 
     o, last = chunk_gla(q, k, v, g)      ->      o, last = ringopt_kernels::chunk_gla(q, k, v, g, None, ...)
 
-The operator calls the library's function, so numbers are its own. Its backward computes the forward again, with a graph
-of autograd: no function says which tensors its backward needs. Its rule says how the state goes from token to token, so
-ranks share it (ringopt/sharding/kernel_scans.py).
+The operator calls the library's function, so numbers are its own. Its rule says how the state goes from token to token,
+so ranks share it (ringopt/sharding/kernel_scans.py).
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ringopt.rules.declare import REGISTRY, SHIPPED, Decide, rule
+from ringopt.frontend.libraries.operators import LIBRARY, define, defined
+from ringopt.rules.declare import Decide
 from ringopt.scans.kernel import FUNCTIONS
-from ringopt.torch_compat.autograd import recording
 from ringopt.torch_compat.dynamo import not_traced
-
-LIBRARY = "ringopt_kernels"
 
 
 @dataclass(frozen=True)
@@ -84,12 +80,12 @@ ORIGINALS: dict[str, Callable[..., Any]] = {}
 def operator_for(scan: LibraryScan, original: Callable[..., Any]) -> Any:
     """The operator that calls `original`, with its gradient and its rule; it is defined once."""
     if scan.name not in ORIGINALS:
-        define(scan)
+        define_scan(scan)
     ORIGINALS[scan.name] = original
-    return getattr(getattr(torch.ops, LIBRARY), scan.name).default
+    return defined(scan.name)
 
 
-def define(scan: LibraryScan) -> None:
+def define_scan(scan: LibraryScan) -> None:
     """Its operator."""
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -102,38 +98,5 @@ def define(scan: LibraryScan) -> None:
     def fake(*args: Any) -> tuple[Tensor, Tensor]:
         return scan.fake(**dict(zip(scan.names, args, strict=True)))
 
-    def again(grads: list[Tensor], wanted: list[int], *args: Any) -> list[Tensor]:
-        with recording():
-            leaves = [x.detach() if isinstance(x, Tensor) else x for x in args]
-            learned = [leaves[at].requires_grad_() for at in wanted]
-            found = [(x, grad.to(x.dtype)) for x, grad in zip(run(*leaves), grads, strict=True) if x.requires_grad]
-            if not found:  # a kernel without a backward
-                return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in learned]
-            results, given = zip(*found, strict=True)
-            how = {"allow_unused": True, "materialize_grads": True}
-            return [x.contiguous() for x in torch.autograd.grad(results, learned, given, **how)]
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.values = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.tensors = [at for at, x in enumerate(inputs) if isinstance(x, Tensor)]
-        ctx.save_for_backward(*(inputs[at] for at in ctx.tensors))
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        args = list(ctx.values)
-        for at, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
-            args[at] = x
-        wanted = [at for at, x in enumerate(args) if ctx.needs_input_grad[at] and x.is_floating_point()]
-        found = dict(zip(wanted, behind(list(grads), wanted, *args), strict=True))
-        return tuple(found.get(at) for at in range(len(args)))
-
-    name = f"{LIBRARY}::{scan.name}"
-    both = {"mutates_args": ()}
-    op = torch.library.custom_op(name, run, **both, schema=f"({scan.schema}) -> (Tensor, Tensor)")
-    back = f"(Tensor[] grads, int[] wanted, {scan.schema}) -> Tensor[]"
-    behind = torch.library.custom_op(f"{name}_backward", again, **both, schema=back)
-    op.register_fake(fake)
-    behind.register_fake(lambda grads, wanted, *args: [args[at].new_empty(args[at].shape) for at in wanted])
-    op.register_autograd(backward, setup_context=setup)
-    FUNCTIONS[f"{name}.default"] = run
-    with REGISTRY.filling(SHIPPED):
-        rule(name)(scan.says)
+    define(scan.name, scan.schema, 2, run, fake, scan.says)
+    FUNCTIONS[f"{LIBRARY}::{scan.name}.default"] = run
