@@ -132,3 +132,23 @@ def test_what_is_asked_beside_the_loss_breaks_the_graph(asked: dict[str, Any]) -
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(model, backend="ring", fullgraph=True)(*x)
+
+
+# ---- on real ranks ---------------------------------------------------------------------------------------------------
+def on_ranks(lengths: list[int]) -> list[float]:
+    """The largest error of the loss and gradients at each length, relative to the largest number."""
+    torch._dynamo.reset()
+    model, found = block(), []
+    with stubs.liger():
+        compiled = torch.compile(model, backend="ring", fullgraph=True)
+        for tokens in lengths:
+            x, leaves = drawn(tokens), [*model.parameters()]
+            pair = [[run(*x), *torch.autograd.grad(run(*x), leaves)] for run in (compiled, model)]
+            found.append(max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*pair, strict=True)))
+    return found
+
+
+@pytest.mark.zoo
+def test_several_lengths_on_real_ranks_through_inductor(ranks: Any) -> None:
+    for of_rank in ranks(2, on_ranks, [13, 18, 21]):
+        assert max(of_rank) < 1e-6
