@@ -16,13 +16,20 @@ from tests.harness.models import difference, run
 from tests.harness.translation import captured, validate
 
 
-@pytest.mark.sample(10)
-@pytest.mark.parametrize("p", (2, 3))
-@pytest.mark.parametrize("name", TOKEN_WISE)
+def all_of(functions):
+    each = tuple(functions.values())
+    return lambda model, x: torch.stack([function(model, x) for function in each]).mean(0)
+
+
+@pytest.mark.parametrize(
+    "name, p",
+    [(None, 2), *(pytest.param(name, p, marks=pytest.mark.zoo) for name in TOKEN_WISE for p in (2, 3))],
+)  # fmt: skip
 def test_token_by_token_it_stays_sharded(name, p):
-    if name in IN_PLACE and torch.__version__ < (2, 13):
+    if (name is None or name in IN_PLACE) and torch.__version__ < (2, 13):
         pytest.skip("Dynamo does not say what the function writes; its graph is refused")
-    verdict = validate(p, Model(TOKEN_WISE[name]).double(), data())
+    model = Model(all_of(TOKEN_WISE), ("before",)) if name is None else Model(TOKEN_WISE[name])
+    verdict = validate(p, model.double(), data())
     assert not verdict.wrong
     assert not verdict.report.gathers and "gathers" not in str(verdict.report.notes)
     assert verdict.report.sharded_fraction == 1.0
@@ -51,11 +58,12 @@ def test_what_the_backward_gathers_is_told():
     assert "the backward of a custom autograd.Function (custom_functions.py" in note and "for fft_fftn" in note
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("p", (2, 3))
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name, p", [(None, 2), *(pytest.param(name, p, marks=pytest.mark.zoo) for name in OTHERS for p in (2, 3))]
+)
 def test_what_mixes_rows_is_exact(name, p):
-    assert not validate(p, Model(OTHERS[name]).double(), data()).wrong
+    step = all_of(OTHERS) if name is None else OTHERS[name]
+    assert not validate(p, Model(step).double(), data()).wrong
 
 
 IN_PLACE = ("changed in place", "written", "rows written", "columns written", "weighed", "written in a checkpoint")
