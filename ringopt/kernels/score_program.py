@@ -55,7 +55,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "remainder": ("{0} - floored({0}, {1}) * {1}", "", ""),
 }
 
-HEAD = '''import triton
+HELPERS = '''import triton
 import triton.language as tl
 
 
@@ -82,12 +82,13 @@ def inside(place, size):
     return tl.minimum(tl.maximum(place, 0), size - 1)
 
 
-@triton.jit
-def scores(s, b, h, q, k, r, loads, steps, sizes):
 '''
+SIGNATURE = """@triton.jit
+def scores(s, b, h, q, k, r, loads, steps, sizes):
+"""
 
 
-class Unwritable(Exception):
+class NoForm(Exception):
     """Why a term has no such form."""
 
 
@@ -106,9 +107,10 @@ def scores_program(mask: Mask, with_mask: bool) -> str | Refusal:
             value = f'tl.where({bias} == float("-inf"), float("-inf"), {value} + {bias})'
         if with_mask and mask.visible is not None:
             seen, _ = writer.write(mask.visible)
-    except Unwritable as why:
+    except NoForm as why:
         return Refusal(str(why))
-    return HEAD + "\n".join(f"    {line}" for line in (*writer.lines, f"return {value}, {slope or '0.0'}, {seen}\n"))
+    lines = (*writer.lines, f"return {value}, {slope or '0.0'}, {seen}\n")
+    return HELPERS + SIGNATURE + "\n".join(f"    {line}" for line in lines)
 
 
 class Writer:
@@ -129,7 +131,7 @@ class Writer:
         for of, write in WRITERS.items():
             if isinstance(term, of):
                 return write(self, term)
-        raise Unwritable(f"{type(term).__name__} has no form in Triton")
+        raise NoForm(f"{type(term).__name__} has no form in Triton")
 
     def _name(self, value: str, dtype: torch.dtype, slope: str = "") -> tuple[str, str]:
         name = f"x{len(self.lines)}"
@@ -143,7 +145,7 @@ class Writer:
         return self._name(" + ".join([*parts, str(term.start)]), term.dtype)
 
     def number(self, term: Number) -> tuple[str, str]:
-        return literal(term.value), ""
+        return number_text(term.value), ""
 
     def load(self, term: Load) -> tuple[str, str]:
         n, places = term.source, [self._found[index][0] for index in term.index]
@@ -160,8 +162,8 @@ class Writer:
     def apply(self, term: Apply) -> tuple[str, str]:
         rule = OPS.get(term.op)
         if rule is None or term.kwargs or len(term.args) != len(rule) - 1:
-            raise Unwritable(f"{term.op} has no form in Triton")
-        given = [self._found[arg] if isinstance(arg, Term) else (literal(arg), "") for arg in term.args]
+            raise NoForm(f"{term.op} has no form in Triton")
+        given = [self._found[arg] if isinstance(arg, Term) else (number_text(arg), "") for arg in term.args]
         names = [name for name, _ in given]
         ways = ((way.format(*names, y="{y}"), slope) for way, (_, slope) in zip(rule[1:], given, strict=True))
         parts = [f"({way}) * {slope}" for way, slope in ways if way and slope]
@@ -179,14 +181,14 @@ WRITERS: dict[type[Term], Callable[[Writer, Term], tuple[str, str]]] = {
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """ "float", "int" or "bool". Raises Unwritable for what is computed in more than 32 bits."""
+    """ "float", "int" or "bool". Raises NoForm for what is computed in more than 32 bits."""
     if dtype in FLOATS:
         return "float"
     if dtype in INTEGERS:
         return "int"
     if dtype == torch.bool:
         return "bool"
-    raise Unwritable(f"{dtype} has no form in Triton")
+    raise NoForm(f"{dtype} has no form in Triton")
 
 
 def rounded(value: str, dtype: torch.dtype) -> str:
@@ -200,10 +202,10 @@ def rounded(value: str, dtype: torch.dtype) -> str:
     return f"tl.cast(tl.cast({value}, {narrow}), tl.float32)" if narrow else f"tl.cast({value}, tl.float32)"
 
 
-def literal(value: Plain) -> str:
-    """Of a number. Raises Unwritable for anything else."""
+def number_text(value: Plain) -> str:
+    """Of a number. Raises NoForm for anything else."""
     if isinstance(value, (bool, int)):
         return repr(value)
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else f'float("{value}")'
-    raise Unwritable(f"{value!r} has no form in Triton")
+    raise NoForm(f"{value!r} has no form in Triton")

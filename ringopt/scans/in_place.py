@@ -12,7 +12,7 @@ result is stacked of is computed where it belongs. The numbers are those of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle
 from typing import Any
@@ -22,6 +22,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.ir.nodes import outputs_of, shape_of, value_of
+from ringopt.kernels.step_program import ElementStep, steps_program
+from ringopt.kernels.stepped import in_one_launch, run_steps
 from ringopt.scans.body import placeholders
 from ringopt.scans.step_graph import simplify
 from ringopt.scans.trace import VIEWS, Kinds, OperandKind, in_own_thread, without_idle_views, writes
@@ -69,13 +71,15 @@ class RepeatedStep:
     ahead(*stacked) -> *rows, stacked: views of what has a row a step
     each(*carries, *into, *rows, *fixed) -> *carries
 
-    into   the places among the outputs of the step that are written to what the caller gives."""
+    into     the places among the outputs of the step that are written to what the caller gives
+    program  all steps as one launch (ringopt/kernels/stepped.py); "" where there is no such"""
 
     roles: StepRoles
     once: fx.GraphModule
     ahead: fx.GraphModule
     each: fx.GraphModule
     into: tuple[int, ...]
+    program: str = ""
 
     @torch.no_grad()
     def run(self, inputs: Sequence[Tensor], results: Sequence[Tensor], backwards: bool = False) -> list[Tensor]:
@@ -88,7 +92,10 @@ class RepeatedStep:
         count = stacked[0].shape[0]
         if not count:
             return carried
-        fixed = self.once(carried[0], *(inputs[place] for place in roles.places("const")))
+        consts = [inputs[place] for place in roles.places("const")]
+        if self.program and in_one_launch([*inputs, *results]):
+            return run_steps(self.program, carried, stacked, consts, results, backwards)
+        fixed = self.once(carried[0], *consts)
         into = [self.destinations(place, results[place], carried, order) for place in self.into]
         rows = [x.unbind(0)[::order] for x in self.ahead(*stacked)]
         step = self.each.forward
@@ -120,7 +127,8 @@ def repeated_step(step: Callable[..., Sequence[Tensor]], kinds: Kinds, roles: St
     module = in_own_thread(traced)
     plain = writes(module)
     (without_idle_views if plain else simplify)(module.graph)
-    return _Writer(module, roles, plain).write()
+    program = steps_program(ElementStep(module.graph, roles.inputs, roles.outputs, roles.keeps))
+    return replace(_Writer(module, roles, plain).write(), program=program if isinstance(program, str) else "")
 
 
 class _Writer:

@@ -1,0 +1,41 @@
+"""All steps of a recurrence in one launch, by the text of step_program.py. Imported where Triton is at hand only."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+BLOCK = 256
+
+
+@lru_cache(maxsize=256)
+def kernel_of(program: str) -> Any:
+    """The kernel of that text; Triton reads it again where Python keeps the lines of a file."""
+    name = f"<steps {sha256(program.encode()).hexdigest()}>"  # the same in each process, as a cache needs it
+    linecache.cache[name] = (len(program), None, program.splitlines(keepends=True), name)
+    found: dict[str, Any] = {"__name__": __name__}
+    exec(compile(program, name, "exec"), found)
+    return found["steps"]
+
+
+def run(
+    program: str, carried: Sequence[Tensor], rows: Sequence[Tensor], consts: Sequence[Tensor], into: Sequence[Tensor],
+    backwards: bool,
+) -> list[Tensor]:
+    """The last carries; `into` is filled, for each output of the step. A carry that is not kept goes anywhere."""
+    carried, sizes, count = [x.contiguous() for x in carried], tuple(carried[0].shape), rows[0].shape[0]
+    last = [torch.empty_like(x) for x in carried]
+    at_rows = tuple((x.stride(0), *x[0].expand(sizes).stride()) for x in rows)
+    at_consts = tuple(x.expand(sizes).stride() for x in consts)
+    first, order, total = (count - 1, -1, carried[0].numel()) if backwards else (0, 1, carried[0].numel())
+    tensors = tuple(carried), tuple(rows), tuple(consts), tuple(into), tuple(last)
+    kernel = kernel_of(program)[(triton.cdiv(total, BLOCK),)]
+    kernel(*tensors, count, first, order, total, sizes, at_rows, at_consts, BLOCK=BLOCK)
+    return last
