@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 
 from ringopt.frontend import flex
 from ringopt.frontend.flatten import is_inline
@@ -130,6 +131,9 @@ def call_of(made: fx.GraphModule, name: str, inside: Sequence[fx.Node], copies: 
     copy_into(own, inner, constants)
     copy_into(own, inner, inside)
     results = [node for node in inside if any(user not in within for user in node.users)]
+    if not results:  # nobody reads them; what it may write is seen where the call is looked at
+        results = [node for node in inside if isinstance(value := flex.example(node), Tensor) and is_unwrapped(value)]
+        results = results[-1:]
     own.output(tuple(inner[node] for node in results))
     setattr(made, name, fx.GraphModule(made, own))
     graph = made.graph
