@@ -35,7 +35,9 @@ def run(
     at_rows = tuple((x.stride(0), *x[0].expand(sizes).stride()) for x in rows)
     at_consts = tuple(x.expand(sizes).stride() for x in consts)
     first, order, total = (count - 1, -1, carried[0].numel()) if backwards else (0, 1, carried[0].numel())
-    tensors = tuple(carried), tuple(rows), tuple(consts), tuple(into), tuple(last)
+    tensors = {"carries": carried, "rows": rows, "consts": consts, "into": into, "last": last}
+    numbers = {"count": count, "first": first, "order": order, "total": total, "sizes": sizes}
     kernel = kernel_of(program)[(triton.cdiv(total, BLOCK),)]
-    kernel(*tensors, count, first, order, total, sizes, at_rows, at_consts, BLOCK=BLOCK)
+    given = {name: tuple(parts) for name, parts in tensors.items()}
+    kernel(**given, **numbers, at_rows=at_rows, at_consts=at_consts, BLOCK=BLOCK)
     return last

@@ -1,5 +1,5 @@
-"""What the forward keeps for the backward has the strides that the backward was compiled for, also where the number of a
-rank's tokens is open."""
+"""What the forward keeps for the backward has the strides that the backward was compiled for, also where the number of
+a rank's tokens is open."""
 
 from __future__ import annotations
 
