@@ -30,5 +30,6 @@ def trained_at_two_lengths() -> list[float]:
     return errors
 
 
+@pytest.mark.zoo
 def test_keys_that_the_backward_sends_again_lie_as_it_expects(ranks):
     assert max(max(errors) for errors in ranks(2, trained_at_two_lengths)) < 1e-5
