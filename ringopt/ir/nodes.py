@@ -158,7 +158,8 @@ def module_path(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
-    path = re.sub(r"^(L\['\w+'\]|L__\w+?__)", "", stack[-1][0])
+    # A method that was wrapped, and is traced from inside the wrapper, has its module as args[0].
+    path = re.sub(r"^(L\['args'\]\[0\]|L\['\w+'\]|L__\w+?__)", "", stack[-1][0])
     return re.sub(r"\[?'?(?:_modules)?'?\]?[\[\].']+", ".", path).strip(".")
 
 
