@@ -159,7 +159,7 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     # A method that was wrapped, and is traced from inside the wrapper, has its module as args[0].
-    path = re.sub(r"^(L\['args'\]\[0\]|L\['\w+'\]|L__\w+?__)", "", stack[-1][0])
+    path = re.sub(r"^(L\['\w*args'\]\[0\]|L\['\w+'\]|L__\w+?__)", "", stack[-1][0])
     return re.sub(r"\[?'?(?:_modules)?'?\]?[\[\].']+", ".", path).strip(".")
 
 
