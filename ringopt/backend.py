@@ -50,6 +50,7 @@ from ringopt.runtime.verify_nodes import NodeCheck
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.autograd import unseen
+from ringopt.torch_compat.dynamo_logging import log_while_tracing
 
 log = logger(__name__)
 
@@ -59,6 +60,7 @@ teach()  # before Dynamo traces: it looks the backend up first
 teach_associative_scan()
 teach_libraries()
 teach_sizes()
+log_while_tracing()
 
 
 def reports() -> list[Report]:

@@ -10,9 +10,12 @@ is a Refusal, and its attention is left to matrix products.
 
 from __future__ import annotations
 
+import linecache
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from hashlib import sha256
+from typing import Any
 
 import torch
 
@@ -209,3 +212,13 @@ def number_text(value: Plain) -> str:
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else f'float("{value}")'
     raise NoForm(f"{value!r} has no form in Triton")
+
+
+@lru_cache(maxsize=256)
+def function_of(program: str, name: str) -> Any:
+    """The function `name` of that text; Triton reads it again where Python keeps the lines of a file."""
+    file = f"<{name} {sha256(program.encode()).hexdigest()}>"  # the same in each process, as a cache needs it
+    linecache.cache[file] = (len(program), None, program.splitlines(keepends=True), file)
+    found: dict[str, Any] = {"__name__": __name__}
+    exec(compile(program, file, "exec"), found)
+    return found[name]

@@ -56,8 +56,10 @@ def steps_program(step: ElementStep) -> str | Refusal:
 
 
 class _Writer:
+    """Lines: `before` the steps, `lines` that compute in each, `stored` that write there and carry on."""
+
     def __init__(self, step: ElementStep):
-        self.step, self.lines = step, list[str]()
+        self.step, self.before, self.lines, self.stored = step, list[str](), list[str](), list[str]()
         self.given = [node for node in step.graph.nodes if node.op == "placeholder"]
         self.made = outputs_of(step.graph)
         carries = [node for node, role in zip(self.given, step.inputs, strict=True) if role == "carry"]
@@ -84,8 +86,8 @@ class _Writer:
         return SIGNATURE + "".join(f"    {line}\n" for line in (*head, *body, *behind))
 
     def inputs(self) -> list[str]:
-        """What is read in each step; `before` is what is read once."""
-        self.before, inside, numbers = list[str](), list[str](), {"carry": 0, "row": 0, "const": 0}
+        """What is read in each step; what is read once goes before."""
+        inside, numbers = list[str](), {"carry": 0, "row": 0, "const": 0}
         for node, role in zip(self.given, self.step.inputs, strict=True):
             self.fits(node)
             number = numbers[role]
@@ -136,8 +138,8 @@ class _Writer:
         return made
 
     def results(self) -> list[str]:
-        """What is written behind the last step; `stored` is what is in each, and what is carried on."""
-        self.stored, behind, carried, number = list[str](), list[str](), list[tuple[str, str]](), 0
+        """What is written behind the last step."""
+        behind, carried, number = list[str](), list[tuple[str, str]](), 0
         for place, (node, role) in enumerate(zip(self.made, self.step.outputs, strict=True)):
             value = self.names[node]
             if role == "sum":

@@ -7,16 +7,15 @@ made in float32. Imported where Triton is at hand only (scored.py).
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Sequence
-from functools import lru_cache
-from hashlib import sha256
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ringopt.kernels.score_program import function_of
 
 HIDDEN = tl.constexpr(float("-inf"))
 FIRST, SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
@@ -230,16 +229,6 @@ def keys_kernel(
 
 
 # ---- launched --------------------------------------------------------------------------------------------------------
-@lru_cache(maxsize=256)
-def function_of(program: str) -> Any:
-    """The function `scores` of that text; Triton reads it again where Python keeps the lines of a file."""
-    name = f"<scores {sha256(program.encode()).hexdigest()}>"  # the same in each process, as a cache needs it
-    linecache.cache[name] = (len(program), None, program.splitlines(keepends=True), name)
-    found: dict[str, Any] = {"__name__": __name__}
-    exec(compile(program, name, "exec"), found)  # written by score_program.py
-    return found["scores"]
-
-
 def common(q: Tensor, k: Tensor, v: Tensor, call: Sequence[Any]) -> Any:
     """The arguments that all kernels share: (mask, seed), (given, drop, scale, heads, groups, dims), constants."""
     mask, sources, seed, program, place, band, scale, least, keep = call
@@ -251,7 +240,7 @@ def common(q: Tensor, k: Tensor, v: Tensor, call: Sequence[Any]) -> Any:
     widest = max(q.shape[3], v.shape[3]) * q.element_size()
     block = 64 if widest <= 256 else 32 if widest <= 512 else 16  # about 140 KiB of shared memory at most
     constants = {
-        "SCORES": function_of(program) if program else None,
+        "SCORES": function_of(program, "scores") if program else None,
         **{"MASKED": mask is not None, "BANDED": bool(band), "DROPS": seed is not None, "BM": block, "BN": block},
         **{name: max(16, triton.next_power_of_2(x.shape[3])) for name, x in (("BD", q), ("BV", v))},
     }

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Sequence
-from functools import lru_cache
-from hashlib import sha256
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from ringopt.kernels.score_program import function_of
+
 BLOCK = 256
-
-
-@lru_cache(maxsize=256)
-def kernel_of(program: str) -> Any:
-    """The kernel of that text; Triton reads it again where Python keeps the lines of a file."""
-    name = f"<steps {sha256(program.encode()).hexdigest()}>"  # the same in each process, as a cache needs it
-    linecache.cache[name] = (len(program), None, program.splitlines(keepends=True), name)
-    found: dict[str, Any] = {"__name__": __name__}
-    exec(compile(program, name, "exec"), found)
-    return found["steps"]
 
 
 def run(
@@ -37,7 +25,7 @@ def run(
     first, order, total = (count - 1, -1, carried[0].numel()) if backwards else (0, 1, carried[0].numel())
     tensors = {"carries": carried, "rows": rows, "consts": consts, "into": into, "last": last}
     numbers = {"count": count, "first": first, "order": order, "total": total, "sizes": sizes}
-    kernel = kernel_of(program)[(triton.cdiv(total, BLOCK),)]
+    kernel = function_of(program, "steps")[(triton.cdiv(total, BLOCK),)]
     given = {name: tuple(parts) for name, parts in tensors.items()}
     kernel(**given, **numbers, at_rows=at_rows, at_consts=at_consts, BLOCK=BLOCK)
     return last

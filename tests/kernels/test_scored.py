@@ -31,7 +31,7 @@ from ringopt.kernels.base import HIDDEN, TileInputs, WholeRows
 from ringopt.kernels.choose import WithOthers
 from ringopt.kernels.cpu_flash import CpuFlash
 from ringopt.kernels.math import Math, Modifier
-from ringopt.kernels.score_program import OPS, scores_program
+from ringopt.kernels.score_program import OPS, function_of, scores_program
 from ringopt.kernels.scored import Drop, Scored, TilePlace
 from tests.context_parallel.reference import join, shard
 from tests.harness.threads import ThreadMesh, run_on_threads
@@ -205,6 +205,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     scored.works.cache_clear()
     yield module
     scored.works.cache_clear()
+    function_of.cache_clear()
     monkeypatch.undo()
     for place, found in zip(places, before, strict=True):
         for name, value in found.items():
@@ -213,7 +214,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def fresh() -> ModuleType:
-    """The module anew: Triton decides when it decorates a function who runs it."""
+    """The module anew, and what it is given: Triton decides when it decorates a function who runs it."""
+    function_of.cache_clear()
     spec = importlib.util.find_spec(NAME)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -338,7 +340,7 @@ def test_it_compiles_for_an_h100() -> None:
         **{"seed": "*i64", "given": ("i32", "i32", place, ("i32", "i32"), ("i64",) * 4, *read)},
         **{"drop": ("i64", "fp32"), "scale": "fp32", "heads": "i32", "groups": "i32", "dims": ("i32", "i32")},
     }
-    constants = {"SCORES": module.function_of(program), "MASKED": False, "BANDED": True, "DROPS": True}
+    constants = {"SCORES": function_of(program, "scores"), "MASKED": False, "BANDED": True, "DROPS": True}
     results = ({"out": "*bf16", "lse": "*fp32"}, 4), ({"dout": "*bf16", "out": "*bf16", "lse": "*fp32"}, 6)
     sums = {name: "*fp32" for name in ("dq", "delta", "dmask", "dk", "dv")}
     for name, (given, number_of) in (("forward", results[0]), ("queries", results[1]), ("keys", results[1])):

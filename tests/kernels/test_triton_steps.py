@@ -80,7 +80,7 @@ def test_numbers() -> None:
 
 @TRITON
 def test_it_compiles_for_an_h100() -> None:
-    from ringopt.kernels.triton_steps import kernel_of
+    from ringopt.kernels.score_program import function_of
     from tests.kernels.test_triton_merge import compiled
 
     program = program_of(lambda s, x, w: (s * w.sigmoid() + x.tanh()).relu(), (2, 3), (3,), (2, 1))
@@ -91,5 +91,5 @@ def test_it_compiles_for_an_h100() -> None:
         **{"rows": ("*bf16",), "count": "i32", "first": "i32", "order": "i32", "total": "i32", "sizes": sizes},
         **{"at_rows": (("i32", *sizes),), "at_consts": (sizes,)},
     }
-    kernel = compiled(kernel_of(program), arguments, {"BLOCK": 256})
+    kernel = compiled(function_of(program, "steps"), arguments, {"BLOCK": 256})
     assert "st.local" not in kernel.asm["ptx"]

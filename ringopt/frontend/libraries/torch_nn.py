@@ -1,10 +1,8 @@
-"""What Dynamo cannot trace in torch's own Transformer, in a form that it can; and messages to loggers.
+"""What Dynamo cannot trace in torch's own Transformer, in a form that it can.
 
 Where Dynamo breaks inside `torch.nn`, it runs the rest of that module as it is: no backend sees the attention of an
 `nn.TransformerEncoder` that is given a mask, or of any `nn.MultiheadAttention` whose two masks are of unequal types.
 These functions stand in for the originals while a program is traced, with the same results; eager code keeps them.
-Models of transformers log a message where they choose their loss: what follows a break there would be a graph without
-attention.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.torch_compat.dynamo_logging import log_while_tracing
 from ringopt.torch_compat.nn import CANONICAL_MASK, DETECT_IS_CAUSAL_MASK
 
 
@@ -67,4 +64,3 @@ def teach() -> None:
     for original, form in forms.items():
         with suppress(ValueError):  # torch takes one form of a function: another library has given it
             torch.compiler.substitute_in_graph(original)(form)
-    log_while_tracing()
