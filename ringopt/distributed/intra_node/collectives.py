@@ -64,39 +64,44 @@ class LocalCollectives:
             self._number += 1
             parts_key, sums_key = (PARTS, self._number), (SUMS, self._number)
             chunks = x.tensor_split(size)
-            chunk = Chunk(links, chunks[self._rank], len(lines), sums_key)
             # A chunk is written only after its owner has read this rank's operand of it, which is part of the sum.
             sums = [links.accept(line, chunks[line.peer], sums_key) for line in lines]
             brought = [links.offer(line, chunks[line.peer], parts_key) for line in lines]
+            # This rank's own chunk appends to `ends` before the last of `sums` is done, for a rank that has sent its sum
+            # has offered its part before. An error there is met at once, whatever a peer that has failed still owes.
+            ends = [*brought, *sums]
+            chunk = Chunk(links, chunks[self._rank], len(lines), sums_key, ends)
             for line in lines:
                 links.expect(line, parts_key, chunk.bring)
-            # A rank that has sent its sum has offered its part before: after `sums` this rank's own is being read, too.
-            return Together(links, [*brought, *sums], lambda: links.wait(chunk.ends))
+            return Together(links, ends)
 
 
 @dataclass
 class Chunk:
-    """The chunk of a sum that this rank adds up, in the order of the ranks, when all `peers` have offered theirs."""
+    """The chunk of a sum that this rank adds up, in the order of the ranks, when all `peers` have offered theirs.
+    `ends`: of the whole sum, to which those of this chunk are added."""
 
     links: LocalLinks
     mine: Tensor
     peers: int
     key: tuple[int, int]
+    ends: list[End]
     offers: dict[int, Offer] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
 
     def bring(self, offer: Offer) -> None:
         self.offers[offer.line.peer] = offer
         if len(self.offers) < self.peers:
             return
+        lacks = False
         for _, brought in sorted(self.offers.items()):
             with torch.inference_mode():  # the serving thread may be in another mode than the posting one
                 error = self.links.take(brought, self._added(), self.mine.nbytes)
             self.links.taken(brought)
             if error:
+                lacks = True
                 self.ends.append(End(self.links, brought.line, done=True, error=error))
         # A sum that lacks a part is invalid: peers are sent an empty message, which is an error there, too.
-        found = self.mine[:0] if self.ends else self.mine
+        found = self.mine[:0] if lacks else self.mine
         self.ends += [self.links.offer(brought.line, found, self.key) for brought in self.offers.values()]
 
     def _added(self) -> Iterator[tuple[int, Tensor]]:
