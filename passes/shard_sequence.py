@@ -138,7 +138,7 @@ class ShardSequence(Pass):
             sharder.understood[node]()
             return True
         cut = any(map(sharder.placements.get, tensor_args(node)))
-        done = cut and (sharder.along(node) or across(sharder, node))
+        done = sharder.along(node) or across(sharder, node)
         done = done or (cut and site is None and self.apart(sharder, node, context))
         if site is not None and site.refusal is None:
             note_no_exchange(site, done)

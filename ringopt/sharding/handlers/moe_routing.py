@@ -34,25 +34,50 @@ from ringopt.sharding.sharder import Sharder
 aten = torch.ops.aten
 Placing = Callable[[], None]
 SAME_NUMBERS = (*RESHAPES, *COPIES, *CASTS, "unsqueeze", "detach")
+PICKS_BY_PLACE = ("gather", "scatter", "scatter_add")
 
 
 def routed(sharder: Sharder, node: fx.Node) -> bool:
     """Places a sort of numbers of experts, and tells the sharder how what is made of its order is placed."""
     place = sharder.placements[node.args[0]] if op_name(node) == "sort" else None
-    if place is None or len(shape_of(node)) != 1 or named(node, "descending") or not are_places(node.args[0]):
+    return place is not None and sorts_apart(sharder, node, place)
+
+
+def routed_by_table(sharder: Sharder, node: fx.Node) -> bool:
+    """The same of numbers that every rank has, as those that a table has of tokens, in the order of which tokens are
+    picked that are on shards."""
+    if op_name(node) != "sort" or len(shape_of(node)) != 1:
+        return False
+    orders = [element for element in node.users if element.args[1] == 1]
+    readers = [reader for order in orders for reader in (order, *order.users)]
+    for reader in (user for node in readers for user in node.users):
+        tokens = sharder.placements.get(reader.args[0]) if op_name(reader) == "index" else None
+        if tokens is not None and tokens.dim == 0 and divides(tokens.size, shape_of(node)[0]):
+            share = shape_of(node)[0] // tokens.size
+            return sorts_apart(sharder, node, replace(tokens, inner=tokens.inner * share))
+    return False
+
+
+def sorts_apart(sharder: Sharder, node: fx.Node, place: Sharded) -> bool:
+    """Each rank sorts its rows `place`, if nobody minds."""
+    if len(shape_of(node)) != 1 or named(node, "descending") or not are_places(node.args[0]):
         return False
     routing = Routing(sharder, node, place)
     if not all(map(routing.follows, routing.readers())) or not all(each.users for each in routing.role):
         return False  # what no node reads is the result of an operator taken apart, whose readers are not here
     sharder.understood |= routing.placing
-    args = (sharder.values[node.args[0]], *node.args[1:])
+    sharder.reader = node
+    args = (sharder.sharded(node.args[0], place), *node.args[1:])
     sharder.set(node, sharder.call(node.target, args, node, place, node.kwargs), place)
     return True
 
 
 def are_places(node: fx.Node) -> bool:
-    """Whether `node` has the places of the largest among some numbers: none is negative, and histc counts them all."""
+    """Whether `node` has the places of the largest among some numbers, or numbers that the program takes for places of
+    a row: none is negative, and histc counts them all."""
     name = op_name(node)
+    if count_places(node):
+        return True
     if name in SAME_NUMBERS:
         return holds_places(node) and are_places(node.args[0])
     if name in ("masked_fill", "where"):
@@ -61,6 +86,18 @@ def are_places(node: fx.Node) -> bool:
     if name in ("cat", "stack"):
         return all(map(are_places, node.args[0]))
     return name == "argmax" or (name == "getitem" and op_name(node.args[0]) in ("topk", "max") and node.args[1] == 1)
+
+
+def count_places(node: fx.Node) -> bool:
+    """Whether a gather or a scatter of the program is given these integers: both raise an error where one is negative
+    (experts from a table of tokens, whose scores are picked by the same numbers)."""
+    dtype = value_of(node).dtype
+    if dtype not in (torch.int32, torch.int64):
+        return False
+    if any(op_name(user) in PICKS_BY_PLACE and user.args[2] is node for user in node.users):
+        return True
+    alike = [user for user in node.users if op_name(user) in SAME_NUMBERS and user.args[0] is node]
+    return any(value_of(user).dtype.itemsize >= dtype.itemsize and count_places(user) for user in alike)
 
 
 def holds_places(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from ringopt.sharding.handlers.halo import NEIGHBOURS
 from ringopt.sharding.handlers.joins import JOINS
 from ringopt.sharding.handlers.layers import LAYERS
 from ringopt.sharding.handlers.losses import LOSSES
-from ringopt.sharding.handlers.moe_routing import routed
+from ringopt.sharding.handlers.moe_routing import routed, routed_by_table
 from ringopt.sharding.handlers.norms import NORMS
 from ringopt.sharding.handlers.random import DRAWS
 from ringopt.sharding.handlers.resampling import RESAMPLING
@@ -35,7 +35,10 @@ HANDLERS: dict[str, Handler] = {
 
 
 def across(sharder: Sharder, node: fx.Node) -> bool:
-    """Places `node`, whose tokens come from several ranks; False where no handler covers it."""
+    """Places `node`, whose tokens come from several ranks; False where no handler covers it. Of nodes that every rank
+    could compute, it places what sorts sharded tokens."""
+    if not any(map(sharder.placements.get, tensor_args(node))):
+        return routed_by_table(sharder, node)
     handler = HANDLERS.get(op_name(node)) if is_aten(node) else None
     if any(way(sharder, node) for way in (partial_sums, reshaped, attended, routed)):
         return True

@@ -28,6 +28,7 @@ class Experts(nn.Module):
         self.qkv, self.router, self.out = nn.Linear(D, 3 * D), nn.Linear(D, EXPERTS), nn.Linear(D, D)
         self.wide, self.narrow = (nn.Parameter(torch.randn(EXPERTS, D, D) / 3) for _ in range(2))
         self.bias = nn.Parameter(torch.randn(EXPERTS, D))
+        self.table = nn.Buffer(torch.randint(0, EXPERTS, (5, chosen), dtype=torch.int32))
 
     def forward(self, x):
         b, n, _ = x.shape
@@ -83,6 +84,20 @@ def an_expert_that_is_skipped(m, x, weights, experts):
     return as_in_transformers(m, x, weights.masked_fill(skipped, 0), experts.masked_fill(skipped, 0))
 
 
+def experts_of_a_table(m, x, weights, experts):
+    """DeepSeek V4: which experts is looked up by a number that every rank has of every token; how much each counts is
+    picked by the same numbers of experts."""
+    experts = m.table[torch.arange(x.shape[0]) * 3 % 5].long()
+    weights = m.router(x).sigmoid().gather(1, experts)
+    return as_in_transformers(m, x, weights.reshape(-1), experts.reshape(-1))
+
+
+def experts_of_a_table_by_what_tokens_are(m, x, weights, experts):
+    experts = m.table[x[:, :1].mul(4).long() % 5].reshape(-1, m.chosen).long()
+    weights = m.router(x).sigmoid().gather(1, experts)
+    return as_in_transformers(m, x, weights.reshape(-1), experts.reshape(-1))
+
+
 def checked(go, p, layout, chosen=CHOSEN):
     torch.manual_seed(p)
     x = torch.randn(2, 11, D, dtype=torch.float64, requires_grad=True)
@@ -101,6 +116,8 @@ def checked(go, p, layout, chosen=CHOSEN):
         tokens_repeated_before,
         one_after_the_other,
         an_expert_that_is_skipped,
+        experts_of_a_table,
+        experts_of_a_table_by_what_tokens_are,
     ],
 )
 def test_every_token_meets_its_experts_where_it_is(go, p, layout):
@@ -190,6 +207,12 @@ def filled_below_zero(m, x, weights, experts):
     return as_in_transformers(m, x, weights, experts.masked_fill(experts == EXPERTS - 1, -1))
 
 
+def a_table_of_any_numbers(m, x, weights, experts):
+    """Nothing else in the program says that none is negative."""
+    experts = m.table[x[:, :1].mul(4).long() % 5].reshape(-1)
+    return as_in_transformers(m, x, weights, experts)
+
+
 def narrow(m, x, weights, experts):
     """Numbers of 8 bits wrap around, and are in order no more."""
     experts, order = experts.sort()
@@ -206,6 +229,7 @@ def without_their_places(m, x, weights, experts):
     "go",
     [
         narrow,
+        a_table_of_any_numbers,
         without_their_places,
         places_counted,
         mixed_on_the_way,
