@@ -67,8 +67,8 @@ class LocalCollectives:
             # A chunk is written only after its owner has read this rank's operand of it, which is part of the sum.
             sums = [links.accept(line, chunks[line.peer], sums_key) for line in lines]
             brought = [links.offer(line, chunks[line.peer], parts_key) for line in lines]
-            # This rank's own chunk appends to `ends` before the last of `sums` is done, for a rank that has sent its sum
-            # has offered its part before. An error there is met at once, whatever a peer that has failed still owes.
+            # This rank's own chunk appends to `ends` before the last of `sums` is done, for a rank that has sent its
+            # sum has offered its part before. An error there is met at once, whatever a peer that failed still owes.
             ends = [*brought, *sums]
             chunk = Chunk(links, chunks[self._rank], len(lines), sums_key, ends)
             for line in lines:
