@@ -30,6 +30,7 @@ from ringopt.dims.products import is_product
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.hardware.rates import Rates
 from ringopt.ir.nodes import op_name
+from ringopt.ir.symbolic_sizes import is_open
 from ringopt.ops.traits import attends, exchanges
 from ringopt.options import InnerBackend
 from ringopt.overlap.all_at_once import all_at_once
@@ -104,6 +105,8 @@ def why_unordered(mesh: Mesh, inner_backend: InnerBackend) -> str:
 def why_not(node: fx.Node, ranks: int) -> str:
     """Why the exchange of an attention cannot start before it, or ""."""
     call = call_over_ranks(node)
+    if is_open(call.heads[0]):  # which the start is told as a number
+        return "its number of heads changes with the length"
     if isinstance(call, DilatedCall):
         sends = dilated_plan_at(node, ranks).strategies != "local"
         return "" if sends else "it sends nothing"

@@ -29,6 +29,7 @@ from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.start_early import early_aot_eager, gap_before, inductor_settings
 from ringopt.passes import sync_gradients
 from ringopt.runtime.graph_boundary import examples
+from tests.harness.lengths import run_over
 from tests.harness.models import difference as error_of
 from tests.harness.models import run
 from tests.harness.threads import ThreadMesh, run_on_threads
@@ -281,6 +282,27 @@ class Bare(nn.Module):
 def test_reasons(options: dict[str, Any], sentence: str) -> None:
     report = ringopt.explain(Model(), data(dtype=torch.float32), world_size=2, options=options)
     assert report.sites[0].notes[-1] == sentence
+
+
+class OpenHeads(nn.Module):
+    """Blocks of four rows stand where heads do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            blocks = self.f(x).unflatten(1, (-1, 4))
+            x = x + F.scaled_dot_product_attention(blocks, blocks, blocks).flatten(1, 2)
+        return x
+
+
+def test_a_number_of_heads_that_changes_with_the_length() -> None:
+    """The start is told how many there are, and that number stands in no graph of autograd's making."""
+    found = run_over(OpenHeads().double(), [(torch.randn(2, 12, WIDTH).double(),)], 2, dynamic=True)
+    last = found.reports[-1].sites[0].notes[-1]
+    assert last == "its exchange starts with it: its number of heads changes with the length"
 
 
 def test_where_there_is_nothing_to_hide_behind() -> None:
