@@ -18,20 +18,17 @@ from ringopt.distributed.consistency import digest
 from ringopt.drivers.announce import announce, heard_once, log_report, raise_or_warn
 from ringopt.drivers.compile import Run, in_order, mesh_for, transform, warn_of_limit
 from ringopt.drivers.reference import reference
+from ringopt.drivers.teach_dynamo import teach_dynamo
 from ringopt.frontend.data_sizes.traced_again import (
     on_ranks,
-    teach_sizes,
     trace_with_breaks,
     trace_with_sizes,
     traces_sizes,
 )
 from ringopt.frontend.higher_order.associative_scan import (
     keeps_associative_scans,
-    teach_associative_scan,
     trace_as_written,
 )
-from ringopt.frontend.libraries.teach import teach_libraries
-from ringopt.frontend.libraries.torch_nn import teach
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import readable_name
@@ -50,17 +47,12 @@ from ringopt.runtime.verify_nodes import NodeCheck
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.autograd import unseen
-from ringopt.torch_compat.dynamo_logging import log_while_tracing
 
 log = logger(__name__)
 
 _reports: list[Report] = []
 
-teach()  # before Dynamo traces: it looks the backend up first
-teach_associative_scan()
-teach_libraries()
-teach_sizes()
-log_while_tracing()
+teach_dynamo()  # before Dynamo traces: it looks the backend up first
 
 
 def reports() -> list[Report]:

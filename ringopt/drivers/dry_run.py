@@ -12,9 +12,9 @@ import torch.fx as fx
 
 from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.compile import Compiled, transform
+from ringopt.drivers.teach_dynamo import teach_dynamo
 from ringopt.errors import RingError
 from ringopt.frontend.data_sizes.traced_again import (
-    teach_sizes,
     trace_with_breaks,
     trace_with_sizes,
     traces_sizes,
@@ -23,7 +23,7 @@ from ringopt.frontend.higher_order.associative_scan import keeps_associative_sca
 from ringopt.options import Options
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
 
-teach_sizes()
+teach_dynamo()
 
 
 class DryRun:

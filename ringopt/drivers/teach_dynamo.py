@@ -1,0 +1,21 @@
+"""All that Dynamo is taught, by whatever has programs traced: the backend, and explain and plan, which run nothing."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ringopt.frontend.data_sizes.traced_again import teach_sizes
+from ringopt.frontend.higher_order.associative_scan import teach_associative_scan
+from ringopt.frontend.libraries.teach import teach_libraries
+from ringopt.frontend.libraries.torch_nn import teach
+from ringopt.torch_compat.dynamo_logging import log_while_tracing
+
+
+@cache
+def teach_dynamo() -> None:
+    """For all that is traced in this process from here on."""
+    teach()
+    teach_associative_scan()
+    teach_libraries()
+    teach_sizes()
+    log_while_tracing()
