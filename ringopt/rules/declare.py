@@ -36,7 +36,11 @@ from ringopt.torch_compat.schema import (
 )
 
 Dims = int | tuple[int, ...]
-HUB_BUILDS = {"flash_attn": re.compile(r"_flash_attn2?(_(cuda|rocm|xpu|cpu))?_[0-9a-z]+(_dirty)?")}
+OF_BUILD = r"(_(cuda|rocm|xpu|cpu))?_[0-9a-z]+(_dirty)?"
+HUB_BUILDS = {
+    "flash_attn": re.compile(f"_flash_attn2?{OF_BUILD}"),
+    "flash_attn_3": re.compile(f"_flash_attn3{OF_BUILD}"),
+}
 AttentionLayout = Literal["BHSD", "BSHD", "SHD"]
 
 

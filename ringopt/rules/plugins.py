@@ -15,6 +15,7 @@ from ringopt.errors import first_line
 from ringopt.output.printable import logger
 from ringopt.rules.declare import OF_PLUGINS, REGISTRY, SHIPPED
 from ringopt.rules.flash_attn import declare_flash_attn
+from ringopt.rules.transformer_engine import declare_transformer_engine
 
 log = logger(__name__)
 
@@ -26,6 +27,7 @@ def load_rules() -> tuple[str, ...]:
     """Sentences about those that failed."""
     with REGISTRY.filling(SHIPPED):
         declare_flash_attn()
+        declare_transformer_engine()
     failed = []
     for plugin in entry_points(group=GROUP):
         try:

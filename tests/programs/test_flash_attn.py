@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from tests.harness.stub_flash_attn import FlashAttnFunc, attention, third, write
 from tests.harness.translation import validate
 
 if hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
@@ -36,21 +37,6 @@ PACKED_BACKWARD = (
     " Tensor(c!)? dv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k,"
     f" {OPTIONS}, {REST}, bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor"
 )
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, right: int, cu: Any) -> Tensor:
-    """B S H D, as the kernel's documentation has it."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    own = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    keys = torch.arange(k.shape[2])
-    seen = (own >= keys) if causal else torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    seen = seen & (keys >= own - left) if left >= 0 else seen
-    seen = seen & (keys <= own + right) if right >= 0 else seen
-    if cu is not None:
-        place = torch.searchsorted(cu, keys.to(cu.dtype), right=True)
-        seen = seen & (place[:, None] == place)
-    out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2).contiguous()
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, p: Any, scale: float, causal: bool, left: int, right: int, *_: Any) -> Any:
@@ -80,15 +66,6 @@ def packed_backward(
 ) -> Tensor:  # fmt: skip
     write((dq[None], dk[None], dv[None]), (q[None], k[None], v[None]), dout[None], (scale, causal, left, right, cu))
     return torch.zeros_like(lse)
-
-
-def write(to: tuple[Tensor, ...], given: tuple[Tensor, ...], dout: Tensor, how: Any) -> None:
-    """The gradients of `given`."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in given]
-        found = torch.autograd.grad(attention(leaves[0], leaves[1], leaves[2], *how), leaves, dout)
-    for x, grad in zip(to, found, strict=True):
-        x.copy_(grad)
 
 
 def library(namespace: str) -> torch.library.Library:
@@ -216,3 +193,58 @@ def test_what_no_rule_says_is_gathered_with_its_name() -> None:
     found = validate(2, Capped(), {"x": torch.randn(1, 13, 8, dtype=torch.float64)})
     assert found.wrong == ""
     assert any("it is called with softcap, which no rule says" in gather.why for gather in found.report.gathers)
+
+
+# ---- flash_attn_3 ----------------------------------------------------------------------------------------------------
+THIRD, HUB_THIRD = "flash_attn_3", "_flash_attn3_cuda_9e27194"
+LIBRARIES += [third(namespace) for namespace in (THIRD, HUB_THIRD)]
+
+
+class Third(nn.Module):
+    """Grouped heads, B S H D, or packed; or the operator itself, `with` what is given."""
+
+    def __init__(self, packed: bool, causal: bool, window: tuple[int, int], of: str = THIRD, **given: Any) -> None:
+        super().__init__()
+        self.qkv, self.packed, self.causal, self.window = nn.Linear(8, 16), packed, causal, window
+        self.of, self.given = getattr(torch.ops, of), given
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 2)).split([4, 2, 2], 2)
+        if self.given:
+            return self.of._flash_attn_forward(q, k, v, causal=True, **self.given)[0].flatten(2).sin()
+        if self.packed:
+            out = FlashAttnFunc.apply(self.of, q[0], k[0], v[0], ends, self.causal, self.window, None)
+            return out.flatten(1).sin()
+        return FlashAttnFunc.apply(self.of, q, k, v, None, self.causal, self.window, 0.3).flatten(2).sin()
+
+
+OF_THIRD = [
+    (False, True, (-1, -1), THIRD, 2), (False, False, (3, 2), THIRD, 3), (True, True, (-1, -1), THIRD, 3),
+    (True, False, (3, 2), THIRD, 2), (True, True, (4, 0), HUB_THIRD, 2),
+]  # fmt: skip
+X = {"x": torch.randn(1, 13, 8, dtype=torch.float64), "ends": torch.tensor([0, 4, 9, 13], dtype=torch.int32)}
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="a graph with the backward's writes is refused")
+@pytest.mark.parametrize(("packed", "causal", "window", "of", "p"), OF_THIRD)
+def test_the_third_is_a_site(packed: bool, causal: bool, window: tuple[int, int], of: str, p: int) -> None:
+    torch.manual_seed(0)
+    found = validate(p, Third(packed, causal, window, of).double(), X)
+    assert found.wrong == ""
+    (site,) = found.report.sites
+    assert site.refusal is None and [gather.op for gather in found.report.gathers] == ["output"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"), [({"softcap": 30.0}, "softcap"), ({"attention_chunk": 4}, "attention_chunk")]
+)
+def test_what_the_third_is_asked_beside_is_gathered(given: dict[str, Any], why: str) -> None:
+    model = Third(False, True, (-1, -1), **given).double().requires_grad_(False)
+
+    def beside(x: Tensor, ends: Tensor) -> Tensor:
+        q = x[:, None]
+        return model(F.scaled_dot_product_attention(q, q, q)[:, 0], ends)
+
+    found = validate(2, beside, X)
+    assert found.wrong == ""
+    assert any(f"it is called with {why}, which no rule says" in gather.why for gather in found.report.gathers)
