@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import ringopt
 
 WORDS, WIDTH, HEADS, LENGTH, BATCH = 40, 16, 2, 13, 4
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by names of weights, of which a stage has some
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,16 @@ class Net(nn.Module):
 
 
 class Half(nn.Module):
-    """A stage of a pipeline."""
+    """A stage of a pipeline, with the names of the whole."""
 
     def __init__(self, net: Net, stage: int) -> None:
         super().__init__()
-        self.first = net.words if stage == 0 else nn.Identity()
-        self.block, self.last = net.blocks[stage], net.head if stage == 1 else nn.Identity()
+        self.words, self.head = net.words if stage == 0 else nn.Identity(), net.head if stage == 1 else nn.Identity()
+        self.blocks, self.checkpointed = nn.ModuleDict({str(stage): net.blocks[stage]}), net.checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(self.block(self.first(x)))
+        (block,), x = self.blocks.values(), self.words(x)
+        found: Tensor = self.head(checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
         return found
 
 
@@ -159,9 +161,13 @@ def trained(case: Case, ring: bool, folder: str = "") -> dict[str, Any]:
         if mean is not None:
             mean.update_parameters(net)
         if folder and step == 1:
-            state, of_optimizer = get_state_dict(net, optimizer)
-            dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
+            save(net, optimizer, folder)
     return {"loss": averaged(losses), **of_model(net if mean is None else mean.module), **of_reports(before)}
+
+
+def save(net: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    state, of_optimizer = get_state_dict(net, optimizer, options=FLAT)
+    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
 
 
 def resumed(case: Case, ring: bool, folder: str) -> dict[str, Any]:
@@ -171,9 +177,9 @@ def resumed(case: Case, ring: bool, folder: str) -> dict[str, Any]:
     net, before = Net("checkpointing" in case.habits), len(ringopt.reports())
     model = AROUND[case.around](net, case, mesh_of(case)) if ring else net
     optimizer = optimizer_of(case, model)
-    state, of_optimizer = get_state_dict(net, optimizer)
+    state, of_optimizer = get_state_dict(net, optimizer, options=FLAT)
     dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=folder)
-    set_state_dict(net, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+    set_state_dict(net, optimizer, model_state_dict=state, optim_state_dict=of_optimizer, options=FLAT)
     part = of_rank(case, mesh_of(case) if ring else None)
     losses = [step_of(case, model, optimizer, [x[part] for x in batch(step)]) for step in range(2, case.steps)]
     return {"loss": averaged(losses), **of_model(net), **of_reports(before)}
@@ -193,16 +199,19 @@ def step_of(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, give
     return found
 
 
-def piped(case: Case, ring: bool) -> dict[str, Any]:
+def piped(case: Case, folder: str = "") -> dict[str, Any]:
     """Two stages, each on ranks that share the sequence."""
     torch.manual_seed(0)
-    net, mesh, before = Net(), mesh_of(case), len(ringopt.reports())
+    mixed = "amp" in case.habits
+    net, mesh, before = Net("checkpointing" in case.habits), mesh_of(case), len(ringopt.reports())
     stage = mesh["other"].get_local_rank()
     half = Half(net, stage)
     compiled(half, case, mesh)
+    mean = AveragedModel(half, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if "EMA" in case.habits else None
     ids, _ = batch(0)
     hidden = torch.zeros(BATCH // 2, LENGTH, WIDTH, requires_grad=True)
-    ends = [ids[: BATCH // 2], hidden, torch.zeros(BATCH // 2, LENGTH, WORDS)]
+    logits = torch.zeros(BATCH // 2, LENGTH, WORDS, dtype=torch.bfloat16 if mixed else torch.float32)
+    ends = [ids[: BATCH // 2], hidden, logits]
     pipe = PipelineStage(
         half, stage, 2, torch.device("cpu"), input_args=ends[stage], output_args=ends[stage + 1],
         group=mesh["other"].get_group(),
@@ -212,13 +221,19 @@ def piped(case: Case, ring: bool) -> dict[str, Any]:
     for step in range(case.steps):
         ids, labels = batch(step)
         parts: list[Tensor] = []
-        schedule.step(ids) if stage == 0 else schedule.step(target=labels, losses=parts)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            schedule.step(ids) if stage == 0 else schedule.step(target=labels, losses=parts)
         optimizer.step()
         optimizer.zero_grad()
+        if mean is not None:
+            mean.update_parameters(half)
+        if folder and step == 1:
+            save(half, optimizer, folder)
         losses.append(torch.stack([part.detach() for part in parts]).mean() if parts else torch.zeros(()))
     found = torch.stack(losses)
     dist.all_reduce(found)
-    return {"loss": (found / mesh["cp"].size()).tolist(), "weights": {}, **of_reports(before)}
+    of_stage = of_model(half if mean is None else mean.module)
+    return {"loss": (found / mesh["cp"].size()).tolist(), **of_stage, **of_reports(before)}
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------

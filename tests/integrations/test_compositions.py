@@ -49,7 +49,7 @@ def test_pair(ranks: Callable[..., list[Any]], case: Case) -> None:
         check(found, expected, case)
 
 
-@pytest.mark.parametrize("around", ["", "DDP", "FSDP2"])
+@pytest.mark.parametrize("around", ["", "DDP", "FSDP2", "TP", "PP"])
 @pytest.mark.parametrize("habit", ["", "checkpointing", "EMA", "fused"])
 def test_checkpoint_goes_on_with_another_number_of_ranks(
     ranks: Callable[..., list[Any]], tmp_path: Path, around: str, habit: str
@@ -57,17 +57,24 @@ def test_checkpoint_goes_on_with_another_number_of_ranks(
     case = Case(around, (habit,) if habit else ())
     if why := NOT_BY_TORCH.get((case.around, *case.habits)):
         pytest.skip(why)
-    [expected] = ranks(1, trained, Case("", case.habits), False)
-    ranks(4 if around else 2, trained, case, True, folder_of(str(tmp_path)))
-    plain = [habit for habit in case.habits if habit != "EMA"]
+    clipped = () if around not in ("TP", "PP") else ("unclipped",)
+    [expected] = ranks(1, trained, Case("", (*case.habits, *clipped)), False)
+    if around == "PP":
+        ranks(4, piped, case, folder_of(str(tmp_path)))
+    else:
+        ranks(4 if around else 2, trained, case, True, folder_of(str(tmp_path)))
+    plain = [*(habit for habit in case.habits if habit != "EMA"), *clipped]
     for p, ring in ((1, False), (3, True), (2, True)):
         for found in ranks(p, resumed, Case("", tuple(plain)), ring, folder_of(str(tmp_path))):
             assert found["loss"] == pytest.approx(expected["loss"][2:], rel=1e-5)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_stages_of_a_pipeline(ranks: Callable[..., list[Any]], inner: str) -> None:
-    [expected] = ranks(1, trained, Case("", ("unclipped",)), False)
-    for found in ranks(4, piped, Case("PP", inner=inner), True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert found["sites"] and not found["refused"]
+STAGES = [Case("PP", (habit,)) for habit in HABITS] + [Case("PP", inner=inner) for inner in ("aot_eager", "inductor")]
+
+
+@pytest.mark.parametrize("case", STAGES, ids=lambda case: " with ".join((case.inner, *case.habits)))
+def test_stages_of_a_pipeline(ranks: Callable[..., list[Any]], case: Case) -> None:
+    [expected] = ranks(1, trained, Case("", ("unclipped", *case.habits)), False)
+    for found in ranks(4, piped, case):
+        assert found["weights"]
+        check(found, expected, case)
