@@ -12,7 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import ringopt.backend  # noqa: F401  (teaches Dynamo)
+import ringopt
+import ringopt.backend
 from ringopt.frontend.libraries.liger import parameters
 from ringopt.ir.nodes import op_name
 from tests.harness import stub_liger as stubs
@@ -42,6 +43,8 @@ class Block(nn.Module):
         self.embed, self.into = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 7 * WIDTH)
         self.norms = nn.ParameterList(torch.rand(WIDTH) for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=linear)
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ParameterList(torch.rand(3, *sides) for sides in ((6, WIDTH), (WIDTH, 3)))
         self.register_buffer("of_classes", torch.rand(VOCABULARY) + 0.5)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -58,6 +61,8 @@ class Block(nn.Module):
         mixed, x = stubs.LigerFusedAddRMSNormFunction.apply(attended, x, self.norms[1], 1e-6)
         x = x + stubs.LigerSiLUMulFunction.apply(gate, up + mixed) + stubs.LigerGELUMulFunction.apply(first, second)
         x = stubs.LigerLayerNormFunction.apply(x, self.norms[2], self.norms[3], 1e-6).flatten(0, 1)
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        x = x + stubs.LigerFusedMoEFunction.apply(x, *self.experts, chosen.to(torch.int32), weights)
         how = {name: self.of_classes if y is True and name == "weight" else y for name, y in self.how.items()}
         if self.linear:
             how["ce_weight"] = how.pop("weight", None)
@@ -110,9 +115,9 @@ def test_tokens_stay_on_shards(name: str, linear: bool, p: int) -> None:
     )
     assert found.wrong == ""
     assert not found.report.gathers and found.report.sharded_fraction == 1
-    named = {op_name(node).removeprefix("ringopt_kernels::") for node in found.graph.graph.nodes}
-    assert {"liger_rms_norm", "liger_rope", "liger_silu_mul", "liger_gelu_mul", "liger_layer_norm"} <= named
-    assert ("liger_fused_linear_cross_entropy" if linear else "liger_cross_entropy") in named
+    named = {op_name(node).removeprefix("ringopt_kernels::liger_") for node in found.graph.graph.nodes}
+    assert {"rms_norm", "rope", "silu_mul", "gelu_mul", "layer_norm", "fused_moe"} <= named
+    assert ("fused_linear_cross_entropy" if linear else "cross_entropy") in named
 
 
 def test_no_label_that_counts_gives_a_loss_of_nothing() -> None:
@@ -140,11 +145,12 @@ def on_ranks(lengths: list[int]) -> list[float]:
     torch._dynamo.reset()
     model, found = block(), []
     with stubs.liger():
-        compiled = torch.compile(model, backend="ring", fullgraph=True)
+        compiled, made = torch.compile(model, backend="ring", fullgraph=True), len(ringopt.reports())
         for tokens in lengths:
             x, leaves = drawn(tokens), [*model.parameters()]
             pair = [[run(*x), *torch.autograd.grad(run(*x), leaves)] for run in (compiled, model)]
             found.append(max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*pair, strict=True)))
+    assert [report.sharded_fraction for report in ringopt.reports()[made:]] == [1, 1]
     return found
 
 

@@ -132,6 +132,25 @@ class LigerGELUMulFunction(Function):
         return tuple(over_saved(ctx, dc))
 
 
+def routed(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    gate, up = torch.einsum("th,ejh->tej", x, gate_up).chunk(2, -1)
+    of_experts = torch.einsum("tei,ehi->teh", F.silu(gate) * up, down)
+    picked = of_experts.gather(1, index.long()[..., None].expand(*index.shape, x.shape[-1]))
+    return (picked * weights[..., None]).sum(1)
+
+
+class LigerFusedMoEFunction(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Any:
+        return computed(ctx, routed, (x, gate_up_proj, down_proj, top_k_index, top_k_weights))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return tuple(slopes(ctx, grad))
+
+
 def loss_of(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, lse_square_scale: float,
     label_smoothing: float, reduction: str, softcap: float | None,
@@ -196,7 +215,7 @@ class LigerFusedLinearCrossEntropyFunction(Function):
 FUNCTIONS = {
     "rms_norm": LigerRMSNormFunction, "fused_add_rms_norm": LigerFusedAddRMSNormFunction,
     "layer_norm": LigerLayerNormFunction, "rope": LigerRopeFunction, "swiglu": LigerSiLUMulFunction,
-    "geglu": LigerGELUMulFunction, "cross_entropy": LigerCrossEntropyFunction,
+    "geglu": LigerGELUMulFunction, "fused_moe": LigerFusedMoEFunction, "cross_entropy": LigerCrossEntropyFunction,
     "fused_linear_cross_entropy": LigerFusedLinearCrossEntropyFunction,
 }  # fmt: skip
 

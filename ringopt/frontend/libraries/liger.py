@@ -155,6 +155,11 @@ def rotated(**given: Any) -> Declaration:
     return Gathered(f"its angles have {dims} dims")
 
 
+def routed(**given: Any) -> Declaration:
+    """Tokens [T, H] by the experts of each, [T, K]: no expert counts them."""
+    return Tokenwise(dict.fromkeys(("x", "top_k_index", "top_k_weights"), 0))
+
+
 NORM = "float eps, float? offset, str? casting_mode"
 KERNELS: Sequence[LigerKernel] = (
     LigerKernel(
@@ -179,5 +184,9 @@ KERNELS: Sequence[LigerKernel] = (
     ),
     LigerKernel(
         "geglu", "LigerGELUMulFunction", "liger_gelu_mul", "Tensor a, Tensor b", ("a",), gated, reused=("a", "b"),
+    ),
+    LigerKernel(
+        "fused_moe", "LigerFusedMoEFunction", "liger_fused_moe",
+        "Tensor x, Tensor gate_up_proj, Tensor down_proj, Tensor top_k_index, Tensor top_k_weights", ("x",), routed,
     ),
 )  # fmt: skip

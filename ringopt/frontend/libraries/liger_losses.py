@@ -56,7 +56,7 @@ def loss_form(name: str, function: Any, weights: str) -> Callable[..., Any]:
         given = {**usual, **dict(zip(usual, args)), **kwargs}  # noqa: B905  (fewer arguments than parameters)
         rows, target, of_classes = given["_input"], given["target"], given[weights]
         mixed = of_classes is not None and given["lse_square_scale"] != 0 and given["reduction"] == "mean"
-        if beyond(given, known, usual) or mixed or rows.dim() != 2:
+        if beyond(given, known, usual) or mixed or rows.dim() != 2 or rows.shape[0] != target.shape[0]:
             return untraced(*args, **kwargs)
         if name == LINEAR and torch.is_autocast_enabled(rows.device.type):
             to = torch.get_autocast_dtype(rows.device.type)
