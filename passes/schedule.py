@@ -1,6 +1,7 @@
-"""Which attentions start their exchange early, and behind what.
+"""Which attentions and recurrences start their exchange early, and behind what.
 
     y = ring_attention(q, k, v, ...)   ->   y = ring_attention(q, k, v, ..., early="forward backward home")
+    S, y = sharded_scan(S0, xs, ...)   ->   S, y = sharded_scan(S0, xs, ..., early="forward backward")
 
 "forward": something that takes time stands between K and V and the attention, and needs neither: the projection of the
 queries, a branch beside it. "backward": something stands between this attention and the next, whose gradients are
@@ -10,10 +11,12 @@ start apart (a step, by the rates that all ranks agreed on), or where more would
 device's memory), the exchange starts with the attention, whose own first step hides it, and ends with its backward. The
 graphs themselves are ordered when autograd has made them (ringopt/overlap/start_early.py); what that needs of the rates
 is noted in the context. Where the cost model chose for an attention by itself, it may become an all-gather here
-(ringopt/overlap/all_at_once.py). What masks read starts on its way to the host (ringopt/overlap/mask_copies.py).
+(ringopt/overlap/all_at_once.py). The first messages of a recurrence need all its operands, and what is computed
+meanwhile is what stands beside it: products within a chunk, a gate of its output. What masks read starts on its way to
+the host (ringopt/overlap/mask_copies.py).
 
-Before: a lowered graph. After: each attention says in which directions it starts early, and its site in the report
-says behind what, or why not; a note of the report has the gathers and sums that are held back.
+Before: a lowered graph. After: each attention and recurrence says in which directions it starts early, and its site in
+the report says behind what, or why not; a note of the report has the gathers and sums that are held back.
 """
 
 from __future__ import annotations
@@ -23,15 +26,15 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ringopt.calls import DilatedCall, call_over_ranks
+from ringopt.calls import DilatedCall, OpCall, call_over_ranks
 from ringopt.context_parallel.plan.exchange import Exchange
-from ringopt.cost.site import rates_for
+from ringopt.cost.site import rates_at
 from ringopt.dims.products import is_product
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.hardware.rates import Rates
-from ringopt.ir.nodes import op_name
+from ringopt.ir.nodes import op_name, value_of
 from ringopt.ir.symbolic_sizes import is_open
-from ringopt.ops.traits import attends, exchanges
+from ringopt.ops.traits import attends, direction_of, exchanges, is_recurrence, starts_back
 from ringopt.options import InnerBackend
 from ringopt.overlap.all_at_once import all_at_once
 from ringopt.overlap.async_collectives import Budget
@@ -41,6 +44,7 @@ from ringopt.overlap.mask_copies import share_copies
 from ringopt.overlap.meanwhile import Meanwhile, note
 from ringopt.overlap.start_early import gap_before, independent_behind
 from ringopt.pipeline import Context, Pass
+from ringopt.scans.kernel import ScanKernel
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Schedule(Pass):
 
     name = "schedule"
     reads = ("mesh", "carries")
-    writes = ("sites", "notes", "budget")
+    writes = ("sites", "scans", "notes", "budget")
     optional = True
     lost = "every exchange starts with its attention, behind nothing but its own first block"
 
@@ -60,25 +64,23 @@ class Schedule(Pass):
         unordered = why_unordered(context.mesh, self.inner_backend)
         if context.mesh.name != ANY:
             share_copies(gm.graph)
-        by_name = {node.name: info for node, info in context.sites.items()}
-        for node in list(gm.graph.nodes):
-            if not attends(node):
-                continue
-            rates, ranks = rates_for(context.mesh, node), context.mesh.size
+        by_name = {node.name: info for node, info in (*context.sites.items(), *context.scans.items())}
+        bodies = [node for node in gm.graph.nodes if direction_of(node)]
+        for node in bodies:
+            rates, ranks = rates_at(context.mesh, value_of(node.all_input_nodes[0])), context.mesh.size
             context.budget = Budget(ranks, allowed(rates), rates.default.rate, rates.step)
-            info = by_name.get(node.name.removesuffix(f"_{op_name(node)}"))
-            if not unordered and info is not None:
+            info = by_name.get(node.name.removesuffix("_states" if is_recurrence(node) else f"_{op_name(node)}"))
+            if not unordered and info is not None and attends(node):
                 all_at_once(node, info, context.mesh, rates, self.work(node, ranks, rates, context, "not yet"))
             why = unordered or why_not(node, ranks)
             work = self.work(node, ranks, rates, context, why)
             ways = [way for way in work if work[way].pays and work[way].fits and not why]
             if ways:
-                call_over_ranks(node).replace(early=" ".join(ways)).write(node)
+                OpCall.of(node).replace(early=" ".join(ways)).write(node)
             if info is not None:
-                info.notes.append(note(work["forward"], work["backward"], work["home"], why))
+                info.notes.append(note(node, work["forward"], work["backward"], work["home"], why))
         if context.budget is not None and not unordered:
-            sites = [node for node in gm.graph.nodes if attends(node)]
-            early = [node for node in sites if "forward" in call_over_ranks(node).early.split()]
+            early = [node for node in bodies if "forward" in OpCall.of(node)["early"].split()]
             context.notes += held_back(gm.graph, context.budget, early, context.mesh.size)
 
     @staticmethod
@@ -103,7 +105,10 @@ def why_unordered(mesh: Mesh, inner_backend: InnerBackend) -> str:
 
 
 def why_not(node: fx.Node, ranks: int) -> str:
-    """Why the exchange of an attention cannot start before it, or ""."""
+    """Why the exchange of an attention or a recurrence cannot start before it, or ""."""
+    if is_recurrence(node):
+        kernel = OpCall.of(node).arguments.get("kernel")
+        return "the ranks run one after the other" if kernel and ScanKernel.read(kernel).axes is None else ""
     call = call_over_ranks(node)
     if is_open(call.heads[0]):  # which the start is told as a number
         return "its number of heads changes with the length"
@@ -129,6 +134,8 @@ def products_aside(node: fx.Node) -> list[fx.Node]:
 
 def products_after(node: fx.Node, context: Context) -> Iterator[fx.Node]:
     """Up to the next exchange, those that pass a gradient on."""
+    if not starts_back(node):
+        return
     after = False
     for other in node.graph.nodes:
         if other is node:

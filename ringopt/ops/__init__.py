@@ -26,6 +26,7 @@ from ringopt.ops import (
     ring,
     ring_backward_split,
     scan,
+    scan_start,
     sharded_kernel_scan,
     sharded_scan,
     snapshot,
@@ -37,7 +38,8 @@ from ringopt.torch_compat.schema import names_of_all_operators
 DEFINED_BY = (
     all_to_all, argmax, async_gather, attention, collectives, convolution, custom_gradient, dilated, draws,
     dropout, fetch_rows, flex, gradient_buckets, local_length, mask_facts, picked, prefix_sum, reshard, ring,
-    ring_backward_split, scan, sharded_kernel_scan, sharded_scan, snapshot, tabulate,
+    ring_backward_split, scan, scan_start, sharded_kernel_scan, sharded_scan, snapshot,
+    tabulate,
 )  # fmt: skip
 operators = torch.ops.ringopt
 # Here, for an operator without a row is known to nobody who counts, orders or compares.

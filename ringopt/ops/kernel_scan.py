@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ringopt.context_parallel.geometry.layouts import Layout
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import OptionError
+from ringopt.ops.segment_messages import PostedSegments, SegmentMessages
 from ringopt.scans.kernel import frame_of
 from ringopt.scans.segment_map import Frame, SegmentMap, wide
 from ringopt.scans.state_axes import Axis
@@ -126,18 +127,26 @@ class KernelScan:
         return SegmentMap(torch.cat(columns, 2), frame.inward(self.run_at(number, zero, *xs, *self.shared)[1]))
 
     # ---- forward -----------------------------------------------------------------------------------------------------
+    def posted_maps(self, state: Tensor, xs: Sequence[Tensor]) -> PostedSegments:
+        """The maps of this rank's segments, under way."""
+        frame, cut = self.frame(state), self.cut(xs)
+        with torch.no_grad():
+            maps = {number: self.map_of(number, frame, cut[number]) for number in self.mine}
+            numbers, none = self.layout.chunks(self.mesh.rank), frame.identity(state)
+            return self.messages.post([frame.flat(maps.get(number, none)) for number in numbers], "maps of a scan")
+
     def forward(
-        self, state: Tensor, xs: Sequence[Tensor], learned: Sequence[bool]
+        self, state: Tensor, xs: Sequence[Tensor], learned: Sequence[bool], posted: PostedSegments | None = None
     ) -> tuple[list[Segment], tuple[Tensor, list[Tensor]]]:
-        """The segments of this rank; the last state and the matrices of all segments."""
+        """The segments of this rank; the last state and the matrices of all segments. `posted`: its maps, where they
+        are under way."""
         cut = self.cut(xs)
         if self.affine is None:
             return self.in_turn(state, cut, learned)
-        frame, none = self.frame(state), self.frame(state).identity(state)
+        frame = self.frame(state)
+        posted = posted or self.posted_maps(state, xs)
         with torch.no_grad():
-            maps = {number: self.map_of(number, frame, cut[number]) for number in self.mine}
-            messages = [frame.flat(maps.get(number, none)) for number in self.layout.chunks(self.mesh.rank)]
-            every = [frame.read(message) for message in self.gathered(messages, "maps of a scan")]
+            every = [frame.read(message) for message in self.messages.arrived(posted)]
             states = [frame.inward(state)]
             for of in every:
                 states.append(frame.apply(of, states[-1]))
@@ -202,7 +211,7 @@ class KernelScan:
         own = {number: frame.inward(gradients(each, given[number], None)[0]) for number, each in mine.items()}
         messages = [own.get(number, zero) for number in self.layout.chunks(self.mesh.rank)]
         now = frame.inward(last)
-        every = self.gathered(messages, "gradients of a scan")
+        every = self.messages.gathered(messages, "gradients of a scan")
         for number in reversed(range(len(self.lengths))):
             if number in mine:
                 found[number] = gradients(mine[number], given[number], frame.outward(now))[1:]
@@ -210,14 +219,9 @@ class KernelScan:
         return frame.outward(now), [found[number] for number in self.mine]
 
     # ---- between the ranks -------------------------------------------------------------------------------------------
-    def gathered(self, parts: Sequence[Tensor], label: str) -> list[Tensor]:
-        """What every segment has to tell, in order; `parts` are those of this rank."""
-        message = torch.stack(list(parts))
-        found: list[Tensor] = [message[0]] * len(self.lengths)
-        for rank, of_rank in enumerate(self.mesh.all_gather(message, label)):
-            for number, part in zip(self.layout.chunks(rank), of_rank, strict=True):
-                found[number] = part
-        return found
+    @property
+    def messages(self) -> SegmentMessages:
+        return SegmentMessages(self.layout, self.mesh)
 
     def from_holder(self, number: int, state: Tensor) -> Tensor:
         """What the rank that holds a segment has, on all ranks."""

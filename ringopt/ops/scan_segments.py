@@ -14,6 +14,9 @@ Backward   V of each segment: the gradient of its first state by way of its own 
 What travels has the size of the state, however many steps there are. Where the step is affine in stages (a running
 maximum first, then what it scales), each level is an exchange of its own: forward in order, backward in reverse.
 
+The first all-gather of each direction may be posted before the rest is run (`posted_maps`, `posted_gradients`), and
+travel behind what needs no state between segments.
+
 A product of many gates may overflow where no state does (0 times inf is no number). What is composed is the same on all
 ranks, so they see it alike, and hand the states themselves on, from one segment to the next.
 """
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import Layout
 from ringopt.distributed.mesh import Mesh
+from ringopt.ops.segment_messages import PostedSegments, SegmentMessages
 from ringopt.scans.affine import AffineStep, Stage
 from ringopt.scans.segment_map import Frame, SegmentMap, wide
 from ringopt.scans.steps import Recurrence, ResultGradients, Tensors
@@ -65,15 +69,9 @@ class SegmentedScan:
             for number, *rows in zip(numbers, *cuts, strict=True)
         }
 
-    # ---- between the ranks -------------------------------------------------------------------------------------------
-    def gathered(self, parts: Sequence[Tensor], label: str) -> list[Tensor]:
-        """What every segment has to tell, in order; `parts` are those of this rank."""
-        message = torch.stack(list(parts))
-        found: list[Tensor] = [message[0]] * len(self.lengths)
-        for rank, of_rank in enumerate(self.mesh.all_gather(message, label)):
-            for number, part in zip(self.layout.chunks(rank), of_rank, strict=True):
-                found[number] = part
-        return found
+    @property
+    def messages(self) -> SegmentMessages:
+        return SegmentMessages(self.layout, self.mesh)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     @property
@@ -81,14 +79,17 @@ class SegmentedScan:
         """The number of the last segment. Those between the first and the last have maps."""
         return len(self.lengths) - 1
 
-    def forward(self, init: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def forward(
+        self, init: Tensors, posted: PostedSegments | None = None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The last carries, the same on all ranks, NaN where they are not read; the ys of this rank; what the backward
         needs: for each carry the states before the segments of this rank, then for each the matrices of the segments
-        between."""
+        between. `posted`: the maps of the first level, where they are under way."""
         starts, end = {number: list(init) for number in self.mine}, list(init)
         matrices, composed = list[Tensor](init), list[Tensor]()
         for level in self.affine.levels:
-            for stage, maps in zip(level, self.maps_of(level, starts), strict=True):
+            posted = posted or self.posted_maps(level, starts)
+            for stage, maps in zip(level, self.maps_of(level, posted), strict=True):
                 frame, place = Frame(stage), stage.place
                 state = frame.inward(init[place])
                 for number, of in enumerate(maps):
@@ -99,6 +100,7 @@ class SegmentedScan:
                         composed.append(numbers_of(stage, state))
                 end[place] = frame.outward(state)
                 matrices[place] = kept_matrices(stage, maps[1:-1] if self.keeps else [], frame.inward(init[place]))
+            posted = None
         if not all_finite(composed):
             starts, end = self.handed_on(init)
         found = {number: steps.run(starts[number]) for number, steps in self.mine.items()}
@@ -133,11 +135,15 @@ class SegmentedScan:
         parts = of_holder.split([x.numel() for x in state])
         return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, state, strict=True)]
 
-    def maps_of(self, level: Level, starts: dict[int, list[Tensor]]) -> list[list[SegmentMap]]:
-        """Of each stage, those of all segments; without matrices where none is between."""
-        frames, dtype, whole = [Frame(stage) for stage in level], message_dtype(level), self.last > 1
+    def posted_first(self, init: Tensors) -> PostedSegments | None:
+        """The maps of the first level, under way."""
+        return self.posted_maps(self.affine.levels[0], {number: list(init) for number in self.mine})
+
+    def posted_maps(self, level: Level, starts: dict[int, list[Tensor]]) -> PostedSegments | None:
+        """Those of this rank's segments, under way; nothing where there is one segment."""
+        frames, dtype = [Frame(stage) for stage in level], message_dtype(level)
         if not self.last:
-            return [[frame.identity(self.xs[0])] for frame in frames]
+            return None
 
         def map_of(frame: Frame, number: int, steps: Recurrence) -> SegmentMap:
             earlier = [starts[number][at] for at in frame.stage.earlier]
@@ -151,27 +157,44 @@ class SegmentedScan:
 
         def message_of(number: int, steps: Recurrence) -> Tensor:
             maps = (map_of(frame, number, steps) for frame in frames)
-            return torch.cat([frame.flat(of, whole).to(dtype) for frame, of in zip(frames, maps, strict=True)])
+            return torch.cat([frame.flat(of, self.whole).to(dtype) for frame, of in zip(frames, maps, strict=True)])
 
-        messages = self.gathered([message_of(number, steps) for number, steps in self.mine.items()], "maps of a scan")
-        cut = [message.split([frame.numbers(whole) for frame in frames]) for message in messages]
+        return self.messages.post([message_of(number, steps) for number, steps in self.mine.items()], "maps of a scan")
+
+    @property
+    def whole(self) -> bool:
+        """Whether maps have matrices: not where no segment is between the first and the last."""
+        return self.last > 1
+
+    def maps_of(self, level: Level, posted: PostedSegments | None) -> list[list[SegmentMap]]:
+        """Of each stage, those of all segments."""
+        frames = [Frame(stage) for stage in level]
+        if posted is None:
+            return [[frame.identity(self.xs[0])] for frame in frames]
+        sizes = [frame.numbers(self.whole) for frame in frames]
+        cut = [message.split(sizes) for message in self.messages.arrived(posted)]
         return [
-            [frame.read(parts[at].to(wide(frame.stage.kind.dtype)), whole) for parts in cut]
+            [frame.read(parts[at].to(wide(frame.stage.kind.dtype)), self.whole) for parts in cut]
             for at, frame in enumerate(frames)
         ]
 
     # ---- backward ----------------------------------------------------------------------------------------------------
+    def walk_back(self, kept: Tensors, given: ResultGradients) -> WayBack:
+        """The backward as far as no other rank is needed for it."""
+        return WayBack(self, given, [list(states) for states in zip(*kept[: len(given.like)], strict=True)])
+
     def backward(
-        self, kept: Tensors, given: ResultGradients, wanted: Sequence[int]
+        self, back: WayBack, kept: Tensors, wanted: Sequence[int], posted: PostedSegments | None = None
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         """This rank's parts of the gradients of the carries before the first step, and of consts; the gradients of its
-        xs. Of xs and consts those `wanted` by their place."""
-        carries = len(given.like)
-        starts = [list(states) for states in zip(*kept[:carries], strict=True)]
-        back, composed = _Backward(self, given, starts), list[Tensor]()
+        xs. Of xs and consts those `wanted` by their place. `posted`: the gradients of states that are composed first,
+        where they are under way."""
+        given, starts = back.given, back.starts
+        carries, composed = len(given.like), list[Tensor]()
         for level in reversed(self.affine.levels):
+            posted = posted or back.posted_gradients(level)
             matrices = self.matrices(level, kept[carries:], dict(zip(self.mine, starts, strict=True)))
-            stages = zip(level, matrices, *back.of_segments(level), strict=True)
+            stages = zip(level, matrices, *back.of_segments(level, posted), strict=True)
             for stage, matrix, own, derivatives in stages:
                 frame, place = Frame(stage), stage.place
                 gradient = frame.inward(given.finals[place])
@@ -186,6 +209,7 @@ class SegmentedScan:
                         of = derivatives[number] if stage.form == "max-plus" else matrix[number - 1]
                         gradient = own[number] + frame.apply_back(of, gradient)
                     composed.append(gradient)
+            posted = None
         if not all_finite(composed):
             back.handed_on()
         return back.of_operands(wanted)
@@ -194,15 +218,16 @@ class SegmentedScan:
         """Of each stage, those of the segments between; of a max-plus stage there are none."""
         if self.keeps or self.last < 2 or all(stage.form == "max-plus" for stage in level):
             return [kept[stage.place].unbind(0) for stage in level]
-        return [[of.matrix for of in maps[1:-1]] for maps in self.maps_of(level, starts)]
+        maps = self.maps_of(level, self.posted_maps(level, starts))
+        return [[of.matrix for of in each[1:-1]] for each in maps]
 
 
-class _Backward:
+class WayBack:
     """`finals`: of each segment of this rank the gradients of the carries behind it; 0 where they are not known yet.
     Behind the last they are."""
 
-    def __init__(self, scan: SegmentedScan, given: ResultGradients, starts: Sequence[Tensors]):
-        self.scan, self.given = scan, given
+    def __init__(self, scan: SegmentedScan, given: ResultGradients, starts: Sequence[list[Tensor]]):
+        self.scan, self.given, self.starts = scan, given, starts
         cuts = [y.split([steps.count for steps in scan.mine.values()]) for y in given.ys]
         self.ys = dict(zip(scan.mine, zip(*cuts, strict=True) if cuts else [()] * len(scan.mine), strict=True))
         self.states = {
@@ -212,31 +237,40 @@ class _Backward:
         if scan.last in scan.mine:
             self.finals[scan.last] = list(given.finals)
 
-    def of_segments(self, level: Level) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Of each stage, for all segments: the gradient of the first state by way of the segment's own outputs, and of
-        a max-plus stage by how much a state comes through it; wide, as frames have them."""
-        frames, dtype = [Frame(stage) for stage in level], message_dtype(level)
-        tropical, shapes = [stage for stage in level if stage.form == "max-plus"], [frame.parts[1] for frame in frames]
-        shapes += [Frame(stage).parts[1] for stage in tropical]
+    def shapes_of(self, level: Level) -> list[tuple[int, ...]]:
+        """Of the parts of a message: a gradient of each stage, then of each max-plus stage by how much it comes
+        through."""
+        return [Frame(stage).parts[1] for stage in (*level, *tropical(level))]
+
+    def posted_gradients(self, level: Level) -> PostedSegments | None:
+        """Of this rank's segments, by way of their own outputs, under way; nothing where there is one segment."""
         if not self.scan.last:
-            return [[] for _ in level], [[] for _ in level]
+            return None
+        dtype, shapes = message_dtype(level), self.shapes_of(level)
 
         def message_of(number: int) -> Tensor:
             if not number:
                 return self.given.like[0].new_zeros(sum(map(prod, shapes)), dtype=dtype)
             own = self.walked(number, self.finals[number], self.ys[number])
-            parts = [frame.inward(own[frame.stage.place]) for frame in frames]
-            for stage in tropical:
+            parts = [Frame(stage).inward(own[stage.place]) for stage in level]
+            for stage in tropical(level):
                 ones = [torch.full_like(x, float(at == stage.place)) for at, x in enumerate(self.given.like)]
                 through = self.walked(number, ones, [torch.zeros_like(y) for y in self.ys[number]])
                 parts.append(Frame(stage).inward(through[stage.place]))
             return torch.cat([part.reshape(-1).to(dtype) for part in parts])
 
-        messages = self.scan.gathered([message_of(number) for number in self.scan.mine], "gradients of a scan")
-        cut = [message.split(list(map(prod, shapes))) for message in messages]
+        return self.scan.messages.post([message_of(number) for number in self.scan.mine], "gradients of a scan")
+
+    def of_segments(self, level: Level, posted: PostedSegments | None) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Of each stage, for all segments: the gradient of the first state by way of the segment's own outputs, and of
+        a max-plus stage by how much a state comes through it; wide, as frames have them."""
+        if posted is None:
+            return [[] for _ in level], [[] for _ in level]
+        shapes = self.shapes_of(level)
+        cut = [message.split(list(map(prod, shapes))) for message in self.scan.messages.arrived(posted)]
         columns = [[parts[at].view(shape) for parts in cut] for at, shape in enumerate(shapes)]
-        through_stages = dict(zip([stage.place for stage in tropical], columns[len(frames) :], strict=True))
-        return columns[: len(frames)], [through_stages.get(stage.place, []) for stage in level]
+        through = dict(zip([stage.place for stage in tropical(level)], columns[len(level) :], strict=True))
+        return columns[: len(level)], [through.get(stage.place, []) for stage in level]
 
     def handed_on(self) -> None:
         """All `finals`; each segment is walked over when that behind it is done."""
@@ -264,6 +298,11 @@ class _Backward:
         of_init = found[0].init if 0 in found else [torch.zeros_like(x) for x in like]
         join = {place: torch.cat if place < len(like) + len(scan.xs) else summed_up for place in wanted}
         return of_init, {place: join[place]([each.others[place] for each in found.values()]) for place in wanted}
+
+
+def tropical(level: Level) -> list[Stage]:
+    """Those that take a maximum."""
+    return [stage for stage in level if stage.form == "max-plus"]
 
 
 def numbers_of(stage: Stage, state: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from ringopt.scans.trace import Kinds, OperandKind, sized
 def operand_kinds(call: SizedCall) -> Kinds:
     """Of the operands of a step."""
     device = from_text(call["body"]).device
-    rows = [OperandKind(x.sizes[1:], x.dtype, device) for x in call["xs"]]
+    # Of the steps of a rank nothing is asked: how many they are may be known at run time only.
+    rows = [OperandKind(tuple(map(x.size, range(1, len(x.shape)))), x.dtype, device) for x in call["xs"]]
     init, consts = ([OperandKind(x.sizes, x.dtype, device) for x in call[name]] for name in ("init", "consts"))
     return (*init, *rows, *consts)
 
@@ -76,6 +77,13 @@ def gradients_bytes(call: SizedCall) -> int:
             twice = 2 if stage.form == "max-plus" else 1
             each += message_dtype(level).itemsize * point * mixed * free * twice
     return each * segments_here(call)
+
+
+def states_bytes(call: SizedCall) -> int:
+    """The states before each step of a rank."""
+    steps: int = layout_of(call["layout"], call["steps"], call.ranks).most
+    each: int = sum(x.bytes for x in call["init"])
+    return steps * each
 
 
 def segments_here(call: SizedCall) -> int:

@@ -1,14 +1,14 @@
 """`ringopt::sharded_kernel_scan`: a recurrence that an operator of another library computes, over ranks that hold
 consecutive tokens each.
 
-    sharded_kernel_scan(state, xs, shared, kernel, steps, segments, layout, group)
+    sharded_kernel_scan(state, xs, shared, kernel, steps, segments, layout, group, early, ticket)
         -> [*outputs, last state, states before, matrices]
 
 `kernel` is a text (ringopt/scans/kernel.py), `xs` and the outputs have the tokens of this rank; `state`, `shared` and
 the last state are the same on all. For the backward are the states before this rank's segments, and the matrices of all
 segments: not finite where the ranks ran one after the other, none where the state is not affine. The backward computes
 the forward of its segments again. The gradient of `state` is complete on every rank, that of `shared` is this rank's
-part.
+part. `early`, `ticket`: the all-gather of the maps may have been started before (scan_start.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.handshake import agree
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh, program_until_here
+from ringopt.distributed.tickets import redeem
 from ringopt.errors import RingMismatchError
 from ringopt.ops.kernel_scan import AffineState, KernelScan
 from ringopt.ops.scan import floating
@@ -36,6 +37,8 @@ from ringopt.scans.trace import OperandKind
 
 OPERANDS = "Tensor state, Tensor[] xs, Tensor[] shared, str kernel"
 WHERE = "SymInt steps, int segments, str layout, str group"
+EARLY = "str early='', Tensor? ticket=None"
+PLACES = 4  # of them
 KEPT = 2  # results behind the last state
 
 
@@ -48,17 +51,24 @@ class KernelPlace:
     segments: int
     layout: str
     group: str
+    early: str = ""
+    ticket: Tensor | None = None
+
+    def about(self, xs: Sequence[Tensor]) -> tuple[object, ...]:
+        """The identity of an exchange, which its two halves compare (distributed/tickets.py)."""
+        return tuple(tuple(x.shape) for x in xs), self.kernel, str(self.steps), self.segments, self.layout
 
 
 @torch.library.custom_op(
-    "ringopt::sharded_kernel_scan", mutates_args=(), tags=ON_HOST, schema=f"({OPERANDS}, {WHERE}) -> Tensor[]"
+    "ringopt::sharded_kernel_scan", mutates_args=(), tags=ON_HOST, schema=f"({OPERANDS}, {WHERE}, {EARLY}) -> Tensor[]"
 )
 def sharded_kernel_scan(state: Tensor, xs: list[Tensor], shared: list[Tensor], *where: Any) -> list[Tensor]:
     """Raises OptionError where the kernel is not as its rule says, RingMismatchError, RingCommError."""
     place = KernelPlace(*where)
-    scan = prepared("sharded_kernel_scan", state, xs, shared, place)
+    scan = prepared_kernel_scan("sharded_kernel_scan", state, xs, shared, place)
+    posted = redeem(place.ticket, place.about(xs)) if place.ticket is not None else None
     with scan.mesh.unbroken(), torch.autocast(state.device.type, enabled=False):
-        segments, (last, found) = scan.forward(state, xs, [False] * (1 + len(xs) + len(shared)))
+        segments, (last, found) = scan.forward(state, xs, [False] * (1 + len(xs) + len(shared)), posted)
     outputs = [torch.cat(parts, scan.dim) for parts in zip(*(each.outputs for each in segments), strict=True)]
     matrices = torch.stack(found) if found else matrices_like(state, place).fill_(torch.nan)
     return [*outputs, last.clone(), torch.stack([each.state for each in segments]), matrices]
@@ -85,7 +95,7 @@ def sharded_kernel_scan_backward(
 ) -> list[Tensor]:
     """Gradients of the operands `wanted`, places among (state, *xs, *shared); `grads` are those of the outputs and of
     the last state."""
-    scan = prepared("sharded_kernel_scan_backward", state, xs, shared, KernelPlace(kernel, *where))
+    scan = prepared_kernel_scan("sharded_kernel_scan_backward", state, xs, shared, KernelPlace(kernel, *where))
     operands, before, matrices = [state, *xs, *shared], *kept
     learned = [place == 0 or place in wanted for place in range(len(operands))]
     with scan.mesh.unbroken(), torch.autocast(state.device.type, enabled=False):
@@ -116,7 +126,9 @@ def matrices_like(state: Tensor, place: KernelPlace) -> Tensor:
     return state.new_empty((place.segments, *matrix), dtype=wide(state.dtype))
 
 
-def prepared(op: str, state: Tensor, xs: list[Tensor], shared: list[Tensor], place: KernelPlace) -> KernelScan:
+def prepared_kernel_scan(
+    op: str, state: Tensor, xs: list[Tensor], shared: list[Tensor], place: KernelPlace
+) -> KernelScan:
     """The scan of this rank, compared with what the others are about to run."""
     mesh, kernel = mesh_of(place.group), ScanKernel.read(place.kernel)
     program_until_here(mesh)
@@ -159,7 +171,10 @@ def misfit_of(mesh: Mesh, xs: Sequence[Tensor], dim: int, place: KernelPlace) ->
 
 # ---- gradient --------------------------------------------------------------------------------------------------------
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    state, xs, shared, ctx.kernel, *ctx.where = inputs
+    state, xs, shared, ctx.kernel, *where = inputs
+    # A gradient is asked of each argument up to the last that is no default; the backward starts nothing early.
+    place = KernelPlace(ctx.kernel, *where)
+    ctx.where, ctx.defaults = where[:PLACES], int(bool(place.early))
     ctx.mark_non_differentiable(*output[-KEPT:], *(x for x in output[:-KEPT] if not x.is_floating_point()))
     ctx.counts = len(xs), len(shared)
     ctx.save_for_backward(state, *xs, *shared, *output[-KEPT:])
@@ -174,7 +189,7 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     found = sharded_kernel_scan_backward(list(grads[:-KEPT]), kept, *operands, ctx.kernel, wanted, *ctx.where)
     everything = dict(zip(wanted, found, strict=True))
     first, *others = [everything.get(place) for place in range(len(saved))]
-    return first, others[:xs], others[xs:], *(None for _ in range(1 + len(ctx.where)))
+    return first, others[:xs], others[xs:], *(None for _ in range(1 + len(ctx.where) + ctx.defaults))
 
 
 sharded_kernel_scan.register_autograd(_backward, setup_context=_setup)

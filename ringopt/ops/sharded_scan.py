@@ -1,13 +1,14 @@
 """`ringopt::sharded_scan`: a recurrence over ranks that hold consecutive steps each.
 
-    sharded_scan(init, xs, consts, body, steps, segments, layout, ends, group) -> [*last carries, *ys, *kept]
+    sharded_scan(init, xs, consts, body, steps, segments, layout, ends, group, early, ticket)
+        -> [*last carries, *ys, *kept]
 
 `xs` and `ys` have the steps of this rank; `init`, `consts` and the last carries are the same on all. The body has to be
 affine in what it carries (ringopt/scans/affine.py); what travels follows from the sizes of the state alone
 (scan_segments.py). `kept`, for the backward: for each carry the states before this rank's segments, then for each the
 matrices of the segments between the first and the last (`segments` 0: of none, in a program for any number of ranks).
 Without `ends` nobody reads the last carries, and they are NaN. The gradients of `init` and `consts` are this rank's
-parts.
+parts. `early`, `ticket`: its first exchange may have been started before (scan_start.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.handshake import agree
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
+from ringopt.distributed.tickets import redeem
 from ringopt.errors import PlanError, RingMismatchError
 from ringopt.ops.scan import OPERANDS, fake_results, floating
 from ringopt.ops.scan_segments import SegmentedScan
@@ -35,12 +37,15 @@ from ringopt.scans.steps import ResultGradients
 from ringopt.scans.trace import kinds_of
 
 WHERE = "SymInt steps, int segments, str layout, bool ends, str group"
+GIVEN = f"Tensor[] grads, Tensor[] kept, {OPERANDS}"
+EARLY = "str early='', Tensor? ticket=None"
 
 
 @dataclass(frozen=True)
 class ScanPlace:
     """The arguments behind the operands: `steps` of the whole scan, `segments` of all ranks, 0 where no matrices are
-    kept; `ends`: whether the last carries are read."""
+    kept; `ends`: whether the last carries are read; `early`: in which directions it starts before the operator,
+    "forward" and "backward", apart by a space, and `ticket` that of what was started."""
 
     body: str
     steps: int
@@ -48,16 +53,25 @@ class ScanPlace:
     layout: str
     ends: bool
     group: str
+    early: str = ""
+    ticket: Tensor | None = None
+
+    def about(self, direction: str, xs: Sequence[Tensor]) -> tuple[object, ...]:
+        """The identity of an exchange, which its two halves compare (distributed/tickets.py)."""
+        shapes = tuple(tuple(x.shape) for x in xs)
+        return direction, shapes, self.body, str(self.steps), self.segments, self.layout, self.ends
 
 
 @torch.library.custom_op(
-    "ringopt::sharded_scan", mutates_args=(), tags=ON_HOST, schema=f"({OPERANDS}, {WHERE}) -> Tensor[]"
+    "ringopt::sharded_scan", mutates_args=(), tags=ON_HOST, schema=f"({OPERANDS}, {WHERE}, {EARLY}) -> Tensor[]"
 )
 def sharded_scan(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -> list[Tensor]:
     """Raises RingMismatchError, RingCommError, PlanError."""
-    scan = prepared("sharded_scan", init, xs, consts, ScanPlace(*where))
+    place = ScanPlace(*where)
+    scan = prepared_scan("sharded_scan", init, xs, consts, place)
+    posted = redeem(place.ticket, place.about("forward", xs)) if place.ticket is not None else None
     with scan.mesh.unbroken(), torch.autocast(xs[0].device.type, enabled=False):
-        finals, ys, kept = scan.forward(init)
+        finals, ys, kept = scan.forward(init, posted)
     return [*finals, *ys, *kept]
 
 
@@ -79,7 +93,7 @@ def _(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -
     "ringopt::sharded_scan_backward",
     mutates_args=(),
     tags=ON_HOST,
-    schema=f"(Tensor[] grads, Tensor[] kept, {OPERANDS}, int[] wanted, {WHERE}) -> Tensor[]",
+    schema=f"({GIVEN}, int[] wanted, {WHERE}, {EARLY}) -> Tensor[]",
 )
 def sharded_scan_backward(
     grads: list[Tensor], kept: list[Tensor], init: list[Tensor], xs: list[Tensor], consts: list[Tensor], body: str,
@@ -87,12 +101,14 @@ def sharded_scan_backward(
 ) -> list[Tensor]:
     """Gradients of the operands `wanted`, places among (init, xs, consts); `grads` are those of the last carries and of
     the floating ys, in their order."""
-    scan = prepared("sharded_scan_backward", init, xs, consts, ScanPlace(body, *where))
-    given = ResultGradients(grads[: len(init)], grads[len(init) :], init)
+    place = ScanPlace(body, *where)
+    scan = prepared_scan("sharded_scan_backward", init, xs, consts, place)
+    begun = redeem(place.ticket, place.about("backward", xs)) if place.ticket is not None else None
     with scan.mesh.unbroken(), torch.autocast(xs[0].device.type, enabled=False):
-        of_init, others = scan.backward(kept, given, [place for place in wanted if place >= len(init)])
+        back, posted = begun or (scan.walk_back(kept, gradients_of_results(grads, init)), None)
+        of_init, others = scan.backward(back, kept, [at for at in wanted if at >= len(init)], posted)
     found = {**dict(enumerate(of_init)), **others}
-    return [found[place] for place in wanted]
+    return [found[at] for at in wanted]
 
 
 @sharded_scan_backward.register_fake
@@ -101,6 +117,11 @@ def _(
     *where: Any,
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in ([*init, *xs, *consts][place] for place in wanted)]
+
+
+def gradients_of_results(grads: Sequence[Tensor], init: Sequence[Tensor]) -> ResultGradients:
+    """Those of the last carries come first."""
+    return ResultGradients(grads[: len(init)], grads[len(init) :], init)
 
 
 # ---- before either ---------------------------------------------------------------------------------------------------
@@ -112,7 +133,7 @@ def affine_of_operands(body: str, init: Sequence[Tensor], xs: Sequence[Tensor], 
     return found
 
 
-def prepared(
+def prepared_scan(
     op: str, init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor], place: ScanPlace
 ) -> SegmentedScan:
     """The scan of this rank, compared with what the others are about to run."""
@@ -152,7 +173,9 @@ def prepared(
 
 # ---- gradient --------------------------------------------------------------------------------------------------------
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    init, xs, consts, ctx.body, *ctx.where = inputs
+    init, xs, consts, ctx.body, *where = inputs
+    # A gradient is asked of each argument up to the last that is no default, and there is no ticket yet.
+    ctx.where = where[: -1 if ScanPlace(ctx.body, *where).early else -2]
     carries = len(init)
     results = len(output) - 2 * carries
     kept = output[results:]

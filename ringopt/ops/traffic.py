@@ -34,6 +34,7 @@ from ringopt.ops.scan_sizes import (
     kernel_maps_bytes,
     maps_again_bytes,
     maps_bytes,
+    states_bytes,
 )
 from ringopt.ops.sized_call import SizedCall
 
@@ -239,6 +240,21 @@ def maps_gathered(call: SizedCall) -> Sending:
 def state_gradients_gathered(call: SizedCall) -> Sending:
     """An all-gather of gradients of states, and of the maps again where they were not kept."""
     return Sending("told", gradients_bytes(call) + maps_again_bytes(call))
+
+
+def first_maps(call: SizedCall) -> int:
+    """The maps of all ranks' segments."""
+    return maps_bytes(call) * call.ranks
+
+
+def first_state_gradients(call: SizedCall) -> int:
+    """The gradients of states of all ranks' segments, and the states before this rank's steps, which wait with them."""
+    return gradients_bytes(call) * call.ranks + states_bytes(call)
+
+
+def first_kernel_maps(call: SizedCall) -> int:
+    """The maps of all ranks' segments."""
+    return kernel_maps_bytes(call) * call.ranks
 
 
 def kernel_maps_gathered(call: SizedCall) -> Sending:

@@ -31,6 +31,7 @@ class Traits:
     flops      that a rank spends; None: no products
     gradient   the call that its backward makes; None: no operator of ringopt
     attention  of which direction it is the body of an attention over the ranks
+    recurrence of which direction it is a recurrence over the ranks that may start early
     start      the operator that may stand before it, post its first messages and give it a ticket
     halves     operators that may take its place, of which the first gives the second a ticket
     first      bytes that are under way when it is started early, the same on all ranks
@@ -45,6 +46,7 @@ class Traits:
     flops: Callable[[SizedCall], int] | None = None
     gradient: Callable[[SizedCall], SizedCall] | None = None
     attention: Literal["", "forward", "backward"] = ""
+    recurrence: Literal["", "forward", "backward"] = ""
     start: str = ""
     halves: tuple[str, str] | None = None
     first: Callable[[SizedCall], int] | None = None
@@ -128,12 +130,20 @@ TABLE: dict[str, Traits] = {
     "scan": alone(flops=work.steps, gradient=conjugates.scan_backward, capturable=True),
     "scan_backward": alone(flops=work.steps_back, capturable=True),
     "sharded_scan": Traits(
-        sends=traffic.maps_gathered, flops=work.segments, gradient=conjugates.sharded_scan_backward
+        sends=traffic.maps_gathered, flops=work.segments, gradient=conjugates.sharded_scan_backward,
+        recurrence="forward", start="scan_start", first=traffic.first_maps,
     ),
-    "sharded_scan_backward": Traits(sends=traffic.state_gradients_gathered, flops=work.segments_back),
+    "sharded_scan_backward": Traits(
+        sends=traffic.state_gradients_gathered, flops=work.segments_back, recurrence="backward",
+        start="scan_backward_start", first=traffic.first_state_gradients,
+    ),
+    "scan_start": Traits(),
+    "scan_backward_start": Traits(),
     "sharded_kernel_scan": Traits(
-        sends=traffic.kernel_maps_gathered, gradient=conjugates.sharded_kernel_scan_backward
+        sends=traffic.kernel_maps_gathered, gradient=conjugates.sharded_kernel_scan_backward,
+        recurrence="forward", start="kernel_scan_start", first=traffic.first_kernel_maps,
     ),
+    "kernel_scan_start": Traits(),
     "sharded_kernel_scan_backward": Traits(sends=traffic.kernel_gradients_gathered),
 }  # fmt: skip
 
@@ -165,10 +175,21 @@ def attends(node: fx.Node) -> str:
     return traits.attention if traits is not None else ""
 
 
-def exchanges(node: fx.Node) -> bool:
-    """Whether it is a body of an attention over the ranks, or the second half of one."""
+def is_recurrence(node: fx.Node) -> bool:
+    """Whether it is a recurrence over the ranks that may start early."""
     traits = traits_of(node)
-    return traits is not None and (bool(traits.attention) or op_name(node) in LAST_HALVES)
+    return traits is not None and bool(traits.recurrence)
+
+
+def direction_of(node: fx.Node) -> str:
+    """Of what may start early, an attention or a recurrence over the ranks: "forward" or "backward"; else ""."""
+    traits = traits_of(node)
+    return (traits.attention or traits.recurrence) if traits is not None else ""
+
+
+def exchanges(node: fx.Node) -> bool:
+    """Whether it is a body of such, or the second half of one."""
+    return bool(direction_of(node)) or (traits_of(node) is not None and op_name(node) in LAST_HALVES)
 
 
 def is_halved(node: fx.Node) -> bool:
@@ -183,9 +204,14 @@ def gradient_name(node: fx.Node) -> str:
     return traits.gradient(SizedCall.of(node, 0, 0)).name if traits is not None and traits.gradient is not None else ""
 
 
-# Operators that post the first keys and values, and all that give a ticket.
-KEYS_FIRST = frozenset(row.start for row in TABLE.values() if row.start)
-STARTS = frozenset((*KEYS_FIRST, *(row.halves[0] for row in TABLE.values() if row.halves)))
+def starts_back(node: fx.Node) -> bool:
+    """Whether the exchange of its backward can start before that."""
+    return bool(TABLE[gradient_name(node)].start)
+
+
+# Operators that post the first messages of an attention or a recurrence, and all that give a ticket.
+FIRST = frozenset(row.start for row in TABLE.values() if row.start)
+STARTS = frozenset((*FIRST, *(row.halves[0] for row in TABLE.values() if row.halves)))
 
 
 def is_start(node: fx.Node) -> bool:
@@ -193,9 +219,9 @@ def is_start(node: fx.Node) -> bool:
     return traits_of(node) is not None and op_name(node) in STARTS
 
 
-def starts_keys(node: fx.Node) -> bool:
-    """Whether a node starts an exchange of keys."""
-    return traits_of(node) is not None and op_name(node) in KEYS_FIRST
+def starts_exchange(node: fx.Node) -> bool:
+    """Whether a node starts that of an attention or a recurrence."""
+    return traits_of(node) is not None and op_name(node) in FIRST
 
 
 # ---- how much --------------------------------------------------------------------------------------------------------

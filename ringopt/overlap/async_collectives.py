@@ -29,7 +29,7 @@ from ringopt.calls import OpCall
 from ringopt.dims.products import is_product
 from ringopt.ir.nodes import op_name, origin, value_of
 from ringopt.ops import operators
-from ringopt.ops.traits import attends, is_halved, is_start, sends, starts_keys
+from ringopt.ops.traits import attends, is_halved, is_start, sends, starts_exchange
 from ringopt.overlap.reorder import (
     dependents_among,
     element_count,
@@ -101,7 +101,7 @@ def advance(node: fx.Node, placed: set[fx.Node], held: dict[fx.Node, float], bou
     nodes = list(node.graph.nodes)
     place = {other: i for i, other in enumerate(nodes)}
     made_of = sources_among(nodes[: place[node]], node.all_input_nodes)
-    posts = [other for other in nodes[: place[node]] if sends(other) and not starts_keys(other)]
+    posts = [other for other in nodes[: place[node]] if sends(other) and not starts_exchange(other)]
     crossed: list[fx.Node] = []
     size = gathered_bytes(node)
     while posts and posts[-1] not in made_of and held.get(posts[-1], 0) + size <= bound:

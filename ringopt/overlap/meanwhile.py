@@ -10,6 +10,7 @@ import torch.fx as fx
 from ringopt.cost.choose import duration
 from ringopt.hardware.rates import Rates
 from ringopt.ir.nodes import module_path, op_name
+from ringopt.ops.traits import is_recurrence, starts_back
 from ringopt.overlap.in_flight import allowed
 from ringopt.overlap.reorder import product_flops
 from ringopt.report import bytes_text
@@ -56,16 +57,27 @@ class Meanwhile:
         return f"{', '.join(list(names)[:SHOWN])}{more} ({duration(self.seconds)})"
 
 
-def note(ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:
-    """A sentence for the report: what the exchange of one attention overlaps with, ahead of it, in the backward
-    (`behind`), and at its end (`aside`); or `why` it starts with the attention."""
+def note(node: fx.Node, ahead: Meanwhile, behind: Meanwhile, aside: Meanwhile, why: str) -> str:
+    """A sentence for the report: what the exchange of one attention or recurrence overlaps with, ahead of it, in the
+    backward (`behind`), and at its end (`aside`); or `why` it starts with that. `needed`: by its first messages."""
     if why:
         return f"its exchange starts with it: {why}"
     first, then, home = f"behind {ahead}", f"behind the gradients of {behind}", ""
     if not (ahead.pays and ahead.fits):
-        first = "with it, for " + (ahead.brief if ahead.products else "nothing stands between that needs no K and V")
+        first = "with it, for " + (ahead.brief if ahead.products else nothing_ahead(node))
     if not (behind.pays and behind.fits):
-        then = "with it, for " + (behind.brief if behind.products else "it is the last")
+        then = "with it, for " + (behind.brief if behind.products else nothing_behind(node))
     if aside.pays:
         home = f", and ends behind those of {aside}" if aside.fits else f", and ends with it, for {aside.brief}"
     return f"its exchange starts {first}; in the backward {then}{home}"
+
+
+def nothing_ahead(node: fx.Node) -> str:
+    """Why nothing is computed between the first messages of an exchange and its operator."""
+    recurs = is_recurrence(node)
+    return "its operands need all that stands before it" if recurs else "nothing stands between that needs no K and V"
+
+
+def nothing_behind(node: fx.Node) -> str:
+    """And in the backward."""
+    return "it is the last" if starts_back(node) else "the kernel computes its forward again there first"

@@ -11,10 +11,13 @@ behind. This is list scheduling with one link: the dependencies of K and V go fi
 next exchange starts when the one before it is done, so at most one is in flight, and none holds more memory than it
 would have held without.
 
-Whether an attention is started early is one of its arguments (passes/schedule.py decides, by facts that all ranks
-share). In the backward it may also finish late: the last sums of dK and dV return to their rank during computation that
-needs neither (`finish_late`), the gradient of that projection first of all. All-gathers and all-reduces start early too
-(ringopt/overlap/async_collectives.py).
+A recurrence over ranks starts so too (ops/scan_start.py): its first messages are made of all its operands, and overlap
+with what needs neither these nor its results.
+
+Whether an attention or a recurrence is started early is one of its arguments (passes/schedule.py decides, by facts that
+all ranks share). In the backward it may also finish late: the last sums of dK and dV return to their rank during
+computation that needs neither (`finish_late`), the gradient of that projection first of all. All-gathers and all-
+reduces start early too (ringopt/overlap/async_collectives.py).
 
 Where an exchange starts is decided here, by operators that send and by nothing else, for a partitioner may recompute
 other nodes on one rank than on another: all ranks post their messages in one order.
@@ -35,7 +38,7 @@ from ringopt.calls import OpCall, call_over_ranks
 from ringopt.dims.products import is_product
 from ringopt.ir.nodes import op_name, origin, shape_of, value_of
 from ringopt.ops import operators
-from ringopt.ops.traits import TABLE, attends, exchanges, is_start, starts_keys, talks
+from ringopt.ops.traits import TABLE, attends, direction_of, exchanges, is_start, starts_exchange, talks
 from ringopt.overlap.async_collectives import Budget, collect_early
 from ringopt.overlap.collective_order import Lockstep
 from ringopt.overlap.in_flight import first_bytes
@@ -47,7 +50,8 @@ from ringopt.torch_compat.inductor_passes import OrderedSet
 
 @dataclass(frozen=True)
 class Gap:
-    """The nodes before an attention that can be reordered: those that its K and V depend on, and the others."""
+    """The nodes before an attention or a recurrence that can be reordered: those that its first messages depend on (K
+    and V, or all operands), and the others."""
 
     needed: Sequence[fx.Node]
     free: Sequence[fx.Node]
@@ -58,8 +62,8 @@ class Gap:
 
 
 def gap_before(body: fx.Node) -> Gap:
-    """The gap from the exchange before `body` on, or from the last fixed node that K and V depend on: communication,
-    random numbers, writes."""
+    """The gap from the exchange before `body` on, or from the last fixed node that its first messages depend on:
+    communication, random numbers, writes."""
     between: list[fx.Node] = []
     node = body.prev
     while node.op != "root" and not exchanges(node):
@@ -67,12 +71,18 @@ def gap_before(body: fx.Node) -> Gap:
             between.append(node)
         node = node.prev
     between.reverse()
-    call = call_over_ranks(body)
-    taken = (call.k, call.v, *call.lengths)  # by `ring_start`, `dilated_start`
-    needed = sources_among(between, [x for x in taken if isinstance(x, fx.Node)])
+    needed = sources_among(between, taken_by_start(body))
     last = max((place for place, node in enumerate(between) if node in needed and is_fixed(node)), default=-1)
     rest = between[last + 1 :]
     return Gap([node for node in rest if node in needed], [node for node in rest if node not in needed])
+
+
+def taken_by_start(body: fx.Node) -> list[fx.Node]:
+    """What the operator that starts the exchange of `body` is given."""
+    if not attends(body):
+        return list(body.all_input_nodes)
+    call = call_over_ranks(body)
+    return [x for x in (call.k, call.v, *call.lengths) if isinstance(x, fx.Node)]
 
 
 # ---- the graphs ------------------------------------------------------------------------------------------------------
@@ -80,16 +90,16 @@ def order(graph: fx.Graph, budget: Budget) -> None:
     """Reorders, in place: messages start as early and are waited for as late as they can be."""
     finish_late(graph)
     start_early(graph)
-    bodies = [finish_of(node) for node in graph.nodes if starts_keys(node)]
+    bodies = [finish_of(node) for node in graph.nodes if starts_exchange(node)]
     collect_early(graph, budget, {body: first_bytes(body, budget.ranks) for body in bodies})
 
 
 def start_early(graph: fx.Graph) -> None:
-    """Inserts the start of each attention whose arguments ask for it, in place. In the forward, nodes after an
-    attention that do not depend on it are computed before it as well."""
-    bodies = [node for node in graph.nodes if attends(node)]
+    """Inserts the start of each attention and recurrence whose arguments ask for it, in place. In the forward, nodes
+    behind it that do not depend on it are computed before it as well."""
+    bodies = [node for node in graph.nodes if direction_of(node)]
     for number, body in enumerate(bodies):
-        if (way := attends(body)) in call_over_ranks(body).early.split():
+        if (way := direction_of(body)) in OpCall.of(body)["early"].split():
             behind = independent_behind(body) if way == "forward" else []
             if any(map(is_product, behind)):
                 for node in behind:
@@ -98,7 +108,7 @@ def start_early(graph: fx.Graph) -> None:
 
 
 def independent_behind(body: fx.Node) -> list[fx.Node]:
-    """The nodes after an attention that do not depend on it, up to the next fixed node."""
+    """The nodes after an attention or a recurrence that do not depend on it, up to the next fixed node."""
     nodes = list(body.graph.nodes)
     after = list(takewhile(_movable, nodes[nodes.index(body) + 1 :]))
     needing = set(dependents_among([body, *after], [body]))
@@ -114,10 +124,13 @@ def _start(body: fx.Node, gap: Gap, number: int) -> None:
     for node in gap.needed:
         first.prepend(node)
     call, begin = OpCall.of(body), getattr(operators, TABLE[op_name(body)].start).default
-    asked = {"q_heads": shape_of(call["q"])[1], "backward": attends(body) == "backward", "number": number}
+    asked: dict[str, Any] = {"number": number}
+    if way := attends(body):
+        asked |= {"q_heads": shape_of(call["q"])[1], "backward": way == "backward"}
     with body.graph.inserting_before(first):
         ticket = call.of_half(begin, **asked).insert(body.graph)
-    ticket.meta = {**origin(body), "val": value_of(call["k"]).new_empty((), dtype=torch.int64, device="cpu")}
+    like = next(value_of(x) for x in body.all_input_nodes if isinstance(value_of(x), torch.Tensor))
+    ticket.meta = {**origin(body), "val": like.new_empty((), dtype=torch.int64, device="cpu")}
     call.replace(ticket=ticket).write(body)
     if "eager_input_vals" in body.meta:  # where Inductor reads how the operands lie in memory
         values, keywords = body.meta["eager_input_vals"]
@@ -197,7 +210,7 @@ class InOrder(Lockstep):
         return dict(sorted(found.items(), key=lambda tie: places[tie[0]]))
 
     def uuid(self) -> str:
-        return f"{super().uuid()}, early 6, {self.budget}"
+        return f"{super().uuid()}, early 7, {self.budget}"
 
 
 def finish_of(start: fx.Node) -> fx.Node:

@@ -176,7 +176,22 @@ def scanned(of: Scan, text: str, keeps: bool = True) -> Callable[[At], Tensor]:
     return call
 
 
-def by_kernel(rule: ScanRule) -> Callable[[At], Tensor]:
+def scan_in_halves(of: Scan, text: str) -> Callable[[At], Tensor]:
+    def call(at: At) -> Tensor:
+        segments = LAYOUTS[at.layout].chunks_per_rank * at.mesh.size
+        xs = [x.detach()[0].expand(at.rows(), *x.shape[1:]).clone() for x in of.xs]
+        given, where = ([of.init[0].detach()], xs, [], text), (at.n, segments, at.layout, True, at.group)
+        ticket = ops.scan_start(*given, 0, *where)
+        *results, starts, matrices = ops.sharded_scan(*given, *where, "forward backward", ticket)
+        back = ops.scan_backward_start(results, [starts, matrices], *given, 0, *where)
+        early = ("forward backward", back)
+        grad: Tensor = ops.sharded_scan_backward(results, [starts, matrices], *given, [1], *where, *early)[0]
+        return grad
+
+    return call
+
+
+def by_kernel(rule: ScanRule, early: bool = False) -> Callable[[At], Tensor]:
     """The rule of the stand-in for a library's kernel, without a last state that anybody reads."""
     places = tuple(rule.tokens.index(name) for name in rule.additive)
     kernel = ScanKernel(f"{LIBRARY}::delta_rule", rule.tokens, ("decay",), (("bounded", False),), "state", 1, 1,
@@ -186,8 +201,10 @@ def by_kernel(rule: ScanRule) -> Callable[[At], Tensor]:
         xs = [given(2, at.rows(), H, size) for size in (K, K, V)]
         segments = LAYOUTS[at.layout].chunks_per_rank * at.mesh.size
         operands = given(2, H, K, V), [*xs, given(2, at.rows(), H)], [given(H)]
-        found: list[Tensor] = ops.sharded_kernel_scan(*operands, kernel.text, at.n, segments, at.layout, at.group)
-        return found[0]
+        where = (at.n, segments, at.layout, at.group)
+        more = ("forward", ops.kernel_scan_start(*operands, kernel.text, 0, *where)) if early else ()
+        found: list[Tensor] = ops.sharded_kernel_scan(*operands, kernel.text, *where, *more)
+        return found[0].detach() if early else found[0]
 
     return call
 
@@ -231,9 +248,11 @@ CALLS: dict[str, Callable[[At], Tensor]] = {
     "dilated": dilated("dilated(8:1,16:2)"),
     "a scan": scanned(delta_rule(1), delta_rule(1).text),
     "a scan for any number of ranks": scanned(delta_rule(1), delta_rule(1).text, keeps=False),
+    "a scan in halves": scan_in_halves(delta_rule(1), delta_rule(1).text),
     "a stabilised scan": scanned(stabilised(1), stabilised(1).text),
     "a kernel's scan": by_kernel(DELTA),
     "a kernel's scan in turn": by_kernel(IN_TURN),
+    "a kernel's scan, started early": by_kernel(DELTA, early=True),
     "dilated, started early": dilated("dilated(8:1,16:2)", "auto", True),
 }
 # Composite ones are seen by what they call, and the others name no group, or only ask for a number of rows.
