@@ -34,7 +34,7 @@ from ringopt.recognize.row_pairs import NO_SITE, Pairs, pairs_in
 from ringopt.scans.call import is_scan
 from ringopt.sharding.grains import inside_chunks, with_grains
 from ringopt.sharding.latents import note_of_latents, with_latents
-from ringopt.sharding.scans import scan_sites
+from ringopt.sharding.recurrences.scans import scan_sites
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
 from ringopt.sharding.outputs import gathers_of, leave, unknown_operators
 from ringopt.sharding.ranks import Ranks
-from ringopt.sharding.scans import begin_scans
+from ringopt.sharding.recurrences.scans import begin_scans
 from ringopt.sharding.sharder import Sharder
 from ringopt.sharding.sites import demands, note_no_exchange, operands, place_attention
 

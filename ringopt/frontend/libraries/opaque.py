@@ -3,7 +3,7 @@
     o, last = chunk_gla(q, k, v, g)      ->      o, last = ringopt_kernels::chunk_gla(q, k, v, g, None, ...)
 
 The operator calls the library's function, so numbers are its own. Its rule says how the state goes from token to token,
-so ranks share it (ringopt/sharding/kernel_scans.py).
+so ranks share it (ringopt/sharding/recurrences/kernel_scans.py).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ import ringopt
 from ringopt import backend as ring_backend
 from ringopt.distributed.traffic import Traffic, record_traffic
 from ringopt.ir.site import SiteInfo
-from ringopt.sharding import scans
-from ringopt.sharding.scans import scan_site
+from ringopt.sharding.recurrences import scans
+from ringopt.sharding.recurrences.scans import scan_site
 from ringopt.tools.benchmarks.lab.link_lab import LabError, as_ranks
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
 from ringopt.tools.benchmarks.lab.result import Row

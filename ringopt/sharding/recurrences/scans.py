@@ -27,8 +27,8 @@ from ringopt.ops.traits import sent_bytes
 from ringopt.options import Strategy
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.call import ScanCall, is_scan
-from ringopt.sharding.kernel_scans import begin_kernel_scans
-from ringopt.sharding.kernel_sites import declared_scans, kernel_site
+from ringopt.sharding.recurrences.kernel_scans import begin_kernel_scans
+from ringopt.sharding.recurrences.kernel_sites import declared_scans, kernel_site
 from ringopt.sharding.sharder import Sharder
 
 

@@ -24,7 +24,7 @@ from ringopt.ir.site import SiteInfo
 from ringopt.ops import operators
 from ringopt.rules.declare import ScanRule, declaration_of
 from ringopt.scans.kernel import ScanKernel, state_of
-from ringopt.sharding.kernel_sites import tokens_of
+from ringopt.sharding.recurrences.kernel_sites import tokens_of
 from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten

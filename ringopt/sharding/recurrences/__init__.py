@@ -1,0 +1,1 @@
+"""Recurrences on shards: which way ranks share each, and what takes its place."""
