@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringopt.context_parallel.geometry.layouts import chunks_per_rank, layout_of
+from ringopt.context_parallel.geometry.layouts import Layout, chunks_per_rank, layout_of
 from ringopt.context_parallel.geometry.rows import Rows
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.placement import Sharded
@@ -47,6 +47,10 @@ class Ranks:
             raise GraphRefused(Refusal("rows of a rank had to be counted, and the ranks are known only later"))
         return sum(map(len, layout_of(layout, plain(length), self.size).ranges(self.rank)))
 
+    def laid_out(self, length: int) -> Layout:
+        """Which rows of a sequence each rank has, where no open size is left in its length."""
+        return layout_of(self.layout(length), plain(length), self.size)
+
     def least(self, length: int) -> int:
         """A sequence of `length` with fewer rows than that is not sharded."""
         return chunks_per_rank(self.layout(length)) * self.size
@@ -60,6 +64,5 @@ class Ranks:
 
     def blocks(self, place: Sharded) -> list[Rows]:
         """Of every rank, which of length * inner places it holds."""
-        layout = layout_of(self.layout(place.length), place.length, self.size)
-        ranges = map(layout.ranges, range(self.size))
+        ranges = map(self.laid_out(place.length).ranges, range(self.size))
         return [tuple(range(x.start * place.inner, x.stop * place.inner) for x in of_rank) for of_rank in ranges]

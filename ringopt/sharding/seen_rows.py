@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ringopt.context_parallel.geometry.layouts import layout_of, layouts_of
 from ringopt.ir.placement import Sharded
+from ringopt.ir.symbolic_sizes import plain
 from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted, held, homes_and_wants, or_past_end
 from ringopt.sharding.emit import Steps
@@ -48,11 +49,12 @@ class Seen:
 def seen_rows(step: Steps, x: fx.Node, place: Sharded, wanted: Wanted, out: Sharded) -> list[fx.Node]:
     """The rows of `x`, sharded as `place`, that the windows of each chunk of this rank see; noted as `out`."""
     ranks, layouts = step.sharder.ranks, step.layouts(place, out)
-    of_all = seen_of_all(wanted, layouts, place.length, ranks.size)
+    length = plain(place.length)
+    of_all = seen_of_all(wanted, layouts, length, ranks.size)
     if of_all is None:
         return split(step, step.fetch(x, place, wanted, out), place.dim, wanted, out)
     seen, few = of_all[ranks.rank], Wanted("edges", wanted.pieces)
-    rows = len(held(layout_of(layouts_of(layouts)[0], place.length, ranks.size), ranks.rank))
+    rows = len(held(layout_of(layouts_of(layouts)[0], length, ranks.size), ranks.rank))
     edges = x
     if any(one.edges for one in of_all):
         given = joined(step, [part(step, x, rows, run, place, out) for run in seen.given], place, out)

@@ -19,7 +19,6 @@ from math import prod
 import torch
 import torch.fx as fx
 
-from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.dims.op_families import SPLITS
 from ringopt.dims.rules import rule_of
 from ringopt.distributed.mesh import ANY
@@ -111,7 +110,7 @@ def stays(sharder: Sharder, place: Sharded, out: Sharded) -> bool:
     ranks = sharder.ranks
     if ranks.group == ANY or is_open(place.length) or is_open(out.length):
         return False
-    old, new = (layout_of(ranks.layout(length), length, ranks.size) for length in (place.length, out.length))
+    old, new = map(ranks.laid_out, (place.length, out.length))
     return all(torch.equal(held(new, rank), held(old, rank)[: len(held(new, rank))]) for rank in range(ranks.size))
 
 

@@ -10,7 +10,6 @@ from math import prod
 
 import torch.fx as fx
 
-from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.placement import Sharded
@@ -49,7 +48,7 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
 def evenly(sharder: Sharder, length: int) -> bool:
     """Whether no rank has more than 5/4 of its share."""
     ranks = sharder.ranks
-    layout = layout_of(ranks.layout(length), length, ranks.size)
+    layout = ranks.laid_out(length)
     return max(sum(map(len, layout.ranges(rank))) for rank in range(ranks.size)) * ranks.size <= 1.25 * length
 
 
