@@ -55,6 +55,18 @@ def test_twelve_lengths_are_four_graphs(ranks: Callable[..., list[Any]]) -> None
 
 
 @pytest.mark.zoo
+def test_a_trainer_beside_ddp(ranks: Callable[..., list[Any]]) -> None:
+    """As under DDP alone: samples have unequal numbers of labels, and the Trainer fills the last batch up."""
+    alone = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    case = Training(arguments=alone, steps=2, predict=True, options=EAGER)
+    expected, _ = ranks(2, trained, case, None, timeout=LONG)
+    for found in ranks(4, trained, case, {"dp_replicate_size": 2, "cp_size": 2}, timeout=LONG):
+        check_alike(found, expected)
+        torch.testing.assert_close(found["predictions"], expected["predictions"], rtol=1e-4, atol=1e-5)
+        assert found["sites"] and not found["refused"]
+
+
+@pytest.mark.zoo
 def test_mixed_precision(ranks: Callable[..., list[Any]]) -> None:
     case = Training(arguments={"bf16": True}, steps=2, options=EAGER)
     [expected] = ranks(1, trained, case, None, timeout=LONG)
