@@ -19,6 +19,7 @@ from ringopt.drivers.announce import announce, heard_once, log_report, raise_or_
 from ringopt.drivers.compile import Run, in_order, mesh_for, transform, warn_of_limit
 from ringopt.drivers.reference import reference
 from ringopt.drivers.teach_dynamo import teach_dynamo
+from ringopt.frontend.data_sizes.assertions import Asserted, take_assertions
 from ringopt.frontend.data_sizes.traced_again import (
     on_ranks,
     trace_with_breaks,
@@ -72,6 +73,7 @@ def ring(
     """
     chosen = with_defaults(options)
     mesh = mesh_for(chosen, example_inputs)
+    asserted = take_assertions(gm)
     trace_with_sizes(gm, mesh.size)
     names = [readable_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]
     called = [node.target for node in gm.graph.nodes if node.op.startswith("call")]
@@ -119,7 +121,8 @@ def ring(
         return run, made.relied_on, made.claims
 
     watched = Watched(make, example_inputs)
-    return watched if watched.seen else watched.run
+    run = watched if watched.seen else watched.run
+    return Asserted(run, asserted) if asserted else run
 
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, budget: Budget) -> Run:

@@ -14,6 +14,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.compile import Compiled, transform
 from ringopt.drivers.teach_dynamo import teach_dynamo
 from ringopt.errors import RingError
+from ringopt.frontend.data_sizes.assertions import take_assertions
 from ringopt.frontend.data_sizes.traced_again import (
     trace_with_breaks,
     trace_with_sizes,
@@ -41,12 +42,13 @@ class DryRun:
     @traces_sizes(lambda: True)
     @keeps_associative_scans
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
+        outputs = [_example_of(node) for node in gm.graph.output_node().args[0]]
+        take_assertions(gm)
         trace_with_sizes(gm, self.mesh.size)
         made = transform(gm, example_inputs, self.options, self.mesh)
         if made.graph is None:
             trace_with_breaks(gm)
         self.graphs.append(made)
-        outputs = [_example_of(node) for node in gm.graph.output_node().args[0]]
         return lambda *_inputs: tuple(hollow(value) for value in outputs)
 
 

@@ -9,6 +9,7 @@ from ringopt.frontend.higher_order.associative_scan import teach_associative_sca
 from ringopt.frontend.libraries.teach import teach_libraries
 from ringopt.frontend.libraries.torch_nn import teach
 from ringopt.torch_compat.dynamo_logging import log_while_tracing
+from ringopt.torch_compat.dynamo_random import know_what_no_draw_reaches
 
 
 @cache
@@ -19,3 +20,4 @@ def teach_dynamo() -> None:
     teach_libraries()
     teach_sizes()
     log_while_tracing()
+    know_what_no_draw_reaches()

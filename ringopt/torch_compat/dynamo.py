@@ -32,6 +32,7 @@ from torch._higher_order_ops.scan import scan as SCAN
 
 __all__ = [
     "ASSOCIATIVE_SCAN",
+    "NUMBER_BREAK",
     "SCAN",
     "SIZES_BREAK",
     "BackendCompilerFailed",
@@ -80,6 +81,7 @@ class TraceOtherwise(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis
 
 # How Dynamo's reasons begin where it ends a graph at a size, or a number, that data decide.
 SIZES_BREAK = ("Data dependent operator", "Dynamic shape operator")
+NUMBER_BREAK = "Unsupported Tensor.item() call"
 
 
 class EndedAt(Exception):

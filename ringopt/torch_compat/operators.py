@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["ASSERT_SCALAR", "KERNEL_ORDERED_NORMS", "SAFE_SOFTMAX", "TO_COPY", "UNSAFE_VIEW"]
+__all__ = ["ASSERT_SCALAR", "ASSERT_TENSOR", "KERNEL_ORDERED_NORMS", "SAFE_SOFTMAX", "TO_COPY", "UNSAFE_VIEW"]
 
 aten = torch.ops.aten
 
@@ -20,6 +20,9 @@ UNSAFE_VIEW = aten._unsafe_view.default
 
 # (condition, message): raises RuntimeError where the condition on sizes is false when a graph runs.
 ASSERT_SCALAR = aten._assert_scalar.default
+
+# The same of a tensor of one element, as Dynamo writes `assert`: (condition), (condition, message).
+ASSERT_TENSOR = (torch._assert_async, aten._assert_async.default, aten._assert_async.msg)
 
 # Softmax along a dim that is 0 where all of a row is -inf: (x, dim).
 SAFE_SOFTMAX = aten._safe_softmax.default

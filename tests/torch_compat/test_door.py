@@ -192,7 +192,7 @@ def exported(path: Path) -> list[str]:
     return []
 
 
-HEAVY = {"aot_autograd", "dynamo", "dynamo_logging", "export", "inductor_passes", "torch_ring"}
+HEAVY = {"aot_autograd", "dynamo", "dynamo_logging", "dynamo_random", "export", "inductor_passes", "torch_ring"}
 
 
 def test_light_modules_bring_no_compiler_along() -> None:

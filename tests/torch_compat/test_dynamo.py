@@ -210,6 +210,18 @@ def test_a_backend_has_the_frame_traced_again_as_another_program() -> None:
     assert len(graphs) == 3
 
 
+def test_a_number_that_is_read_ends_a_graph_and_says_so() -> None:
+    reasons: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
+        reasons.append(str(dynamo.break_reason(gm).reason))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sum().item() + 1, backend=backend)(torch.ones(2))
+    assert reasons[0].startswith(dynamo.NUMBER_BREAK)
+
+
 def of_a_size(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     return x[where.nonzero()[:, 0]].sum(0) + 1
 

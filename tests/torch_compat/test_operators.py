@@ -9,6 +9,7 @@ from torch import Tensor
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.operators import (
     ASSERT_SCALAR,
+    ASSERT_TENSOR,
     KERNEL_ORDERED_NORMS,
     SAFE_SOFTMAX,
     TO_COPY,
@@ -33,6 +34,23 @@ def test_an_assertion_of_a_graph_raises_what_it_says() -> None:
     ASSERT_SCALAR(True, "no")
     with pytest.raises(RuntimeError, match="rows are missing"):
         ASSERT_SCALAR(False, "rows are missing")
+
+
+def test_an_assertion_of_a_tensor_raises_what_it_says() -> None:
+    compiled = torch.compile(lambda x: torch._assert_async(x.any(), "all are zero"), backend=kept)
+    compiled(torch.ones(2))
+    assert graphs[-1].find_nodes(op="call_function", target=ASSERT_TENSOR[0])
+    for target, words in zip(ASSERT_TENSOR, (["no"], [], ["no"]), strict=True):
+        with pytest.raises(RuntimeError, match=(words or ["Expected"])[0]):
+            target(torch.tensor(False), *words)
+
+
+graphs: list[torch.fx.Graph] = []
+
+
+def kept(gm: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+    graphs.append(gm.graph)
+    return gm
 
 
 def test_a_softmax_of_nothing_is_zero() -> None:

@@ -50,7 +50,7 @@ from ringopt.torch_compat.tracing import tracing
 OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def example(node: fx.Node) -> Any:
+def fake_value(node: fx.Node) -> Any:
     """The fake value in Dynamo's graph."""
     return node.meta.get("example_value")
 
@@ -70,7 +70,7 @@ def is_open(leaf: Any) -> bool:
 
 def has_picks(gm: fx.GraphModule) -> bool:
     """Whether there is such a value in Dynamo's graph."""
-    return any(is_unknown(example(node)) for node in gm.graph.nodes)
+    return any(is_unknown(fake_value(node)) for node in gm.graph.nodes)
 
 
 def without_picks(gm: fx.GraphModule) -> fx.GraphModule:
@@ -90,7 +90,7 @@ def without_picks(gm: fx.GraphModule) -> fx.GraphModule:
         if not node.users and is_check(node):
             graph.erase_node(node)
     made.recompile()
-    left = next((node for node in graph.nodes if is_picked(node) or is_number(node)), None)
+    left = next((node for node in graph.nodes if is_picked(node) or is_unknown_number(node)), None)
     if left is not None:
         raise GraphRefused(Refusal(f"{left.name} has a size that is known only when the program runs", left))
     return made
@@ -120,7 +120,7 @@ def of_stretches(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if not node.op.startswith("call") or is_check(node):
             continue
-        if is_picked(node) or any(is_number(arg) or is_picked(arg) for arg in node.all_input_nodes):
+        if is_picked(node) or any(is_unknown_number(arg) or is_picked(arg) for arg in node.all_input_nodes):
             found[node] = None
     return list(found)
 
@@ -149,18 +149,18 @@ def number_of(size: Any) -> int | None:
 
 def is_picked(node: fx.Node) -> bool:
     """Whether it is a tensor (or several) of a size that is not known."""
-    leaves = tree_leaves(example(node))
+    leaves = tree_leaves(fake_value(node))
     return any(isinstance(x, Tensor) and any(number_of(size) is None for size in x.shape) for x in leaves)
 
 
-def is_number(node: fx.Node) -> bool:
+def is_unknown_number(node: fx.Node) -> bool:
     """Whether it is a number that is not known."""
-    return isinstance(example(node), OPEN) and is_unknown(example(node))
+    return isinstance(fake_value(node), OPEN) and is_unknown(fake_value(node))
 
 
 def memory(node: fx.Node) -> Any:
     """Of a tensor; None of anything else."""
-    value = example(node)
+    value = fake_value(node)
     return storage_key(value) if isinstance(value, Tensor) else None
 
 
@@ -201,11 +201,11 @@ class Cut:
         inside = with_numbers(members)
         cut = cls([node for node in members[0].graph.nodes if node in inside])
         for node in cut.members:
-            operands = [x for x in node.all_input_nodes if not isinstance(example(x), OPEN)]
+            operands = [x for x in node.all_input_nodes if not isinstance(fake_value(x), OPEN)]
             cut.given += [x for x in operands if x not in inside and x not in cut.given]
-        tensors = all(isinstance(example(x), Tensor) and not is_picked(x) for x in cut.given)
+        tensors = all(isinstance(fake_value(x), Tensor) and not is_picked(x) for x in cut.given)
         cut.read = [x for x in members if any(user not in inside and not is_check(user) for user in x.users)]
-        if not tensors or any(not isinstance(example(x), Tensor) or is_picked(x) for x in cut.read):
+        if not tensors or any(not isinstance(fake_value(x), Tensor) or is_picked(x) for x in cut.read):
             raise refused(members[0], "what is made of it is read where sizes have to be known")
         keys = {key for node in cut.members for key in map(memory, written_by(node)) if key is not None}
         cut.written = [x for x in cut.given if memory(x) in keys]
@@ -228,9 +228,9 @@ class Cut:
         made, value = fx.Graph(), dict[fx.Node, fx.Node]()
         for place, x in enumerate(self.given):
             value[x] = made.placeholder(f"x{place}")
-            value[x].meta.update(example_value=example(x))
+            value[x].meta.update(example_value=fake_value(x))
         for node in self.members:
-            value[node] = made.node_copy(node, lambda x: value[x] if x in value else int(example(x)))
+            value[node] = made.node_copy(node, lambda x: value[x] if x in value else int(fake_value(x)))
         made.output(tuple(value[x] for x in (*self.read, *self.written)))
         return made
 
@@ -240,7 +240,7 @@ def with_numbers(members: Iterable[fx.Node]) -> set[fx.Node]:
     inside, pending = set(members), list(members)
     while pending:
         for arg in pending.pop().all_input_nodes:
-            number = isinstance(example(arg), OPEN) or (arg.target in ("item",) and arg not in inside)
+            number = isinstance(fake_value(arg), OPEN) or (arg.target in ("item",) and arg not in inside)
             element = any(user.target == "item" and user in inside for user in arg.users) and is_element(arg)
             if arg not in inside and (number or element) and arg.op.startswith("call"):
                 inside.add(arg)
@@ -255,7 +255,7 @@ def is_element(node: fx.Node) -> bool:
 
 def is_check(node: fx.Node) -> bool:
     """A number that is not known, or an assertion about one."""
-    return node.target is ASSERT_SCALAR or is_number(node)
+    return node.target is ASSERT_SCALAR or is_unknown_number(node)
 
 
 def refused(node: fx.Node, why: str) -> GraphRefused:
@@ -277,7 +277,7 @@ def shut_up(gm: fx.GraphModule, members: Sequence[fx.Node]) -> None:
             if place < len(cut.read):
                 x.replace_all_uses_with(made, delete_user_cb=lambda user: user not in set(cut.members))
             else:
-                graph.call_method("copy_", (x, made)).meta.update(origin(members[-1]), example_value=example(x))
+                graph.call_method("copy_", (x, made)).meta.update(origin(members[-1]), example_value=fake_value(x))
     graph.erase_node(anchor)
     for node in reversed(members):
         if node.users:
@@ -311,24 +311,24 @@ def operator_of(graph: fx.Graph, cut: Cut, flat: fx.Graph, result: fx.Node, x: f
     except NoBody as problem:
         raise refused(x, problem.refusal.sentence) from problem
     found = tokens_picked(body) or TokensPicked((-1,) * len(operands), -1)
-    shape = [number_of(size) or 0 for size in example(x).shape]
+    shape = [number_of(size) or 0 for size in fake_value(x).shape]
     tokens = next((i for i, dim in enumerate(found.along) if dim >= 0), 0)
     sizes = [(tokens, found.along[tokens]) if dim == found.out else size for dim, size in enumerate(shape)]
     call = OpCall.to(
-        operators.picked.default, operands=operands, body=text, sizes=sizes_text(example(x).dtype, sizes),
+        operators.picked.default, operands=operands, body=text, sizes=sizes_text(fake_value(x).dtype, sizes),
         along=list(found.along), out=found.out, counts=found.counts,
     )  # fmt: skip
     made = call.insert(graph)
     made.meta.update(origin(x))
-    with example(x).fake_mode:
-        made.meta["example_value"] = torch.empty(shape, dtype=example(x).dtype, device=example(x).device)
+    with fake_value(x).fake_mode:
+        made.meta["example_value"] = torch.empty(shape, dtype=fake_value(x).dtype, device=fake_value(x).device)
     return made
 
 
 def traced(gm: fx.GraphModule, cut: Cut, mode: RealStrides) -> fx.Graph:
     """The stretch as a flat functional graph of ATen. Raises GraphRefused."""
     with mode:
-        values = [empty_like(example(x)) for x in cut.given]
+        values = [empty_like(fake_value(x)) for x in cut.given]
     try:
         flat = flattened(fx.GraphModule(gm, cut.graph), values, {cut.given.index(x) for x in cut.written}, mode)
         views_by_value(flat.graph)

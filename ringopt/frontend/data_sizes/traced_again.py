@@ -2,10 +2,12 @@
 
     sizes = counts.tolist()      Dynamo ends its graph here, and what follows is graphs of their own, or none
     rows = where(mask)[0]
+    assert lengths.max().item() <= n
 
 For backends that ask for it Dynamo traces a function that breaks so once more, with such sizes as symbols, for which
-it has settings. What is made of them is taken out of the graph again (stretches.py). What no graph comes of is traced
-as before: a third time, with its breaks.
+it has settings. What is made of them is taken out of the graph again (stretches.py, assertions.py). What no graph comes
+of is traced as before: a third time, with its breaks. So is what reads a single number for more than an assertion: what
+follows would have sizes that nobody knows, where behind a break they are as known as any.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 import torch.fx as fx
 
+from ringopt.frontend.data_sizes.assertions import reads_numbers
 from ringopt.frontend.data_sizes.stretches import has_picks
 from ringopt.torch_compat.dynamo import (
+    NUMBER_BREAK,
     SIZES_BREAK,
     EndedAt,
     Settings,
@@ -34,6 +38,7 @@ MARK = "sizes_are_traced"
 # By function, the lines (or errors) at which it breaks and has to, and the one that is tried.
 _with_breaks = WeakKeyDictionary[CodeType, set[str]]()
 _tried = WeakKeyDictionary[CodeType, str]()
+_for_numbers = WeakSet[CodeType]()  # those of them that are tried for a number
 
 
 def traces_sizes(when: Callable[[], bool]) -> Callable[[F], F]:
@@ -64,14 +69,16 @@ def ended_by_size(backends: Iterator[Any], frame: CodeType, error: Exception) ->
     while cause is not None:
         words, cause = words + str(cause), cause.__cause__ or cause.__context__  # type: ignore[assignment]
     what = str(error.reason.user_stack[-1:]) if isinstance(error, EndedAt) else words
-    return any(reason in words for reason in SIZES_BREAK) and tries(frame, what)
+    size = any(reason in words for reason in SIZES_BREAK)
+    return (size or NUMBER_BREAK in words) and tries(frame, what, not size)
 
 
-def tries(frame: CodeType, what: str) -> bool:
+def tries(frame: CodeType, what: str, number: bool) -> bool:
     """Whether it was not tried in vain before; from now on it is what is tried."""
     if what in _with_breaks.get(frame, ()):
         return False
     _tried[frame] = what
+    (_for_numbers.add if number else _for_numbers.discard)(frame)
     return True
 
 
@@ -89,9 +96,13 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> None:
     """To be called first in a marked backend: has Dynamo trace the frame again where `gm`, for several ranks, ends at a
     size."""
     again, broken = _settings.off(), break_reason(gm)
-    ends = ranks > 1 and not again and str(getattr(broken, "reason", "")).startswith(SIZES_BREAK)
-    if ends and tries(frame_being_compiled(), str(broken.user_stack[-1:])):
+    reason = str(getattr(broken, "reason", ""))
+    ends = ranks > 1 and not again and reason.startswith((*SIZES_BREAK, NUMBER_BREAK))
+    if ends and tries(frame_being_compiled(), str(broken.user_stack[-1:]), reason.startswith(NUMBER_BREAK)):
         _settings.on()
+        raise TraceOtherwise
+    if again and frame_being_compiled() in _for_numbers and reads_numbers(gm):
+        give_up(frame_being_compiled())
         raise TraceOtherwise
 
 

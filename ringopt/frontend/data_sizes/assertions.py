@@ -1,0 +1,99 @@
+"""What a program asserts of its data, asked behind its graph.
+
+    assert lengths.max().item() <= n      ->      outputs + [lengths.max() <= n]     # and held after the call
+    assert mask.any()                     ->      outputs + [mask.any()]
+
+Passes keep what outputs are made of, and drop assertions: so the conditions become outputs, of which every rank has the
+whole, and a call raises where one of them does not hold, on all ranks alike. A number that is read for an assertion
+alone is compared as the tensor it is an element of, so that no trace has to know it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from ringopt.frontend.data_sizes.stretches import fake_value, is_unknown_number
+from ringopt.ir.nodes import origin
+from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
+
+MEANT_ALIKE = (  # of a number and of the tensor that it is the element of
+    operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne, operator.add, operator.sub,
+    operator.mul,
+)  # fmt: skip
+UNNAMED = "an assertion of the program"
+
+
+def take_assertions(gm: fx.GraphModule) -> tuple[str, ...]:
+    """The words of those in Dynamo's graph, whose conditions are its last outputs from here on. Those that sizes decide
+    stay where they are."""
+    held = [found for node in list(gm.graph.nodes) if (found := taken(node)) is not None]
+    if held:
+        output = gm.graph.output_node()
+        output.args = ((*output.args[0], *(condition for condition, _ in held)),)
+        for node in reversed(gm.graph.nodes):
+            if not node.users and (node.target == "item" or is_unknown_number(node)):
+                gm.graph.erase_node(node)
+        gm.recompile()
+    return tuple(words for _, words in held)
+
+
+def taken(node: fx.Node) -> tuple[fx.Node, str] | None:
+    """The condition and the words of an assertion, which is erased."""
+    condition = node.args[0] if node.target in ASSERT_TENSOR else None
+    if node.target is ASSERT_SCALAR:
+        condition = as_tensor(node.args[0], node)
+    if not isinstance(condition, fx.Node) or not isinstance(fake_value(condition), torch.Tensor):
+        return None
+    with node.graph.inserting_before(node):
+        kept = node.graph.call_method("clone", (condition,))  # which nobody writes to
+    kept.meta.update(origin(node), example_value=fake_value(condition).clone())
+    node.graph.erase_node(node)
+    return kept, node.args[1] if len(node.args) > 1 else UNNAMED
+
+
+def as_tensor(number: Any, before: fx.Node) -> Any:
+    """A number that is not known as the tensor that has it; others as they are; None where there is no such tensor, or
+    the number is read otherwise too, such as a size."""
+    if not isinstance(number, fx.Node) or not is_unknown_number(number):
+        return number
+    if number.target == "item":
+        return number.args[0] if asserted_only(number) else None
+    args = [as_tensor(arg, before) for arg in number.args]
+    if number.target not in MEANT_ALIKE or None in args:
+        return None
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(number.target, tuple(args))
+    found = [fake_value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+    made.meta.update(origin(number), example_value=number.target(*found))
+    return made
+
+
+def asserted_only(number: fx.Node) -> bool:
+    """Whether assertions alone are made of it."""
+    others = [user for user in number.users if user.target is not ASSERT_SCALAR]
+    return all(is_unknown_number(user) and asserted_only(user) for user in others)
+
+
+def reads_numbers(gm: fx.GraphModule) -> bool:
+    """Whether a number is read for anything else."""
+    return any(node.target == "item" for node in gm.graph.nodes)
+
+
+class Asserted:
+    """`run`, whose last outputs are conditions, in `words`. Raises RuntimeError where one does not hold, as a graph of
+    torch's does: on a GPU some time later."""
+
+    def __init__(self, run: Callable[..., Any], words: Sequence[str]) -> None:
+        self.run, self.words = run, words
+
+    def __call__(self, *inputs: Any) -> Any:
+        outputs = self.run(*inputs)
+        kept = len(outputs) - len(self.words)
+        for condition, words in zip(outputs[kept:], self.words, strict=True):
+            ASSERT_TENSOR[-1](condition, words)
+        return outputs[:kept]
