@@ -97,6 +97,11 @@ class RealStrides(FakeTensorMode):
 
     inside = False  # of another operator, whose result torch remembers for all modes of a process: none of ours goes in
 
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        # torch makes each result of open sizes twice, to see that it can be made again, and seldom asks for it.
+        self.cache_enabled = self.cache_enabled and self.shape_env is None
+
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 # FakeTensorMode(allow_non_fake_inputs=, shape_env=): under it operators give fakes; from_tensor(x, static_shapes=)
-#     makes one; a subclass may change what `dispatch`, which its __torch_dispatch__ calls, gives.
+#     makes one; a subclass may change what `dispatch`, which its __torch_dispatch__ calls, gives. Results are kept for
+#     all modes of a process where its `cache_enabled` says so.
 # FakeTensor: has the fake_mode that it was made under.
 # unset_fake_temporarily(): a context in which operators compute numbers, though a fake mode is on outside of it.
 # detect_fake_mode(): the mode that is on, or that of Dynamo's tracing context; None where there is neither.

@@ -70,6 +70,17 @@ def test_what_only_numbers_tell_is_an_error_with_the_operator() -> None:
     assert "nonzero" in str(size.value.func)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_results_are_kept_where_a_mode_says_so(enabled: bool) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode.cache_enabled = enabled
+    x = mode.from_tensor(torch.ones(7, 3))
+    before = FakeTensorMode.cache_info()
+    with mode:
+        x.sin()
+    assert (FakeTensorMode.cache_info() != before) == enabled
+
+
 def test_open_sizes_go_through_python_kernels() -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     x = mode.from_tensor(torch.ones(7, 3))
