@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.frontend.data_sizes.stretches import fake_value, is_unknown_number
+from ringopt.frontend.data_sizes.stretches import OPEN, fake_value
 from ringopt.ir.nodes import origin
 from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
 
@@ -36,7 +36,7 @@ def take_assertions(gm: fx.GraphModule) -> tuple[str, ...]:
         output = gm.graph.output_node()
         output.args = ((*output.args[0], *(condition for condition, _ in held)),)
         for node in reversed(gm.graph.nodes):
-            if not node.users and (node.target == "item" or is_unknown_number(node)):
+            if not node.users and holds_number(node):
                 gm.graph.erase_node(node)
         gm.recompile()
     return tuple(words for _, words in held)
@@ -57,26 +57,35 @@ def taken(node: fx.Node) -> tuple[fx.Node, str] | None:
 
 
 def as_tensor(number: Any, before: fx.Node) -> Any:
-    """A number that is not known as the tensor that has it; others as they are; None where there is no such tensor, or
-    the number is read otherwise too, such as a size."""
-    if not isinstance(number, fx.Node) or not is_unknown_number(number):
+    """A number that is read from a tensor as that tensor, also in what is made of it; others as they are; None where
+    there is no such tensor, or the number is read otherwise too, such as a size."""
+    if not isinstance(number, fx.Node) or not holds_number(number):
         return number
     if number.target == "item":
         return number.args[0] if asserted_only(number) else None
     args = [as_tensor(arg, before) for arg in number.args]
-    if number.target not in MEANT_ALIKE or None in args:
+    if all(made is arg for made, arg in zip(args, number.args, strict=True)):
+        return number
+    counted = number.target is torch.sym_ite and number.args[1:] == (1, 0)  # whether it is true, as a number
+    target, given = (operator.mul, (args[0], 1)) if counted else (number.target, tuple(args))
+    if target not in MEANT_ALIKE or None in given:
         return None
     with before.graph.inserting_before(before):
-        made = before.graph.call_function(number.target, tuple(args))
-    found = [fake_value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
-    made.meta.update(origin(number), example_value=number.target(*found))
+        made = before.graph.call_function(target, given)
+    found = [fake_value(arg) if isinstance(arg, fx.Node) else arg for arg in given]
+    made.meta.update(origin(number), example_value=target(*found))
     return made
 
 
 def asserted_only(number: fx.Node) -> bool:
     """Whether assertions alone are made of it."""
     others = [user for user in number.users if user.target is not ASSERT_SCALAR]
-    return all(is_unknown_number(user) and asserted_only(user) for user in others)
+    return all(holds_number(user) and asserted_only(user) for user in others)
+
+
+def holds_number(node: fx.Node) -> bool:
+    """Whether it is one, known or not: Dynamo takes what is asserted for true from there on."""
+    return node.op.startswith("call") and isinstance(fake_value(node), (int, float, *OPEN))
 
 
 def reads_numbers(gm: fx.GraphModule) -> bool:

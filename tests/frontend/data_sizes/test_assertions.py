@@ -27,6 +27,7 @@ class Checked(nn.Module):
         longest = lengths.max().item()
         assert longest <= x.shape[1]
         assert lengths.min().item() * 2 > 1
+        torch._check_tensor_all(x.detach() > -100)  # transformers' of places for images
         assert (x.detach() < 100).all(), "too large"
         if self.trims:
             x = x[:, :longest]
@@ -56,15 +57,17 @@ def on_rank(trims: bool) -> tuple[float, list[tuple[float, int]], list[str]]:
     compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
     error = difference(run(compiled, model, batch()), run(model, model, batch()))
     found = [(report.sharded_fraction, len(report.sites)) for report in ringopt.reports()[before:]]
-    wrong = () if trims else (batch(ROWS + 1), batch(least=0), batch(largest=200.0))
+    changed = (batch(ROWS + 1), batch(least=0), batch(largest=200.0), batch(largest=-200.0))
+    wrong = () if trims else changed
     return error, found, [raised(compiled, given) for given in wrong]
 
 
 def test_ranks_hold_what_is_asserted_of_all_data_in_one_graph(ranks: Any) -> None:
     """The number that is too large is in the shard of one rank; both say so."""
-    for error, found, (longest, least, largest) in ranks(2, on_rank, False):
+    for error, found, (longest, least, largest, smallest) in ranks(2, on_rank, False):
         assert error < 1e-10 and found == [(1.0, 1)]
         assert "u0 <= 13" in longest and "Runtime assertion failed" in least
+        assert "Runtime assertion failed" in smallest
         assert largest == "too large"
 
 
