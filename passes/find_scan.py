@@ -8,8 +8,9 @@
 Found are unrolled loops (ringopt/recognize/scans/loop.py), torch's scan (ringopt/frontend/higher_order/scan.py), and
 sums with decays between chunks (ringopt/recognize/scans/segment_sums.py). What of a step reads nothing that is carried
 is computed for all steps at once, before. Rewritten is a step that is proved to be affine in what it carries
-(ringopt/scans/affine.py); another recurrence (a tanh, a gate that reads the state) stays as it was, and the report says
-why and where. After: the size of the graph does not depend on the number of steps.
+(ringopt/scans/affine.py). Another recurrence (a tanh, a gate that reads the state) becomes a scan where ranks can share
+a batch or heads that know nothing of each other (ringopt/scans/independent.py); else it stays as it was, and the report
+says why and where. After: the size of the graph does not depend on the number of steps.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
+from ringopt.distributed.mesh import ANY
 from ringopt.frontend.higher_order.scan import is_scan_operator, recurrence_of
 from ringopt.ir.nodes import source_line
 from ringopt.ir.refusal import Refusal
@@ -32,6 +34,7 @@ from ringopt.rewrite import Facts, Rewrite
 from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import NoBody, to_text
 from ringopt.scans.gradient_paths import detach_what_no_gradient_comes_to
+from ringopt.scans.independent import independent_dims
 from ringopt.scans.trace import Kinds
 
 
@@ -51,10 +54,11 @@ class Found:
 
 @dataclass(frozen=True)
 class FindScan(Rewrite["Loop | fx.Node", Found]):
-    """Rewrites each recurrence whose step is affine in what it carries as `ringopt::scan`."""
+    """Rewrites each recurrence that ranks can share as `ringopt::scan`: its step is affine in what it carries, or it is
+    many that know nothing of each other."""
 
     name = "find_scan"
-    reads = ("values",)
+    reads = ("mesh", "values")
     writes = ("relied_on", "notes")
     optional = True
     lost = "recurrences stay unrolled: graphs grow with their steps, and each rank computes all of them"
@@ -73,8 +77,11 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
     def check(self, found: Found, facts: Facts) -> Refusal | None:
         if isinstance(found.text, Refusal):
             return found.text
-        proof = prove_affine(found.text, found.kinds)
-        return proof if isinstance(proof, Refusal) and not found.any_step else None
+        proof, mesh = prove_affine(found.text, found.kinds), facts.context.mesh
+        if not isinstance(proof, Refusal) or found.any_step:
+            return None
+        along = independent_dims(found.text, found.kinds) if mesh.size > 1 and mesh.name != ANY else ()
+        return None if any(one.size % mesh.size == 0 for one in along) else proof
 
     def rewrite(self, found: Found, facts: Facts) -> None:
         assert found.put is not None

@@ -15,7 +15,7 @@ from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.cost.simulate import flops_of, pairs_of
 from ringopt.dims.products import is_counted, summed
 from ringopt.ops.picked_sizes import picked_evenly
-from ringopt.ops.scan_sizes import affine_of, graphs_run, step_of
+from ringopt.ops.scan_sizes import affine_of, graphs_run, stages_of, step_of
 from ringopt.ops.sized_call import Operand, SizedCall
 from ringopt.ops.traffic import dilated_plan, heads_of, ring_plan
 
@@ -110,6 +110,12 @@ def steps(call: SizedCall) -> int:
     """FLOPs of a scan: those of a step, so many times."""
     first: Operand = call["xs"][0]
     return first.size(0) * products(step_of(call).module.graph)
+
+
+def carried(call: SizedCall) -> int:
+    """FLOPs of a scan that is affine, of what it carries alone."""
+    first: Operand = call["xs"][0]
+    return first.size(0) * sum(products(stage.step.graph) for stage in stages_of(call))
 
 
 def steps_back(call: SizedCall) -> int:

@@ -14,7 +14,8 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import OpCall
-from ringopt.ir.nodes import origin, value_of
+from ringopt.ir.nodes import origin, shape_of, value_of
+from ringopt.ir.placement import Sharded
 from ringopt.scans.body import Body, from_text
 from ringopt.scans.trace import Kinds, kinds_of
 
@@ -33,6 +34,11 @@ class ScanCall:
         """Of a node that calls `ringopt::scan`."""
         call = OpCall.of(node)
         return cls(call["init"], call["xs"], call["consts"], call["body"])
+
+    @property
+    def steps(self) -> Sharded:
+        """How the operands that have a row a step are spread."""
+        return Sharded(0, 1, shape_of(self.xs[0])[0], 1)
 
     @property
     def body(self) -> Body:

@@ -118,6 +118,16 @@ def test_what_is_not_affine_stays_a_loop_and_the_report_says_why_and_where(progr
     assert note.startswith("a recurrence is no scan: ") and LEFT[program] in note and "test_find_scan.py:" in note
 
 
+def test_over_ranks_it_is_one_where_they_can_share_its_batch():
+    """Of two sequences each rank has one. Random numbers of a step stay in their order."""
+    inputs = given((2, TOKENS, WIDTH), (WIDTH, WIDTH))
+    for program in (tanh_rnn, gru, square):
+        gm, context = after(PASSES, program, *inputs, ranks=2)
+        assert ops(gm).count("scan") == 1 and "is one scan" in context.notes[0]
+    assert "scan" not in ops(after(PASSES, tanh_rnn, *inputs, ranks=3)[0])
+    assert "scan" not in ops(after(PASSES, random, *inputs, ranks=2)[0])
+
+
 # ---- torch's scan ----------------------------------------------------------------------------------------------------
 # Before 2.13 the gradients of torch's own operator are wrong, so numbers are compared with those of a loop.
 def by_loop(step, state, xs, dim):

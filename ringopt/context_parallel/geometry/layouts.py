@@ -183,6 +183,11 @@ def parsed(name: str) -> tuple[type[Layout], int, int]:
     return LAYOUTS[found[1]], int(found[2] or 1), int(found[3] or 0)
 
 
+def is_grained(layout: str) -> bool:
+    """Whether a layout, by its name, is cut between units of several rows."""
+    return ":" in layout
+
+
 def chunks_per_rank(name: str) -> int:
     """Of the layout called `name`."""
     return parsed(name)[0].chunks_per_rank

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
-from ringopt.cost.choose import duration
-from ringopt.cost.kernel_scan import ScanCase
-from ringopt.cost.site import rates_at
+from ringopt.cost.recurrence import ScanCase, kernel_work
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.nodes import arguments_of, shape_of, value_of
 from ringopt.ir.placement import Layouts, Sharded
@@ -18,10 +16,10 @@ from ringopt.ir.symbolic_sizes import at_hand, is_open
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traits import sent_bytes
 from ringopt.options import Strategy
-from ringopt.report import bytes_text
 from ringopt.rules.declare import ScanRule, declaration_of, is_foreign
 from ringopt.scans.kernel import ScanKernel, contradiction, frame_of, state_of
 from ringopt.scans.trace import OperandKind
+from ringopt.sharding.recurrences.ways import choose_way, in_common
 from ringopt.torch_compat.schema import schema_of
 
 CONVERTED = "a program for any number of ranks has no recurrence of another library's operator on shards yet"
@@ -125,19 +123,8 @@ def compared(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh, strategy
     operands = [*map(value_of, xs), *outputs, *(value_of(x) for x in common for _ in range(mesh.size - 1))]
     moved = sum(at_hand(x.numel()) * x.element_size() for x in operands) // mesh.size
     tokens, numbers = at_hand(rows.length), at_hand(state.numel())
-    case = ScanCase(numbers, tokens, info.bytes_sent, moved, frame.runs, mesh.size, info.training)
-    rates = rates_at(mesh, value_of(xs[0]))
-    found = list(case.predictions(rates))
-    if strategy == "ulysses":
-        found.sort(key=lambda one: one.strategy != "heads")
-    info.predictions, (best, other) = tuple(found), found
-    info.strategy = best.strategy
-    if best.strategy == "heads":
-        names = ", ".join(x.name for x in common)
-        info.notes += [f"what all heads have in common goes to all ranks: {names}"] if common else []
-        info.bytes_sent = moved * (mesh.size - 1) // mesh.size
-    info.reason = (
-        f"strategy {best.strategy} {duration(best.seconds)}, {bytes_text(best.bytes)} sent, predicted (others: "
-        f"{other.strategy} {duration(other.seconds)}, {bytes_text(other.bytes)} sent); {rates.source}"
-    )
-    info.notes.append(info.reason)
+    work = kernel_work(numbers, tokens)
+    case = ScanCase(work, work, info.bytes_sent, moved, frame.runs, mesh.size, info.training)
+    choose_way(info, case, mesh, value_of(xs[0]), strategy)
+    if info.strategy == "heads" and common:
+        info.notes.append(in_common(common))

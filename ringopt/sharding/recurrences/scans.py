@@ -16,7 +16,6 @@ import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
 from ringopt.distributed.mesh import ANY, Mesh
-from ringopt.ir.nodes import shape_of
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
@@ -27,28 +26,26 @@ from ringopt.ops.traits import sent_bytes
 from ringopt.options import Strategy
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.call import ScanCall, is_scan
+from ringopt.scans.segment_map import Frame
+from ringopt.sharding.recurrences.by_heads import heads_or_states, place_scan_by_heads
 from ringopt.sharding.recurrences.kernel_scans import begin_kernel_scans
 from ringopt.sharding.recurrences.kernel_sites import declared_scans, kernel_site
 from ringopt.sharding.sharder import Sharder
-
-
-def steps_of(node: fx.Node) -> Sharded:
-    """How the operands of a scan that have a row a step are spread."""
-    return Sharded(0, 1, shape_of(ScanCall.of(node).xs[0])[0], 1)
 
 
 def begin_scans(sharder: Sharder, scans: Mapping[fx.Node, SiteInfo]) -> Iterator[tuple[fx.Node, Sharded]]:
     """What the scans want to have by steps; they are placed so when the walk comes to them."""
     shared = {node: info for node, info in scans.items() if info.refusal is None}
     for node in filter(is_scan, shared):
-        sharder.understood[node] = partial(place_scan, sharder, node)
-        yield from ((x, steps_of(node)) for x in ScanCall.of(node).xs)
+        place = place_scan_by_heads if shared[node].strategy == "heads" else place_scan
+        sharder.understood[node] = partial(place, sharder, node)
+        yield from ((x, ScanCall.of(node).steps) for x in ScanCall.of(node).xs)
     yield from begin_kernel_scans(sharder, {node: info for node, info in shared.items() if not is_scan(node)})
 
 
 def place_scan(sharder: Sharder, node: fx.Node) -> None:
     """Over the ranks, with everything that reads it."""
-    call, steps = ScanCall.of(node), steps_of(node)
+    call, steps = ScanCall.of(node), ScanCall.of(node).steps
     layout = sharder.ranks.layout(steps.length)
     sharder.reader = node
     made = sharder.over_ranks(
@@ -80,33 +77,41 @@ def scan_sites(
     graph: fx.Graph, mesh: Mesh, layouts: Layouts, strategy: Strategy, carries: Mapping[fx.Node, bool]
 ) -> dict[fx.Node, SiteInfo]:
     """Of all recurrences, those of other libraries' operators too."""
-    found = {node: scan_site(node, mesh, layouts) for node in graph.nodes if is_scan(node)}
+    found = {
+        node: scan_site(node, mesh, layouts, strategy, carries[node]) for node in graph.nodes if is_scan(node)
+    }  # fmt: skip
     return found | {node: kernel_site(node, mesh, layouts, strategy, carries[node]) for node in declared_scans(graph)}
 
 
-def scan_site(node: fx.Node, mesh: Mesh, layouts: Layouts) -> SiteInfo:
+def scan_site(node: fx.Node, mesh: Mesh, layouts: Layouts, strategy: Strategy, learns: bool) -> SiteInfo:
     """What is known of a scan before it is placed: what the ranks exchange for it, or why all compute all of it."""
-    call, steps = ScanCall.of(node), steps_of(node)
-    info = SiteInfo.at(node, "scan", f"{at_hand(steps.length)} steps", False)
-    info.layout = layouts.of(steps.length)
-    proof = prove_affine(call.text, call.kinds)
-    least = chunks_per_rank(info.layout) * mesh.size
+    call = ScanCall.of(node)
+    length = call.steps.length
+    info = SiteInfo.at(node, "scan", f"{at_hand(length)} steps", False)
+    info.training = learns
+    proof, least = prove_affine(call.text, call.kinds), chunks_per_rank(layouts.of(length)) * mesh.size
+    if mesh.name != ANY and not length >= least:
+        info.refusal = f"{at_hand(length)} steps for {mesh.size} ranks: every rank needs one in each segment"
+        return info
+    columns = 0
     if isinstance(proof, Refusal):
         info.refusal = proof.sentence
-    elif mesh.name != ANY and not steps.length >= least:
-        info.refusal = f"{at_hand(steps.length)} steps for {mesh.size} ranks: every rank needs one in each segment"
-    if info.refusal is not None or isinstance(proof, Refusal):
-        info.layout = "none"
-        return info
-    segments = 0 if mesh.name == ANY else least
-    there = {
-        "steps": steps.length, "segments": segments, "layout": info.layout, "ends": last_carries_read(node),
-    }  # fmt: skip
+    else:
+        by_states(node, info, proof, mesh, layouts)
+        columns = max(Frame(stage).runs for level in proof.levels for stage in level) if least > 2 else 0
+    heads_or_states(node, info, mesh, layouts, columns, strategy)
+    return info
+
+
+def by_states(node: fx.Node, info: SiteInfo, proof: AffineStep, mesh: Mesh, layouts: Layouts) -> None:
+    """Each rank its steps."""
+    length = ScanCall.of(node).steps.length
+    info.layout, info.strategy = layouts.of(length), "states"
+    segments = 0 if mesh.name == ANY else chunks_per_rank(info.layout) * mesh.size
+    there = {"steps": length, "segments": segments, "layout": info.layout, "ends": last_carries_read(node)}
     sized = SizedCall.of(node, mesh.size, mesh.rank, number=at_hand)
     info.bytes_sent = sent_bytes(sized.conjugate("sharded_scan", sized.value, **there))
-    info.strategy = "states"
     info.notes.append(note_of(proof))
-    return info
 
 
 def note_of(proof: AffineStep) -> str:

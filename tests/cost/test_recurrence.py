@@ -1,4 +1,4 @@
-"""By states or by heads: what is predicted of a recurrence that a kernel computes."""
+"""By states or by heads: what is predicted of a recurrence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringopt.cost.kernel_scan import ScanCase
+from ringopt.cost.recurrence import ScanCase, kernel_work
 from ringopt.hardware.rates import rates_of
 
 HEADS, K, V, RANKS = 32, 128, 128, 8
@@ -16,7 +16,8 @@ H100 = rates_of("h100", "bfloat16")
 def case(tokens: int, training: bool = True) -> ScanCase:
     """A layer of gated delta rule, in bfloat16."""
     state, row = HEADS * K * V, HEADS * 2 * (2 * K + 2 * V + 2)
-    return ScanCase(state, tokens, 2 * state * 4 * (RANKS - 1), row * tokens // RANKS, 1, RANKS, training)
+    work = kernel_work(state, tokens)
+    return ScanCase(work, work, 2 * state * 4 * (RANKS - 1), row * tokens // RANKS, 1, RANKS, training)
 
 
 @pytest.mark.parametrize("training", [False, True])
