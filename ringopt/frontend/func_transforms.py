@@ -49,6 +49,7 @@ TORCH_FUNC = RunsTransforms()
 def with_transforms_as_calls(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of Dynamo's graph in which each stretch that torch.func runs is a call, in graphs that are written out in
     line too; `gm` itself if there is none, or one that does not end."""
+    gm = without_leaf_marks(gm)
     nodes = list(gm.graph.nodes)
     regions = {name: with_transforms_as_calls(region) for name, region in graphs_in_line(gm)}
     regions = {name: region for name, region in regions.items() if region is not getattr(gm, name)}
@@ -142,3 +143,41 @@ def call_of(made: fx.GraphModule, name: str, inside: Sequence[fx.Node], copies: 
     for place, node in enumerate(results):
         copies[node] = graph.call_function(operator.getitem, (call, place))
         copies[node].meta = dict(node.meta)
+
+
+# ---- values that are made leaves -------------------------------------------------------------------------------------
+ALLOWS_A_LEAF = "set_inplace_requires_grad_allowed"
+
+
+def without_leaf_marks(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy without `x.requires_grad_()` of what is made where nothing is recorded (models that checkpoint do so to
+    their embeddings, in evaluation too), which does nothing. `gm` itself where one does."""
+    marks = [node for node in gm.graph.nodes if is_leaf_mark(node)]
+    if not marks or records(gm):
+        return gm
+    around = {mark: (mark.prev, mark, mark.next) for mark in marks}
+    dropped = {node for nodes in around.values() for node in nodes}
+    made, copies = fx.GraphModule(gm, gm.graph), dict[fx.Node, fx.Node]()
+    made.graph = fx.Graph()
+    for node in gm.graph.nodes:
+        if node in around:
+            copies[node] = copies[node.args[0]]
+        elif node not in dropped:
+            copies[node] = made.graph.node_copy(node, copies.__getitem__)
+    made.recompile()
+    return made
+
+
+def is_leaf_mark(node: fx.Node) -> bool:
+    """Whether it is such a call, as Dynamo writes it, on no input of the graph."""
+    allowed = (flex.calls_functorch(x) and x.target.__name__ == ALLOWS_A_LEAF for x in (node.prev, node.next))
+    called = node.op == "call_method" and node.target == "requires_grad_" and len(node.args) == 1 and not node.kwargs
+    return called and all(allowed) and node.args[0].op not in ("placeholder", "get_attr")
+
+
+def records(gm: fx.GraphModule) -> bool:
+    """Whether anything has a gradient by what Dynamo traced it with, or an output is a leaf."""
+    values = [flex.example(node) for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr")]
+    outputs = [flex.example(node) for node in gm.graph.output_node().all_input_nodes]
+    recorded = any(isinstance(value, Tensor) and value.grad_fn is not None for value in values)
+    return recorded or any(isinstance(value, Tensor) and value.requires_grad for value in outputs)
