@@ -83,6 +83,7 @@ def clone(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.zoo
 def test_its_steps_do_what_they_are_named_for(clone: Path, tmp_path: Path) -> None:
     """A comment that fits and a page of the difference; then annotations, and the end that the broken rules make."""
     made = workflow()

@@ -70,11 +70,12 @@ def test_it_is_a_scan_on_shards(program: Any, p: int, layout: str) -> None:
         assert verdict.report.sharded_fraction == 1.0
 
 
-def test_what_is_not_affine_is_run_whole_and_the_rest_stays_on_shards() -> None:
-    verdict = validate(2, Called(not_affine), given())
+@pytest.mark.parametrize(("p", "strategy"), [(2, "heads"), (5, "none")])
+def test_what_is_not_affine_is_shared_by_heads_or_run_whole_and_the_rest_stays_on_shards(p: int, strategy: str) -> None:
+    verdict = validate(p, Called(not_affine), given())
     assert verdict.wrong == "" and verdict.report.refusal is None
     (site,) = verdict.report.sites
-    assert "logaddexp of what a step carries" in site.refusal
+    assert site.strategy == strategy and "logaddexp of what a step carries" in str((site.refusal, site.notes))
     assert operators.scan.default in {node.target for node in verdict.graph.graph.nodes}
 
 

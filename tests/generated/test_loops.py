@@ -23,8 +23,9 @@ def tens(count: int) -> list[Any]:
 
 @pytest.mark.parametrize("first", tens(1000))
 def test_a_thousand_loops(first: int) -> None:
-    found = check(first, 10, most=2, draw=draw)
-    assert found["exact"] > 4, found
+    count = 10 if first else 5  # in the normal run
+    found = check(first, count, most=2, draw=draw)
+    assert found["exact"] > count // 3, found
 
 
 @pytest.mark.parametrize("first", tens(9000))
