@@ -56,9 +56,9 @@ class End:
 
 class ThreadMesh(Mesh):
     def __init__(self, size: int, name: str = "threads"):
+        self._local = threading.local()
         super().__init__()
         self._name, self._size = name, size
-        self._local = threading.local()
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._barrier = threading.Barrier(size, timeout=TIMEOUT)
@@ -78,6 +78,14 @@ class ThreadMesh(Mesh):
     @property
     def size(self) -> int:
         return self._size
+
+    @property  # of each rank: a process has a mesh of its own
+    def seeds_arriving(self) -> Callable[[], list[Tensor]] | None:  # type: ignore[override]
+        return getattr(self._local, "seeds", None)
+
+    @seeds_arriving.setter
+    def seeds_arriving(self, value: Callable[[], list[Tensor]] | None) -> None:
+        self._local.seeds = value
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def _post(
