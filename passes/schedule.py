@@ -39,7 +39,7 @@ from ringopt.options import InnerBackend
 from ringopt.overlap.all_at_once import all_at_once
 from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.held_back import held_back
-from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, home_bytes, plan_at
+from ringopt.overlap.in_flight import allowed, dilated_plan_at, first_bytes, first_bytes_back, home_bytes, plan_at
 from ringopt.overlap.mask_copies import share_copies
 from ringopt.overlap.meanwhile import Meanwhile, note
 from ringopt.overlap.start_early import gap_before, independent_behind
@@ -56,7 +56,7 @@ class Schedule(Pass):
     reads = ("mesh", "carries")
     writes = ("sites", "scans", "notes", "budget")
     optional = True
-    lost = "every exchange starts with its attention, behind nothing but its own first block"
+    lost = "every exchange starts with its attention or recurrence, behind nothing but its own first block"
 
     inner_backend: InnerBackend = "inductor"
 
@@ -86,11 +86,12 @@ class Schedule(Pass):
     @staticmethod
     def work(node: fx.Node, ranks: int, rates: Rates, context: Context, why: str) -> dict[str, Meanwhile]:
         """What overlaps with each end of the exchange; bytes of none, where `why` says why."""
-        first, last = (first_bytes(node, ranks), home_bytes(node, ranks)) if not why else (0, 0)
+        ends = first_bytes, first_bytes_back, home_bytes
+        first, back, last = (held(node, ranks) if not why else 0 for held in ends)
         # The gradients of a product are two more of its size.
         return {
             "forward": Meanwhile.of([*gap_before(node).products, *products_behind(node)], 1, ranks, rates, first),
-            "backward": Meanwhile.of(products_after(node, context), 2, ranks, rates, first),
+            "backward": Meanwhile.of(products_after(node, context), 2, ranks, rates, back),
             "home": Meanwhile.of(products_aside(node), 2, ranks, rates, last),
         }
 

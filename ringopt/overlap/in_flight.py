@@ -10,7 +10,7 @@ from ringopt.hardware.rates import Rates
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops.sized_call import SizedCall
 from ringopt.ops.traffic import dilated_plan, ring_plan
-from ringopt.ops.traits import traits_of
+from ringopt.ops.traits import TABLE, traits_of
 
 PART = 64  # one part of so many of the device's memory is for messages that were started early
 UNKNOWN = 1 << 30  # bytes, where the memory of the device is not known
@@ -40,6 +40,17 @@ def first_bytes(body: fx.Node, ranks: int) -> int:
     """Bytes of the first K and V that arrive, on the rank that receives most."""
     traits = traits_of(body)
     return traits.first(call_at_hand(body, ranks)) if traits is not None and traits.first is not None else 0
+
+
+def first_bytes_back(body: fx.Node, ranks: int) -> int:
+    """Bytes under way where the exchange of its backward is started early, of a body in the forward: for a recurrence
+    the states before its steps wait too."""
+    traits = traits_of(body)
+    if traits is None or not traits.recurrence or traits.gradient is None:
+        return first_bytes(body, ranks)
+    back = traits.gradient(call_at_hand(body, ranks))
+    first = TABLE[back.name].first
+    return first(back) if first is not None else 0
 
 
 def home_bytes(body: fx.Node, ranks: int) -> int:

@@ -110,6 +110,14 @@ def test_ranks_that_run_one_after_the_other_have_nothing_to_start() -> None:
     assert said == "its exchange starts with it: the ranks run one after the other"
 
 
+def test_states_that_wait_beside_them_count_as_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the backward the states before all steps of a rank wait too: 512 bytes of messages, and 7 states of 256."""
+    monkeypatch.setattr("ringopt.overlap.meanwhile.allowed", lambda rates: 600)
+    order, said = checked(2, Gated(), layout="contiguous")
+    assert "maps start" in order and "gradients start" not in order
+    assert "and at most 600 B may be" in said
+
+
 def test_messages_that_are_lost_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator reads what its start has posted, and nothing else."""
     arrived = SegmentMessages.arrived

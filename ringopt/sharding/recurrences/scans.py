@@ -98,7 +98,8 @@ def scan_site(node: fx.Node, mesh: Mesh, layouts: Layouts, strategy: Strategy, l
         info.refusal = proof.sentence
     else:
         by_states(node, info, proof, mesh, layouts)
-        columns = max(Frame(stage).runs for level in proof.levels for stage in level) if least > 2 else 0
+        runs = [Frame(stage).runs for level in proof.levels for stage in level]
+        columns = max(runs, default=0) if least > 2 else 0
     heads_or_states(node, info, mesh, layouts, columns, strategy)
     return info
 
