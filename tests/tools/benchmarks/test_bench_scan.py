@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringopt.tools.benchmarks.lab.link_lab import LabError
 from ringopt.tools.benchmarks.lab.numbers import WRONG
-from ringopt.tools.benchmarks.models.recurrent_layers import gated_delta_rule, state_space
+from ringopt.tools.benchmarks.models.recurrent_layers import Loop, gated_delta_rule, state_space
 from ringopt.tools.benchmarks.workers import scan
 from ringopt.tools.common.command import WIDTH
 from ringopt.tools.common.resident import STATUS
@@ -45,7 +45,8 @@ def test_rows_of_scans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert (row["faster"], row["faster_gathered"]) == (2.0, pytest.approx(2 / 3))
         assert (row["plain_seconds"] is None) == (row is long) == bool(row["failed"])
     assert short["ring_nodes"] == long["ring_nodes"] > 50
-    printed = capsys.readouterr().out
+    printed, shown = capsys.readouterr()
+    assert shown.index("mamba2: heads 4; n 128; ") < shown.index("mamba2: heads 4; n 256; ")  # each when it is there
     assert "n = 256, as written: rank 0: it took longer than 9 s" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= WIDTH and "…" not in printed
 
@@ -65,8 +66,8 @@ def test_the_gated_delta_rule_is_that_of_its_tokens() -> None:
         new = beta[:, :, t, None] * (v[:, :, t] - (k[:, :, t, None] @ state)[:, :, 0])
         state = state + k[:, :, t, :, None] * new[:, :, None]
         rows.append((q[:, :, t, None] @ state)[:, :, 0] / 8)
-    for written in (True, False):
-        found = gated_delta_rule(q, k, v, decay, beta, written)
+    for loop in get_args(Loop):
+        found = gated_delta_rule(q, k, v, decay, beta, loop)
         torch.testing.assert_close(found, torch.stack(rows, 2), rtol=1e-9, atol=1e-9)
 
 

@@ -5,12 +5,15 @@ Each is written as models write it in plain torch: a Python loop over chunks, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+
+from ringopt.torch_compat.dynamo import SCAN
 
 DIM, TAPS = 64, 4  # numbers of a head, of which there are as many as the width of the layer has room for
 STATE = 64  # of Mamba2: numbers for each channel
@@ -28,12 +31,17 @@ class CausalConvolution(nn.Module):
         return F.silu(self.filter(x.mT)[..., : x.shape[1]]).mT
 
 
-class GatedDeltaNet(nn.Module):
-    """[B, S, width] -> the same. `written`: whether a result is made once and written chunk by chunk."""
+# How the loop over chunks is spelled: its results written into one made before, or stacked; or torch's scan, of which
+# Dynamo traces one step, whatever the length.
+Loop = Literal["written", "stacked", "scan"]
 
-    def __init__(self, heads: int):
+
+class GatedDeltaNet(nn.Module):
+    """[B, S, width] -> the same."""
+
+    def __init__(self, heads: int, loop: Loop = "written"):
         super().__init__()
-        self.written = True
+        self.loop: Loop = loop
         width = heads * DIM
         self.heads, self.near = heads, CausalConvolution(3 * width)
         self.project, self.gates = nn.Linear(width, 4 * width), nn.Linear(width, 2 * heads)
@@ -44,7 +52,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v = (part.unflatten(-1, (self.heads, DIM)).transpose(1, 2) for part in self.near(qkv).chunk(3, -1))
         beta, decay = self.gates(x).transpose(1, 2).chunk(2, 1)
         q, k, decay = F.normalize(q, dim=-1), F.normalize(k, dim=-1), mild(decay)
-        heads = gated_delta_rule(q, k, v, decay, beta.sigmoid(), self.written)
+        heads = gated_delta_rule(q, k, v, decay, beta.sigmoid(), self.loop)
         mixed: Tensor = self.out(heads.transpose(1, 2).flatten(2) * F.silu(gate))
         return mixed
 
@@ -54,9 +62,7 @@ def mild(decay: Tensor) -> Tensor:
     return -0.01 * F.softplus(decay)
 
 
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, written: bool = True
-) -> Tensor:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, loop: Loop = "written") -> Tensor:
     """Of heads [B, H, S, D], `decay` and `beta` [B, H, S]."""
     length, short = q.shape[2], -q.shape[2] % CHUNK
     q, k, v, grown = (F.pad(x, (0, 0, 0, short)) for x in (q * DIM**-0.5, k, v * beta[..., None], k * beta[..., None]))
@@ -70,20 +76,28 @@ def gated_delta_rule(
     q, k = q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None]
     left = total[..., -1].exp()[..., None, None]
     state = q.new_zeros(*q.shape[:2], DIM, DIM)
-    if not written:
+    chunks = [q, k, near, left, news, olds]
+    if loop == "written":
+        out = torch.zeros_like(v)
+        for i in range(q.shape[2]):
+            state, out[:, :, i] = delta_step(state, [x[:, :, i] for x in chunks])
+    elif loop == "stacked":
         parts = list[Tensor]()
-        chunks = (x.unbind(2) for x in (q, k, near, left, news, olds))
-        for q_i, k_i, near_i, left_i, new, old in zip(*chunks, strict=True):
-            new = new - old @ state
-            parts.append(q_i @ state + near_i @ new)
-            state = state * left_i + k_i.mT @ new
-        return torch.cat(parts, 2)[:, :, :length]
-    out = torch.zeros_like(v)
-    for i in range(q.shape[2]):
-        new = news[:, :, i] - olds[:, :, i] @ state
-        out[:, :, i] = q[:, :, i] @ state + near[:, :, i] @ new
-        state = state * left[:, :, i] + k[:, :, i].mT @ new
+        for rows in zip(*(x.unbind(2) for x in chunks), strict=True):
+            state, part = delta_step(state, rows)
+            parts.append(part)
+        out = torch.stack(parts, 2)
+    else:
+        _, out = SCAN(delta_step, state, [x.movedim(2, 0) for x in chunks])
+        out = out.movedim(0, 2)
     return out.flatten(2, 3)[:, :, :length]
+
+
+def delta_step(state: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The state behind a chunk, and what the chunk gives."""
+    q, k, near, left, new, old = rows
+    new = new - old @ state
+    return state * left + k.mT @ new, q @ state + near @ new
 
 
 class Mamba2(nn.Module):
@@ -130,10 +144,10 @@ def segment_sums(x: Tensor) -> Tensor:
 LAYERS: dict[str, Callable[[int], nn.Module]] = {"gated delta net": GatedDeltaNet, "mamba2": Mamba2}
 
 
-def layer_of(name: str, heads: int) -> nn.Module:
+def layer_of(name: str, heads: int, loop: Loop = "written") -> nn.Module:
     """With weights that follow from its name."""
     torch.manual_seed(0)
-    return LAYERS[name](heads)
+    return GatedDeltaNet(heads, loop) if LAYERS[name] is GatedDeltaNet else LAYERS[name](heads)
 
 
 def map_sizes(name: str, heads: int) -> tuple[int, int]:

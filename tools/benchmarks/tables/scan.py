@@ -41,7 +41,8 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
         metavar="N",
         type=natural,
         default=2048,
-        help="the longest at which Inductor is given the program as written, whose graph grows with the length (2048)",
+        help="the longest at which Inductor is given the program as written, whose graph grows with the length; at "
+        "longer ones a loop is torch's scan, of which Dynamo traces one step (2048)",
     )
     parser.add_argument(
         "--heads", metavar="H", type=natural, default=4, help="of 64 numbers each: layers are H x 64 wide (4)"
@@ -72,12 +73,20 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     cases = [(name, length) for name in names for length in arguments.lengths]
     ranks, repeats, longest = arguments.ranks, arguments.repeats, float(arguments.longest)
     inner, unrolled = arguments.inner, arguments.unrolled
-    rows = [
-        row_of((name, arguments.heads), length, ranks, repeats, longest, inner, as_written=length <= unrolled)
-        for name, length in progress.track(cases, description="layers")
-    ]
+    rows = list[Row]()
+    for name, length in progress.track(cases, description="layers"):
+        as_written = length <= unrolled
+        rows.append(row_of((name, arguments.heads), length, ranks, repeats, longest, inner, as_written=as_written))
+        # Rows take minutes, and a run may be cut off.
+        progress.console.print(line_of(rows[-1]), markup=False, soft_wrap=True)
     failed = tuple(f"{row['layer']}, n = {row['length']}, as written: {row['failed']}" for row in rows if row["failed"])
     return Result(TITLE, COLUMNS, rows, _totals(rows), (), NOTES + failed, KEYS)
+
+
+def line_of(row: Row) -> str:
+    """A row, shown when it is there."""
+    cells = (f"{column.heading.replace(chr(10), ' ')} {column.cell(row)}" for column in COLUMNS[1:])
+    return f"{row['layer']}: {'; '.join(cells)}"
 
 
 def _totals(rows: list[Row]) -> Row:
@@ -116,9 +125,9 @@ COLUMNS = (
     Column("error", lambda row: error("error")({"error": max(row["ring_error"], row["states_error"])})),
 )
 NOTES = (
-    "as written: by Inductor alone, up to --unrolled tokens. first: the first step, compiled anew. ratio: ring / as "
-    "written. mem. ratio: peak of a step above what was resident before it; over ranks, on shards / gathered. nodes: "
-    "as Dynamo traced it, and as it is compiled.",
+    "as written: by Inductor alone, up to --unrolled tokens; beyond, the loop over chunks is torch's scan. first: the "
+    "first step, compiled anew. ratio: ring / as written. mem. ratio: peak of a step above what was resident before "
+    "it; over ranks, on shards / gathered. nodes: as Dynamo traced it, and as it is compiled.",
     "p ranks: the slowest rank's median, by turns with one process alone (times alone: alone / p ranks), and with the "
     "scan gathered, run whole by all ranks, beside rows of everything else.",
     "sent: for the scan, by all ranks in a step; told: by the sizes of the states. error: of one process and of ranks, "

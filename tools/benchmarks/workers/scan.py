@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -28,7 +28,7 @@ from ringopt.tools.benchmarks.lab.link_lab import LabError, as_ranks
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers, weights
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.timing import interleaved
-from ringopt.tools.benchmarks.models.recurrent_layers import DIM, GatedDeltaNet, layer_of, map_sizes
+from ringopt.tools.benchmarks.models.recurrent_layers import DIM, Loop, layer_of, map_sizes
 from ringopt.tools.benchmarks.workers.overlap_rank import begin_rank, nothing, together
 from ringopt.tools.common.resident import STATUS, reset_peak, resident
 
@@ -38,24 +38,30 @@ MESSAGES = ("maps of a scan", "gradients of a scan")
 
 
 class Trial(NamedTuple):
-    """A layer of so many heads, `repeats` timed steps of each; `right`: a file with its numbers by eager in float64."""
+    """A layer of so many heads, its loop spelled so; `repeats` timed steps of each. `folder` has its numbers by eager
+    in float64, and what Inductor keeps of one process, which one of the ranks compiles too."""
 
     layer: Layer
     length: int
     repeats: int
     inner: str
-    right: str
+    loop: Loop
+    folder: str
+
+    @property
+    def right(self) -> Path:
+        return Path(self.folder, "right.pt")
 
 
 def row_of(
     layer: Layer, length: int, ranks: int, repeats: int, longest: float, inner: str, *, as_written: bool = True
 ) -> Row:
     """Of one layer and length. A backend that takes longer than `longest` seconds, or fails, has None in its places and
-    the reason under "failed"; so has the program as written where it is not asked for. Raises LabError where ringopt
-    fails."""
+    the reason under "failed"; so has the program as written where it is not asked for: then a loop is torch's scan, for
+    Dynamo takes minutes to trace hundreds of chunks. Raises LabError where ringopt fails."""
     row: Row = {"layer": layer[0], "heads": layer[1], "length": length, "ranks": ranks, "failed": None}
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(layer, length, repeats, inner, str(Path(folder, "right.pt")))
+        trial = Trial(layer, length, repeats, inner, "written" if as_written else "scan", folder)
         as_ranks(1, keep_expected, trial, timeout=longest)
         (ours,) = as_ranks(1, alone, trial, "ring", timeout=longest)
         theirs: dict[str, Any] = dict.fromkeys(ours)
@@ -79,17 +85,19 @@ def row_of(
 def alone(_rank: int, _ranks: int, trial: Trial, backend: str) -> dict[str, Any]:
     """Seconds of the first call and of a step, nodes of the graphs, bytes, and the error. Nothing is in a cache."""
     torch.set_num_threads(1)
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty,
-        patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": empty}),
-    ):
+    with cache_of(trial, backend):
         return measured(trial, backend)
+
+
+def cache_of(trial: Trial, backend: str) -> AbstractContextManager[Any]:
+    """Where Inductor keeps what it compiles."""
+    return patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(Path(trial.folder, backend))})
 
 
 def measured(trial: Trial, backend: str) -> dict[str, Any]:
     """The same, with what Inductor has in its cache."""
     torch.compiler.reset()
-    model, x = drawn(trial.layer, trial.length)
+    model, x = drawn(trial)
     leaves = [x.requires_grad_(), *model.parameters()]
     run = ring(model, trial.inner) if backend == "ring" else torch.compile(model, backend=backend)
 
@@ -130,23 +138,22 @@ def counted() -> Iterator[dict[str, int]]:
         yield nodes
 
 
-def drawn(layer: Layer, length: int) -> tuple[nn.Module, Tensor]:
+def drawn(trial: Trial) -> tuple[nn.Module, Tensor]:
     """The layer, and what goes in."""
-    return layer_of(*layer), torch.randn(1, length, layer[1] * DIM, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, trial.length, trial.layer[1] * DIM, generator=torch.Generator().manual_seed(1))
+    return layer_of(*trial.layer, trial.loop), x
 
 
 def keep_expected(_rank: int, _ranks: int, trial: Trial) -> None:
     """Computed once, for all who are compared with it."""
     torch.set_num_threads(os.cpu_count() or 1)
-    torch.save(expected(trial.layer, trial.length), trial.right)
+    torch.save(expected(trial), trial.right)
 
 
-def expected(layer: Layer, length: int) -> list[Tensor]:
+def expected(trial: Trial) -> list[Tensor]:
     """In eager, with 64 bits, not written chunk by chunk: autograd would copy the whole for each."""
-    model, x = drawn(layer, length)
+    model, x = drawn(trial._replace(loop="stacked"))
     model, x = model.double(), x.double().requires_grad_()
-    if isinstance(model, GatedDeltaNet):
-        model.written = False
     return [part.float() for part in numbers(model, (x,), [x, *model.parameters()])]
 
 
@@ -163,28 +170,28 @@ def peak(step: Step) -> int | None:
 def over_ranks(rank: int, ranks: int, trial: Trial) -> dict[str, Any]:
     """Seconds with the scan on shards, with the scan gathered, and of rank 0 alone while the others wait."""
     begin_rank()
-    layer, length, repeats, inner, right = trial
     meshes = dist.device_mesh.init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "alone"))
-    runs = {way: way_of(way, layer, length, inner, meshes["all"]) for way in ("states", "gathered")}
-    found, (wanted, of_x, *of_parameters) = runs["states"](), torch.load(right)
-    compared = [ringopt.shard(wanted, 1), ringopt.shard(of_x, 1), *of_parameters]
-    runs["gathered"]()
-    with record_traffic() as traffic:
-        runs["states"]()
-    of_scan, formula = sent_for_scans(traffic), formula_of(layer, ranks)
+    with cache_of(trial, "ring"):
+        one = nothing if rank else way_of("alone", trial, meshes["alone"])
+        one()
+        runs = {way: way_of(way, trial, meshes["all"]) for way in ("states", "gathered")}
+        with record_traffic() as traffic:
+            found = runs["states"]()
+    wanted, of_x, *of_parameters = torch.load(trial.right)
+    error = distance(found, [ringopt.shard(wanted, 1), ringopt.shard(of_x, 1), *of_parameters])
     bytes_held = {f"{way}_bytes": peak(run) for way, run in runs.items()}
-    one = way_of("alone", layer, length, inner, meshes["alone"])
-    one()
-    times = together({**runs, "alone": nothing if rank else one}, repeats)
+    times = together({**runs, "alone": one}, trial.repeats)
     seconds = {f"{way}_seconds": time.seconds for way, time in times.items()}
-    return {**seconds, **bytes_held, "states_error": distance(found, compared), "sent": of_scan, "formula": formula}
+    sent = {"sent": sent_for_scans(traffic), "formula": formula_of(trial.layer, ranks)}
+    return {**seconds, **bytes_held, "states_error": error, **sent}
 
 
-def way_of(way: str, layer: Layer, length: int, inner: str, mesh: Any) -> Step:
+def way_of(way: str, trial: Trial, mesh: Any) -> Step:
     """A step of the layer, compiled: this rank's rows of the output, of the gradient of x, and those of parameters."""
-    model, x = drawn(layer, length)
+    model, x = drawn(trial)
     # (What Dynamo has compiled is used again for equal options.)
-    run = ring(model, inner, mesh=mesh, outputs="local", on_refusal="ignore" if way == "gathered" else "error")
+    refusals = "ignore" if way == "gathered" else "error"
+    run = ring(model, trial.inner, mesh=mesh, outputs="local", on_refusal=refusals)
     rows = x if way == "alone" else ringopt.shard(x, 1).clone()
     seed = weights(x) if way == "alone" else ringopt.shard(weights(x), 1).clone()
     parameters = list(model.parameters())
