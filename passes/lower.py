@@ -25,7 +25,7 @@ from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, Memory
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_nodes
 from ringopt.pipeline import Context, Pass
-from ringopt.scans.call import is_scan
+from ringopt.scans.call import is_scan, keep_states
 from ringopt.sharding.input_writes import keep_before_writes, write_unseen
 from ringopt.sharding.local_values import LocalValues, check_sizes, open_sizes
 from ringopt.torch_compat.fake_tensors import FakeTensor
@@ -56,6 +56,9 @@ class Lower(Pass):
                 LocalValues(node.target.backward, answers).run(*map(value_of, (*given.outputs, *given.saved)))
         for graph in (gm.graph, *(node.target.backward.graph for node in custom_gradients(gm.graph))):
             check_sizes(graph)
+        if torch.is_grad_enabled():
+            with mode:
+                keep_states(gm.graph)
         restore_strides(gm.graph)
         keep_memory(gm.graph, context)
         into_nodes(gm.graph)

@@ -88,7 +88,10 @@ def picked_backward(call: SizedCall) -> SizedCall:
 def scan_backward(call: SizedCall) -> SizedCall:
     """Of scan, where all its operands have gradients."""
     operands = [*call.arguments["init"], *call.arguments["xs"], *call.arguments["consts"]]
-    return call.conjugate("scan_backward", operands, grads=call.value, wanted=list(range(len(operands))))
+    results = list(call.value)
+    kept = results[len(results) - len(call.arguments["init"]) :] if call.arguments.get("keeps") else []
+    given = {"grads": results[: len(results) - len(kept)], "kept": kept or None}
+    return call.conjugate("scan_backward", operands, **given, wanted=list(range(len(operands))))
 
 
 def sharded_scan_backward(call: SizedCall) -> SizedCall:

@@ -119,8 +119,8 @@ def carried(call: SizedCall) -> int:
 
 
 def steps_back(call: SizedCall) -> int:
-    """The states again, and two products for each."""
-    return 3 * steps(call)
+    """Two products for each, and the states again unless they were kept."""
+    return (2 if call.arguments.get("kept") else 3) * steps(call)
 
 
 def segments(call: SizedCall) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import OpCall
-from ringopt.ir.nodes import origin, shape_of, value_of
+from ringopt.ir.nodes import origin, requires_grad, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.scans.body import Body, from_text
 from ringopt.scans.trace import Kinds, kinds_of
@@ -49,6 +49,14 @@ class ScanCall:
         """Of the operands of a step; an open size is the one at hand."""
         return kinds_of(*([value_of(x) for x in part] for part in (self.init, self.xs, self.consts)))
 
+    @property
+    def has_small_states(self) -> bool:
+        """Whether a state takes at most a quarter of the bytes that a step reads: then all of them are kept for the
+        backward, which makes larger ones again."""
+        carries, xs = len(self.init), len(self.xs)
+        state, read = self.kinds[:carries], self.kinds[carries : carries + xs]
+        return 4 * sum(kind.bytes for kind in state) <= sum(kind.bytes for kind in read)
+
     def emit(self, graph: fx.Graph, like: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         """New nodes with their fake values, told to come from where `like` comes from: the last carries, and the ys
         stacked along dim 0."""
@@ -60,6 +68,18 @@ class ScanCall:
             part.meta = {**origin(like), "val": value}
             parts.append(part)
         return parts[: self.body.carries], parts[self.body.carries :]
+
+
+def keep_states(graph: fx.Graph) -> None:
+    """Of scans that learn, and whose states are small."""
+    learns = requires_grad(graph)
+    for node in filter(is_scan, graph.nodes):
+        call = ScanCall.of(node)
+        if learns[node] and call.has_small_states:
+            states = map(value_of, call.init)
+            kept = [x.new_empty((call.steps.length, *x.shape)) for x in states]
+            OpCall.of(node).replace(keeps=True).write(node)
+            node.meta["val"] = [*value_of(node), *kept]
 
 
 def is_scan(node: fx.Node) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import torch
 import torch.fx as fx
@@ -57,7 +56,7 @@ class Recurrence:
     def parts(self, kinds: Kinds, computed: Callable[[], Sequence[fx.GraphModule]]) -> list[tuple[slice, bool]]:
         """The steps in parts, and whether `computed` takes all of a part at once. Such parts have few sizes, powers of
         two, for each takes a graph of its own; of consts there is a gradient a step. Others go step by step."""
-        device, each = self.device.type, max(1, sum(map(bytes_of, kinds)))
+        device, each = self.device.type, max(1, sum(kind.bytes for kind in kinds))
         most = 0 if each > LARGE.get(device, each) else AT_ONCE.get(device, AT_ONCE_ELSEWHERE) // each
         found, first, left = list[tuple[slice, bool]](), 0, self.count
         if min(most, left) >= FEW and any(map(writes, computed())):
@@ -77,24 +76,35 @@ class Recurrence:
     # ---- forward -----------------------------------------------------------------------------------------------------
     def run(self, init: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """The carries behind the last step, and the ys of all steps; new tensors."""
+        last, ys, _ = self.run_keeping(init, ())
+        return last, ys
+
+    def room(self, init: Tensors) -> list[Tensor]:
+        """For the carries before and behind each step, those before the first in their place."""
+        return stack_of(init, slice(0, self.count), 0)
+
+    def run_keeping(self, init: Tensors, kept: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """`run`, and the carries before each step, stacked, where there is room for them."""
         carries, kinds, step = len(init), self.kinds(init), from_text(self.text).module
         stacked = [torch.empty((self.count, *y.shape), dtype=y.dtype, device=self.device)
                    for y in kinds_out(self.text, kinds)[carries:]]  # fmt: skip
         given = some_outputs(self.text, carries, carries + len(stacked))
         state = list(init)
         for some, together in self.parts(kinds, lambda: (given,)):
+            room = [x[some.start : some.stop + 1] for x in kept]
             if together:
-                before, state = self.advance(state, some)
+                before, state = self.advance(state, some, room)
                 for ys, found in zip(stacked, self.at_once(given, some, before), strict=True):
                     ys[some] = found
                 continue
-            one = repeated_step(step, kinds, roles_of(carries, len(self.xs), len(self.consts), len(stacked)))
-            state = one.run([*state, *self.of(some), *self.consts], [*state, *(ys[some] for ys in stacked)])
-        return [fresh(x) for x in state], stacked
+            roles = roles_of(carries, len(self.xs), len(self.consts), len(stacked), keeps=bool(room))
+            results = [*(room or state), *(ys[some] for ys in stacked)]
+            state = repeated_step(step, kinds, roles).run([*state, *self.of(some), *self.consts], results)
+        return [fresh(x) for x in state], stacked, [x[:-1] for x in kept]
 
-    def advance(self, state: Tensors, some: slice) -> tuple[list[Tensor], list[Tensor]]:
+    def advance(self, state: Tensors, some: slice, room: Tensors = ()) -> tuple[list[Tensor], list[Tensor]]:
         """The carries before each of some steps, stacked, and those behind the last."""
-        step, kept = some_outputs(self.text, 0, len(state)), stack_of(state, some, 0)
+        step, kept = some_outputs(self.text, 0, len(state)), room or stack_of(state, some, 0)
         roles = roles_of(len(state), len(self.xs), len(self.consts), 0, keeps=True)
         repeated_step(step, self.kinds(state), roles).run([*state, *self.of(some), *self.consts], kept)
         return [x[:-1] for x in kept], [x[-1] for x in kept]
@@ -228,11 +238,6 @@ def stack_of(carries: Tensors, some: slice, first: int) -> list[Tensor]:
     for rows, x in zip(found, carries, strict=True):
         rows[first] = x
     return found
-
-
-def bytes_of(kind: OperandKind) -> int:
-    """Of a tensor."""
-    return kind.dtype.itemsize * prod(kind.shape)
 
 
 def zeros(kind: OperandKind, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -45,6 +46,10 @@ class OperandKind:
 
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * prod(self.shape)
 
     @property
     def floats(self) -> bool:

@@ -23,12 +23,17 @@ from tests.scans.bodies import Scan, delta_rule, diagonal, drawn, stabilised
 SCANS = {"delta rule": delta_rule, "diagonal": diagonal, "stabilised": stabilised}
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("at_once", [0, 2**22])
 @pytest.mark.parametrize("name", SCANS)
-def test_a_scan_and_its_gradients_are_those_of_the_loop(name, at_once, monkeypatch):
+def test_a_scan_and_its_gradients_are_those_of_the_loop(name, at_once, keeps, monkeypatch):
     scan = SCANS[name](7)
     monkeypatch.setitem(AT_ONCE, "cpu", at_once)
-    found, expected = scan.operator(), scan.loop()
+    found, expected = ops.scan(scan.init, scan.xs, scan.consts, scan.text, keeps), scan.loop()
+    found, states = found[: len(expected)], found[len(expected) :]
+    assert [x.shape[0] for x in states] == [7] * len(scan.init) * keeps
+    if keeps:
+        monkeypatch.setattr(Recurrence, "states", None)  # nobody makes them again
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
     weights = [torch.randn_like(x) for x in expected]
     learned = [x for x in scan.operands if x.requires_grad]

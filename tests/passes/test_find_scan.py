@@ -11,9 +11,12 @@ from expecttest import assert_expected_inline
 from torch._higher_order_ops.scan import scan
 
 from ringopt.backend import reports
+from ringopt.calls import OpCall
 from ringopt.ir.printer import short
 from ringopt.passes.find_scan import FindScan
+from ringopt.passes.lower import Lower
 from ringopt.passes.normalize import Normalize
+from ringopt.scans.call import is_scan
 from tests.harness.capturing import after, ops, results
 from tests.harness.recurrences import gated_linear_attention
 
@@ -66,9 +69,34 @@ def test_a_loop_becomes_one_scan_behind_what_does_not_read_the_state():
 return [%clone]""",  # noqa: E501
     )
     assert context.notes == [
-        "a recurrence of 6 steps is one scan (test_find_scan.py:47: return stepped(lambda s, x_t: s * w.sigmoid() + "
+        "a recurrence of 6 steps is one scan (test_find_scan.py:50: return stepped(lambda s, x_t: s * w.sigmoid() + "
         "x_t.tanh(), torch.zeros_like(x[:, 0]), x))"
     ]
+
+
+def of_matrices(x, a):
+    """A step reads five times what it hands on."""
+    state, out = torch.zeros_like(x[:, 0]), []
+    for t in range(TOKENS):
+        state = (a[:, t] @ state.unsqueeze(-1)).squeeze(-1) * 0.5 + x[:, t]
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_small_states_are_kept_for_the_backward(learns):
+    small = given((2, TOKENS, WIDTH), (2, TOKENS, WIDTH, WIDTH))
+    with torch.set_grad_enabled(learns):
+        kept, large = (
+            after([*PASSES, Lower()], program, *inputs)[0]
+            for program, inputs in ((of_matrices, small), (decayed, given((2, TOKENS, WIDTH), (WIDTH,))))
+        )
+    keeps = [OpCall.of(node)["keeps"] for gm in (kept, large) for node in gm.graph.nodes if is_scan(node)]
+    assert keeps == [learns, False]
+    if learns:
+        original, _ = after([], of_matrices, *small)
+        found, expected = (results(gm, gm.meta["inputs"]) for gm in (kept, original))
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 # ---- recurrences that are no scan ------------------------------------------------------------------------------------
