@@ -52,6 +52,7 @@ class SegmentedScan:
     mesh: Mesh
     keeps: bool = True  # the matrices of the segments between, for the backward
     ends: bool = True  # whether the last carries are read
+    states: bool = False  # whether those between all steps are kept for the backward
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -83,8 +84,9 @@ class SegmentedScan:
         self, init: Tensors, posted: PostedSegments | None = None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The last carries, the same on all ranks, NaN where they are not read; the ys of this rank; what the backward
-        needs: for each carry the states before the segments of this rank, then for each the matrices of the segments
-        between. `posted`: the maps of the first level, where they are under way."""
+        needs: for each carry the states before the segments of this rank (or before and behind each of their steps),
+        then for each the matrices of the segments between. `posted`: the maps of the first level, where they are under
+        way."""
         starts, end = {number: list(init) for number in self.mine}, list(init)
         matrices, composed = list[Tensor](init), list[Tensor]()
         for level in self.affine.levels:
@@ -103,13 +105,17 @@ class SegmentedScan:
             posted = None
         if not all_finite(composed):
             starts, end = self.handed_on(init)
-        found = {number: steps.run(starts[number]) for number, steps in self.mine.items()}
+        rooms = {number: steps.room(starts[number]) if self.states else () for number, steps in self.mine.items()}
+        found = {number: steps.run_keeping(starts[number], rooms[number]) for number, steps in self.mine.items()}
         if self.ends:
             finals = self.broadcast(self.last, end, lambda number, _: found[number][0])
         else:
             finals = [x.new_full(x.shape, nan) for x in init]
-        ys = [torch.cat(parts) for parts in zip(*(ys for _last, ys in found.values()), strict=True)]
-        before = [torch.stack(states) for states in zip(*starts.values(), strict=True)]
+        ys = [torch.cat(parts) for parts in zip(*(ys for _last, ys, _states in found.values()), strict=True)]
+        if self.states:
+            before = [torch.cat(states) for states in zip(*rooms.values(), strict=True)]
+        else:
+            before = [torch.stack(states) for states in zip(*starts.values(), strict=True)]
         return [x.clone() for x in finals], ys, [*before, *matrices]
 
     def handed_on(self, init: Tensors) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
@@ -181,7 +187,9 @@ class SegmentedScan:
     # ---- backward ----------------------------------------------------------------------------------------------------
     def walk_back(self, kept: Tensors, given: ResultGradients) -> WayBack:
         """The backward as far as no other rank is needed for it."""
-        return WayBack(self, given, [list(states) for states in zip(*kept[: len(given.like)], strict=True)])
+        rows = [steps.count + 1 if self.states else 1 for steps in self.mine.values()]
+        states = zip(*(x.split(rows) for x in kept[: len(given.like)]), strict=True)
+        return WayBack(self, given, list(map(list, states)))
 
     def backward(
         self, back: WayBack, kept: Tensors, wanted: Sequence[int], posted: PostedSegments | None = None
@@ -226,12 +234,13 @@ class WayBack:
     """`finals`: of each segment of this rank the gradients of the carries behind it; 0 where they are not known yet.
     Behind the last they are."""
 
-    def __init__(self, scan: SegmentedScan, given: ResultGradients, starts: Sequence[list[Tensor]]):
-        self.scan, self.given, self.starts = scan, given, starts
+    def __init__(self, scan: SegmentedScan, given: ResultGradients, before: Sequence[list[Tensor]]):
+        self.scan, self.given, self.starts = scan, given, [[x[0] for x in states] for states in before]
         cuts = [y.split([steps.count for steps in scan.mine.values()]) for y in given.ys]
         self.ys = dict(zip(scan.mine, zip(*cuts, strict=True) if cuts else [()] * len(scan.mine), strict=True))
         self.states = {
-            number: steps.states(start) for (number, steps), start in zip(scan.mine.items(), starts, strict=True)
+            number: [x[:-1] for x in states] if scan.states else steps.states([x[0] for x in states])
+            for (number, steps), states in zip(scan.mine.items(), before, strict=True)
         }
         self.finals = {number: [torch.zeros_like(x) for x in given.like] for number in scan.mine}
         if scan.last in scan.mine:

@@ -25,7 +25,7 @@ from ringopt.distributed.tickets import issue, settle
 from ringopt.ops import sharded_kernel_scan
 from ringopt.ops.scan import OPERANDS
 from ringopt.ops.segment_messages import PostedSegments
-from ringopt.ops.sharded_scan import GIVEN, WHERE, ScanPlace, gradients_of_results, prepared_scan
+from ringopt.ops.sharded_scan import GIVEN, WHERE, ScanPlace, gradients_of_results, prepared_scan, with_states
 from ringopt.ops.tags import ON_HOST
 
 
@@ -68,7 +68,7 @@ def scan_backward_start(
     scan = prepared_scan("scan_backward_start", init, xs, consts, place)
     settle(scan.mesh)
     with torch.autocast(xs[0].device.type, enabled=False):
-        back = scan.walk_back(kept, gradients_of_results(grads, init))
+        back = with_states(scan, kept).walk_back(kept, gradients_of_results(grads, init))
         posted = back.posted_gradients(scan.affine.levels[-1])
     return issue(scan.mesh, place.about("backward", xs), (back, posted), under_way(posted))
 

@@ -1,12 +1,13 @@
 """`ringopt::sharded_scan`: a recurrence over ranks that hold consecutive steps each.
 
-    sharded_scan(init, xs, consts, body, steps, segments, layout, ends, group, early, ticket)
+    sharded_scan(init, xs, consts, body, steps, segments, layout, ends, group, early, ticket, keeps)
         -> [*last carries, *ys, *kept]
 
 `xs` and `ys` have the steps of this rank; `init`, `consts` and the last carries are the same on all. The body has to be
 affine in what it carries (ringopt/scans/affine.py); what travels follows from the sizes of the state alone
-(scan_segments.py). `kept`, for the backward: for each carry the states before this rank's segments, then for each the
-matrices of the segments between the first and the last (`segments` 0: of none, in a program for any number of ranks).
+(scan_segments.py). `kept`, for the backward: for each carry the states before this rank's segments (with `keeps` those
+before and behind each of their steps), then for each the matrices of the segments between the first and the last
+(`segments` 0: of none, in a program for any number of ranks).
 Without `ends` nobody reads the last carries, and they are NaN. The gradients of `init` and `consts` are this rank's
 parts. `early`, `ticket`: its first exchange may have been started before (scan_start.py).
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class ScanPlace:
     group: str
     early: str = ""
     ticket: Tensor | None = None
+    keeps: bool = False
 
     def about(self, direction: str, xs: Sequence[Tensor]) -> tuple[object, ...]:
         """The identity of an exchange, which its two halves compare (distributed/tickets.py)."""
@@ -63,12 +65,15 @@ class ScanPlace:
 
 
 @torch.library.custom_op(
-    "ringopt::sharded_scan", mutates_args=(), tags=ON_HOST, schema=f"({OPERANDS}, {WHERE}, {EARLY}) -> Tensor[]"
+    "ringopt::sharded_scan",
+    mutates_args=(),
+    tags=ON_HOST,
+    schema=f"({OPERANDS}, {WHERE}, {EARLY}, bool keeps=False) -> Tensor[]",
 )
 def sharded_scan(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -> list[Tensor]:
     """Raises RingMismatchError, RingCommError, PlanError."""
     place = ScanPlace(*where)
-    scan = prepared_scan("sharded_scan", init, xs, consts, place)
+    scan = replace(prepared_scan("sharded_scan", init, xs, consts, place), states=place.keeps)
     posted = redeem(place.ticket, place.about("forward", xs)) if place.ticket is not None else None
     with scan.mesh.unbroken(), torch.autocast(xs[0].device.type, enabled=False):
         finals, ys, kept = scan.forward(init, posted)
@@ -79,7 +84,7 @@ def sharded_scan(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *wh
 def _(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -> list[Tensor]:
     place = ScanPlace(*where)
     here = chunks_per_rank(place.layout)
-    before = [x.new_empty((here, *x.shape)) for x in init]
+    before = [x.new_empty((here + xs[0].shape[0] if place.keeps else here, *x.shape)) for x in init]
     matrices = list[Tensor](init)
     for level in affine_of_operands(place.body, init, xs, consts).levels:
         for stage in level:
@@ -105,8 +110,8 @@ def sharded_scan_backward(
     scan = prepared_scan("sharded_scan_backward", init, xs, consts, place)
     begun = redeem(place.ticket, place.about("backward", xs)) if place.ticket is not None else None
     with scan.mesh.unbroken(), torch.autocast(xs[0].device.type, enabled=False):
-        back, posted = begun or (scan.walk_back(kept, gradients_of_results(grads, init)), None)
-        of_init, others = scan.backward(back, kept, [at for at in wanted if at >= len(init)], posted)
+        back, posted = begun or (with_states(scan, kept).walk_back(kept, gradients_of_results(grads, init)), None)
+        of_init, others = back.scan.backward(back, kept, [at for at in wanted if at >= len(init)], posted)
     found = {**dict(enumerate(of_init)), **others}
     return [found[at] for at in wanted]
 
@@ -117,6 +122,11 @@ def _(
     *where: Any,
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in ([*init, *xs, *consts][place] for place in wanted)]
+
+
+def with_states(scan: SegmentedScan, kept: Sequence[Tensor]) -> SegmentedScan:
+    """The scan as its forward has left it."""
+    return replace(scan, states=bool(kept) and kept[0].shape[0] > len(scan.mine))
 
 
 def gradients_of_results(grads: Sequence[Tensor], init: Sequence[Tensor]) -> ResultGradients:
@@ -175,7 +185,9 @@ def prepared_scan(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     init, xs, consts, ctx.body, *where = inputs
     # A gradient is asked of each argument up to the last that is no default, and there is no ticket yet.
-    ctx.where = where[: -1 if ScanPlace(ctx.body, *where).early else -2]
+    place = ScanPlace(ctx.body, *where)
+    ctx.where = where[: -2 if place.early else -3]
+    ctx.asked = len(where) if place.keeps else len(ctx.where)
     carries = len(init)
     results = len(output) - 2 * carries
     kept = output[results:]
@@ -195,7 +207,7 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     found = sharded_scan_backward([grads[at] for at in ctx.results], kept, *operands, ctx.body, wanted, *ctx.where)
     everything = dict(zip(wanted, found, strict=True))
     gradients = [everything.get(place) for place in range(len(saved))]
-    return *(gradients[part] for part in parts), *(None for _ in range(1 + len(ctx.where)))
+    return *(gradients[part] for part in parts), *(None for _ in range(1 + ctx.asked))
 
 
 sharded_scan.register_autograd(_backward, setup_context=_setup)

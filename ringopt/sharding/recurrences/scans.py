@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+import torch
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
@@ -61,6 +62,7 @@ def place_scan(sharder: Sharder, node: fx.Node) -> None:
         segments=0 if sharder.ranks.group == ANY else chunks_per_rank(layout) * sharder.ranks.size,
         layout=layout,
         ends=last_carries_read(node),
+        keeps=call.has_small_states and torch.is_grad_enabled() and sharder.carries[node],
     )
     sharder.values[node], sharder.placements[node] = made, None
     for part in list(node.users):
