@@ -70,3 +70,29 @@ def test_explain_says_it_too():
     report = ringopt.explain(Broken(), data(), world_size=4)
     assert sum("ends at a graph break" in note for note in report.notes) == 3
     assert "between the layers" in report.text(verbose=True).replace("\n", " ")
+
+
+class Callee(Broken):
+    """A break in what a function calls."""
+
+    def broken(self, x):
+        x = self.attend(self.layers[0], x)
+        torch._dynamo.graph_break(msg="in a callee")
+        return self.attend(self.layers[1], x)
+
+    def forward(self, x):
+        return self.layers[0](self.broken(x)).square().mean()
+
+
+def callee_on_rank():
+    torch._dynamo.reset()
+    model, before = Callee(), len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    found, expected = run(compiled, model, {"x": data()}), run(model, model, {"x": data()})
+    return difference(found, expected), [report.sharded_fraction for report in ringopt.reports()[before:]]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has it, but younger")
+def test_a_caller_goes_on_in_the_graph_of_what_it_called(ranks):
+    for error, shares in ranks(2, callee_on_rank):
+        assert error < 1e-5 and shares == [1.0, 1.0]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch._dynamo.config
 from torch import nn
+from torch._dynamo import convert_frame
+from torch._dynamo.variables.functions import UserFunctionVariable
 
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.dynamo import (
@@ -321,3 +324,62 @@ def test_another_function_is_traced_in_the_place_of_apply() -> None:
     torch.testing.assert_close(compiled(x), 3 * x.sin())
     torch.testing.assert_close(Doubled.apply(x), 2 * x)
     assert len(seen) == 1
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has it, but younger")
+def test_the_rest_behind_a_break_is_one_graph() -> None:
+    wanted: list[bool] = []
+    with patch.object(convert_frame, "trace_frame", convert_frame.trace_frame):
+        dynamo.goes_on_behind_breaks(lambda backends: wanted[-1])
+
+        def callee(x: torch.Tensor) -> torch.Tensor:
+            x = x.sin()
+            torch._dynamo.graph_break()
+            return x.cos()
+
+        for nested, ends in ((False, [1, 1, 2]), (True, [1, 3])):
+            counts: list[int] = []
+            torch._dynamo.reset()
+            wanted.append(nested)
+            run = torch.compile(
+                lambda x: callee(x).exp().tan(),
+                backend=looking(lambda gm: counts.append(len(gm.graph.find_nodes(op="call_method")) + calls(gm))),  # noqa: B023
+            )
+            assert torch.allclose(run(torch.ones(2)), torch.ones(2).sin().cos().exp().tan())
+            assert counts == ends
+
+
+def calls(gm: torch.fx.GraphModule) -> int:
+    return sum(node.op == "call_function" for node in gm.graph.nodes)
+
+
+def test_two_calls_are_traced_as_other_functions_or_neither() -> None:
+    def ask(x: torch.Tensor) -> bool:
+        return False
+
+    def use(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def model(x: torch.Tensor, broken: bool) -> torch.Tensor:
+        own, none = use, None  # noqa: F841
+        if ask(x):
+            if broken:
+                torch._dynamo.graph_break()
+            return own(x)
+        return x - 1
+
+    found: list[dict[str, Any]] = []
+
+    def yes(code: Any, names: Any) -> Any:
+        found.append({name: held for name, held in names.items() if held is None or held is use})
+        return lambda x: True
+
+    with (
+        patch.object(convert_frame, "trace_frame", convert_frame.trace_frame),
+        patch.object(UserFunctionVariable, "call_function", UserFunctionVariable.call_function),
+    ):
+        dynamo.in_the_place_of_calls(ask, use, yes, lambda code, names: torch.neg)
+        for broken, expected in ((False, -2.0), (True, 1.0)):
+            torch._dynamo.reset()
+            assert torch.compile(model, backend="eager")(torch.tensor(2.0), broken) == expected
+    assert found[0] == {"own": use, "none": None}

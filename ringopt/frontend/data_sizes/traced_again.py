@@ -30,6 +30,7 @@ from ringopt.torch_compat.dynamo import (
     TraceOtherwise,
     break_reason,
     frame_being_compiled,
+    goes_on_behind_breaks,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,6 +52,11 @@ def traces_sizes(when: Callable[[], bool]) -> Callable[[F], F]:
     return marked
 
 
+def takes_sizes(backends: Iterator[Any]) -> bool:
+    """Whether one of them is marked, and is to take them."""
+    return any(getattr(backend, MARK, bool)() for backend in backends)
+
+
 def on_ranks() -> bool:
     """Whether this process is one of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -63,7 +69,7 @@ def give_up(frame: CodeType) -> None:
 
 def ended_by_size(backends: Iterator[Any], frame: CodeType, error: Exception) -> bool:
     """Whether a frame of which no graph came (a break in a loop) ended at a size, and is to be tried."""
-    if not any(getattr(backend, MARK, bool)() for backend in backends):
+    if not takes_sizes(backends):
         return False
     words, cause = "", error
     while cause is not None:
@@ -82,14 +88,13 @@ def tries(frame: CodeType, what: str, number: bool) -> bool:
     return True
 
 
-_settings = Settings(
-    ended_by_size, give_up, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
-)
+_settings = Settings(ended_by_size, give_up, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
 
 
 def teach_sizes() -> None:
     """Has Dynamo do so, for all marked backends."""
     _settings.install()
+    goes_on_behind_breaks(takes_sizes)
 
 
 def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> None:

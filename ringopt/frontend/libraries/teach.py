@@ -14,6 +14,7 @@ from ringopt.frontend.libraries.fla import FLA
 from ringopt.frontend.libraries.liger import KERNELS, OPS
 from ringopt.frontend.libraries.liger_losses import cross_entropy_form, linear_cross_entropy_form
 from ringopt.frontend.libraries.mamba_ssm import CHUNK_SCAN, MODULE, split_form
+from ringopt.frontend.libraries.transformers_packed import teach_packed
 from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import before_each_trace, in_the_place_of_apply, not_traced
 
@@ -51,7 +52,11 @@ FORMS: dict[tuple[str, str], Form] = {
     **LIGER,  # of an autograd.Function: a form of its `apply`
     ("liger_kernel.backends", "dispatch"): dispatch_form,
 }
-taught = dict[tuple[str, str], Any]()
+PACKED = (
+    ("transformers.utils.generic", "is_flash_attention_requested"),
+    ("transformers.integrations.sdpa_attention", "sdpa_attention_forward"),
+)
+taught = dict[tuple[Any, ...], Any]()
 
 
 def teach_libraries() -> None:
@@ -62,6 +67,10 @@ def teach_libraries() -> None:
 
 def teach_loaded() -> None:
     """Those of the loaded libraries that are not known yet."""
+    asked, sdpa = (getattr(sys.modules.get(module), name, None) for module, name in PACKED)
+    if asked is not None and sdpa is not None and PACKED not in taught:
+        taught[PACKED] = (asked, sdpa)
+        teach_packed(asked, sdpa)
     for (module, name), form in FORMS.items():
         function = getattr(sys.modules.get(module), name, None)
         if callable(function) and taught.get((module, name)) is not function:

@@ -67,6 +67,7 @@ EXCEPTIONS: dict[str, Sizes] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "qwen2_vl_vision": {"embed_dim": WIDTH},
     "qwen4_exp_text": INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24]},
