@@ -66,6 +66,9 @@ def _built(mapping: str, config: Any) -> Any:
     wanted = wanted[0] if isinstance(wanted, tuple) else wanted
     part = next((part for part in parts_of(config) if type(part) is wanted.config_class), config)
     model = (factory.from_config(config) if part is config else wanted(part)).double().train()
+    for module in model.modules():
+        if vars(module).get("dtype") is torch.float32:  # to which it would take its weights back
+            module.dtype = torch.float64
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread(name.lower(), parameter)
