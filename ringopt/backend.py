@@ -39,7 +39,7 @@ from ringopt.options import Options, with_defaults
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.report import Report
-from ringopt.runtime.graph_boundary import Boundary, examples
+from ringopt.runtime.graph_boundary import Boundary
 from ringopt.runtime.input_check import CheckedInputs, Compared, Places, call_of
 from ringopt.runtime.mask_guards import Made, Watched
 from ringopt.runtime.trace import trace_to, with_trace
@@ -59,6 +59,12 @@ teach_dynamo()  # before Dynamo traces: it looks the backend up first
 def reports() -> list[Report]:
     """The reports of the graphs compiled so far in this process, oldest first."""
     return list(_reports)
+
+
+def note(report: Report) -> None:
+    """For `reports`, and in the log."""
+    _reports.append(report)
+    log_report(log, report)
 
 
 @traces_sizes(on_ranks)
@@ -91,15 +97,14 @@ def ring(
         if made.graph is None and not anew:
             trace_as_written()
             trace_with_breaks(gm)
-        _reports.append(made.report)
-        log_report(log, made.report)
+        note(made.report)
         raise_or_warn(made.report, chosen, heard_once(mesh))
         if not anew:
             warn_of_limit(made.report, chosen)
         flat = made.graph
         with left_open(gm):
             compiler = partial(inner, options=chosen, mode=mode, budget=made.budget)
-            run = in_order(gm if flat is None else flat, made.order, examples(inputs, made.given), compiler)
+            run = in_order(gm if flat is None else flat, made.order, made.examples(inputs), compiler)
         if made.left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, made.given, made.left, made.symbols)
         if made.program is not None and made.order is not None and mesh.size > 1:
@@ -108,6 +113,7 @@ def ring(
             run = CheckedInputs(run, mesh, compared, chosen.check_inputs)
         if flat is not None and chosen.trace is not None:
             run = with_trace(run, trace_to(chosen.trace, mesh.rank), made.report.sites)
+        run = made.around.around(run)
         if original is not None:
             if made.drawn:
                 alike = reference(gm, inputs, chosen, made.drawn)

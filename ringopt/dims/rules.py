@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import AttentionCall
+from ringopt.dims.collective_rules import COLLECTIVES
 from ringopt.dims.contraction_rules import LOOK_UPS, PRODUCTS
 from ringopt.dims.declared import declared_rule, element_rule
 from ringopt.dims.op_families import CASTS, COPIES, ELEMENTWISE
@@ -89,5 +90,6 @@ def picked(node: fx.Node) -> Rule | None:
 
 
 RULES: dict[str, RuleOf] = {
-    **VIEWS, **MIXING, **REDUCTIONS, **LAYERS, **PRODUCTS, **LOOK_UPS, "attention": attention, "picked": picked,
+    **VIEWS, **MIXING, **REDUCTIONS, **LAYERS, **PRODUCTS, **LOOK_UPS, **COLLECTIVES,
+    "attention": attention, "picked": picked,
 }  # fmt: skip

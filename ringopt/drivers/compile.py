@@ -21,6 +21,7 @@ from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.errors import RefusedError, first_line
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.data_sizes.stretches import has_picks, without_picks
+from ringopt.frontend.dtensors.local_graph import DTensorBoundary, has_dtensors
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize, with_sizes_at_hand
 from ringopt.frontend.flatten import has_custom
 from ringopt.frontend.flex_block_masks import Claim
@@ -43,7 +44,7 @@ from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of, with_place
 from ringopt.rules.plugins import load_rules
-from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
+from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program, examples
 from ringopt.runtime.verify_nodes import Counterparts
 from ringopt.scans.call import is_scan
 from ringopt.torch_compat import dynamo
@@ -85,6 +86,7 @@ class Compiled:
     budget        what may be started early
     sites         by name, the attentions, those that were refused too
     pairs         which node is which of the program, where each is to be verified
+    around        what stands around it where the program has DTensors
     """
 
     graph: fx.GraphModule | None
@@ -105,6 +107,11 @@ class Compiled:
     budget: Budget = field(default_factory=Budget)
     sites: Mapping[str, SiteInfo] = field(default_factory=dict)
     pairs: Counterparts | None = None
+    around: DTensorBoundary = field(default_factory=DTensorBoundary)
+
+    def examples(self, inputs: Sequence[Any]) -> list[Any]:
+        """What the graph is compiled for, where Dynamo's has these inputs."""
+        return examples(self.around.entering(inputs), self.given)
 
     @classmethod
     def of(cls, made: Captured, report: Report, context: Context) -> Compiled:
@@ -129,6 +136,7 @@ class Compiled:
             weights=context.weights,
             budget=context.budget or Budget(),
             sites={node.name: info for node, info in context.sites.items()},
+            around=made.around,
         )
 
 
@@ -173,6 +181,9 @@ def transform(
     `example_inputs` only. Where a pass fails, `gm` itself is best, on all ranks alike (ringopt/drivers/failing.py)."""
     if "local" in (options.inputs, options.outputs) and not ends_program(gm):
         options = replace(options, outputs="lazy")  # what crosses a graph break is what the program says it is
+    if mesh.size == 1 and has_dtensors(gm):
+        note = "holds DTensors, and one process has no sequence to share: the graph runs as it was"
+        return Compiled(None, Report(1, notes=(note,)))
     if mesh.size == 1 and not (anew or options.dilates or has_custom(gm)) and shape_env_of(gm) is not None:
         return transform_open(gm, example_inputs, options, mesh)
     made = attempted(gm, example_inputs, options, mesh, anew)
@@ -240,7 +251,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
         floats_as_tensors(gm)
         # Rows arrive as they were cut: of one length. A custom backward is a graph for one length, and one process
         # keeps no sizes open.
-        if given or has_custom(gm) or has_picks(gm) or (options.dilates and mesh.size == 1):
+        if given or has_custom(gm) or has_dtensors(gm) or has_picks(gm) or (options.dilates and mesh.size == 1):
             specialize(gm)
     shape_env = shape_env_of(gm) if not anew else None
     dump, snapshot = Dump(options, mesh.rank), Snapshot(options.verify == "nodes")

@@ -8,7 +8,7 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.fx.traceback
 
 from ringopt.calls import OpCall
 from ringopt.frontend import flex
+from ringopt.frontend.dtensors.local_graph import DTensorBoundary, has_dtensors, with_local_tensors
 from ringopt.frontend.dynamic_shapes import open_value
 from ringopt.frontend.explicit_autocast import autocast_around
 from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order, with_facts_of_graphs
@@ -48,11 +49,13 @@ from ringopt.torch_compat.tracing import tracing
 
 @dataclass(frozen=True)
 class Captured:
-    """A flat graph; its regions that are checkpointed; what it takes for granted of block tables among its inputs."""
+    """A flat graph; its regions that are checkpointed; what it takes for granted of block tables among its inputs; what
+    stands around it where the program has DTensors."""
 
     graph: fx.GraphModule
     regions: Regions
     claims: Sequence[Claim]
+    around: DTensorBoundary = field(default_factory=DTensorBoundary)
 
     def begin(self, context: Context) -> fx.GraphModule:
         """The graph; what is known of it goes into `context`."""
@@ -67,6 +70,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     the arguments of nodes (ringopt/ir/symbolic_sizes.py). Raises GraphRefused for what cannot be flattened without
     losing a gradient.
     """
+    program, (gm, around) = gm, with_local_tensors(gm) if has_dtensors(gm) else (gm, DTensorBoundary())
+    example_inputs = around.entering(example_inputs)
     refuse_wrapped(gm, example_inputs)
     claimed = claims_of_flex(gm, example_inputs)
     given, gm = gm, without_tables(gm) if claimed else gm
@@ -82,7 +87,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     into_arguments(flat.graph)
     note_strides(flat.graph)
     note_memory(flat.graph)
-    originals = given.graph.find_nodes(op="placeholder")
+    originals = program.graph.find_nodes(op="placeholder")
     placeholders = zip(flat.graph.find_nodes(op="placeholder"), originals, example_inputs, inputs, strict=True)
     for node, original, given, value in placeholders:
         node.meta[INPUT], node.meta[SOURCE] = original.name, source_of(original)
@@ -93,7 +98,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         rename_node(node, readable_name(original.name))
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
-    return Captured(flat, regions, claimed)
+    return Captured(flat, regions, claimed, around)
 
 
 def note_strides(graph: fx.Graph) -> None:

@@ -59,8 +59,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             return
         if self.tp_size > 1 or self.sp_size > 1:
             raise ValueError(
-                f"cp_size={asked} beside tp_size={self.tp_size}, sp_size={self.sp_size}: ringopt does not shard graphs "
-                "with DTensor weights, and sp is DeepSpeed's own way to share a sequence; set both to 1"
+                f"cp_size={asked} beside tp_size={self.tp_size}, sp_size={self.sp_size}: accelerate is told of the cp "
+                "ranks as if they were its tp, and sp is DeepSpeed's own way to share a sequence; set both to 1"
             )
         if self.cp_handler is not None:
             raise ValueError("cp_handler is for accelerate's own context parallelism; pass options={...} instead")

@@ -197,9 +197,17 @@ def node_text(node: fx.Node, name: Callable[[fx.Node], str], size: Callable[[Any
         return what + kind + (" with a gradient" if kind and value.requires_grad else "")
     if node.op == "get_attr":
         return f"constant {content(getattr(node.graph.owning_module, str(node.target), None))}"
-    given = [text(arg, name, size) for arg in node.args]
+    given = [text(arg, name, size) for arg in args_for_all_ranks(node)]
     given += [f"{key}={text(arg, name, size)}" for key, arg in node.kwargs.items()]
     return f"{_target_text(node)}({', '.join(given)})"
+
+
+def args_for_all_ranks(node: fx.Node) -> Sequence[Any]:
+    """Without the name of a group of torch.distributed, of which each rank has its own beside those of the sequence."""
+    if getattr(node.target, "namespace", "") != "_c10d_functional":
+        return list(node.args)
+    names = [arg.name for arg in schema_of(node.target).arguments]
+    return [arg for name, arg in zip(names, node.args, strict=False) if name != "group_name"]
 
 
 def _target_text(node: fx.Node) -> str:

@@ -243,6 +243,14 @@ def written_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def written_by_name(node: fx.Node) -> list[fx.Node]:
+    """The operand that a call in Dynamo's graph writes to in place, as far as its name says."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name in ("setitem", "iadd", "isub", "imul", "itruediv") or (name.endswith("_") and "__" not in name)
+    first = node.args[0] if node.args else None
+    return [first] if in_place and isinstance(first, fx.Node) else []
+
+
 def descendants(start: fx.Node, end: fx.Node) -> set[fx.Node]:
     """`start` and the nodes computed from it, up to `end`."""
     found, node = {start}, start

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 __all__ = [
+    "AsyncCollectiveTensor",
     "all_gather_single",
     "bound_device",
     "carries_nothing",
@@ -21,7 +24,10 @@ __all__ = [
     "new_group",
     "sends_in_batches",
     "store_of",
+    "waited",
 ]
+
+# AsyncCollectiveTensor: what a collective that a DTensor has started will give.
 
 
 def default_store() -> dist.Store:
@@ -86,3 +92,20 @@ def sends_in_batches(group: Any, device: torch.device) -> bool:
 
 # (whole, mine, group=, async_op=): one message to all; its name from torch 2.13 on.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def waited(x: AsyncCollectiveTensor) -> Tensor:
+    """The plain tensor that it becomes; its gradient is handed on."""
+    found: Tensor = _Waited.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:
+        found: Tensor = x.trigger_wait()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

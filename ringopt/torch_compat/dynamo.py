@@ -36,9 +36,11 @@ from torch._higher_order_ops.scan import scan as SCAN
 
 __all__ = [
     "ASSOCIATIVE_SCAN",
+    "AUTOGRAD_FUNCTION",
     "NUMBER_BREAK",
     "SCAN",
     "SIZES_BREAK",
+    "SUBGRAPH",
     "BackendCompilerFailed",
     "EndedAt",
     "Settings",
@@ -65,6 +67,7 @@ __all__ = [
     "leave_graphs_whole_in_ddp",
     "not_traced",
     "patched",
+    "real_object",
     "recompile_limit",
     "source_of",
 ]
@@ -77,6 +80,10 @@ __all__ = [
 # is_batchedtensor(x): whether a transform such as vmap runs over a dim of the tensor x.
 # ASSOCIATIVE_SCAN(combine_fn, xs, dim, reverse=False, combine_mode="pointwise"), SCAN(combine_fn, init, xs, *, dim=0):
 #     the functions that programs call.
+# AUTOGRAD_FUNCTION(forward, backward, *operands, non_differentiable_idx=, saved_for_backward_idx=): as which a custom
+#     autograd.Function stands in Dynamo's graph. forward(*operands) gives (results, saved); backward(*gradients of the
+#     results, *saved) the gradient of each operand, or None.
+# SUBGRAPH(graph, name, *operands): a graph that is called, which gives a tuple.
 # counters: what compilers count, by compiler and by name.
 
 
@@ -88,6 +95,16 @@ class TraceOtherwise(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis
 # How Dynamo's reasons begin where it ends a graph at a size, or a number, that data decide.
 SIZES_BREAK = ("Data dependent operator", "Dynamic shape operator")
 NUMBER_BREAK = "Unsupported Tensor.item() call"
+
+
+AUTOGRAD_FUNCTION = torch.ops.higher_order.autograd_function_apply
+SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+
+
+def real_object(example: Any) -> Any:
+    """Of an input of Dynamo's graph that is neither a tensor nor a number (a DeviceMesh): the object for which its
+    example stands. From torch 2.13 on; before, Dynamo makes a constant of it."""
+    return getattr(example, "real_obj", example)
 
 
 class EndedAt(Exception):

@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.fx as fx
+from torch._decomp import get_decompositions
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
-__all__ = ["fresh_names", "has_buffer", "lazily_written", "make_fx", "rename_node"]
+__all__ = ["fresh_names", "get_decompositions", "has_buffer", "lazily_written", "make_fx", "rename_node"]
 
+# get_decompositions(ops): a table for make_fx(decomposition_table=), of those that are in this release.
 # make_fx(function, tracing_mode="real", pre_dispatch=, _allow_non_fake_inputs=True)(*inputs): the graph of ATen
 #     operators that a call runs; with pre_dispatch as they stand above autograd and autocast.
 

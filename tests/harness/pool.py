@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.harness.rank import Failure, Job, Value, serve
 
-MAX_RANKS = 4
+MAX_RANKS = 8
 # Ranks that start later in the session have ringopt from here too: its code may be edited while the tests run, and the
 # handshake would find the ranks' versions unequal.
 PRELOAD = [

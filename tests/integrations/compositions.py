@@ -135,7 +135,7 @@ def fsdp(net: Net, case: Case, mesh: DeviceMesh) -> nn.Module:
 def tensor_parallel(net: Net, case: Case, mesh: DeviceMesh) -> nn.Module:
     for block in net.blocks:
         parallelize_module(block, mesh["other"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    compiled(net, case, mesh, on_refusal="ignore")
+    compiled(net, case, mesh)
     return net
 
 

@@ -92,7 +92,7 @@ def fsdp(mesh):
 
 def tensor_parallel(mesh):
     model = parallelize_module(Wide(), mesh["dp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model, compiled(model, mesh, on_refusal="ignore")
+    return model, compiled(model, mesh)
 
 
 ddp_in_parts.model = compiled_in_ddp.model = fsdp.model = Model
@@ -130,6 +130,6 @@ def test_fsdp(ranks):
 
 
 @pytest.mark.zoo
-def test_tensor_parallel_layers_are_left_alone(ranks):
-    for error, [(_sites, refusal)] in ranks(4, beside, "tensor_parallel", False):
-        assert error < 1e-9 and "up_weight is a DTensor: a tensor that is spread over ranks already" in refusal
+def test_tensor_parallel_layers(ranks):
+    for error, graphs in ranks(4, beside, "tensor_parallel", False):
+        assert error < 1e-9 and graphs == [(2, None)]

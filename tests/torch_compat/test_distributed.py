@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ringopt.torch_compat.distributed import (
+    AsyncCollectiveTensor,
     all_gather_single,
     bound_device,
     carries_nothing,
@@ -19,6 +22,7 @@ from ringopt.torch_compat.distributed import (
     new_group,
     sends_in_batches,
     store_of,
+    waited,
 )
 
 
@@ -67,3 +71,20 @@ def test_what_a_group_carries(ranks: Callable[..., list[Any]]) -> None:
     """Gloo sends each message by itself, and is bound to no device."""
     for types, unbound, nothing, batches, bound in ranks(2, of_gloo):
         assert "cpu" in types and (unbound, nothing, batches, bound) == (None, False, False, torch.device("cuda:1"))
+
+
+def pending() -> dict[str, Any]:
+    """A sum that is on its way, of what has a gradient."""
+    x = torch.ones(2, requires_grad=True)
+    mesh = init_device_mesh("cpu", (2,))
+    spread = DTensor.from_local(2 * x, mesh, [Partial()])
+    local = spread.redistribute(placements=[Replicate()], async_op=True).to_local()
+    found = waited(local)
+    found.sum().backward()
+    kinds = (isinstance(local, AsyncCollectiveTensor), type(found) is torch.Tensor)
+    return {"kinds": kinds, "value": found.tolist(), "gradient": x.grad.tolist()}
+
+
+def test_what_a_collective_will_give_becomes_a_plain_tensor(ranks: Callable[..., list[Any]]) -> None:
+    for found in ranks(2, pending):
+        assert found == {"kinds": (True, True), "value": [4.0, 4.0], "gradient": [2.0, 2.0]}

@@ -383,3 +383,28 @@ def test_two_calls_are_traced_as_other_functions_or_neither() -> None:
             torch._dynamo.reset()
             assert torch.compile(model, backend="eager")(torch.tensor(2.0), broken) == expected
     assert found[0] == {"own": use, "none": None}
+
+
+def test_a_function_and_a_subgraph_have_the_names_that_a_graph_has() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * gradient
+
+    found = list[Any]()
+    called = torch.compile(lambda x: Doubled.apply(x), backend=looking(lambda gm: found.extend(gm.graph.nodes)))
+    called(torch.ones(2, requires_grad=True))
+    [call] = [node for node in found if node.target is dynamo.AUTOGRAD_FUNCTION]
+    assert "non_differentiable_idx" in call.kwargs
+    assert dynamo.SUBGRAPH.name() == "invoke_subgraph"
+
+
+def test_what_an_example_stands_for() -> None:
+    class Example:
+        real_obj = "mesh"
+
+    assert dynamo.real_object(Example()) == "mesh" and dynamo.real_object(3) == 3

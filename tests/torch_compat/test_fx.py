@@ -6,7 +6,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from ringopt.torch_compat.fx import fresh_names, has_buffer, lazily_written, make_fx, rename_node
+from ringopt.torch_compat.fx import fresh_names, get_decompositions, has_buffer, lazily_written, make_fx, rename_node
 
 
 def test_a_call_is_traced_above_or_below_autograd() -> None:
@@ -52,3 +52,10 @@ def test_buffers_are_told_from_parameters() -> None:
     graph.output((graph.get_attr("kept"), graph.get_attr("weight")))
     gm = fx.GraphModule(root, graph)
     assert has_buffer(gm, "kept") and not has_buffer(gm, "weight")
+
+
+def test_an_operator_is_taken_apart() -> None:
+    table = get_decompositions([torch.ops.aten.native_layer_norm])
+    call = lambda x: torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)[0]  # noqa: E731
+    names = [str(node.target) for node in make_fx(call, decomposition_table=table)(torch.ones(2, 4)).graph.nodes]
+    assert "aten.rsqrt.default" in names and not [name for name in names if "layer_norm" in name]

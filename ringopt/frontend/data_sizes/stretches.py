@@ -29,7 +29,7 @@ from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
 from ringopt.frontend.plain_spelling import spell_plainly
-from ringopt.ir.nodes import eliminate_dead_code, origin, outputs_of
+from ringopt.ir.nodes import eliminate_dead_code, origin, outputs_of, written_by_name
 from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
@@ -102,7 +102,7 @@ def stretches(graph: fx.Graph) -> list[set[fx.Node]]:
     members = of_stretches(graph)
     groups = Groups(members)
     touched: dict[Any, fx.Node] = {}
-    written = {key for node in members for key in map(memory, written_by(node)) if key is not None}
+    written = {key for node in members for key in map(memory, written_by_name(node)) if key is not None}
     for node in members:
         for arg in node.all_input_nodes:
             if arg in groups.of:
@@ -164,14 +164,6 @@ def memory(node: fx.Node) -> Any:
     return storage_key(value) if isinstance(value, Tensor) else None
 
 
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The operand that an operation in place writes to, as far as its name says."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name in ("setitem", "iadd", "isub", "imul", "itruediv") or (name.endswith("_") and "__" not in name)
-    first = node.args[0] if node.args else None
-    return [first] if in_place and isinstance(first, fx.Node) else []
-
-
 def between(graph: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:
     """What is made of members, and members are made of."""
     below, above = set(members), set(members)
@@ -207,7 +199,7 @@ class Cut:
         cut.read = [x for x in members if any(user not in inside and not is_check(user) for user in x.users)]
         if not tensors or any(not isinstance(fake_value(x), Tensor) or is_picked(x) for x in cut.read):
             raise refused(members[0], "what is made of it is read where sizes have to be known")
-        keys = {key for node in cut.members for key in map(memory, written_by(node)) if key is not None}
+        keys = {key for node in cut.members for key in map(memory, written_by_name(node)) if key is not None}
         cut.written = [x for x in cut.given if memory(x) in keys]
         if len({memory(x) for x in cut.written}) != len(cut.written):
             raise refused(members[0], "it writes to a tensor through several views")
