@@ -14,8 +14,9 @@ from torch import Tensor
 
 import ringopt
 import ringopt.backend
-from ringopt.frontend.libraries.liger import parameters
+from ringopt.frontend.libraries.liger import all_but_the_last, parameters
 from ringopt.ir.nodes import op_name
+from ringopt.rules.declare import Tokenwise
 from tests.harness import stub_liger as stubs
 from tests.harness.translation import validate
 
@@ -158,3 +159,8 @@ def on_ranks(lengths: list[int]) -> list[float]:
 def test_several_lengths_on_real_ranks_through_inductor(ranks: Any) -> None:
     for of_rank in ranks(2, on_ranks, [13, 18, 21]):
         assert max(of_rank) < 1e-6
+
+
+def test_a_norm_mixes_its_last_dim() -> None:
+    """Along which no program here is sharded."""
+    assert all_but_the_last("X", "R")(X=torch.empty(2, 3, 4)) == Tokenwise({"X": (0, 1), "R": (0, 1)})
