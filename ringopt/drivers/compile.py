@@ -21,17 +21,18 @@ from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.errors import RefusedError, first_line
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.data_sizes.stretches import has_picks, without_picks
-from ringopt.frontend.dtensors.local_graph import DTensorBoundary, has_dtensors
+from ringopt.frontend.dtensors.local_graph import DTensorBoundary, has_dtensors, meshes_of_dtensors
+from ringopt.frontend.dtensors.other_meshes import why_not_across
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize, with_sizes_at_hand
 from ringopt.frontend.flatten import has_custom
 from ringopt.frontend.flex_block_masks import Claim
 from ringopt.frontend.open_floats import floats_as_tensors
 from ringopt.ir.canonical_order import Program
 from ringopt.ir.io_order import Order, Reordered
-from ringopt.ir.nodes import draws, is_parameter, requires_grad, shape_of, value_of
+from ringopt.ir.nodes import draws, is_parameter, readable_name, requires_grad, shape_of, value_of
 from ringopt.ir.notes import OF_PROGRAM
 from ringopt.ir.placement import Spread
-from ringopt.ir.refusal import GraphRefused
+from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import SymbolPlaces, formula, plain
 from ringopt.ops import operators
@@ -257,6 +258,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     dump, snapshot = Dump(options, mesh.rank), Snapshot(options.verify == "nodes")
 
     def begin() -> Captured:
+        refuse_other_meshes(gm, mesh)
         made = capture(without_picks(gm), example_inputs, shape_env)
         flat = made.begin(context)
         sizes.passed("capture")
@@ -290,6 +292,18 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     if context.drawn or left:  # nothing is spread, so nothing is compared
         return replace(Compiled.of(made, report, context), program=None)
     return Compiled(None, report)
+
+
+def refuse_other_meshes(gm: fx.GraphModule, mesh: Mesh) -> None:
+    """Raises GraphRefused for DTensors over ranks that have other tokens than this one: what they send each other would
+    be of different tokens."""
+    for other, node in meshes_of_dtensors(gm).items():
+        if why := why_not_across(mesh, other):
+            sentence = (
+                f"{readable_name(node.name)} is a DTensor over ranks {other.mesh.flatten().tolist()}, and {why}: make "
+                'both meshes of one, init_device_mesh(device, (cp, tp), mesh_dim_names=("cp", "tp"))'
+            )
+            raise GraphRefused(Refusal(sentence, node))
 
 
 def draws_here(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> bool | str:

@@ -100,6 +100,28 @@ def test_the_sequence_is_shared_beside_the_weights(ranks: Callable[..., list[Any
         assert shares == [1.0, 1.0] and not gathered
 
 
+def on_ranks_that_share() -> list[str]:
+    """Of a model whose weights are spread over the ranks that share the sequence, and over ranks of other places."""
+    found = []
+    grid = torch.arange(4).view(2, 2)
+    shifted = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("none", "tp"))
+    cp = DeviceMesh("cpu", grid.T.contiguous(), mesh_dim_names=("none", "cp"))["cp"]
+    for tp in (cp, shifted["tp"]):
+        torch._dynamo.reset()
+        net = made(tp, Replicate())
+        net.compile(backend="ring", options={"mesh": cp, "inner_backend": "aot_eager", "on_refusal": "ignore"})
+        ids = torch.arange(12).view(1, 12)
+        assert torch.allclose(net(ids), made()(ids))
+        found.append(str(ringopt.reports()[-1].refusal))
+    return found
+
+
+def test_ranks_that_hold_other_tokens_share_no_weights(ranks: Callable[..., list[Any]]) -> None:
+    for same, others in ranks(4, on_ranks_that_share):
+        assert "share this rank's sequence too" in same and "make both meshes of one" in same
+        assert "its ranks are numbers" in others
+
+
 # ---- what the graph becomes ------------------------------------------------------------------------------------------
 
 

@@ -77,6 +77,16 @@ def has_dtensors(gm: fx.GraphModule) -> bool:
     return any(is_spread(node) or isinstance(example_of(node), AsyncCollectiveTensor) for node in gm.graph.nodes)
 
 
+def meshes_of_dtensors(gm: fx.GraphModule) -> dict[DeviceMesh, fx.Node]:
+    """Each mesh over which values in Dynamo's graph are spread, with the first of them."""
+    found: dict[DeviceMesh, fx.Node] = {}
+    for node in gm.graph.nodes:
+        for value in tree_leaves(example_of(node)):
+            if isinstance(value, DTensor):
+                found.setdefault(value.device_mesh, node)
+    return found
+
+
 def with_local_tensors(gm: fx.GraphModule) -> tuple[fx.GraphModule, DTensorBoundary]:
     """A copy of `gm`, with inputs and outputs at the same places, and what is to be around it. Raises GraphRefused,
     with what is not known and its line."""
