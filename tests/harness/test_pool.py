@@ -134,6 +134,6 @@ def test_only_functions_of_a_module(ranks: Ranks) -> None:
             ranks(2, function)
 
 
-def test_at_most_four_ranks(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="5 ranks asked for: the pool holds 1 to 4"):
-        ranks(5, who)
+def test_at_most_eight_ranks(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="9 ranks asked for: the pool holds 1 to 8"):
+        ranks(9, who)
