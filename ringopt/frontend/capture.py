@@ -110,14 +110,14 @@ def note_strides(graph: fx.Graph) -> None:
 
 
 def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raises GraphRefused for tensors that are more than they hold, such as parameters under tensor parallelism."""
+    """Raises GraphRefused for tensors of another class than torch's own; DTensors are local tensors here."""
     given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     made = ((node, node.meta.get("example_value")) for node in gm.graph.nodes if node.op == "call_function")
     for node, value in (*given, *made):
         if is_traceable_wrapper_subclass(value) and not isinstance(value, Lazy):
             why = (
-                f"{readable_name(node.name)} is a {type(value).__name__}: a tensor that is spread over ranks already "
-                "is left to its own mesh, and the graph runs as it was"
+                f"{readable_name(node.name)} is a {type(value).__name__}: what operators do with a tensor of that "
+                "class is not known, and the graph runs as it was"
             )
             raise GraphRefused(Refusal(why, node))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -26,11 +26,6 @@ from torch._dynamo.exc import (
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator, SpeculationLog, TensorifyState
 from torch._dynamo.utils import counters
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.misc import AutogradFunctionVariable, CellVariable
 from torch._higher_order_ops.associative_scan import associative_scan as ASSOCIATIVE_SCAN
 from torch._higher_order_ops.scan import scan as SCAN
 
@@ -55,17 +50,15 @@ __all__ = [
     "break_reason",
     "code_being_compiled",
     "counters",
+    "forget",
     "frame_being_compiled",
     "frames_of_program",
     "goes_on_behind_breaks",
     "guard_source_of",
-    "in_the_place_of_apply",
-    "in_the_place_of_calls",
     "is_batchedtensor",
     "is_compiled",
     "is_continuation",
     "leave_graphs_whole_in_ddp",
-    "not_traced",
     "patched",
     "real_object",
     "recompile_limit",
@@ -205,10 +198,13 @@ def before_each_trace(call: Callable[[], None]) -> None:
         convert_frame.trace_frame = traced
 
 
-def goes_on_behind_breaks(when: Callable[[Iterator[Any]], bool]) -> None:
+def goes_on_behind_breaks(
+    when: Callable[[Iterator[Any]], bool], failed: Callable[[CodeType, Exception], None]
+) -> None:
     """From here on, where `when(backends)`: behind a graph break in what a function calls, Dynamo traces the rest of
     both as one graph (torch's nested_graph_breaks), where the rest of the caller would be a graph of its own. A frame
-    in which that fails within Dynamo is traced as before. Without effect before torch 2.13, where it is younger."""
+    in which that fails within Dynamo is traced as before, once `failed` was called. Without effect before torch 2.13,
+    where it is younger."""
     trace, without = getattr(convert_frame, "trace_frame", None), WeakSet[CodeType]()
     if trace is None or torch.__version__ < "2.13":
         return
@@ -224,107 +220,11 @@ def goes_on_behind_breaks(when: Callable[[Iterator[Any]], bool]) -> None:
             raise
         except Exception as error:
             without.add(code)
+            failed(code, error)
             forget(args)
             raise TraceOtherwise from error
 
     convert_frame.trace_frame = traced
-
-
-APPLIED: dict[type, Callable[..., Any]] = {}
-
-
-def in_the_place_of_apply(function: type, form: Callable[..., Any]) -> None:
-    """From here on Dynamo traces `form` where a program calls `apply` of an autograd.Function. It also answers whether
-    the Function has an attribute, and with which number or truth, where it would end the graph."""
-    if not APPLIED:
-        kind: Any = AutogradFunctionVariable
-        call, has, read = kind.call_method, kind.call_obj_hasattr, kind.const_getattr
-
-        @wraps(call)
-        def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            form = APPLIED.get(self.fn_cls) if name == "apply" else None
-            if form is None:
-                return call(self, tx, name, args, kwargs)
-            return VariableTracker.build(tx, form).call_function(tx, args, kwargs)
-
-        @wraps(has)
-        def asked(self: Any, tx: Any, name: str) -> Any:
-            known = self.fn_cls in APPLIED
-            return VariableTracker.build(tx, hasattr(self.fn_cls, name)) if known else has(self, tx, name)
-
-        @wraps(read)
-        def found(self: Any, tx: Any, name: str) -> Any:
-            value = getattr(self.fn_cls, name, None) if self.fn_cls in APPLIED else None
-            return value if isinstance(value, (bool, int)) else read(self, tx, name)
-
-        kind.call_method, kind.call_obj_hasattr, kind.const_getattr = called, asked, found
-    APPLIED[function] = form
-
-
-FormOf = Callable[[CodeType, Mapping[str, Any]], Callable[..., Any] | None]
-BEGUN, NOT_TAUGHT = set[CodeType](), WeakSet[CodeType]()
-
-
-def in_the_place_of_calls(first: Callable[..., Any], second: Callable[..., Any], form_of: FormOf, then: FormOf) -> None:
-    """From here on, where a program calls `first` and then `second`, Dynamo traces what `form_of` and `then` give of
-    the code of the caller and its local names that are functions or None; the functions where that is None. A caller in
-    which a graph would end at or between the two is traced again, without any. Without effect where this torch has no
-    such function."""
-    trace = getattr(convert_frame, "trace_frame", None)
-    if trace is None:
-        return
-    kind: Any = UserFunctionVariable
-    call = kind.call_function
-
-    @wraps(call)
-    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        known = {first: form_of, second: then}.get(self.fn) if isinstance(self.fn, FunctionType) else None
-        form = known(tx.f_code, plain_locals(tx)) if known and tx.f_code not in NOT_TAUGHT else None
-        if form is None:
-            return call(self, tx, args, kwargs)
-        BEGUN.add(tx.f_code)
-        found = VariableTracker.build(tx, form).call_function(tx, args, kwargs)
-        if self.fn is second:
-            BEGUN.discard(tx.f_code)
-        return found
-
-    @wraps(trace)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        BEGUN.clear()
-        made = trace(*args, **kwargs)
-        if BEGUN:
-            NOT_TAUGHT.update(BEGUN)
-            forget(args)
-            raise TraceOtherwise
-        return made
-
-    kind.call_function, convert_frame.trace_frame = called, traced
-
-
-def plain_locals(tx: Any) -> dict[str, Any]:
-    """The local names of the function that Dynamo traces which it knows to be functions or None; others as they are for
-    Dynamo."""
-    found, written = {}, tx.output.side_effects
-    for name, held in tx.symbolic_locals.items():
-        if isinstance(held, CellVariable) and written.has_pending_mutation_of_attr(held, "cell_contents"):
-            held = written.load_cell(held)  # which a function within the function reads
-        known = held.unwrap() if isinstance(held, LazyVariableTracker) else held
-        if isinstance(known, LazyVariableTracker):
-            found[name] = known.peek_value()
-        else:
-            plain = isinstance(known, (UserFunctionVariable, ConstantVariable)) and known.is_python_constant()
-            found[name] = known.as_python_constant() if plain else known
-    return found
-
-
-def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Another function that does the same, at which Dynamo breaks the graph."""
-
-    def untraced(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    broken: Callable[..., Any] = torch.compiler.disable(untraced)
-    return broken
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.config
 from torch import nn
 from torch._dynamo import convert_frame
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.symbolic_convert import SpeculationLog
 
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.dynamo import (
@@ -282,14 +282,6 @@ def test_a_call_before_each_trace_outlives_a_reset(monkeypatch: Any) -> None:
     assert len(calls) == 2
 
 
-def test_what_is_not_traced_breaks_the_graph_and_does_the_same() -> None:
-    twice, x = dynamo.not_traced(lambda x: 2 * x), torch.ones(3)
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(lambda x: twice(x + 1), backend="eager")(x), 2 * (x + 1))
-    with pytest.raises(TorchDynamoException):
-        torch.compile(lambda x: twice(x + 1), backend="eager", fullgraph=True)(x)
-
-
 def test_the_backend_that_compiles_is_known_while_dynamo_traces() -> None:
     found: list[Any] = []
     frames: list[Any] = []
@@ -309,28 +301,11 @@ def test_the_backend_that_compiles_is_known_while_dynamo_traces() -> None:
     assert dynamo.ASSOCIATIVE_SCAN.__name__ == "associative_scan" and dynamo.SCAN.__name__ == "scan"
 
 
-def test_another_function_is_traced_in_the_place_of_apply() -> None:
-    class Doubled(torch.autograd.Function):
-        known = 3
-
-        @staticmethod
-        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-    dynamo.in_the_place_of_apply(Doubled, lambda x: x.sin() * (Doubled.known if hasattr(Doubled, "known") else 0))
-    x, seen = torch.ones(2, requires_grad=True), list[Any]()
-    run = lambda x: Doubled.apply(x) if getattr(Doubled, "known", False) else x  # noqa: E731
-    compiled = torch.compile(run, backend=looking(lambda gm: seen.append(gm)), fullgraph=True)
-    torch.testing.assert_close(compiled(x), 3 * x.sin())
-    torch.testing.assert_close(Doubled.apply(x), 2 * x)
-    assert len(seen) == 1
-
-
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has it, but younger")
 def test_the_rest_behind_a_break_is_one_graph() -> None:
     wanted: list[bool] = []
     with patch.object(convert_frame, "trace_frame", convert_frame.trace_frame):
-        dynamo.goes_on_behind_breaks(lambda backends: wanted[-1])
+        dynamo.goes_on_behind_breaks(lambda backends: wanted[-1], lambda code, error: None)
 
         def callee(x: torch.Tensor) -> torch.Tensor:
             x = x.sin()
@@ -351,38 +326,6 @@ def test_the_rest_behind_a_break_is_one_graph() -> None:
 
 def calls(gm: torch.fx.GraphModule) -> int:
     return sum(node.op == "call_function" for node in gm.graph.nodes)
-
-
-def test_two_calls_are_traced_as_other_functions_or_neither() -> None:
-    def ask(x: torch.Tensor) -> bool:
-        return False
-
-    def use(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    def model(x: torch.Tensor, broken: bool) -> torch.Tensor:
-        own, none = use, None  # noqa: F841
-        if ask(x):
-            if broken:
-                torch._dynamo.graph_break()
-            return own(x)
-        return x - 1
-
-    found: list[dict[str, Any]] = []
-
-    def yes(code: Any, names: Any) -> Any:
-        found.append({name: held for name, held in names.items() if held is None or held is use})
-        return lambda x: True
-
-    with (
-        patch.object(convert_frame, "trace_frame", convert_frame.trace_frame),
-        patch.object(UserFunctionVariable, "call_function", UserFunctionVariable.call_function),
-    ):
-        dynamo.in_the_place_of_calls(ask, use, yes, lambda code, names: torch.neg)
-        for broken, expected in ((False, -2.0), (True, 1.0)):
-            torch._dynamo.reset()
-            assert torch.compile(model, backend="eager")(torch.tensor(2.0), broken) == expected
-    assert found[0] == {"own": use, "none": None}
 
 
 def test_a_function_and_a_subgraph_have_the_names_that_a_graph_has() -> None:
@@ -408,3 +351,10 @@ def test_what_an_example_stands_for() -> None:
         real_obj = "mesh"
 
     assert dynamo.real_object(Example()) == "mesh" and dynamo.real_object(3) == 3
+
+
+def test_what_a_trace_has_found_of_breaks_is_forgotten() -> None:
+    log = SpeculationLog()
+    log.entries.append(object())  # type: ignore[arg-type]
+    dynamo.forget([3, log])
+    assert not log.entries

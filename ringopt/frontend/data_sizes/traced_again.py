@@ -20,8 +20,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 import torch.fx as fx
 
+from ringopt.errors import first_line
 from ringopt.frontend.data_sizes.assertions import reads_numbers
 from ringopt.frontend.data_sizes.stretches import has_picks
+from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import (
     NUMBER_BREAK,
     SIZES_BREAK,
@@ -32,6 +34,8 @@ from ringopt.torch_compat.dynamo import (
     frame_being_compiled,
     goes_on_behind_breaks,
 )
+
+log = logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "sizes_are_traced"
@@ -67,6 +71,12 @@ def give_up(frame: CodeType) -> None:
     _with_breaks.setdefault(frame, set()).add(_tried.pop(frame, ""))
 
 
+def say_that_breaks_end(frame: CodeType, error: Exception) -> None:
+    """Of a frame in which Dynamo fails to go on behind a break in what it calls."""
+    message = "behind a graph break in what it calls, %s (line %d) is traced as graphs of its own: %s"
+    log.info(message, frame.co_name, frame.co_firstlineno, first_line(error))
+
+
 def ended_by_size(backends: Iterator[Any], frame: CodeType, error: Exception) -> bool:
     """Whether a frame of which no graph came (a break in a loop) ended at a size, and is to be tried."""
     if not takes_sizes(backends):
@@ -94,7 +104,7 @@ _settings = Settings(ended_by_size, give_up, capture_scalar_outputs=True, captur
 def teach_sizes() -> None:
     """Has Dynamo do so, for all marked backends."""
     _settings.install()
-    goes_on_behind_breaks(takes_sizes)
+    goes_on_behind_breaks(takes_sizes, say_that_breaks_end)
 
 
 def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> None:

@@ -27,7 +27,8 @@ from ringopt.torch_compat.tensors import storage_key
 
 Run = Callable[..., Tensor]
 
-# Which DTensor's ranks compute whole, and no rule is for: above autograd, where other norms are found, they are others.
+# Written as sums and products: below autograd norms are other operators than above it, for which ringopt/dims has no
+# rules.
 NORMS = ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 
 
@@ -48,9 +49,9 @@ def local_function(
     """Of `nodes` of Dynamo's graph, in order, the last of which gives one tensor; `operands` are the tensors that they
     read, DTensors or not, and `constants` what else. Raises GraphRefused."""
     run, last = partial_run(nodes, operands, constants), nodes[-1]
-    locals_ = [local_example(operand) for operand in operands]  # of Dynamo's fake mode
+    examples = [local_example(operand) for operand in operands]  # of Dynamo's fake mode
     with FakeTensorMode(allow_non_fake_inputs=True):
-        given = [like(x) for x in locals_]
+        given = [like(x) for x in examples]
         with torch.no_grad():
             forward = functional(run, given)
         if any(is_write(node) or draws(node) for node in forward.graph.nodes if node.op == "call_function"):

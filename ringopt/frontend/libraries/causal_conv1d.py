@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringopt.torch_compat.dynamo import not_traced
+from ringopt.torch_compat.dynamo_calls import not_traced
 
 
 def conv_form(original: Callable[..., Any]) -> Callable[..., Any]:

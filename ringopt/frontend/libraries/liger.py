@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringopt.frontend.libraries.operators import Results, define, defined
 from ringopt.rules.declare import Decide, Declaration, Gathered, Pointwise, Tokenwise
-from ringopt.torch_compat.dynamo import not_traced
+from ringopt.torch_compat.dynamo_calls import not_traced
 from ringopt.torch_compat.tensors import is_traceable_wrapper_subclass
 
 OPS = "liger_kernel.ops"

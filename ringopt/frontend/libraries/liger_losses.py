@@ -21,7 +21,7 @@ from ringopt.frontend.libraries.operators import define, defined
 from ringopt.rules.declare import Declaration, Tokenwise
 from ringopt.scans.segment_map import wide
 from ringopt.torch_compat.autograd import recording
-from ringopt.torch_compat.dynamo import not_traced
+from ringopt.torch_compat.dynamo_calls import not_traced
 
 PLAIN, LINEAR = "liger_cross_entropy", "liger_fused_linear_cross_entropy"
 HOW = "int ignore_index, float lse_square_scale, float label_smoothing, float? softcap"

@@ -20,7 +20,7 @@ from ringopt.frontend.libraries.causal_conv1d import convolved
 from ringopt.frontend.libraries.opaque import LibraryScan
 from ringopt.rules.declare import Declaration, ScanRule
 from ringopt.scans.segment_map import wide
-from ringopt.torch_compat.dynamo import not_traced
+from ringopt.torch_compat.dynamo_calls import not_traced
 
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringopt.frontend.libraries.operators import LIBRARY, define, defined
 from ringopt.rules.declare import Decide
 from ringopt.scans.kernel import FUNCTIONS
-from ringopt.torch_compat.dynamo import not_traced
+from ringopt.torch_compat.dynamo_calls import not_traced
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from ringopt.frontend.libraries.liger_losses import cross_entropy_form, linear_c
 from ringopt.frontend.libraries.mamba_ssm import CHUNK_SCAN, MODULE, split_form
 from ringopt.frontend.libraries.transformers_packed import teach_packed
 from ringopt.output.printable import logger
-from ringopt.torch_compat.dynamo import before_each_trace, in_the_place_of_apply, not_traced
+from ringopt.torch_compat.dynamo import before_each_trace
+from ringopt.torch_compat.dynamo_calls import in_the_place_of_apply, not_traced
 
 log = logger(__name__)
 

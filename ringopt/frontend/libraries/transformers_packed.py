@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ringopt.frontend.data_sizes.traced_again import takes_sizes
-from ringopt.torch_compat.dynamo import backends_compiling, in_the_place_of_calls, not_traced
+from ringopt.torch_compat.dynamo import backends_compiling
+from ringopt.torch_compat.dynamo_calls import in_the_place_of_calls, not_traced
 from ringopt.torch_compat.operators import ASSERT_TENSOR
 
 ASKED = "is_flash_attention_requested"
