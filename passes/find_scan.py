@@ -29,7 +29,7 @@ from ringopt.recognize.scans.find import judged, loops
 from ringopt.recognize.scans.hoist import SplitStep, hoisted
 from ringopt.recognize.scans.loop import Loop
 from ringopt.recognize.scans.recurrence import FoundRecurrence, NotRolled
-from ringopt.recognize.scans.segment_sums import SegmentSum, body, segment_sum
+from ringopt.recognize.scans.segment_sums import SegmentSum, segment_sum
 from ringopt.rewrite import Facts, Rewrite
 from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import NoBody, to_text
@@ -136,4 +136,4 @@ def with_body(found: FoundRecurrence, parts: SplitStep, put: Callable[[fx.Graph,
 
 def of_sum(found: SegmentSum) -> Found:
     """What a sum with decays is."""
-    return Found(found.steps, found.product.node, body(), found.kinds, found.rewrite)
+    return Found(found.steps, found.product.node, found.text, found.kinds, found.rewrite)

@@ -32,6 +32,7 @@ from ringopt.sharding.filled import fill_in_rows
 from ringopt.sharding.handlers.autograd_function import Functions, Places
 from ringopt.sharding.handlers.batched_attention import batch_rows_differ
 from ringopt.sharding.handlers.by_columns import MIXED
+from ringopt.sharding.handlers.conv_padding import cut_convolutions
 from ringopt.sharding.handlers.demands import Demand, sources, worked_on
 from ringopt.sharding.handlers.higher_order import again_in_rows, note_of_graphs
 from ringopt.sharding.handlers.norms import refuse_mixed_statistics
@@ -61,8 +62,8 @@ class ShardSequence(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if not context.shards:
             return
-        ranks = Ranks(context.mesh, context.layouts.of)
-        decided: dict[fx.Node, Places] = {}
+        cut_convolutions(gm.graph)
+        ranks, decided = Ranks(context.mesh, context.layouts.of), dict[fx.Node, Places]()
         while True:
             sharder = Sharder(gm.graph, ranks)
             sharder.climbs = self.shard == "model"

@@ -14,6 +14,7 @@ from ringopt.ir.memory import order_of
 from ringopt.ir.nodes import emit, is_aten, is_undropped, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.ir.notes import STANDS_FOR, VIEW_OF
 from ringopt.ir.refusal import GraphRefused, Refusal
+from ringopt.ir.symbolic_sizes import is_open
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ def spell_plainly(graph: fx.Graph) -> None:
     drop_identities(graph)
     name_shapes_and_types(graph)
     draw_by_shape(graph)
+    fill_by_shape(graph)
     fill_where_masked(graph)
     join_what_has_entries(graph)
     count_in_memory(graph)
@@ -159,6 +161,18 @@ def draw_by_shape(graph: fx.Graph) -> None:
                 with graph.inserting_before(node.next):
                     linked = instead(graph, before, node, node)
                 node.replace_all_uses_with(linked, lambda user, linked=linked: user is not linked)
+
+
+FILLED = {aten.zeros_like.default: aten.zeros.default, aten.ones_like.default: aten.ones.default}
+
+
+def fill_by_shape(graph: fx.Graph) -> None:
+    """Rows that nothing is read of but their shape, as of `states[:, :1]` for a state in front, would be fetched."""
+    for node in graph.nodes:
+        cut = node.target in FILLED and node.args[0].target is aten.slice.Tensor and len(node.args[0].users) == 1
+        if cut and value_of(node).is_contiguous() and not any(map(is_open, shape_of(node))):
+            how = {"dtype": value_of(node).dtype, "device": value_of(node).device}
+            node.target, node.args, node.kwargs = FILLED[node.target], (list(shape_of(node)),), how
 
 
 def fill_where_masked(graph: fx.Graph) -> None:

@@ -243,6 +243,33 @@ def test_a_sum_with_decays_is_a_scan(product, decays):
     assert ops(gm).count("scan") == 1 and "cumsum" not in ops(gm)
 
 
+@pytest.mark.parametrize("first", [torch.zeros_like, lambda row: row.sin()], ids=["zeros", "given"])
+@pytest.mark.parametrize(
+    "read, steps",
+    [
+        (lambda new: (new[:, :-1], new[:, -1]), 5),
+        (lambda new: (new[:, :5],), 5),
+        (lambda new: (new[:, 1:], new[:, -1]), 6),
+        (lambda new: (new[:, :-1], new.sum()), 6),
+        (lambda new: (new[:, :-2],), 6),
+        (lambda new: (new[:, :, :-1],), 6),
+    ],
+    ids=["before and last", "before", "behind", "all", "fewer", "another dim"],
+)
+def test_the_states_before_each_chunk_take_no_step_more_than_there_are_chunks(read, steps, first):
+    """Else ranks would hold the scan's rows elsewhere than the chunks they are made of."""
+
+    def program(a, states):
+        joined = torch.cat([first(states[:, :1]), states], 1)[:, :, None]
+        decays = masked_first(F.pad(a, (1, 0))).transpose(1, 3)
+        return read((decays[..., None, None] * joined).sum(1))
+
+    gm, _ = assert_same_numbers(program, given(*CHUNKED))
+    (call,) = (OpCall.of(node) for node in gm.graph.nodes if is_scan(node))
+    assert {x.meta["val"].shape[0] for x in call["xs"]} == {steps}
+    assert ("cat" in ops(gm)) == (steps == 6)
+
+
 NO_DECAYS = {
     "one position off": lambda a: (t := a.cumsum(-1)).sub(a)[..., :, None].sub(t[..., None, :]).exp().tril(),
     "growing": lambda a: masked_first(a) * 2,

@@ -39,3 +39,16 @@ def test_dropout_in_place_is_dropout(drop):
     found, _ = after([Normalize()], Body(lambda m, x: drop(m.linear(x), 0.3, True, True) + 1), torch.randn(2, 5, 8))
     right, _ = after([Normalize()], Body(lambda m, x: drop(m.linear(x), 0.3, True) + 1), torch.randn(2, 5, 8))
     assert ops(found) == ops(right)
+
+
+def test_zeros_like_rows_that_nobody_else_reads_need_no_rows():
+    """Over ranks the rows would be fetched, for their shape."""
+
+    def framed(x):
+        return torch.cat([torch.zeros_like(x[:, :1]), torch.ones_like(x[:, 1:].mT).mT], 1) * x
+
+    x = torch.randn(2, 5, 8)
+    gm, _ = after([Normalize()], framed, x)
+    assert "slice" not in ops(gm)[:1] and {"zeros", "ones_like"} <= set(ops(gm))
+    captured, _ = after([], framed, x)
+    assert_same(gm, captured, gm.meta["inputs"])

@@ -24,6 +24,7 @@ from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import emit, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.recognize.scans.at_points import evaluated
+from ringopt.recognize.scans.states_before import Parts, in_order_of, joined_in, put, readers, without_first
 from ringopt.scans.body import to_text
 from ringopt.scans.call import ScanCall
 from ringopt.scans.trace import Kinds, OperandKind
@@ -55,7 +56,7 @@ class SegmentSum:
 
     @property
     def steps(self) -> int:
-        return int(shape_of(self.source)[self.along])
+        return int(shape_of(self.source)[self.along]) - (self.before is not None)
 
     @property
     def out(self) -> list[str]:
@@ -80,50 +81,78 @@ class SegmentSum:
         shapes = (self.state, self.decay, self.state)
         return tuple(OperandKind(tuple(shape), value.dtype, value.device.type) for shape in shapes)
 
+    @property
+    def at(self) -> int:
+        """The dim of the product that goes with the steps."""
+        return next(i for i, letter in enumerate(self.product.out) if letter not in self.out)
+
+    @property
+    def before(self) -> Parts | None:
+        """What is summed, where readers want the states before each of its rows but the first, and that after all."""
+        (summed,) = self.product.contracted
+        side = 1 - self.side
+        parts = joined_in(self.product.operands[side], self.product.letters[side].index(summed))
+        return parts if readers(self.product.node, self.at) else None
+
+    @property
+    def text(self) -> str:
+        """The body of the scan."""
+        return body(before=self.before is not None)
+
     def rewrite(self, graph: fx.Graph) -> None:
         """Puts a scan in the place of the product."""
-        node = self.product.node
+        node, before, read = self.product.node, self.before, readers(self.product.node, self.at)
         with graph.inserting_before(node):
-            xs = [self.decays(graph), self.added(graph)]
-            how = {"dtype": value_of(node).dtype, "device": value_of(node).device}
-            zeros = emit(graph, aten.zeros.default, (self.state,), node, how)
-            _, (states,) = ScanCall([zeros], xs, [], body()).emit(graph, node)
-            at = next(i for i, letter in enumerate(self.product.out) if letter not in self.out)
-            new = emit(graph, aten.movedim.int, (states, 0, at), node)
-            if value_of(new).stride() != value_of(node).stride() and value_of(node).is_contiguous():
-                new = emit(graph, aten.clone.default, (new,), node, {"memory_format": torch.contiguous_format})
-        node.replace_all_uses_with(new)
+            if before is None:
+                how = {"dtype": value_of(node).dtype, "device": value_of(node).device}
+                first = emit(graph, aten.zeros.default, (self.state,), node, how)
+                rest, source = self.product.operands[1 - self.side], self.source
+            else:
+                one, rest = before.emit(graph)
+                first = emit(graph, aten.select.int, (self.added(graph, one), 0, 0), node)
+                source = without_first(graph, self.source, self.along)
+            xs = [self.decays(graph, source), self.added(graph, rest)]
+            (last,), (states,) = ScanCall([first], xs, [], self.text).emit(graph, node)
+            new = emit(graph, aten.movedim.int, (states, 0, self.at), node)
+            new = in_order_of(graph, new, node)
+        if before is None or read is None:
+            node.replace_all_uses_with(new)
+        else:
+            put(read, new, last)
 
-    def decays(self, graph: fx.Graph) -> fx.Node:
+    def decays(self, graph: fx.Graph, source: fx.Node) -> fx.Node:
         """exp of the exponents, [steps, *decay]."""
-        dims = [d for d in range(len(shape_of(self.source))) if d != self.along]
+        dims = [d for d in range(len(shape_of(source))) if d != self.along]
         there = dict(zip(self.order, dims, strict=True))
         order = [self.along, *(there[letter] for letter in self.out if letter in there)]
         node = self.product.node
-        x = emit(graph, aten.exp.default, (self.source,), node)
+        x = emit(graph, aten.exp.default, (source,), node)
         if value_of(x).dtype != value_of(node).dtype:
             x = emit(graph, aten.to.dtype, (x, value_of(node).dtype), node)
         x = emit(graph, aten.permute.default, (x, order), node)
-        return emit(graph, aten.reshape.default, (x, [self.steps, *self.decay]), node)
+        return emit(graph, aten.reshape.default, (x, [shape_of(source)[self.along], *self.decay]), node)
 
-    def added(self, graph: fx.Graph) -> fx.Node:
-        """What is summed, [steps, *state]."""
-        node, letters = self.product.operands[1 - self.side], self.product.letters[1 - self.side]
+    def added(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        """Rows of what is summed, [steps, *state]."""
+        like, letters = self.product.node, self.product.letters[1 - self.side]
         (summed,) = self.product.contracted
         order = [letters.index(letter) for letter in (summed, *self.out) if letter in letters]
         order += [d for d in range(len(letters)) if d not in order]  # of size 1
-        x = emit(graph, aten.permute.default, (node, order), self.product.node)
+        steps = shape_of(node)[letters.index(summed)]
+        if value_of(node).dtype != value_of(like).dtype:
+            node = emit(graph, aten.to.dtype, (node, value_of(like).dtype), like)
+        x = emit(graph, aten.permute.default, (node, order), like)
         sizes = [shape_of(node)[letters.index(letter)] if letter in letters else 1 for letter in self.out]
-        x = emit(graph, aten.reshape.default, (x, [self.steps, *sizes]), self.product.node)
-        return emit(graph, aten.expand.default, (x, [self.steps, *self.state]), self.product.node)
+        x = emit(graph, aten.reshape.default, (x, [steps, *sizes]), like)
+        return emit(graph, aten.expand.default, (x, [steps, *self.state]), like)
 
 
-def body() -> str:
-    """state' = state * decay + added, which is also what a step gives."""
+def body(before: bool) -> str:
+    """state' = state * decay + added. A step gives that, or what it was `before`."""
     graph = fx.Graph()
     state, decay, added = (graph.placeholder(name) for name in ("carry", "decay", "added"))
     new = graph.call_function(aten.add.Tensor, (graph.call_function(aten.mul.Tensor, (state, decay)), added))
-    graph.output((new, new))
+    graph.output((new, state if before else new))
     return to_text(fx.GraphModule(torch.nn.Module(), graph), 1, 2, 0)
 
 

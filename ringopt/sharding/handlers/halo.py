@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -25,6 +24,7 @@ from ringopt.ir.symbolic_sizes import is_open
 from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted, window_rows
 from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at, wide_dtype
+from ringopt.sharding.handlers.conv_padding import padding_before, sizes, unpadded
 from ringopt.sharding.handlers.sums import pooled_to_one
 from ringopt.sharding.seen_rows import seen_rows
 from ringopt.sharding.sharder import Sharder
@@ -41,18 +41,21 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
     before = padding_before(node, moving)
     if place is None or at < 0 or before is None:
         return False
+    x, zeros = unpadded(sharder, node.args[0], place.dim)
+    place = sharder.placements[x] or place
     stride, dilation = (sizes(named(node, name), moving) for name in ("stride", "dilation"))
-    wanted = seen_by(node, place.dim, stride[at], -before[at], dilation[at] * (shape_of(weight)[2 + at] - 1) + 1)
+    start, width = -before[at] - zeros, dilation[at] * (shape_of(weight)[2 + at] - 1) + 1
+    wanted = seen_by(node, place.dim, stride[at], start, width)
     padding = [0 if i == at else size for i, size in enumerate(before)]
     if sharder.ranks.asks or is_open(wanted.pieces[0][0]):
-        return of_open_length(sharder, node, place, wanted, Strides(stride, padding, dilation))
+        return of_open_length(sharder, node, x, place, wanted, Strides(stride, padding, dilation))
     op = aten.conv1d.default if moving == 1 else aten.conv2d.default
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
         small = [sharder.copied(x) if is_tensor(x) else None for x in (weight, bias)]
         return step(op, piece, *small, stride, padding, dilation, named(node, "groups"), placement=out)
 
-    return by_chunks(sharder, node, place, wanted, local)
+    return by_chunks(sharder, node, x, wanted, local)
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,11 @@ class Strides:
     dilation: list[int]
 
 
-def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Wanted, moves: Strides) -> bool:
-    """A convolution in one operator."""
-    x, weight, bias = (named(node, name) for name in ("input", "weight", "bias"))
+def of_open_length(
+    sharder: Sharder, node: fx.Node, x: fx.Node, place: Sharded, wanted: Wanted, moves: Strides
+) -> bool:
+    """A convolution of `x` in one operator."""
+    weight, bias = (named(node, name) for name in ("weight", "bias"))
     out = Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
     batched = len(shape_of(x)) == len(shape_of(weight)) <= 4
     if place.outer * place.inner > 1 or not batched or not enough_rows(sharder, out.length):
@@ -78,22 +83,6 @@ def of_open_length(sharder: Sharder, node: fx.Node, place: Sharded, wanted: Want
     made = {"local": sharder.rows(out.length), "layout": step.layouts(place, out), "groups": named(node, "groups")}
     given = {"x": sharder.values[x], **small, **held, **how, **made}
     return step.done(step.over_ranks(operators.convolve_rows.default, out, **given), out)
-
-
-def sizes(given: Any, count: int) -> list[int]:
-    """An argument of an op with `count` spatial dims: a single number holds for all of them."""
-    return list(given) * count if len(given) == 1 else list(given)
-
-
-def padding_before(node: fx.Node, moving: int) -> list[int] | None:
-    """Zeros before the first row, in each dim the kernel moves in; None where other dims are padded unevenly."""
-    padding = named(node, "padding")
-    if padding == "valid":
-        return [0] * moving
-    if padding != "same":
-        return sizes(padding, moving)
-    kernel, dilation = shape_of(node.args[1])[2:], sizes(named(node, "dilation"), moving)
-    return [dilation[0] * (kernel[0] - 1) // 2] if moving == 1 else None
 
 
 def pooling(sharder: Sharder, node: fx.Node) -> bool:
@@ -117,7 +106,7 @@ def pooling(sharder: Sharder, node: fx.Node) -> bool:
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
         return step(node.target, piece, kernel, stride, other_padding, *rest, placement=out)
 
-    return by_chunks(sharder, node, place, wanted, local, outside=-inf if maximum else None)
+    return by_chunks(sharder, node, node.args[0], wanted, local, outside=-inf if maximum else None)
 
 
 def _is_floating(node: fx.Node) -> bool:
@@ -141,7 +130,7 @@ def adaptive_pooling(sharder: Sharder, node: fx.Node) -> bool:
         return step(op, piece, kernel, kernel, placement=out)
 
     width = kernel[place.dim - len(shape_of(node)) + moving]
-    return by_chunks(sharder, node, place, seen_by(node, place.dim, width, 0, width), local)
+    return by_chunks(sharder, node, node.args[0], seen_by(node, place.dim, width, 0, width), local)
 
 
 def im2col(sharder: Sharder, node: fx.Node) -> bool:
@@ -159,7 +148,8 @@ def im2col(sharder: Sharder, node: fx.Node) -> bool:
         return step(node.target, piece, kernel, dilation, [0, padding[1]], stride, placement=out)
 
     out = Sharded(len(shape_of(node)) - 1, 1, down, across)
-    return by_chunks(sharder, node, place, window_rows(down, stride[0], -padding[0], width), local, out)
+    wanted = window_rows(down, stride[0], -padding[0], width)
+    return by_chunks(sharder, node, node.args[0], wanted, local, out)
 
 
 def unfold(sharder: Sharder, node: fx.Node) -> bool:
@@ -172,7 +162,7 @@ def unfold(sharder: Sharder, node: fx.Node) -> bool:
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
         return step(aten.unfold.default, piece, dim, size, stride, placement=out)
 
-    return by_chunks(sharder, node, place, seen_by(node, place.dim, stride, 0, size), local)
+    return by_chunks(sharder, node, node.args[0], seen_by(node, place.dim, stride, 0, size), local)
 
 
 def seen_by(node: fx.Node, dim: int, stride: int, start: int, width: int) -> Wanted:
@@ -186,20 +176,23 @@ Local = Callable[[Steps, fx.Node, Sharded], fx.Node]
 def by_chunks(
     sharder: Sharder,
     node: fx.Node,
-    place: Sharded,
+    x: fx.Node,
     wanted: Wanted,
     local: Local,
     out: Sharded | None = None,
     outside: float | None = None,
 ) -> bool:
-    """`node` is `local` of the rows that each chunk sees, one chunk after the other. It is sharded as `out`, if not
-    along the same dim; rows outside the sequence are zeros, or all `outside`."""
+    """`node` is `local` of the rows of `x` that each chunk sees, one chunk after the other. It is sharded as `out`, if
+    not along the same dim; rows outside the sequence are zeros, or all `outside`."""
+    place = sharder.placements[x]
+    if place is None:
+        return False
     out = out or Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
     length = out.length
     if place.outer * place.inner > 1 or not enough_rows(sharder, length) or sharder.ranks.asks or is_open(length):
         return False  # how many chunks, and of which sizes, stands in the graph
     step = Steps(sharder, node)
-    pieces = seen_rows(step, sharder.values[node.args[0]], place, wanted, replace(out, dim=place.dim, inner=1))
+    pieces = seen_rows(step, sharder.values[x], place, wanted, replace(out, dim=place.dim, inner=1))
     rows = wanted.ranges(sharder.ranks.layout(length), sharder.ranks.size, sharder.ranks.rank)
     if outside is not None:
         pieces = [beyond(step, piece, place, at, outside) for piece, at in zip(pieces, rows, strict=True)]

@@ -14,7 +14,7 @@ import torch.fx as fx
 from ringopt.ir.nodes import named, op_name, shape_of
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.sharding.emit import Handler, Steps
-from ringopt.sharding.handlers.halo import sizes
+from ringopt.sharding.handlers.conv_padding import sizes
 from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten

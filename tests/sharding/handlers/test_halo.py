@@ -7,7 +7,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ringopt.calls import OpCall
 from ringopt.ir.nodes import op_name
+from ringopt.ops import operators
 from ringopt.ops.fetch_rows import window_rows
 from ringopt.sharding.seen_rows import Seen, seen_of_all
 from tests.harness.translation import validate
@@ -55,6 +57,55 @@ def test_convolutions(name):
     assert not verdict.wrong, verdict.wrong
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
     assert verdict.report.sharded_fraction == 1.0
+
+
+CAUSAL = {
+    "the end cut": (3, lambda m, x: m.layer(T(x))[..., : x.shape[1]]),
+    "the end cut, by a number": (3, lambda m, x: m.layer(T(x))[..., :-3]),
+    "zeros in front": (0, lambda m, x: m.layer(F.pad(T(x), (3, 0)))),
+    "the end cut twice": (3, lambda m, x: (y := m.layer(T(x)))[..., :-3] + y[..., : x.shape[1]].tanh()),
+    "a dilation": (6, lambda m, x: m.layer(T(x))[..., : x.shape[1]]),
+    "looking ahead": (3, lambda m, x: m.layer(T(x))[..., 3:]),
+    "about in the middle": (3, lambda m, x: m.layer(T(x))[..., 1:-2]),
+}
+NOT_CAUSAL = {
+    "both read": (3, lambda m, x: (y := m.layer(T(x)))[..., :-3] + y[..., 3:]),
+    "every second": (3, lambda m, x: m.layer(T(x))[..., :-3:2].repeat_interleave(2, -1)[..., : x.shape[1]]),
+    "ones in front": (0, lambda m, x: m.layer(F.pad(T(x), (3, 0), value=1.0))),
+    "rows of its own in front": (0, lambda m, x: m.layer(F.pad(T(x), (3, 0), "replicate"))),
+    "channels too": (0, lambda m, x: m.layer(F.pad(T(x[..., 2:]), (3, 0, 1, 1)))),
+}
+
+
+def cut_or_padded(name, both):
+    padding, step = both[name]
+    torch.manual_seed(0)
+    layer = nn.Conv1d(D, D, 4, padding=padding, groups=D, dilation=padding // 3 if padding else 1)
+    return Convolved(layer.double(), lambda m, x: T(step(m, x))).double()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_convolution_fetches_the_rows_before_a_shard_and_nothing_else(name):
+    """And has rows of n as all else has, not of n + 3: nothing is laid out anew behind it."""
+    p, layout = case(CAUSAL, name)
+    verdict = validate(p, cut_or_padded(name, CAUSAL), *inputs(12), layout=layout)
+    assert not verdict.wrong, verdict.wrong
+    fetches = verdict.graph.graph.find_nodes(op="call_function", target=operators.fetch_rows.default)
+    assert {OpCall.of(node)["form"] for node in fetches} <= {"edges", "halo"}
+
+
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_other_padding_is_made(name):
+    p, layout = case(NOT_CAUSAL, name)
+    verdict = validate(p, cut_or_padded(name, NOT_CAUSAL), *inputs(12), layout=layout)
+    assert not verdict.wrong, verdict.wrong
+    assert verdict.report.sharded_fraction == 1.0
+
+
+def test_of_open_length_a_causal_convolution_is_one_operator():
+    """It fetches what it needs itself."""
+    found = run_over(cut_or_padded("the end cut", CAUSAL), [inputs(N), inputs(N + 2), inputs(N - 3)], 2).reports[-1]
+    assert [gather.op for gather in found.gathers] == ["output"] and found.sharded_fraction == 1.0
 
 
 class Doubled(nn.Module):

@@ -20,7 +20,8 @@ from ringopt.tools.common.resident import STATUS
 from tests.harness.benches import tables
 
 OF_RANK = {
-    **{"states_seconds": 0.1, "gathered_seconds": 0.3, "alone_seconds": 0.2, "states_error": 1e-7},
+    **{"states_seconds": 0.1, "heads_seconds": 0.4, "gathered_seconds": 0.3, "apart_seconds": 0.1},
+    **{"alone_seconds": 0.2, "states_error": 1e-7},
     **{"states_bytes": 10 * 2**20, "gathered_bytes": 20 * 2**20, "sent": 2**11, "formula": 2**11},
 }
 
@@ -42,7 +43,8 @@ def test_rows_of_scans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     short, long = found["rows"]
     for row in (short, long):
         assert row["ring_error"] < WRONG and found["totals"] == {"rows": 2, "wrong": 0}
-        assert (row["faster"], row["faster_gathered"]) == (2.0, pytest.approx(2 / 3))
+        faster = [row[f"faster_{way}"] for way in ("states", "heads", "gathered", "apart")]
+        assert faster == pytest.approx([2, 1 / 2, 2 / 3, 2])
         assert (row["plain_seconds"] is None) == (row is long) == bool(row["failed"])
     assert short["ring_nodes"] == long["ring_nodes"] > 50
     printed, shown = capsys.readouterr()

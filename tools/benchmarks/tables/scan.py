@@ -117,8 +117,10 @@ COLUMNS = (
     _ratio("ring_bytes", "plain_bytes", "mem.\nratio"),
     Column("nodes", lambda row: f"{row['ring_written']} > {row['ring_nodes']}"),
     _number("states_seconds", "p ranks\nms", 1e-3),
-    _number("faster", "times\nalone", form=".2f"),
+    _number("faster_states", "times\nalone", form=".2f"),
+    _number("faster_heads", "same,\nall-to-all", form=".2f"),
     _number("faster_gathered", "same,\ngathered", form=".2f"),
+    _number("faster_apart", "at\nmost", form=".2f"),
     _ratio("states_bytes", "gathered_bytes", "mem.\nratio"),
     _number("sent", "sent\nKiB", 2**10),
     _number("formula", "told\nKiB", 2**10),
@@ -129,7 +131,8 @@ NOTES = (
     "first step, compiled anew. ratio: ring / as written. mem. ratio: peak of a step above what was resident before "
     "it; over ranks, on shards / gathered. nodes: as Dynamo traced it, and as it is compiled.",
     "p ranks: the slowest rank's median, by turns with one process alone (times alone: alone / p ranks), and with the "
-    "scan gathered, run whole by all ranks, beside rows of everything else.",
+    "scan's heads exchanged for tokens (all-to-all), and with the scan gathered, run whole by all ranks, beside rows "
+    "of everything else. at most: p programs of n / p tokens each, side by side, which exchange nothing.",
     "sent: for the scan, by all ranks in a step; told: by the sizes of the states. error: of one process and of ranks, "
     "from eager in float64, relative to the largest entry, gradients included.",
 )

@@ -35,6 +35,9 @@ from ringopt.tools.common.resident import STATUS, reset_peak, resident
 Step = Callable[[], list[Tensor]]
 Layer = tuple[str, int]  # its name, and how many heads it has
 MESSAGES = ("maps of a scan", "gradients of a scan")
+# Of ranks: their scan by its states, by heads (all-to-all), gathered; and each its share of the tokens as a program of
+# its own, which nothing that shares a sequence can beat.
+WAYS = ("states", "heads", "gathered", "apart")
 
 
 class Trial(NamedTuple):
@@ -72,13 +75,12 @@ def row_of(
             row["failed"] = str(error)
         found = as_ranks(ranks, over_ranks, trial, timeout=longest)
     row |= {f"{who}_{key}": value for who, one in (("ring", ours), ("plain", theirs)) for key, value in one.items()}
-    slowest = {key: max(one[key] for one in found) for key in ("states_seconds", "gathered_seconds", "states_error")}
+    slowest = {key: max(one[key] for one in found) for key in (*(f"{way}_seconds" for way in WAYS), "states_error")}
     most = {key: max(one[key] or 0 for one in found) or None for key in ("states_bytes", "gathered_bytes")}
     sent = {key: sum(one[key] for one in found) for key in ("sent", "formula")}
     alone_seconds = found[0]["alone_seconds"]
-    faster = {"faster": alone_seconds / slowest["states_seconds"]}
-    gathered = {"faster_gathered": alone_seconds / slowest["gathered_seconds"]}
-    return row | slowest | most | sent | faster | gathered | {"alone_seconds": alone_seconds}
+    faster = {f"faster_{way}": alone_seconds / slowest[f"{way}_seconds"] for way in WAYS}
+    return row | slowest | most | sent | faster | {"alone_seconds": alone_seconds}
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
@@ -114,8 +116,8 @@ def measured(trial: Trial, backend: str) -> dict[str, Any]:
 
 
 def ring(model: nn.Module, inner: str, **options: Any) -> Any:
-    """The layer under backend="ring"."""
-    return torch.compile(model, backend="ring", options={"inner_backend": inner, **options})
+    """The layer under backend="ring". A program for each length: Inductor fails on Mamba2's open ones."""
+    return torch.compile(model, backend="ring", dynamic=False, options={"inner_backend": inner, **options})
 
 
 @contextmanager
@@ -168,13 +170,14 @@ def peak(step: Step) -> int | None:
 
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 def over_ranks(rank: int, ranks: int, trial: Trial) -> dict[str, Any]:
-    """Seconds with the scan on shards, with the scan gathered, and of rank 0 alone while the others wait."""
+    """Seconds of each of WAYS, and of rank 0 alone while the others wait."""
     begin_rank()
     meshes = dist.device_mesh.init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "alone"))
     with cache_of(trial, "ring"):
         one = nothing if rank else way_of("alone", trial, meshes["alone"])
         one()
-        runs = {way: way_of(way, trial, meshes["all"]) for way in ("states", "gathered")}
+        runs = {way: way_of(way, trial, meshes["all"]) for way in WAYS if way != "apart"}
+        runs["apart"] = way_of("alone", trial._replace(length=trial.length // ranks), meshes["alone"])
         with record_traffic() as traffic:
             found = runs["states"]()
     wanted, of_x, *of_parameters = torch.load(trial.right)
@@ -191,7 +194,8 @@ def way_of(way: str, trial: Trial, mesh: Any) -> Step:
     model, x = drawn(trial)
     # (What Dynamo has compiled is used again for equal options.)
     refusals = "ignore" if way == "gathered" else "error"
-    run = ring(model, trial.inner, mesh=mesh, outputs="local", on_refusal=refusals)
+    strategy = "ulysses" if way == "heads" else "auto"
+    run = ring(model, trial.inner, mesh=mesh, outputs="local", on_refusal=refusals, strategy=strategy)
     rows = x if way == "alone" else ringopt.shard(x, 1).clone()
     seed = weights(x) if way == "alone" else ringopt.shard(weights(x), 1).clone()
     parameters = list(model.parameters())
