@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ringopt.errors import OptionError, RingCommError, first_line
-from ringopt.torch_compat.distributed import default_store, keeps_order_of_ranks
+from ringopt.torch_compat.distributed import default_store, device_types, keeps_order_of_ranks
 from ringopt.torch_compat.distributed import new_group as made_by_torch
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,25 +59,75 @@ def name_of(ranks: tuple[int, ...], world: tuple[int, ...], group: str) -> str:
 
 def met_group(name: str, ranks: Sequence[int], timeout: float) -> Any:
     """A new group that carries the messages of mesh `name`; collective. Raises RingCommError where a rank does not join
-    within `timeout` seconds, and at once where one has failed to before: the ranks are out of step then."""
+    within `timeout` seconds, at once where its process has ended, as far as gloo sees that, and where one has failed
+    to before: the ranks are out of step then."""
     failed = _failed.setdefault(dist.group.WORLD, {})
     if (name, timeout) in failed:
         raise RingCommError(failed[name, timeout])
     store, began = default_store(), time.monotonic()
     tries = _tries.setdefault(dist.group.WORLD, Counter())
     tries[name, timeout] += 1
-    keys = {rank: f"ringopt comes {name} {timeout} {tries[name, timeout]} {rank}" for rank in ranks}
+    meeting = f"ringopt comes {name} {timeout} {tries[name, timeout]}"
+    keys = {rank: f"{meeting} {rank}" for rank in ranks}
     try:
         store.set(keys[dist.get_rank()], "")
+        await_all(ranks, meeting, timeout)
         return new_group(ranks, timeout)
     except RuntimeError as error:
         missing = _missing(store, keys)
+        absent = f"ranks {missing} did not come" if missing else first_line(error)
+        ended = isinstance(error, Ended) and bool(missing)
         failed[name, timeout] = (
             f"mesh {name!r} of ranks {list(ranks)} was not made in {time.monotonic() - began:.1f} s: "
-            f"{f'ranks {missing} did not come' if missing else first_line(error)}. They died while they compiled, or "
+            f"{absent}{f', and {first_line(error)}' if ended else ''}. They died while they compiled, or "
             "make other calls; look at their output, and restart the ranks"
         )
         raise RingCommError(failed[name, timeout]) from error
+
+
+class Ended(RuntimeError):
+    """The process of a rank has ended, or its connections have."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"the process of rank {rank} has ended")
+
+
+def await_all(ranks: Sequence[int], meeting: str, timeout: float) -> None:
+    """A byte from each of `ranks` to each other one, through the program's group; where that has no gloo, nothing. A
+    rank that is late may still compile; one that has died never comes, and a receive from it fails at once.
+
+    `meeting` is equal on all ranks, and of this call alone. Raises Ended, or RuntimeError after `timeout` seconds."""
+    others = [rank for rank in ranks if rank != dist.get_rank()]
+    if not others or not has_gloo():
+        return
+    tag, end = zlib.crc32(meeting.encode()) >> 1, time.monotonic() + timeout
+    with unset_fake_temporarily():  # a mesh may be made while a graph is traced
+        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        started: list[tuple[int, Any]] = []
+        for post in (dist.irecv, dist.isend):
+            for rank in others:
+                with _ends(rank, end):
+                    started.append((rank, post(here.clone(), rank, tag=tag)))
+        for rank, message in started:
+            with _ends(rank, end):
+                message.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+
+
+@contextmanager
+def _ends(rank: int, end: float) -> Iterator[None]:
+    """An error of the transport before `end` is that `rank` has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if time.monotonic() < end:
+            raise Ended(rank) from error
+        raise
+
+
+def has_gloo() -> bool:
+    """Whether the program's group carries tensors of the CPU by gloo."""
+    world = dist.group.WORLD
+    return "cpu" in device_types(world) and "gloo" in dist.get_backend(world)
 
 
 def _missing(store: Any, keys: dict[int, str]) -> list[int]:

@@ -7,6 +7,7 @@ by itself, and a node between them holds the gradient (ir/autograd_function.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -22,6 +23,7 @@ from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.ir.autograd_function import HigherOrder, OperandPlace
 from ringopt.ir.checkpoint_regions import Regions, tags
+from ringopt.ir.memory import is_one_view
 from ringopt.ir.nodes import drops_nothing, is_random, is_write, op_name, value_of, written_args
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
@@ -38,9 +40,7 @@ from ringopt.torch_compat.schema import HigherOrderOperator, OpOverload
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 from ringopt.torch_compat.tensors import storage_key, version_of
 
-HIGHER_ORDER = {
-    "flex_attention": "flex_attention inside a region of a program is not sharded yet",
-}
+HIGHER_ORDER = {"flex_attention": "flex_attention inside a region of a program is not sharded yet"}
 
 # Regions by name, with the context they run in, which their first arguments make.
 CONTEXTS: dict[str, Callable[..., Any]] = {
@@ -114,7 +114,7 @@ class Flatten(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         self.tag()
-        if target in OF_DROPOUT and returns_operand(*args, **kwargs):
+        if target in UNCHANGED and UNCHANGED[target](*args, **kwargs):
             return args[0] if args else kwargs["input"]
         if is_whole_layer(target, kwargs, args):
             return DECOMPOSED[target](*args, **kwargs)
@@ -138,6 +138,8 @@ class Flatten(fx.Interpreter):
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         self.tag()
+        if target == "set_" and is_one_view(*args, **kwargs):
+            return args[0]
         return super().call_method(target, args, kwargs)
 
     def tag(self) -> None:
@@ -158,11 +160,8 @@ class Flatten(fx.Interpreter):
             region = entered
         if name == NESTED:
             operands = operands[1:]  # after the name of the region
-        inner = Flatten(gm, self.book, region)
-        if name not in CONTEXTS:
-            return inner.run(*operands)
-        with CONTEXTS[name](*args[:at]):
-            return inner.run(*operands)
+        with CONTEXTS[name](*args[:at]) if name in CONTEXTS else nullcontext():
+            return Flatten(gm, self.book, region).run(*operands)
 
     def run_custom(
         self,
@@ -222,14 +221,14 @@ class Flatten(fx.Interpreter):
                 raise GraphRefused(Refusal(why))
 
 
-OF_DROPOUT = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)  # of which the tracer would have a copy
-
-
-def returns_operand(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
-) -> bool:
-    """As each of OF_DROPOUT is called; a `p` that is no probability is its error."""
+def drops_none(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> bool:
+    """As dropout is called, in any of its spellings; a `p` that is no probability is its error."""
     return 0 <= p <= 1 and drops_nothing(p, training and train)
+
+
+# Whether it returns its operand as that was: of dropout the tracer would have a copy, of `x.data = x.data` a write.
+DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
+UNCHANGED: dict[Any, Callable[..., bool]] = {**dict.fromkeys(DROPOUTS, drops_none), Tensor.set_: is_one_view}
 
 
 def written_by(forward: fx.GraphModule, dirty: Sequence[int], operands: Sequence[Any]) -> dict[int, Tensor]:
@@ -276,8 +275,8 @@ def _graph_or_example(gm: fx.GraphModule, value: Any) -> Any:
 
 def has_custom(gm: fx.GraphModule) -> bool:
     """Whether a custom autograd.Function is called anywhere in a graph of Dynamo's."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return any(is_inline(node.target) and node.target.name() == CUSTOM for graph in graphs for node in graph.nodes)
+    nodes = (node for graph in _graphs_of(gm) for node in graph.nodes)
+    return any(is_inline(node.target) and node.target.name() == CUSTOM for node in nodes)
 
 
 def _refuse_custom(node: fx.Node) -> None:

@@ -53,6 +53,14 @@ def storages(node: Any) -> frozenset[int]:
     return frozenset(storage_key(part) for part in kept)
 
 
+def is_one_view(x: torch.Tensor, source: Any = None, *sizes: Any, **named: Any) -> bool:
+    """Whether x.set_(source, ...) leaves `x` as it is: both show the same elements of one storage."""
+    if sizes or named or not isinstance(source, torch.Tensor) or storage_key(x) != storage_key(source):
+        return False
+    one, other = ((*y.shape, *y.stride(), y.storage_offset()) for y in (x, source))
+    return x.dtype == source.dtype and len(one) == len(other) and all(map(same, one, other))
+
+
 def viewed(node: fx.Node) -> fx.Node | None:
     """The operand that a node is a view of, or None."""
     place = node.meta.get(VIEW_OF)

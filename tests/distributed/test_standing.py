@@ -156,3 +156,26 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     from tests.harness.pool import POOL
 
     POOL.kill()  # the ranks have made unequally many groups
+
+
+def ended_before_the_group() -> tuple[str, float]:
+    """The connections of rank 2 are closed before a mesh is made: what the others are told, and after how long."""
+    if dist.get_rank() == 2:
+        dist.destroy_process_group()
+        time.sleep(4)
+        return "", 0.0
+    began = time.monotonic()
+    with pytest.raises(RingCommError) as raised:
+        met_group("with one that has ended", (0, 1, 2), 60.0)
+    return str(raised.value), time.monotonic() - began
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(ranks: Ranks) -> None:
+    *others, _ = ranks(3, ended_before_the_group)
+    for said, seconds in others:
+        assert "mesh 'with one that has ended' of ranks [0, 1, 2] was not made in " in said and "ranks [2]" in said
+        assert seconds < 30
+    assert any("the process of rank 2 has ended" in said for said, _ in others)
+    from tests.harness.pool import POOL
+
+    POOL.kill()

@@ -128,6 +128,41 @@ def test_a_write_that_autograd_does_not_see_is_refused_with_its_line(step, why, 
     assert f"{why} (test_writes.py:" in report.refusal and line in report.refusal
 
 
+def own_memory_in_no_grad(m, x):
+    x = x.detach() * 1
+    with torch.no_grad():
+        x.set_(x)
+
+
+def own_memory_as_data(m, x):
+    m.side.weight.data = m.side.weight.data.contiguous().to(torch.float64)
+
+
+def own_memory_of_a_value(m, x):
+    x = x.detach() * 1
+    x.set_(x.view(2, -1, WIDTH))
+
+
+@pytest.mark.parametrize("set_again", [own_memory_in_no_grad, own_memory_as_data, own_memory_of_a_value])
+def test_a_tensor_that_is_given_its_own_memory_stays_as_it_is(set_again):
+    def step(m, x):
+        y = m.side(x)
+        set_again(m, x)
+        return m.attention(x) + (y + m.side(x)).sum(-1, keepdim=True)
+
+    assert_sharded(Model(step=step), 2)
+
+
+@pytest.mark.parametrize("other", [lambda w: w.t().contiguous().t(), lambda w: w[1:], lambda w: w * 1])
+def test_other_elements_of_it_or_other_memory_are_refused(other):
+    def step(m, x):
+        m.side.weight.data = other(m.side.weight.data)
+        return m.attention(x) + m.side.weight.sum()
+
+    (report,) = run_over(Model(step=step), [(rows(12),)], 2).reports
+    assert "gives a tensor the memory of another one (test_writes.py:" in report.refusal
+
+
 def in_place_logic(m, x):
     n = x.shape[1]
     mask = torch.ones(n, n, dtype=torch.bool).tril()
