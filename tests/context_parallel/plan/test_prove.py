@@ -234,3 +234,19 @@ def test_a_proof_is_kept() -> None:
     exchange = exchange_of(ShardedPattern.of_self_attention("causal", 1_000_000, 8, "zigzag"), "ring")
     assert prove(exchange, 3) is prove(exchange, 3)
     assert prove(exchange, 3)[0].keys == 250_000
+
+
+def test_gradients_that_nobody_receives_are_named() -> None:
+    """That they are missing at home is seen as well, but not on which way they were lost."""
+    for exchange in exchanges(40, most_rows=40):
+        plans = unrolled(exchange, True)
+        for rank, steps in enumerate(plans):
+            for index, step in enumerate(steps):
+                lost = [message for message in step.receives if message.cargo is Cargo.BACK]
+                if lost and exchange.kv_layout.name != "replicated":
+                    kept = tuple(message for message in step.receives if message is not lost[0])
+                    plans[rank] = [*steps[:index], replace(step, receives=kept), *steps[index + 1 :]]
+                    with pytest.raises(PlanError, match=rf"step {index}: gradients were sent and not received"):
+                        check_return(exchange, plans)
+                    return
+    raise AssertionError("no plan sends gradients back")
