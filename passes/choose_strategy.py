@@ -32,6 +32,7 @@ from ringopt.options import KernelName, LayoutName, Shard, SiteOptions, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, Pairs, pairs_in
 from ringopt.scans.call import is_scan
+from ringopt.sharding.behind_breaks import worth_cutting
 from ringopt.sharding.grains import inside_chunks, with_grains
 from ringopt.sharding.latents import note_of_latents, with_latents
 from ringopt.sharding.recurrences.scans import scan_sites
@@ -43,7 +44,7 @@ class ChooseStrategy(Pass):
 
     name = "choose_strategy"
     reads = ("mesh",)
-    writes = ("sites", "scans", "carries", "layouts", "pairs", "weights", "given", "notes")
+    writes = ("sites", "scans", "carries", "layouts", "pairs", "weights", "given", "cuts", "notes")
 
     shard: Shard = "model"
     strategy: Strategy = "auto"
@@ -65,6 +66,7 @@ class ChooseStrategy(Pass):
         if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
+        context.cuts = worth_cutting(gm.graph, context.cuts, context.layouts, context.mesh.size)
         if self.shard == "model":
             context.scans = scan_sites(gm.graph, context.mesh, context.layouts, self.strategy, context.carries)
         for node, info in sites.items():

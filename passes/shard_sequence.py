@@ -40,7 +40,7 @@ from ringopt.sharding.handlers.pairs import spread_pairs, wanted_by
 from ringopt.sharding.handlers.random import place_seeds
 from ringopt.sharding.handlers.registry import HANDLERS, across
 from ringopt.sharding.handlers.windows import windows
-from ringopt.sharding.outputs import gathers_of, leave, unknown_operators
+from ringopt.sharding.outputs import gathered_outputs, gathers_of, leave, unknown_operators
 from ringopt.sharding.ranks import Ranks
 from ringopt.sharding.recurrences.scans import begin_scans
 from ringopt.sharding.sharder import Sharder
@@ -52,8 +52,8 @@ class ShardSequence(Pass):
     """Propagates sharding from attention over the graph, and inserts the communication where placements change."""
 
     name = "shard_sequence"
-    reads = ("mesh", "layouts", "given", "pairs", "order", "scans")
-    writes = ("sites", "gathers", "notes", "replicated_random", "left")
+    reads = ("mesh", "layouts", "given", "cuts", "pairs", "order", "scans")
+    writes = ("sites", "gathers", "notes", "replicated_random", "left", "gathered")
 
     shard: Shard = "model"
     strategy: Strategy = "auto"
@@ -72,7 +72,7 @@ class ShardSequence(Pass):
             handled, worked = frozenset(HANDLERS), worked_on(gm.graph)
             whole = windows(sharder, self.in_windows(context), handled, worked)
             wanted = [*self.demanded(context), *begin_scans(sharder, context.scans), *whole]
-            pairs = spread_pairs(sharder, context.pairs)
+            pairs = spread_pairs(sharder, context.pairs) | dict(context.cuts)
             sharder.sources = sources(sharder, wanted, handled | MIXED, worked) | pairs | dict(whole)
             random = self.walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
@@ -80,8 +80,7 @@ class ShardSequence(Pass):
                 break
             decided |= twice
         context.replicated_random += random + functions.random()
-        context.notes += functions.notes() + sharder.relaid
-        context.notes += unknown_operators(sharder, gm.graph)
+        context.notes += [*functions.notes(), *sharder.relaid, *unknown_operators(sharder, gm.graph)]
         gm.graph = sharder.finished()
         refuse_mixed_statistics(gm.graph)
         context.gathers += gathers_of(sharder)
@@ -98,6 +97,7 @@ class ShardSequence(Pass):
             elif node.op == "output":
                 places = context.order.outputs if context.order is not None else None
                 context.left = leave(sharder, node, self.outputs, context.given, places)
+                context.gathered = gathered_outputs(sharder, node, context.left)
             elif isinstance(node.target, CustomGradient):
                 functions.place(node)
             elif node.target is operators.seeds.default:

@@ -39,6 +39,7 @@ from ringopt.options import Options, with_defaults
 from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.report import Report
+from ringopt.runtime.crossing import remembering
 from ringopt.runtime.graph_boundary import Boundary
 from ringopt.runtime.input_check import CheckedInputs, Compared, Places, call_of
 from ringopt.runtime.mask_guards import Made, Watched
@@ -113,7 +114,7 @@ def ring(
             run = CheckedInputs(run, mesh, compared, chosen.check_inputs)
         if flat is not None and chosen.trace is not None:
             run = with_trace(run, trace_to(chosen.trace, mesh.rank), made.report.sites)
-        run = made.around.around(run)
+        run = remembering(made.around.around(run), made.gathered)
         if original is not None:
             if made.drawn:
                 alike = reference(gm, inputs, chosen, made.drawn)

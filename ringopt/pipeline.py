@@ -21,7 +21,7 @@ from ringopt.ir.canonical_order import Program
 from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.io_order import Order
 from ringopt.ir.nodes import eliminate_dead_code
-from ringopt.ir.placement import Layouts, Spread
+from ringopt.ir.placement import Layouts, Sharded, Spread
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.site import SiteInfo
@@ -52,7 +52,9 @@ class Context:
     pairs              of tokens that are no site, by the product of queries and keys
     weights            by name, what is made of pairs of its rows, and the dims that count them
     given              inputs of which this rank has its rows, and how they are spread
+    cuts               inputs that are whole and that an earlier graph had in rows, and how they may be cut again
     left               outputs that stay on their ranks, by place, and how they are spread
+    gathered           outputs that are whole, by place, and the rows that they are gathered from
     step               the pass that runs, or ran last
     spreads            whether something is to be spread, once strategies are chosen
     order              while the passes run, the order of inputs and outputs that is not the caller's
@@ -79,7 +81,9 @@ class Context:
     pairs: dict[fx.Node, Pairs] = field(default_factory=dict)
     weights: dict[str, tuple[int, int]] = field(default_factory=dict)
     given: dict[fx.Node, Spread] = field(default_factory=dict)
+    cuts: dict[fx.Node, Sharded] = field(default_factory=dict)
     left: dict[int, Spread] = field(default_factory=dict)
+    gathered: dict[int, Sharded] = field(default_factory=dict)
     step: str = "capture"
     spreads: bool | None = None
     order: Order | None = None
@@ -92,7 +96,7 @@ class Context:
     def shards(self) -> bool:
         """Whether something of the graph is to be spread over the ranks."""
         found = (*self.sites.values(), *self.scans.values())
-        return bool(self.given or self.pairs) or any(info.refusal is None for info in found)
+        return bool(self.given or self.pairs or self.cuts) or any(info.refusal is None for info in found)
 
     def sort_sites(self, graph: fx.Graph) -> None:
         """Puts sites into the order of the program."""
@@ -230,6 +234,7 @@ class Pipeline:
 def _restore_caller_order(gm: fx.GraphModule, context: Context, order: Order) -> None:
     order.back.apply(gm.graph)
     context.left = {order.outputs[place]: where for place, where in context.left.items()}
+    context.gathered = {order.outputs[place]: at for place, at in context.gathered.items()}
     context.canonical, context.order = order, None
 
 

@@ -31,7 +31,7 @@ from ringopt.ir.canonical_order import Program
 from ringopt.ir.io_order import Order, Reordered
 from ringopt.ir.nodes import draws, is_parameter, readable_name, requires_grad, shape_of, value_of
 from ringopt.ir.notes import OF_PROGRAM
-from ringopt.ir.placement import Spread
+from ringopt.ir.placement import Sharded, Spread
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import SymbolPlaces, formula, plain
@@ -45,6 +45,7 @@ from ringopt.report import Report
 from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of, with_place
 from ringopt.rules.plugins import load_rules
+from ringopt.runtime.crossing import note_of_cuts, rows_of_earlier
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program, examples
 from ringopt.runtime.verify_nodes import Counterparts
 from ringopt.scans.call import is_scan
@@ -78,6 +79,7 @@ class Compiled:
     given         inputs of which it takes this rank's rows
     left          outputs that are to be lazy, their sizes as formulas of symbols
     symbols       where a call has these
+    gathered      outputs that are whole, and the rows that they are gathered from
     local         outputs that are this rank's rows
     batch         inputs that are no parameters, buffers or attributes of the model
     relied_on     inputs whose numbers were read
@@ -99,6 +101,7 @@ class Compiled:
     given: Mapping[int, Spread] = field(default_factory=dict)
     left: Mapping[int, Spread] = field(default_factory=dict)
     symbols: SymbolPlaces = field(default_factory=SymbolPlaces)
+    gathered: Mapping[int, Sharded] = field(default_factory=dict)
     local: Mapping[int, Spread] = field(default_factory=dict)
     batch: Sequence[int] = ()
     relied_on: Sequence[int] = ()
@@ -129,6 +132,7 @@ class Compiled:
             given={i: context.given[node] for i, node in inputs if node in context.given},
             left={i: in_symbols(how, symbols) for i, how in context.left.items()} if options.outputs == "lazy" else {},
             symbols=symbols,
+            gathered=context.gathered,
             local=context.left if options.outputs == "local" else {},
             batch=[i for i, node in inputs if not (is_parameter(node) or node.meta.get(OF_PROGRAM))],
             relied_on=[i for i, node in inputs if node in context.relied_on],
@@ -264,6 +268,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
         sizes.passed("capture")
         inputs = flat.graph.find_nodes(op="placeholder")
         context.given = {inputs[i]: where for i, where in given.items()}
+        context.cuts = rows_of_earlier(inputs, example_inputs, mesh)
         return made
 
     def passed(step: Pass, gm: fx.GraphModule) -> None:
@@ -279,15 +284,14 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     context.notes += sizes.notes if shape_env is not None else ()
     if mesh.size > 1:
         context.notes += break_after(gm, context.gathers, len(context.left) if options.outputs == "lazy" else 0)
-        context.notes += [mesh.remark] if mesh.remark else []
+        context.notes += [*note_of_cuts(context.cuts), *([mesh.remark] if mesh.remark else [])]
     report = report_of(made.graph.graph, context)
     dump.done(report, made.graph)
-    sites = [(node, info) for node, info in context.sites.items() if info.refusal is None]
-    if mesh.size == 1:
-        sites = [(node, info) for node, info in sites if gains_alone(node, info)]
+    taken = ((node, info) for node, info in context.sites.items() if info.refusal is None)
+    sites = [(node, info) for node, info in taken if mesh.size > 1 or gains_alone(node, info)]
     left = any(map(is_scan, made.graph.graph.nodes))  # those that no ranks share
     scans = any(info.refusal is None for info in context.scans.values()) or (mesh.size == 1 and left)
-    if sites or scans or context.given or context.pairs:
+    if sites or scans or context.given or context.pairs or context.cuts:
         return replace(Compiled.of(made, report, context), pairs=snapshot.counterparts(made.graph, context))
     if context.drawn or left:  # nothing is spread, so nothing is compared
         return replace(Compiled.of(made, report, context), program=None)

@@ -23,6 +23,7 @@ from ringopt.frontend.data_sizes.traced_again import (
 )
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.options import Options
+from ringopt.runtime.crossing import remembering
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
 
 teach_dynamo()
@@ -52,7 +53,7 @@ class DryRun:
         self.graphs.append(made)
         if not any(_has_fractions(value) for value in (*example_inputs, *outputs)):
             return lambda *inputs: gm(*inputs)[: len(outputs)]
-        return lambda *_inputs: tuple(hollow(value) for value in outputs)
+        return remembering(lambda *_inputs: tuple(hollow(value) for value in outputs), made.gathered)
 
 
 @contextmanager

@@ -51,6 +51,13 @@ def leave(
     return left
 
 
+def gathered_outputs(sharder: Sharder, node: fx.Node, left: Collection[int]) -> dict[int, Sharded]:
+    """Of the outputs `node`, by place, the rows that they are gathered from; not those `left` on their ranks."""
+    outputs = node.args[0] if isinstance(node.args[0], (tuple, list)) else ()
+    known = enumerate(sharder.placements.get(out) if isinstance(out, fx.Node) else None for out in outputs)
+    return {place: at for place, at in known if at is not None and place not in left}
+
+
 def bases_of(node: fx.Node, form: Outputs, given: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """The outputs that are made again as views, and of what: of an input, or of what several of them lie in; not where
     the rows of that are all that a rank has or is to have. Raises GraphRefused."""

@@ -72,6 +72,48 @@ def test_explain_says_it_too():
     assert "between the layers" in report.text(verbose=True).replace("\n", " ")
 
 
+class Behind(Broken):
+    """Behind each break no attention: a linear layer, then what a whole value and its first token are needed for."""
+
+    def forward(self, x):
+        x = self.attend(self.layers[0], x)
+        torch._dynamo.graph_break(msg="before the linear layers")
+        x = F.gelu(self.layers[1](x)).flatten(0, 1)
+        if x.max() > 0:  # a number of all rows
+            x = self.layers[0](x[:, :WIDTH].unflatten(0, (2, -1)))
+        return x.square().mean() + x[:, 0].sum() / 100
+
+
+def behind_on_rank():
+    torch._dynamo.reset()
+    model, before = Behind(), len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    found, expected = run(compiled, model, {"x": data()}), run(model, model, {"x": data()})
+    return difference(found, expected), ringopt.reports()[before:]
+
+
+def test_behind_a_break_values_that_were_rows_are_cut_again(ranks):
+    for error, reports in ranks(2, behind_on_rank):
+        assert error < 1e-5
+        assert [report.sharded_fraction for report in reports] == [1.0, 1.0, 1.0]
+        assert any("cut here again" in note for note in reports[1].notes)
+
+
+def test_a_graph_that_would_gain_nothing_behind_a_break_cuts_nothing():
+    """No products, or memory that is the program's: what is returned would be gathered for nothing."""
+
+    def program(x, kind):
+        y = F.scaled_dot_product_attention(x, x, x)
+        torch._dynamo.graph_break()
+        y.mul_(2)
+        return y @ y.mT if kind == "written" else y
+
+    for kind in ("written", "no products"):
+        torch._dynamo.reset()
+        report = ringopt.explain(program, torch.randn(1, 2, 8, 4), kind, world_size=2)
+        assert not any("cut here again" in note for note in report.notes)
+
+
 class Callee(Broken):
     """A break in what a function calls."""
 

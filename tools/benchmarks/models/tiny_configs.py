@@ -42,7 +42,7 @@ RULES: tuple[tuple[str, float], ...] = (
     (r"intermediate_size|ffn|n_inner|^d_ff$|^dff$|_mlp$|d_inner|dim_ff|feed_forward_size|attention_hidden_size", 64),
     (r"mamba_d_ssm", 64),
     (r"hidden_size|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|embed_proj|lru_width|_dim$", WIDTH),
-    (r"channels|hidden_dimension", WIDTH),
+    (r"channels|hidden_dimension|adapter_input_size", WIDTH),
 )
 
 TOKEN = r"_token_(id|index)$"
@@ -50,7 +50,7 @@ PLACES = 12  # at the end of the vocabulary, which stand for images and the like
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 KV_HEADS = ("num_key_value_heads", "kv_n_heads", "num_kv_heads", "swa_num_key_value_heads")
 # What a configuration may leave open, and its model needs.
-OPEN = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "head_dim": HEAD_DIM}
+OPEN = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "head_dim": HEAD_DIM, "hash_seed": 0}
 TAPS = ("out_features",)  # stages of a backbone, by their names
 NEVER = ("use_cache", "output_attentions", "output_hidden_states")
 
@@ -58,11 +58,15 @@ INDEXER: Sizes = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
+LAYERS = ("full_attention", "sliding_attention")
+PHASES = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
 STAGES: Sizes = {"embed_dim": WIDTH, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 ROPE: Sizes = {"rope_type": "default", "rope_theta": 10000.0}
 # By type: what is in the way of the rules.
 EXCEPTIONS: dict[str, Sizes] = {
     "bamba": {"attn_layer_indices": [1]},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "dory": {**dict.fromkeys(PHASES, 1), "num_hidden_layers": 3, "layer_types": [*LAYERS, LAYERS[0]]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -73,7 +77,7 @@ EXCEPTIONS: dict[str, Sizes] = {
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [8, 24]},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     **dict.fromkeys(("swin", "swinv2", "donut-swin", "maskformer-swin"), STAGES),
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE)},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(LAYERS, ROPE)},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
 }
 

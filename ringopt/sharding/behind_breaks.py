@@ -1,0 +1,50 @@
+"""Where a sequence begins in a graph behind a graph break: at values that the graph before it had in rows.
+
+    def resumed(y): return linear(y)   ->   linear(scatter(y, n))
+
+An input that is whole is cut where products read it, or what is made of it; what reads all of it has it as it came. A
+graph without products would gain nothing, and gather what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.fx as fx
+
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank
+from ringopt.dims.contraction_rules import PRODUCTS
+from ringopt.dims.op_families import CONVOLUTIONS
+from ringopt.ir.memory import line
+from ringopt.ir.nodes import named, op_name, outputs_of
+from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.symbolic_sizes import at_hand
+
+WEIGHTY = frozenset((*PRODUCTS, *CONVOLUTIONS))
+
+
+def worth_cutting(
+    graph: fx.Graph, cuts: Mapping[fx.Node, Sharded], layouts: Layouts, ranks: int
+) -> dict[fx.Node, Sharded]:
+    """Of inputs that may be cut, those that are to be."""
+    if not cuts:
+        return {}
+    kept, worked = memory_of_program(graph), above_products(graph)
+    enough = {at: at_hand(at.length) >= chunks_per_rank(layouts.of(at.length)) * ranks for at in cuts.values()}
+    return {node: at for node, at in cuts.items() if node not in kept and node in worked and enough[at]}
+
+
+def memory_of_program(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs that the program writes to, or that it returns, or views of them."""
+    written = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return {named(node, "self") for node in written} | {base for out in outputs_of(graph) for base in line(out)}
+
+
+def above_products(graph: fx.Graph) -> set[fx.Node]:
+    """What products and convolutions read, or what that is made of."""
+    found = set[fx.Node]()
+    for node in reversed(graph.nodes):
+        if op_name(node) in WEIGHTY or not found.isdisjoint(node.users):
+            found.add(node)
+    return found
