@@ -87,6 +87,12 @@ def test_text_gives_the_mask_back(name):
     assert (mask.text == "") == (name == "nothing")
 
 
+def test_a_mask_is_as_large_as_the_scores_where_it_is_broadcast_along_nothing():
+    of_heads = Mask(bias=load(0, [axis("h"), axis("q"), axis("k")], FLOAT))
+    assert of_heads.is_as_large_as_scores(1, H) and not of_heads.is_as_large_as_scores(B, H)
+    assert not MASKS["learned"][0].is_as_large_as_scores(B, H)  # read at k - q: it has no batch
+
+
 def test_rows_may_be_any_rows_in_any_order():
     mask, sources, whole = MASKS["causal and padding"]
     rows, keys = torch.tensor([10, 0, 4, 5]), torch.tensor([12, 3, 0])

@@ -53,6 +53,7 @@ def test_equal_terms_are_one_object():
         (where(le(K, Q), number(True, BOOL), number(False, BOOL), BOOL), "(k-q <= 0)"),
         (where(le(K, Q), False, load("m", [K], BOOL), BOOL), "((k-q >= 1) & m[k])"),
         (apply("mul", [cast(load("m", [K], BOOL), FLOAT), -1e9], FLOAT), "where(m[k], -1e+09, -0)"),
+        (cast(load("x", [K], INT), FLOAT), "float32(x[k])"),
         (apply("logical_not", [load("x", [K], FLOAT)], BOOL), "(x[k] == 0)"),
         (apply("logical_not", [compare("le", load("x", [K], FLOAT), 0.0)], BOOL), "logical_not((x[k] <= 0))"),
     ],

@@ -266,9 +266,17 @@ def test_halo_is_for_windows_over_contiguous_shards() -> None:
 @pytest.mark.parametrize(("pattern", "layout"), [("full", "contiguous"), ("full", "zigzag"), ("causal", "zigzag")])
 def test_a_ring_buffers_two_shards_whatever_p_is(pattern: str, layout: str, ranks: int) -> None:
     exchange = plan(pattern, 24 * ranks, ranks, layout, "ring")
-    most = max(prove(exchange, rank)[0].keys for rank in range(ranks))
+    peaks = [prove(exchange, rank) for rank in range(ranks)]
     # Of two ranks under a causal zigzag, one keeps its tail and the other has no use for that tail.
-    assert most == (36 if (pattern, ranks) == ("causal", 2) else 48)
+    assert max(forward.keys for forward, _ in peaks) == (36 if (pattern, ranks) == ("causal", 2) else 48)
+    if ranks > 2:  # the bounds of the proof are reached: a plan that holds one row more is refused
+        most = [max(map(max, side)) for side in zip(*peaks, strict=True)]
+        assert most == [Ring().most_rows(24, backward) for backward in (False, True)] == [48, 72]
+
+
+def test_both_directions_of_a_two_way_ring_are_buffered_at_once() -> None:
+    for backward in (False, True):
+        assert Ring(two_way=True).most_rows(24, backward) == 2 * Ring().most_rows(24, backward)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
