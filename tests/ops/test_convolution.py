@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringopt.ops import operators as ops
 from ringopt.ops.reshard import places
@@ -37,6 +38,24 @@ def test_numbers_and_gradients_are_those_of_the_whole(p, layout, stride, padding
     parts = run_on_threads(p, body)
     for found, right in zip(zip(*parts, strict=True), gradients[1:], strict=True):
         torch.testing.assert_close(sum(found), right)
+
+
+def test_of_images_the_other_dim_has_its_own_stride_padding_and_dilation():
+    """Rows of an image are sharded and its columns are not; a graph is told the size that comes out."""
+    torch.manual_seed(0)
+    whole, weight = torch.randn(2, 3, 12, 10), torch.randn(4, 3, 3, 3)
+    expected = F.conv2d(whole, weight, None, (1, 2), (1, 3), (1, 2))
+
+    def body(mesh):
+        mine = places((1, 12, 1), "contiguous", 2, mesh.rank)
+        how = ([12, 1, -1, 3], [1, 2], [0, 3], [1, 2], 1, 6, "contiguous", mesh.name)
+        given = whole[:, :, mine], weight
+        out = ops.convolve_rows(*given, None, 2, 12, *how)
+        torch.testing.assert_close(out, expected[:, :, mine])
+        mode = FakeTensorMode()
+        assert ops.convolve_rows(*map(mode.from_tensor, given), None, 2, 12, *how).shape == out.shape
+
+    run_on_threads(2, body)
 
 
 def test_what_torch_asks_of_an_operator():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.distributed.consistency import RingMismatchError
 from ringopt.ops import operators, ring_misfits
-from ringopt.ops.draws import DIGITS, KINDS
+from ringopt.ops.draws import DIGITS, KINDS, at_least, inside
 from tests.harness.threads import run_on_threads
 
 SEED, OTHER = torch.tensor([4728736676111368444, 1313131313131313131])
@@ -52,6 +54,33 @@ def test_a_share_of_p_is_dropped(p: float) -> None:
     assert near(float(kept.double().mean()), 1 - p, math.sqrt(p * (1 - p)), kept.numel())
     assert draw("kept", 0.0, dtype=torch.bool).all() and not draw("kept", 1.0, dtype=torch.bool).any()
     assert torch.equal(draw("kept", p, 1.7), kept * 1.7), "what is kept is multiplied"
+
+
+def test_a_number_at_the_edge_is_kept_in_compiled_code_as_well() -> None:
+    """One in 2^32 lies there: no test of many draws would see it, and ranks of two kinds would differ."""
+    words = torch.tensor([-8, -7, -6], dtype=torch.int32)
+    eager = partial(at_least, least=-7, dtype=torch.float32)
+    traced = make_fx(eager, tracing_mode="fake")(words)
+    assert eager(words).tolist() == traced(words).tolist() == [0, 1, 1]
+
+
+class Ends:
+    """Bits that are all 0, or all 1."""
+
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+
+    def upper(self, digits: int, word: int = 0) -> Tensor:
+        return torch.tensor(self.bit * (2**digits - 1))
+
+
+@pytest.mark.parametrize("dtype, digits", [(torch.float32, 24), (torch.float64, 53)])
+def test_numbers_whose_logarithm_is_taken_are_never_0_or_1(dtype: torch.dtype, digits: int) -> None:
+    """By the same distance at both ends, of which no test of many draws would see anything."""
+    low, high = (inside(Ends(bit), dtype).item() for bit in (0, 1))
+    assert (low, 1 - high) == (2.0**-digits, 2.0**-digits)
+
+
 
 
 def test_numbers_are_evenly_spread() -> None:

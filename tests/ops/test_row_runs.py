@@ -44,6 +44,18 @@ def test_runs_end_where_either_list_does():
     assert out.tolist() == [8, 10, 0, 0, 0, 12, 14, 0]
 
 
+def test_many_single_rows_are_copied_and_added_one_by_one():
+    one, other = torch.arange(0, 2 * FEW + 2, 2), torch.arange(2 * FEW, -1, -2)
+    own, kept = paired_rows(one, other, CPU)
+    assert own.runs == kept.runs == ()
+    x, out = torch.randn(2, 2 * FEW + 2), torch.zeros(2, 2 * FEW + 2)
+    copy_rows(x, own, out, kept, 1)
+    wanted = torch.zeros_like(out).index_copy_(1, other, x[:, one])
+    assert torch.equal(out, wanted)
+    add_rows(x, own, out, kept, 1)
+    assert torch.equal(out, 2 * wanted)
+
+
 def test_long_lists_of_single_rows_are_no_runs():
     assert Rows.of(torch.arange(0, 2 * FEW + 2, 2), CPU).runs == ()
     assert len(Rows.of(torch.arange(0, 2 * FEW, 2), CPU).runs) == FEW

@@ -243,6 +243,22 @@ def test_a_sum_with_decays_is_a_scan(product, decays):
     assert ops(gm).count("scan") == 1 and "cumsum" not in ops(gm)
 
 
+def test_decays_and_what_they_multiply_may_have_other_dtypes_than_the_sum():
+    """Exponents are often summed in a wider dtype; and of two dtypes the product has the wider one."""
+    a, states = given(*CHUNKED)
+    programs = {
+        torch.float32: lambda a, states: by_sum(a, states.float(), lambda a: masked_first(a).float()),
+        torch.float64: lambda a, states: by_sum(a, states.float(), masked_first),
+    }
+    for dtype, program in programs.items():
+        gm, _ = after(PASSES, program, a, states)
+        assert ops(gm).count("scan") == 1 and "cumsum" not in ops(gm)
+        (found,) = gm(*gm.meta["inputs"])
+        expected = program(a, states)
+        assert found.dtype == expected.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("first", [torch.zeros_like, lambda row: row.sin()], ids=["zeros", "given"])
 @pytest.mark.parametrize(
     "read, steps",

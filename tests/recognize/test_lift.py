@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ringopt.expr.evaluate import evaluate, show
 from ringopt.expr.terms import loads
 from ringopt.frontend.plain_spelling import rename_synonyms
-from ringopt.ir.constants import Constants
+from ringopt.ir.constants import LARGEST, Constants
 from ringopt.ir.nodes import shape_of
 from ringopt.recognize.lift import Cone, Unreadable, coordinates
 
@@ -177,6 +177,11 @@ def test_constants_of_the_program_are_known_and_inputs_are_not():
     assert show(pulled(gm, node, "q")[1]) == "2q+1"
     gm, node = traced(lambda table: table[torch.arange(4)] + 1, (table,))
     assert show(pulled(gm, node, "q")[1]) == "(table_1[q] + 1)"
+
+
+def test_places_of_a_long_sequence_are_a_line_without_their_numbers():
+    gm, node = traced(lambda: torch.arange(3, 2 * (LARGEST + 1) + 3, 2), ())
+    assert show(pulled(gm, node, "q")[1]) == "2q+3"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

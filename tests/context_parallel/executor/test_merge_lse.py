@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.executor.merge_lse import Merged, merge_
+from ringopt.context_parallel.executor import merge_lse
+from ringopt.context_parallel.executor.merge_lse import Merged, MergedAtOnce, merge_
+from ringopt.hardware.devices import OF_GPUS
 
 INF = float("inf")
 
@@ -69,3 +71,30 @@ def test_the_first_tile_of_all_rows_is_taken_as_it_is() -> None:
     merged, out = Merged(torch.ones(1, 1, 3, 4), 4), torch.randn(1, 1, 3, 4)
     merged.add(slice(0, 3), out, torch.zeros(1, 1, 3))
     assert merged.result()[0].data_ptr() == out.data_ptr()
+
+
+def one_after_another(out, lse, sums, parts, lses, firsts):
+    """What merge_parts_ does in one launch, where Triton can."""
+    whole = [x.clone() for x in sums] or [torch.zeros(out.shape, dtype=lse.dtype), torch.full_like(lse, -INF)]
+    for first, part, its in zip(firsts, parts, lses, strict=True):
+        place = slice(first, first + part.shape[2])
+        merge_(whole[0][:, :, place], whole[1][:, :, place], part, its)
+    out.copy_(whole[0]), lse.copy_(whole[1])
+
+
+ADDED = [slice(0, 4), slice(2, 8), slice(1, 8, 2), slice(5, 8), slice(0, 8), slice(0, 2), slice(4, 8), slice(0, 8, 3)]
+
+
+@pytest.mark.parametrize("number", range(len(ADDED) + 1))
+def test_of_parts_that_wait_to_be_merged_at_once_none_is_lost(monkeypatch, number) -> None:
+    """On GPUs four wait; rows that lie apart do not, and find what waited merged."""
+    monkeypatch.setattr(merge_lse, "merge_parts_", one_after_another)
+    monkeypatch.setattr(merge_lse, "limits_of", lambda device: OF_GPUS)
+    q, dice = torch.zeros(1, 2, 8, 4, dtype=torch.float64), torch.Generator().manual_seed(number)
+    parts = [(rows, *(torch.randn(1, 2, len(range(8)[rows]), *more, dtype=q.dtype, generator=dice)
+                      for more in ((3,), ()))) for rows in ADDED[:number]]  # fmt: skip
+    at_once, each = MergedAtOnce(q, 3), Merged(q, 3)
+    for merged in (at_once, each):
+        for rows, out, lse in parts:
+            merged.add(rows, out.clone(), lse.clone())
+    torch.testing.assert_close(at_once.result(), each.result(), rtol=1e-12, atol=1e-12)
