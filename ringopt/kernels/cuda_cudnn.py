@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from ringopt.ir.refusal import Refusal
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.cuda import HALF, capability_of, is_assumed, loadable, narrowed, refusal, repeated, sum_groups
 from ringopt.torch_compat import sdpa
+from ringopt.torch_compat.fake_tensors import FakeTensor
 
 WIDEST = 128  # both ways on all that it runs on; newer versions and GPUs know wider heads
 VERSION = 91501  # 9.15.1: older ones go out of bounds where a length is no multiple of 128 (pytorch issue 169849)
@@ -49,26 +52,74 @@ class CudaCudnn(Kernel):
         return super().takes(tile) and min(tile.q.shape[2], tile.k.shape[2]) > 1
 
     def _forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
-        q, k, v = map(unshared, (tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)))
-        out, lse, *_ = sdpa.cudnn(q, k, v, None, True, 0.0, tile.causal, False, scale=tile.scale)
-        return narrowed(out, tile.v), lse.view(q.shape[:3])
+        k, v, _ = keys_and_values(tile)
+        return attended(tile.q, k, v, tile)
 
     def _backward(self, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = tile.q, repeated(tile.k, tile.groups), repeated(tile.v, tile.groups)
-        wide_q, wide_k, wide_v = map(unshared, (q, k, v))
-        # PyTorch keeps what cuDNN has built by the strides of q, k and v alone: `out` and `dout` have those that the
-        # forward gives `out`, whoever asks.
-        dout, out = (laid_out(loadable(x), wide_q) for x in (rows.dout, rows.out))
-        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not done
-        grads = sdpa.cudnn_backward(
-            *(dout, wide_q, wide_k, wide_v, out, rows.lse.unsqueeze(-1), state, state),
-            *(None, None, None, q.shape[2], k.shape[2], 0.0, tile.causal),
-            scale=tile.scale,
+        k, v, copies = keys_and_values(tile)
+        dq, dk, dv = pulled_back(tile.q, k, v, tile, rows)
+        return dq, sum_groups(dk, copies), sum_groups(dv, copies)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, tile: TileInputs) -> tuple[Tensor, Tensor]:
+    """out and lse of `tile`, whose operands are these."""
+    wide_q, wide_k, wide_v = map(unshared, (q, k, v))
+    out, lse, *_ = sdpa.cudnn(wide_q, wide_k, wide_v, None, True, 0.0, tile.causal, False, scale=tile.scale)
+    return narrowed(out, v), lse.view(q.shape[:3])
+
+
+def pulled_back(q: Tensor, k: Tensor, v: Tensor, tile: TileInputs, rows: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of `tile`, whose operands are these."""
+    wide_q, wide_k, wide_v = map(unshared, (q, k, v))
+    # PyTorch keeps what cuDNN has built by the strides of q, k and v alone: `out` and `dout` have those that the
+    # forward gives `out`, whoever asks.
+    dout, out = (laid_out(loadable(x), wide_q) for x in (rows.dout, rows.out))
+    state = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is not done
+    grads = sdpa.cudnn_backward(
+        *(dout, wide_q, wide_k, wide_v, out, rows.lse.unsqueeze(-1), state, state),
+        *(None, None, None, q.shape[2], k.shape[2], 0.0, tile.causal),
+        scale=tile.scale,
+    )
+    dq, dk, dv = (narrowed(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+# ---- fewer KV heads --------------------------------------------------------------------------------------------------
+def keys_and_values(tile: TileInputs) -> tuple[Tensor, Tensor, int]:
+    """K and V as cuDNN is given them, and how often it is given each head."""
+    q, groups = tile.q, tile.groups
+    if groups == 1 or is_assumed() or isinstance(q, FakeTensor) or takes_fewer_kv_heads(q.device, q.dtype):
+        return tile.k, tile.v, 1
+    return repeated(tile.k, groups), repeated(tile.v, groups), groups
+
+
+@cache
+def takes_fewer_kv_heads(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether fewer KV heads give the numbers of repeated ones here: tried once. Where they do not, a warning
+    says why."""
+    try:
+        made = torch.Generator(device).manual_seed(0)
+        q, k, v, dout = (
+            torch.randn(2, heads, 128, 64, device=device, generator=made).to(dtype) for heads in (4, 2, 2, 4)
         )
-        dq, dk, dv = (narrowed(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
-        return dq, sum_groups(dk, tile.groups), sum_groups(dv, tile.groups)
+        tile = TileInputs(q, k, v, 0.125, causal=True)
+        found, right = attended(q, k, v, tile), attended(q, repeated(k, 2), repeated(v, 2), tile)
+        rows = WholeRows(dout, right[0], right[1])
+        dq, dk, dv = pulled_back(q, repeated(k, 2), repeated(v, 2), tile, rows)
+        expected = (*right, dq, sum_groups(dk, 2), sum_groups(dv, 2))
+        pairs = zip((*found, *pulled_back(q, k, v, tile, rows)), expected, strict=True)
+        worked = all(torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05) for a, b in pairs)
+        why = "their numbers are wrong"
+    except Exception as error:
+        worked, why = False, f"{type(error).__name__}: {error}"
+    if not worked:
+        warnings.warn(
+            f"cuDNN takes no fewer KV heads than heads on {device}, and gets them repeated: {why}", stacklevel=2
+        )
+    return worked
 
 
+# ---- operands as it reads them ---------------------------------------------------------------------------------------
 def unshared(x: Tensor) -> Tensor:
     """`loadable`, and of no two elements at one place, as expanded tensors have them."""
     x = loadable(x)

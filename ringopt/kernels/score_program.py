@@ -58,7 +58,7 @@ OPS: dict[str, tuple[str, ...]] = {
     "remainder": ("{0} - floored({0}, {1}) * {1}", "", ""),
 }
 
-HELPERS = '''import triton
+HELPERS = """import triton
 import triton.language as tl
 
 
@@ -85,7 +85,7 @@ def inside(place, size):
     return tl.minimum(tl.maximum(place, 0), size - 1)
 
 
-'''
+"""
 SIGNATURE = """@triton.jit
 def scores(s, b, h, q, k, r, loads, steps, sizes):
 """
@@ -216,9 +216,12 @@ def number_text(value: Plain) -> str:
 
 @lru_cache(maxsize=256)
 def function_of(program: str, name: str) -> Any:
-    """The function `name` of that text; Triton reads it again where Python keeps the lines of a file."""
-    file = f"<{name} {sha256(program.encode()).hexdigest()}>"  # the same in each process, as a cache needs it
+    """The function `name` of that text; Triton reads it again where Python keeps the lines of a file. It is called as
+    that of no other text is: Triton 3.5 keeps what it compiled by the names of the functions that a kernel is given."""
+    digest = sha256(program.encode()).hexdigest()  # the same in each process, as a cache needs it
+    own, file = f"{name}_{digest[:16]}", f"<{name} {digest}>"
+    program = program.replace(f"def {name}(", f"def {own}(")
     linecache.cache[file] = (len(program), None, program.splitlines(keepends=True), file)
     found: dict[str, Any] = {"__name__": __name__}
     exec(compile(program, file, "exec"), found)
-    return found[name]
+    return found[own]

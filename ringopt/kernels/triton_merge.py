@@ -78,6 +78,9 @@ def merge_kernel(
     seen = weights != 0.0
     safe = tl.where(seen, weights, 1.0)
     found = (total / safe[:, None]).to(out.dtype.element_ty)
+    # The sums may be `out` and `lse`. Threads that weigh a row have read its log-sum-exp by themselves, and another
+    # thread writes the new one.
+    tl.debug_barrier()
     tl.store(out + place(b, h, row, strides[0])[:, None] + column, found, mask=here[:, None] & dims)
     tl.store(lse + place(b, h, row, strides[1]), tl.where(seen, top + tl.log(safe), HIDDEN), mask=here)
 

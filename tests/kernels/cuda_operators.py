@@ -166,7 +166,8 @@ def flash_band_backward(
 def graph(q: Tensor, k: Tensor, v: Tensor) -> None:
     """What cuDNN builds a graph of: no two elements share a place."""
     loads(q, k, v)
-    assert q.shape[1] == k.shape[1] and q.shape[3] <= 128 and k.shape[2] > 1 and q.shape[2] > 1
+    assert q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1] and q.shape[3] <= 128
+    assert k.shape[2] > 1 and q.shape[2] > 1
     assert all(stride or size == 1 for x in (q, k, v) for size, stride in zip(x.shape, x.stride(), strict=True))
 
 

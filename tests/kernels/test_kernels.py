@@ -43,7 +43,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bo
     if mask is not None:
         scores = scores + mask
     if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -INF)
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -INF)
     hidden = (scores == -INF).all(-1, keepdim=True)
     weights = scores.masked_fill(hidden, 0.0).softmax(-1).masked_fill(hidden, 0.0)
     return [weights @ v, scores.logsumexp(-1)]

@@ -130,6 +130,24 @@ def leaves(kind: Any) -> list[tuple[int, ...]]:
     return [(i, *rest) for i, each in enumerate(kind) for rest in (leaves(each) if not isinstance(each, str) else [()])]
 
 
+@pytest.mark.parametrize("parts", ["*fp32", "*bf16"])
+@pytest.mark.parametrize(("dim", "rows"), [(64, 64), (128, 32), (256, 16)])
+def test_no_sum_is_written_before_all_have_read_it(parts: str, dim: int, rows: int) -> None:
+    """Of sums that are merged in place. On a GPU the warps of a program read the log-sum-exp of the same rows, each in
+    its own time, and one of them writes: without a barrier a late one weighs its rows by what is new."""
+    stride = ("i64", "i64", "i64")
+    arguments = {
+        **{"out": "*fp32", "lse": "*fp32", "sums": ("*fp32", "*fp32"), "parts": (parts,), "lses": ("*fp32",)},
+        **{"strides": (stride,) * 6, "firsts": ("i32",), "lengths": ("i32",), "heads": "i32", "rows": "i32"},
+    }
+    made = compiled(fresh().merge_kernel, arguments, {"D": dim, "BM": rows, "BD": dim}).asm["ptx"]
+    read, met, written = (
+        [i for i, line in enumerate(made.splitlines()) if word in line]
+        for word in ("ld.global", "bar.sync", "st.global")
+    )
+    assert any(read[-1] < at < written[0] for at in met)
+
+
 def test_it_compiles_for_an_h100() -> None:
     module, stride = fresh(), ("i64", "i64", "i64")
     merges = [

@@ -71,9 +71,9 @@ class Behind:
 
 def filled(sent: Tensor, got: Tensor) -> None:
     """As much of `got` as there is to send; the rest is 0."""
-    got.zero_()
     size = min(sent.numel(), got.numel())
     got.view(-1)[:size].copy_(sent.view(-1)[:size])
+    got.view(-1)[size:].zero_()
 
 
 class Rank:
