@@ -31,7 +31,6 @@ EXAMPLES = """\
 examples:
   ringopt bench gpu --json gpu.json
   ringopt bench gpu --ranks 8
-  ringopt bench gpu --ranks 2   (on one GPU)
   compute-sanitizer ringopt bench gpu --only kernels sums
 """
 
