@@ -118,6 +118,28 @@ def test_autocast_outside_changes_nothing_inside() -> None:
         assert torch.equal(forward(*args)[0], expected)
 
 
+def test_autocast_outside_changes_nothing_in_the_backward_nor_in_its_halves() -> None:
+    ops = torch.ops.ringopt
+
+    def body(mesh: ThreadMesh) -> None:
+        case = vars(problem(16, dims=(8, 5))).values()
+        q, k, v, dout = (shard(x, "contiguous", 2, mesh.rank).float() for x in case)
+        how = config(16, 16, group=mesh.name)
+        given = (q, k, v, *forward(q, k, v, [], None, None, *how), [], None, None, *how)
+
+        def halves() -> list[Tensor]:
+            ticket = ops.ring_start(k, v, q.shape[1], True, 0, *how)
+            dq, ticket, _ = ops.ring_backward_begin(dout, *given, "backward home", ticket)
+            return [dq, *ops.ring_backward_finish(ticket, k, v, mesh.name)]
+
+        expected = backward(dout, *given)[:3]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for found in (backward(dout, *given)[:3], halves()):
+                assert all(map(torch.equal, found, expected))
+
+    run_on_threads(2, body)
+
+
 def test_gradients_only_where_they_are_asked_for() -> None:
     q, k, v, sources, *rest = arguments(bias=True)
     out, _ = forward(q, k.detach(), v, sources, *rest)
