@@ -119,6 +119,7 @@ class Mamba(nn.Module):
         return x + self.out(y.flatten(-2) * z.sigmoid())
 
 
+AHEAD = {"inner_backend": "aot_eager"}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: lambda call=call: Layer(call) for name, call in CALLS.items()},
     "mamba 2": lambda: Mamba(fused=False),
@@ -140,11 +141,12 @@ def verdict(model: nn.Module, p: int, batch: int = 2, **options: Any) -> Verdict
 
 
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.zoo)])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_graph_is_whole_and_numbers_are_those_of_the_library(name: str) -> None:
+def test_the_graph_is_whole_and_numbers_are_those_of_the_library(name: str, inner_backend: str) -> None:
     torch.manual_seed(0)
     model, x = MODELS[name]().double(), drawn().requires_grad_()
-    compiled = torch.compile(model, backend="ring", fullgraph=True)
+    compiled = torch.compile(model, backend="ring", fullgraph=True, options={"inner_backend": inner_backend})
     leaves = [x, *model.parameters()]
     wanted, found = (torch.autograd.grad(run(x).square().sum(), leaves, allow_unused=True) for run in (model, compiled))
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=1e-12)
@@ -253,10 +255,10 @@ def test_heads_that_ranks_cannot_share_evenly_stay_together(p: int) -> None:
 def test_what_is_known_of_no_rule_breaks_the_graph_as_before() -> None:
     layer = Layer(lambda q, k, v, g, decay, beta: stubs.chunk_gated_delta_rule(q, k, v, decay, beta, cp_context=F)[0])
     x = drawn()
-    torch.testing.assert_close(torch.compile(layer.double(), backend="ring")(x), layer(x))
+    torch.testing.assert_close(torch.compile(layer.double(), backend="ring", options=AHEAD)(x), layer(x))
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(layer, backend="ring", fullgraph=True)(x)
+        torch.compile(layer, backend="ring", fullgraph=True, options=AHEAD)(x)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -265,7 +267,7 @@ def test_packed_sequences_are_convolved_apart(activation: str | None) -> None:
     x, weight, bias = torch.randn(2, 5, 11), torch.randn(5, 4), torch.randn(5)
     of = torch.tensor([[0] * 4 + [1] * 7, [0] * 1 + [1] * 2 + [2] * 8])
     run = lambda *given: stubs.causal_conv1d_fn(*given, activation=activation)  # noqa: E731
-    compiled = torch.compile(run, backend="ring", fullgraph=True)
+    compiled = torch.compile(run, backend="ring", fullgraph=True, options=AHEAD)
     torch.testing.assert_close(compiled(x, weight, bias, of), run(x, weight, bias, of))
     torch.testing.assert_close(compiled(x, weight, None), run(x, weight, None))
 

@@ -75,6 +75,7 @@ class Block(nn.Module):
         return stubs.LigerCrossEntropyFunction.apply(*given.values())[0].mean()
 
 
+AHEAD = {"inner_backend": "aot_eager"}
 HOW: dict[str, dict[str, Any]] = {
     "mean": {}, "dispatched": {"dispatched": True}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"},
     "weights": {"weight": True}, "smoothed": {"label_smoothing": 0.1, "softcap": 3.0},
@@ -94,11 +95,12 @@ def block(**how: Any) -> Block:
 
 
 @pytest.mark.sample(3)
+@pytest.mark.parametrize("inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.zoo)])
 @pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.parametrize("name", HOW)
-def test_the_graph_is_whole_and_numbers_are_those_of_liger(name: str, linear: bool) -> None:
+def test_the_graph_is_whole_and_numbers_are_those_of_liger(name: str, linear: bool, inner_backend: str) -> None:
     model, x = block(linear=linear, **HOW[name]), drawn(ignored=HOW[name].get("ignore_index", -100))
-    compiled = torch.compile(model, backend="ring", fullgraph=True)
+    compiled = torch.compile(model, backend="ring", fullgraph=True, options={"inner_backend": inner_backend})
     wanted, found = ([run(*x), *torch.autograd.grad(run(*x), [*model.parameters()])] for run in (model, compiled))
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)  # with the linear layer, losses are float32
 
@@ -123,7 +125,7 @@ def test_tokens_stay_on_shards(name: str, linear: bool, p: int) -> None:
 
 def test_no_label_that_counts_gives_a_loss_of_nothing() -> None:
     model, (ids, labels) = block(), drawn()
-    compiled = torch.compile(model, backend="ring")
+    compiled = torch.compile(model, backend="ring", options=AHEAD)
     assert float(compiled(ids, torch.full_like(labels, -100))) == float(model(ids, torch.full_like(labels, -100))) == 0
 
 
@@ -132,12 +134,12 @@ def test_what_is_asked_beside_the_loss_breaks_the_graph(asked: dict[str, Any]) -
     model, x = block(**asked), drawn()
     wanted, found = (
         [run(*x), *torch.autograd.grad(run(*x), [*model.parameters()])]
-        for run in (model, torch.compile(model, backend="ring"))
+        for run in (model, torch.compile(model, backend="ring", options=AHEAD))
     )
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(model, backend="ring", fullgraph=True)(*x)
+        torch.compile(model, backend="ring", fullgraph=True, options=AHEAD)(*x)
 
 
 # ---- on real ranks ---------------------------------------------------------------------------------------------------

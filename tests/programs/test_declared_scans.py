@@ -144,13 +144,13 @@ def test_an_operator_that_gives_no_state_runs_whole() -> None:
 
 
 # ---- on real ranks ---------------------------------------------------------------------------------------------------
-def on_ranks(lengths: list[int], dtype: torch.dtype) -> list[tuple[float, str]]:
+def on_ranks(lengths: list[int], dtype: torch.dtype, inner_backend: str) -> list[tuple[float, str]]:
     """The largest error of outputs and gradients at each length, relative to the largest number; and the strategy."""
     torch._dynamo.reset()
     ringopt.rule(f"{LIBRARY}::delta_rule", DELTA)
     torch.manual_seed(0)
     model, found = Layer(first=True).to(dtype), []
-    compiled = torch.compile(model, backend="ring")
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": inner_backend})
     for n in lengths:
         x = torch.randn(2, n, 8, dtype=dtype, generator=torch.Generator().manual_seed(n))
         pairs = zip(values(compiled, model, x), values(model, model, x), strict=True)
@@ -166,10 +166,16 @@ def values(run: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("p", "dtype", "allowed"),
-    [(2, torch.float64, 1e-10), pytest.param(3, torch.bfloat16, 3e-2, marks=pytest.mark.zoo)],
+    ("p", "dtype", "allowed", "inner_backend"),
+    [
+        (2, torch.float64, 1e-10, "aot_eager"),
+        pytest.param(2, torch.float64, 1e-10, "inductor", marks=pytest.mark.zoo),
+        pytest.param(3, torch.bfloat16, 3e-2, "inductor", marks=pytest.mark.zoo),
+    ],
 )
-def test_several_lengths_on_real_ranks_through_inductor(ranks: Any, p: int, dtype: torch.dtype, allowed: float) -> None:
-    for of_rank in ranks(p, on_ranks, [13, 20, 13], dtype):
+def test_several_lengths_on_real_ranks(
+    ranks: Any, p: int, dtype: torch.dtype, allowed: float, inner_backend: str
+) -> None:
+    for of_rank in ranks(p, on_ranks, [13, 20, 13], dtype, inner_backend):
         for error, strategy in of_rank:
             assert error < allowed and strategy == "states"

@@ -107,10 +107,10 @@ def lengths_of_chunks(dtype: torch.dtype, lengths: list[int]) -> list[tuple[floa
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.zoo)])
 def test_lengths_one_after_the_other(ranks, dtype):
-    """4 chunks for 2 ranks, 3, and 1, which every rank computes."""
-    for of_rank in ranks(2, lengths_of_chunks, dtype, [32, 24, 8]):
+    """3 chunks for 2 ranks, and 1, which every rank computes."""
+    for of_rank in ranks(2, lengths_of_chunks, dtype, [24, 8]):
         if dtype == torch.bfloat16:
             assert max(over for _error, over, _why in of_rank) < 2
         else:
             assert max(error for error, _over, _why in of_rank) < 1e-10
-        assert [why is None for _error, _over, why in of_rank] == [True, True, False]
+        assert [why is None for _error, _over, why in of_rank] == [True, False]
