@@ -22,8 +22,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.ir.nodes import outputs_of, shape_of, value_of
-from ringopt.kernels.step_program import ElementStep, steps_program
-from ringopt.kernels.stepped import in_one_launch, run_steps
+from ringopt.kernels.steps.by_element import ElementStep, steps_program
+from ringopt.kernels.steps.one_launch import in_one_launch, run_steps
 from ringopt.scans.body import placeholders
 from ringopt.scans.step_graph import simplify
 from ringopt.scans.trace import VIEWS, Kinds, OperandKind, in_own_thread, without_idle_views, writes
@@ -72,7 +72,7 @@ class RepeatedStep:
     each(*carries, *into, *rows, *fixed) -> *carries
 
     into     the places among the outputs of the step that are written to what the caller gives
-    program  all steps as one launch (ringopt/kernels/stepped.py); "" where there is no such"""
+    program  all steps as one launch (ringopt/kernels/steps/one_launch.py); "" where there is no such"""
 
     roles: StepRoles
     once: fx.GraphModule

@@ -1,4 +1,4 @@
-"""All steps of a recurrence in one launch, by the text of step_program.py. Imported where Triton is at hand only."""
+"""All steps of a recurrence in one launch, by the text of by_element.py. Imported where Triton is at hand only."""
 
 from __future__ import annotations
 

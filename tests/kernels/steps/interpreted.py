@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.kernels import stepped
+from ringopt.kernels.steps import one_launch
 from ringopt.scans import in_place
 from ringopt.scans.in_place import StepRoles, kinds_in, repeated_step
 
@@ -47,7 +47,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor], list[Tensor],
 def main() -> None:
     launches = list[str]()
     run = in_place.run_steps
-    stepped.usable = lambda x: x.dtype != torch.float64  # type: ignore[assignment]
+    one_launch.usable = lambda x: x.dtype != torch.float64  # type: ignore[assignment]
     in_place.run_steps = lambda *given, **named: (launches.append("one"), run(*given, **named))[1]  # type: ignore
     tried = 0
     for dtype, close in ((torch.float32, 1e-5), (torch.float16, 2e-2)):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ringopt.ir.refusal import Refusal
-from ringopt.kernels.step_program import ElementStep, steps_program
+from ringopt.kernels.steps.by_element import ElementStep, steps_program
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.fx import make_fx
 
@@ -73,7 +73,7 @@ def test_numbers() -> None:
     """Forwards and backwards, kept or not, rows of fewer sizes, 32 and 16 bits, under Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     found = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.steps_interpreted"], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "tests.kernels.steps.interpreted"], env=environment, capture_output=True, text=True
     )
     assert found.stdout == "40 right\n", found.stdout + found.stderr
 

@@ -1,5 +1,5 @@
 """All steps of a recurrence in one launch, where Triton is at hand on a GPU and a step computes each element by itself
-(step_program.py, triton_steps.py). What takes the rest runs it operator by operator, as many launches a step."""
+(by_element.py, triton_steps.py). What takes the rest runs it operator by operator, as many launches a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringopt.kernels.fused import usable
-from ringopt.kernels.step_program import ElementStep, steps_program
+from ringopt.kernels.steps.by_element import ElementStep, steps_program
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.fx import make_fx
 
@@ -27,7 +27,7 @@ def run_steps(
     program: str, carried: Tensors, rows: Tensors, consts: Tensors, into: Tensors, backwards: bool
 ) -> list[Tensor]:
     """The last carries. `into` has a result for each output of the step, which is filled: stacked where it is a row."""
-    from ringopt.kernels.triton_steps import run
+    from ringopt.kernels.steps.triton_steps import run
 
     with torch.cuda.device_of(carried[0]):
         return run(program, carried, rows, consts, into, backwards)
