@@ -34,3 +34,15 @@ def test_states_send_less_where_it_is_slow() -> None:
 def test_states_do_not_grow_with_the_tokens() -> None:
     sent = [{one.strategy: one.bytes for one in case(n).predictions(H100)} for n in (8192, 131072)]
     assert sent[0]["states"] == sent[1]["states"] and 16 * sent[0]["heads"] == sent[1]["heads"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_computed_by_states(training: bool) -> None:
+    """Each rank its steps, and what they carry on for the state and each column of a map; training, twice as much
+    backward, and the states again."""
+    fast = replace(H100, link=replace(H100.link, rate=1e30, latency=0.0))
+    given = ScanCase(8e12, 4e12, 1, 1, 3, 2, training)
+    seconds = {one.strategy: one.seconds * fast.default.rate for one in given.predictions(fast)}
+    run, part = 4e12, 2e12
+    expected = 3 * run + (1 + 3 + 3) * part if training else run + (1 + 3) * part
+    assert seconds["states"] == pytest.approx(expected)

@@ -78,6 +78,14 @@ def test_a_rank_waits_for_one_that_computes_longer() -> None:
     ]
 
 
+def test_a_message_waits_for_its_sender() -> None:
+    """Rank 0 has 2 rows, the others 3: it is there after 16 s, rank 2 after 36 s, whose 12 bytes then come."""
+    plan = exchange_of(ShardedPattern.of_self_attention("full", 8, 3, "contiguous"), "ring")
+    spans = simulate(plan, ONE, ROUND, False, drawn=True).spans
+    found = [(s.start, s.stop) for s in spans if s.rank == 0 and s.kind == "compute"]
+    assert found == [(0.0, 16.0), (16.0, 40.0), (48.0, 72.0)]
+
+
 def test_ulysses_computes_whole_attentions_of_its_heads() -> None:
     """4 heads on 2 ranks, 8 rows: 32 numbers of q, k, v and 8 of out and lse to the other rank; 2 heads of 64 pairs."""
     heads = dataclasses.replace(ONE, q_heads=4, kv_heads=4, itemsize=4, dtype="float32")

@@ -248,3 +248,15 @@ def test_random_numbers_have_no_rows():
 )
 def test_views_keep_the_sequence_one_factor(old, new, before, after):
     assert through_view(before, old, new) == after
+
+
+@pytest.mark.parametrize("name", ["all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_what_ranks_share_along_the_first_dim_is_row_by_row_along_others(name):
+    graph = torch.fx.Graph()
+    node = graph.call_function(getattr(torch.ops._c10d_functional, name).default, (graph.placeholder("x"),))
+    node.meta["val"] = torch.empty(4, 6, 8)
+    rule = rule_of(node)
+    assert rule.pull(Sharded(0, 1, 4, 1)) is None
+    assert [list(rule.pull(Sharded(dim, 1, size, 1))) for dim, size in ((1, 6), (2, 8))] == [
+        [Sharded(1, 1, 6, 1)], [Sharded(2, 1, 8, 1)]
+    ]  # fmt: skip

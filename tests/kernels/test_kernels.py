@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringopt.context_parallel.executor.dropout import Dropout
 from ringopt.kernels.base import Kernel, TileInputs, WholeRows
 from ringopt.kernels.choose import KERNELS
+from ringopt.kernels.fused import dense
 from ringopt.kernels.math import Math, Modifier
 from tests.harness.limits import set_limits
 
@@ -278,3 +279,24 @@ def test_the_kernel_beneath_still_has_its_traps() -> None:
     assert flash(q, k, v, attn_mask=mask)[1][:, :, 1].eq(0.0).all(), "lse of a hidden row"
     transposed = q.mT.contiguous().mT
     assert not torch.allclose(flash(transposed, k, v)[0], flash(q, k, v)[0]), "last dim taken for dense"
+
+
+def test_what_a_launch_reads_has_its_last_dim_in_one_piece() -> None:
+    x = torch.randn(3, 4, 5)
+    for whole in (x, x[:, :2], x[..., 1:3], x.mT[..., :1]):  # of one element, nothing is apart
+        assert dense(whole) is whole
+    for apart in (x.mT, x.mT[..., :2], x.mT[:, :1], x[..., ::2], x.mT.contiguous().mT):
+        assert dense(apart).is_contiguous() and torch.equal(dense(apart), apart)
+
+
+def test_few_queries_are_computed_at_once() -> None:
+    """A piece at a time where their scores are many."""
+    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    seen: list[slice] = []
+
+    def factor(rows: slice) -> Tensor:
+        seen.append(rows)
+        return torch.ones(1, 2, rows.stop - rows.start, 7)
+
+    Math(factor=factor).forward(TileInputs(q, k, v, 1.0))
+    assert seen == [slice(0, 7)]

@@ -31,3 +31,13 @@ def test_gradients_are_those_of_the_body():
     x = torch.randn(4, 3, requires_grad=True)
     called(lambda graph, x: graph.call_function(aten.mul.Tensor, (x, x)), x).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+def test_what_the_body_does_not_read_has_zeros():
+    x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    graph = fx.Graph()
+    read, _ = (graph.placeholder(name) for name in "xy")
+    graph.output((graph.call_function(aten.sin.default, (read,)),))
+    text = to_text(fx.GraphModule({}, graph), 0, 2, 0)
+    ops.picked([x, y], text, sizes_text(x.dtype, list(x.shape)), [0, 0], 0, 0).sum().backward()
+    assert torch.equal(y.grad, torch.zeros(4, 3)) and torch.equal(x.grad, x.detach().cos())

@@ -107,3 +107,17 @@ def test_keys_and_values_must_agree():
 
 def test_heads_that_do_not_repeat_stay():
     assert heads(Attention(lambda x: x, lambda x: x, kv=HEADS)) == ([HEADS, HEADS], [])
+
+
+def test_of_a_longer_cache_the_rows_are_no_others():
+    """What is read has the rows that the attention has, and not those that the cache holds."""
+
+    def attention(q, k):
+        k = k.repeat_interleave(GROUPS, 1)[:, :, :S]
+        return F.scaled_dot_product_attention(q, k, k)
+
+    given = torch.randn(B, HEADS, S, D), torch.randn(B, KV, 2 * S, D)
+    gm, context = after([Normalize(), FindAttention(), StripRepeatKv()], attention, *given)
+    (site,) = context.sites
+    assert shape_of(site.args[1])[2] == S
+    torch.testing.assert_close(gm(*gm.meta["inputs"])[0], attention(*given))

@@ -184,6 +184,24 @@ def test_places_of_a_long_sequence_are_a_line_without_their_numbers():
     assert show(pulled(gm, node, "q")[1]) == "2q+3"
 
 
+def test_a_factor_goes_to_every_summand():
+    """So the places of a view, flat, are lines again and no products of sums."""
+    gm, node = traced(lambda: torch.arange(24).view(2, 3, 4).repeat_interleave(2, 0), ())
+    cone, term = pulled(gm, node)
+    assert_element_is(gm, node, (), cone, term)
+    assert show(term) == "((((floor_divide(x, 2) * 3) * 4) + 4y) + z)"
+
+
+@pytest.mark.parametrize(("rows", "keys", "found"), [("q", "k", "where((k-q <= 0), 1, 0)"), ("x", "y", "ones[x, y]")])
+def test_a_known_triangle_is_a_band_between_queries_and_keys(rows, keys, found):
+    """Of other axes, which are not known yet to be these, the table is read."""
+    ones = torch.ones(5, 5).tril()
+    gm, node = traced(lambda: ones[:, :4], ())
+    given = {n: ones for n in gm.graph.find_nodes(op="get_attr")}
+    cone = Cone(Constants(gm.graph, given), {rows: 5, keys: 4}, frozenset(rows), frozenset(keys))
+    assert show(cone.element(node, rows + keys), lambda source: "ones") == found
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 def test_a_table_over_queries_and_keys_that_the_program_computes_is_refused():
     gm, node = traced(lambda x: (x @ x.transpose(-1, -2)) > 0, (torch.randn(3, 32, 6),))

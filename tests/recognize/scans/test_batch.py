@@ -6,8 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ringopt.ir.nodes import shape_of
 from ringopt.passes.find_scan import FindScan
 from ringopt.passes.normalize import Normalize
+from ringopt.scans.call import is_scan
 from tests.harness.capturing import after, ops, results
 
 # A row of a step -> what is added to its state.
@@ -68,3 +70,39 @@ def test_dtypes_of_numbers_and_of_rows_are_promoted_as_in_a_step():
     (found,) = results(gm, gm.meta["inputs"])[:1]
     assert ops(gm).count("scan") == 1 and found.dtype == torch.float32
     torch.testing.assert_close(found, program(*given))
+
+
+def looped(add):
+    def program(x, w):
+        state, states = torch.zeros_like(x[0]), []
+        for row in x.unbind(0):
+            state = state * 0.9 + add(row, w)
+            states.append(state)
+        return torch.stack(states)
+
+    return program
+
+
+def test_a_product_of_vectors_is_left_to_the_step_where_there_are_as_many_steps_as_numbers():
+    """For all steps at once it would be a product of a vector and a matrix, which sums over the steps."""
+    program, given = looped(lambda row, w: (w @ row.sin()) * row), (torch.randn(6, 6), torch.randn(6))
+    gm, _ = after([Normalize(), FindScan()], program, *given)
+    assert ops(gm).count("scan") == 1
+    torch.testing.assert_close(gm(*given)[0], program(*given))
+
+
+def test_equations_are_solved_for_all_steps_at_once():
+    program = looped(lambda row, w: torch.linalg.solve_triangular(w + row.tanh(), row, upper=True))
+    given = torch.randn(5, 3, 3), 4 * torch.eye(3)
+    gm, _ = after([Normalize(), FindScan()], program, *given)
+    assert ops(gm).count("scan") == ops(gm).count("linalg_solve_triangular") == 1
+    torch.testing.assert_close(gm(*given)[0], program(*given))
+
+
+def test_what_only_makes_a_row_larger_stays_in_the_step():
+    """A row a step is read, and not as many as the state has."""
+    program = looped(lambda row, w: row.sin().sum(0, keepdim=True).expand_as(w))
+    given = torch.randn(5, 64, 4), torch.randn(64, 4)
+    gm, _ = after([Normalize(), FindScan()], program, *given)
+    (scan,) = (node for node in gm.graph.nodes if is_scan(node))
+    assert [tuple(shape_of(x)) for x in scan.args[1]] == [(5, 1, 4)]

@@ -229,3 +229,21 @@ def test_the_border_of_an_iteration_is_where_least_is_carried():
     assert not isinstance(found, NotRolled) and found is not None
     (carry,) = found.recurrence.inputs[0]
     assert tuple(carry.meta["val"].shape) == (2, WIDTH) and found.recurrence.steps == ROWS // 4
+
+
+@pytest.mark.parametrize("join", [torch.stack, torch.cat])
+def test_states_that_are_joined_backwards_are_turned_at_once(join):
+    def backwards(x, f):
+        return join(scanned(x, lambda s, x_t, t: s * f[:, t].sigmoid() + x_t).unbind(1)[::-1], 1)
+
+    def listed(x, f):
+        state, out = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = state * f[:, t].sigmoid() + x[:, t]
+            out.append(state)
+        return join(out[::-1], 1)
+
+    given = torch.randn(2, ROWS, WIDTH), torch.randn(2, ROWS, WIDTH)
+    gm, _ = after(PASSES, listed, *given)
+    assert ops(gm).count("flip") == 1 and "select" not in ops(gm)[ops(gm).index("scan") :]
+    torch.testing.assert_close(gm(*given)[0], listed(*given))

@@ -172,3 +172,8 @@ def test_what_a_convolution_adds_behind_the_end_is_sent_to_nobody(ranks, tokens)
     assert verdict.wrong == "" and verdict.report.sites[0].layout == "contiguous"
     forms = [OpCall.of(node)["form"] for node in verdict.graph.graph.nodes if op_name(node) == "fetch_rows"]
     assert forms[0] == "edges" and ("move" in forms) == bool(tokens % CHUNK)
+
+
+def test_rows_made_more_of_all_elements_are_gathered():
+    verdict = check(lambda m, x: x + x.repeat_interleave(2).view(B, -1, D)[:, : x.shape[1]], p=2)
+    assert [gather.op for gather in verdict.report.gathers] == ["repeat_interleave", "output"]
