@@ -22,8 +22,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.ir.nodes import outputs_of, shape_of, value_of
-from ringopt.kernels.steps.by_element import ElementStep, steps_program
-from ringopt.kernels.steps.one_launch import in_one_launch, run_steps
+from ringopt.kernels.steps.base import OneStep, StepKernel
+from ringopt.kernels.steps.one_launch import run_steps, step_kernel
 from ringopt.scans.body import placeholders
 from ringopt.scans.step_graph import simplify
 from ringopt.scans.trace import VIEWS, Kinds, OperandKind, in_own_thread, without_idle_views, writes
@@ -71,15 +71,15 @@ class RepeatedStep:
     ahead(*stacked) -> *rows, stacked: views of what has a row a step
     each(*carries, *into, *rows, *fixed) -> *carries
 
-    into     the places among the outputs of the step that are written to what the caller gives
-    program  all steps as one launch (ringopt/kernels/steps/one_launch.py); "" where there is no such"""
+    into    the places among the outputs of the step that are written to what the caller gives
+    kernel  all steps as one launch (ringopt/kernels/steps/one_launch.py), where there is such"""
 
     roles: StepRoles
     once: fx.GraphModule
     ahead: fx.GraphModule
     each: fx.GraphModule
     into: tuple[int, ...]
-    program: str = ""
+    kernel: StepKernel | None = None
 
     @torch.no_grad()
     def run(self, inputs: Sequence[Tensor], results: Sequence[Tensor], backwards: bool = False) -> list[Tensor]:
@@ -93,8 +93,10 @@ class RepeatedStep:
         if not count:
             return carried
         consts = [inputs[place] for place in roles.places("const")]
-        if self.program and in_one_launch([*inputs, *results]):
-            return run_steps(self.program, carried, stacked, consts, results, backwards)
+        if self.kernel is not None:
+            last = run_steps(self.kernel, carried, stacked, consts, results, backwards)
+            if last is not None:
+                return last
         fixed = self.once(carried[0], *consts)
         into = [self.destinations(place, results[place], carried, order) for place in self.into]
         rows = [x.unbind(0)[::order] for x in self.ahead(*stacked)]
@@ -127,8 +129,8 @@ def repeated_step(step: Callable[..., Sequence[Tensor]], kinds: Kinds, roles: St
     module = in_own_thread(traced)
     plain = writes(module)
     (without_idle_views if plain else simplify)(module.graph)
-    program = steps_program(ElementStep(module.graph, roles.inputs, roles.outputs, roles.keeps))
-    return replace(_Writer(module, roles, plain).write(), program=program if isinstance(program, str) else "")
+    kernel = step_kernel(OneStep(module.graph, roles.inputs, roles.outputs, roles.keeps))
+    return replace(_Writer(module, roles, plain).write(), kernel=kernel)
 
 
 class _Writer:

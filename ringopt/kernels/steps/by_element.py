@@ -14,15 +14,17 @@ is a Refusal, and is run operator by operator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx as fx
+from torch import Tensor
 
 from ringopt.ir.nodes import op_name, outputs_of, shape_of, value_of
 from ringopt.ir.refusal import Refusal
 from ringopt.kernels.score_program import HELPERS, OPS, NoForm, kind_of, number_text, rounded
+from ringopt.kernels.steps.base import OneStep, Tensors
 
 # Beside those of scores; gradients are made of some.
 MORE = {
@@ -37,28 +39,30 @@ PREFIX = {"carry": "s", "row": "r", "const": "k"}
 
 
 @dataclass(frozen=True)
-class ElementStep:
-    """`inputs` and `outputs` say what each is: "carry", "row", "const"; "carry", "row", "sum". `keeps`: the carries of
-    all steps are results."""
+class ElementKernel:
+    """By the text of `steps(carries, rows, consts, into, last, count, first, order, total, sizes, at_rows, at_consts,
+    BLOCK)`."""
 
-    graph: fx.Graph
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    keeps: bool
+    program: str
 
+    @staticmethod
+    def of(step: OneStep) -> ElementKernel | Refusal:
+        """Of a step that computes each element of its state by itself."""
+        try:
+            return ElementKernel(_Writer(step).text())
+        except NoForm as why:
+            return Refusal(str(why))
 
-def steps_program(step: ElementStep) -> str | Refusal:
-    """The text of `steps(carries, rows, consts, into, last, count, first, order, total, sizes, at_rows, at_consts)`."""
-    try:
-        return _Writer(step).text()
-    except NoForm as why:
-        return Refusal(str(why))
+    def run(self, carried: Tensors, rows: Tensors, consts: Tensors, into: Tensors, backwards: bool) -> list[Tensor]:
+        from ringopt.kernels.steps.triton_steps import run_elements
+
+        return run_elements(self.program, carried, rows, consts, into, backwards)
 
 
 class _Writer:
     """Lines: `before` the steps, `lines` that compute in each, `stored` that write there and carry on."""
 
-    def __init__(self, step: ElementStep):
+    def __init__(self, step: OneStep):
         self.step, self.before, self.lines, self.stored = step, list[str](), list[str](), list[str]()
         self.given = [node for node in step.graph.nodes if node.op == "placeholder"]
         self.made = outputs_of(step.graph)
@@ -108,6 +112,8 @@ class _Writer:
 
     def fits(self, node: fx.Node) -> None:
         """Raises NoForm for a value that is no broadcast one of the state's elements."""
+        if not isinstance(value_of(node), Tensor):
+            raise NoForm(f"{op_name(node)} gives several values")
         sizes = tuple(shape_of(node))
         behind = self.shape[len(self.shape) - len(sizes) :] if len(sizes) <= len(self.shape) else ()
         if len(behind) != len(sizes) or any(size not in (1, of) for size, of in zip(sizes, behind, strict=True)):
@@ -117,22 +123,15 @@ class _Writer:
     def call(self, node: fx.Node) -> str:
         """A line, and the name of its value."""
         self.fits(node)
-        name, args = op_name(node), list(node.args)
+        name = op_name(node)
         if name in SAME:
-            if name != "expand" and stripped(args[0]) != stripped(node):
+            if name != "expand" and stripped(node.args[0]) != stripped(node):
                 raise NoForm(f"{name} moves elements")
-            value = self.names[args[0]]
+            value = self.names[node.args[0]]
         elif name in FILLS:
             value = repr(FILLS[name])
         else:
-            if (name, args[1:]) == ("pow", [2]):
-                name, args = "square", args[:1]
-            if name not in FORMS or node.kwargs or any(isinstance(arg, (list, tuple)) for arg in args):
-                raise NoForm(f"{name} has no form in Triton for an element by itself")
-            operands = [self.names[arg] if isinstance(arg, fx.Node) else number_text(arg) for arg in args]
-            if f"{{{len(operands) - 1}}}" not in FORMS[name] or f"{{{len(operands)}}}" in FORMS[name]:
-                raise NoForm(f"{name} of {len(operands)} has no form in Triton")
-            value = FORMS[name].format(*operands)
+            value = value_text(node, self.names.__getitem__)
         made = f"x{len(self.lines)}"
         self.lines.append(f"{made} = {rounded(value, value_of(node).dtype)}")
         return made
@@ -161,6 +160,19 @@ class _Writer:
     @staticmethod
     def store(place: int, row: str, value: str) -> str:
         return f"tl.store(into[{place}] + {row} * total + at, {value}, mask=there)"
+
+
+def value_text(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:
+    """What is computed element by element, of operands by their names. Raises NoForm for anything else."""
+    name, args = op_name(node), list(node.args)
+    if (name, args[1:]) == ("pow", [2]):
+        name, args = "square", args[:1]
+    if name not in FORMS or node.kwargs or any(isinstance(arg, (list, tuple)) for arg in args):
+        raise NoForm(f"{name} has no form in Triton for an element by itself")
+    operands = [name_of(arg) if isinstance(arg, fx.Node) else number_text(arg) for arg in args]
+    if f"{{{len(operands) - 1}}}" not in FORMS[name] or f"{{{len(operands)}}}" in FORMS[name]:
+        raise NoForm(f"{name} of {len(operands)} has no form in Triton")
+    return FORMS[name].format(*operands)
 
 
 def stripped(node: fx.Node) -> list[Any]:
