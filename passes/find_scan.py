@@ -35,7 +35,7 @@ from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import NoBody, to_text
 from ringopt.scans.gradient_paths import detach_what_no_gradient_comes_to
 from ringopt.scans.independent import independent_dims
-from ringopt.scans.trace import Kinds
+from ringopt.scans.trace import Kinds, of_complex_numbers
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
     def check(self, found: Found, facts: Facts) -> Refusal | None:
         if isinstance(found.text, Refusal):
             return found.text
+        if of_complex_numbers(found.text, found.kinds):
+            return Refusal("its step has complex numbers")
         proof, mesh = prove_affine(found.text, found.kinds), facts.context.mesh
         if not isinstance(proof, Refusal) or found.any_step:
             return None

@@ -29,7 +29,7 @@ from ringopt.ops import operators
 from ringopt.ops.kernel_scan import AffineState, KernelScan, OverRanks, Run
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.body import NoBody, to_text
-from ringopt.scans.trace import Kinds, in_own_thread, kinds_of, kinds_out
+from ringopt.scans.trace import Kinds, in_own_thread, kinds_of, kinds_out, of_complex_numbers
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.fx import make_fx
 
@@ -160,11 +160,13 @@ def traced(step: Step, kinds: Kinds, like: tuple[Tensors, Tensors, Sequence[Tens
 
     try:
         text = to_text(in_own_thread(graph), carries, rows, len(kinds) - carries - rows)
-        kinds_out(text, kinds)
+        in_complex = of_complex_numbers(text, kinds)
     except NoBody as error:
         raise OptionError(f"scan: {error}. Tensors from outside of the step are `consts`") from error
     except Exception as error:  # of whatever kind: it is the user's function
         raise OptionError(f"scan: the step cannot be traced: {type(error).__name__}: {first_line(error)}") from error
+    if in_complex:
+        raise OptionError("scan: of complex numbers the gradients are not known: rotate their real and imaginary parts")
     return text, single
 
 

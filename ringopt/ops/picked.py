@@ -102,7 +102,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
-    wanted = [place for place, x in enumerate(saved) if ctx.needs_input_grad[0][place] and x.is_floating_point()]
+    wanted = [place for place, x in enumerate(saved) if ctx.needs_input_grad[0][place]]
     found = dict(zip(wanted, picked_backward(grad, saved, *ctx.text, wanted), strict=True)) if wanted else {}
     return [found.get(place) for place in range(len(saved))], *[None] * len(ctx.text)
 

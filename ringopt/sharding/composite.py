@@ -48,7 +48,7 @@ def parts_of(node: fx.Node, handled: frozenset[str]) -> fx.Graph | None:
 
     try:
         with tracing(None), values[0].fake_mode, torch.enable_grad(), no_autocast():
-            given = [value.detach().requires_grad_(value.is_floating_point()) for value in values]
+            given = [value.detach().requires_grad_(value.is_floating_point() or value.is_complex()) for value in values]
             traced = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
             same = gradient_of(run(*given)) == gradient_of(traced(*given))
     except (DataDependentOutputException, DynamicOutputShapeException):

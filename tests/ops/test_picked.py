@@ -33,6 +33,14 @@ def test_gradients_are_those_of_the_body():
     torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
+def test_gradients_of_complex_numbers():
+    x = torch.randn(4, 3, dtype=torch.complex64, requires_grad=True)
+    called(lambda graph, x: graph.call_function(aten.mul.Tensor, (x, x)), x).abs().sum().backward()
+    found, x.grad = x.grad, None
+    (x * x).abs().sum().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
 def test_what_the_body_does_not_read_has_zeros():
     x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
     graph = fx.Graph()

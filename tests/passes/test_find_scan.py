@@ -129,9 +129,23 @@ def gru(x, w):
     return stepped(step, torch.zeros_like(x[:, 0]), x)
 
 
+def of_complex_numbers(x, w):
+    """A diagonal state space in complex numbers (S4D, LRU): what is affine in them is not known."""
+    rate = torch.polar(w[0].sigmoid(), w[1])
+    return stepped(lambda s, x_t: s * rate + x_t, torch.zeros_like(x[:, 0], dtype=rate.dtype), x).real
+
+
+def of_their_parts(x, w):
+    """The same as rotations of the real and the imaginary part is a scan."""
+    real, imaginary = w[0].sigmoid() * w[1].cos(), w[0].sigmoid() * w[1].sin()
+    rows = torch.stack([real, -imaginary], -1), torch.stack([imaginary, real], -1)
+    x = torch.stack([x, torch.zeros_like(x)], -1)[..., None]
+    return stepped(lambda s, x_t: torch.stack(rows, -2) @ s + x_t, torch.zeros_like(x[:, 0]), x)[..., 0, 0]
+
+
 LEFT = {
     tanh_rnn: "tanh", clipped: "relu", gate_reads_the_state: "sigmoid", square: "matmul", random: "random numbers",
-    gru: "sigmoid",
+    gru: "sigmoid", of_complex_numbers: "complex numbers",
 }  # fmt: skip
 
 
@@ -144,6 +158,13 @@ def test_what_is_not_affine_stays_a_loop_and_the_report_says_why_and_where(progr
     assert ops(gm) == ops(before)
     (note,) = context.notes
     assert note.startswith("a recurrence is no scan: ") and LEFT[program] in note and "test_find_scan.py:" in note
+
+
+def test_gradients_go_through_complex_numbers():
+    inputs = given((2, TOKENS, WIDTH), (WIDTH, WIDTH))
+    gm, _ = assert_same_numbers(of_complex_numbers, inputs)
+    parts, _ = assert_same_numbers(of_their_parts, inputs, of_complex_numbers)
+    assert "scan" not in ops(gm) and "scan" in ops(parts)
 
 
 def test_over_ranks_it_is_one_where_they_can_share_its_batch():

@@ -55,7 +55,7 @@ def define(
         args = list(ctx.values)
         for at, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
             args[at] = x
-        wanted = [at for at, x in enumerate(args) if ctx.needs_input_grad[at] and x.is_floating_point()]
+        wanted = [at for at, x in enumerate(args) if ctx.needs_input_grad[at]]
         found = dict(zip(wanted, operator_behind(list(grads), wanted, *args), strict=True))
         return tuple(found.get(at) for at in range(len(args)))
 
