@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
-from ringopt.context_parallel.geometry.layouts import chunks_per_rank, text_of
+from ringopt.context_parallel.geometry.layouts import text_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.context_parallel.plan.plan_of import on_nodes
 from ringopt.cost.choose import choose_strategy, estimate
@@ -33,7 +33,8 @@ from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, Pairs, pairs_in
 from ringopt.scans.call import is_scan
 from ringopt.sharding.behind_breaks import worth_cutting
-from ringopt.sharding.grains import inside_chunks, with_grains
+from ringopt.sharding.grains import with_grains
+from ringopt.sharding.handlers.pairs import enough_queries
 from ringopt.sharding.latents import note_of_latents, with_latents
 from ringopt.sharding.recurrences.scans import scan_sites
 
@@ -79,14 +80,9 @@ class ChooseStrategy(Pass):
 
 
 def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Pairs]:
-    """Pairs that are no site, by the product of queries and keys, where every chunk of the layout has a query, but for
-    those inside of the chunks of a scan, which ranks hold whole."""
-    found = {
-        node: pairs
-        for node, pairs in pairs_in(graph).items()
-        if not inside_chunks(pairs.queries, pairs.rows, context.layouts.grains)
-        and at_hand(pairs.rows.length) >= chunks_per_rank(context.layouts.of(pairs.rows.length)) * context.mesh.size
-    }
+    """Pairs that are no site and have queries enough for the ranks, by the product of queries and keys."""
+    layouts, size = context.layouts, context.mesh.size
+    found = {node: pairs for node, pairs in pairs_in(graph).items() if enough_queries(pairs, layouts, size)}
     where = [f"{op_name(node)} {list(shape_of(node))} ({source_line(node)})" for node in found]
     if where:
         context.notes.append(f"pairs of {', '.join(where)} {NO_SITE}")

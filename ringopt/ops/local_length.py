@@ -1,10 +1,10 @@
 """`ringopt::rows_here`: how many rows of a sequence this rank holds, asked when the program runs.
 
-    rows_here(length, layout, group, inputs, names, program, when) -> int
+    rows_here(length, layout, group, inputs, names, program, when, least) -> int
 
 A program for any number of ranks has no local sizes in its text. This number is an open size in it (an unbacked
-symbol), and every local size follows from it. Before it answers, the ranks compare `inputs`, called `names`, and
-`program`, a digest of the whole text: every rank must pass the same full batch to the same program.
+symbol), of `least` or more, and every local size follows from it. Before it answers, the ranks compare `inputs`, called
+`names`, and `program`, a digest of the whole text: every rank must pass the same full batch to the same program.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ _compared: WeakKeyDictionary[Mesh, set[tuple[int, str]]] = WeakKeyDictionary()
     "ringopt::rows_here",
     mutates_args=(),
     tags=ON_HOST,
-    schema="(SymInt length, str layout, str group, Tensor[] inputs, str names, str program, str when) -> SymInt",
+    schema="(SymInt length, str layout, str group, Tensor[] inputs, str names, str program, str when, "
+    "int least=1) -> SymInt",
 )
-def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:
+def rows_here(
+    length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str, least: int = 1
+) -> int:
     """`names` are parted by commas; `when` is as the option check_inputs. Raises, on every rank alike,
     RingMismatchError where they differ (of a digest: before the next message) and PlanError where some rank would have
     too few rows."""
@@ -53,8 +56,10 @@ def rows_here(length: int, layout: str, group: str, inputs: list[Tensor], names:
 
 
 @rows_here.register_fake
-def _(length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str) -> int:
-    return unbacked_size(minimum=1)  # type: ignore[return-value]
+def _(
+    length: int, layout: str, group: str, inputs: list[Tensor], names: str, program: str, when: str, least: int = 1
+) -> int:
+    return unbacked_size(minimum=least)  # type: ignore[return-value]
 
 
 def check_enough(length: int, layout: str, ranks: int) -> None:

@@ -26,11 +26,12 @@ from ringopt.dims.origin import FEATURES_SECOND, is_learned, is_row, is_weight, 
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_aten, is_tensor, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
-from ringopt.ir.symbolic_sizes import is_open
 from ringopt.ops import operators
 
-# They mix along a dim, or over channels, and keep all dims.
-MIXING = frozenset((*SOFTMAXES, "log_softmax", "dropout", "cumsum", "sort", "getitem", *FEATURES_SECOND))
+# They mix along a dim, or over channels, or go by the place, and keep all dims.
+MIXING = frozenset(
+    (*SOFTMAXES, "log_softmax", "dropout", "cumsum", "sort", "getitem", "tril", "triu", *FEATURES_SECOND)
+)
 
 # They pick some of what stands along a dim, by their size.
 CHOICES = frozenset(("topk", "argmax", "argmin", "max", "min", "amax", "amin", "kthvalue"))
@@ -61,8 +62,6 @@ def pairs_in(graph: fx.Graph) -> dict[fx.Node, Pairs]:
         product = product_of(node)
         if product is None or not product.own(0) or not product.own(1):
             continue
-        if any(map(is_open, shape_of(node))):
-            continue  # Inductor (torch 2.13) lowers no bmm of rows whose number is not known
         if any(map(is_weight, product.operands)) or any(map(is_learned, product.operands)):
             continue
         for axes in all_pairs(rows_of(product, 0), rows_of(product, 1)):

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from ringopt.calls import OpCall
 from ringopt.compare.mask_picture import mask_picture
-from ringopt.compare.node_facts import SPREAD, qualified
+from ringopt.compare.node_facts import ATTENTION, SPREAD, qualified
 from ringopt.compare.node_views import module_of
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
@@ -76,8 +76,9 @@ def pictures_of(graph: fx.Graph, context: Context, figures: Figures) -> dict[fx.
     lowered = [node for node in graph.nodes if qualified(node) in SPREAD]
     spread = [node for node, info in context.sites.items() if info.refusal is None]
     pairs = zip(spread, lowered, strict=True) if len(spread) == len(lowered) else ()
+    left = [node for node in graph.nodes if node in context.sites and qualified(node) in ATTENTION]
     found = {}
-    for site, node in (*pairs, *((node, node) for node in graph.nodes if node in context.sites)):
+    for site, node in (*pairs, *zip(left, left, strict=True)):
         try:
             plan = ring_plan(figures.call(node)) if qualified(node) == SPREAD[0] else None
             picture = mask_picture(qualified(node), arguments_of(node), plan, figures)

@@ -19,7 +19,7 @@ from ringopt.dims.rules import rule_of
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.nodes import op_name, shape_of, tensor_args
 from ringopt.ir.placement import Layouts, Sharded
-from ringopt.ir.symbolic_sizes import is_open
+from ringopt.ir.symbolic_sizes import is_open, same
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.call import ScanCall
 from ringopt.scans.trace import Kinds
@@ -93,7 +93,7 @@ def inside_chunks(node: fx.Node, rows: Sharded, grains: Sequence[tuple[int, int,
     pending, seen = [(node, rows)], set[fx.Node]()
     while pending:
         each, place = pending.pop()
-        if any(grain == place.length and place.outer % units == 0 for grain, units, _name in grains if grain > 1):
+        if any(same(grain, place.length) and place.outer % units == 0 for grain, units, _name in grains if grain > 1):
             return True
         if each not in seen:
             seen.add(each)

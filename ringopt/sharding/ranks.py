@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringopt.context_parallel.geometry.layouts import Layout, chunks_per_rank, layout_of
+from ringopt.context_parallel.geometry.layouts import Layout, chunks_per_rank, is_grained, layout_of
 from ringopt.context_parallel.geometry.rows import Rows
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.placement import Sharded
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import is_open, plain
+from ringopt.torch_compat.symbolic_shapes import statically_known_true
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,14 @@ class Ranks:
     def least(self, length: int) -> int:
         """A sequence of `length` with fewer rows than that is not sharded."""
         return chunks_per_rank(self.layout(length)) * self.size
+
+    def known(self, length: int, layout: str) -> int:
+        """How many rows every rank has at least, whatever an open length is: 2 where that follows, for Inductor (torch
+        2.13) lowers no batched product of rows that may be one; else 1."""
+        if self.asks:
+            return 1
+        several = not is_grained(layout) and statically_known_true(length >= 2 * self.size)
+        return 2 if several or chunks_per_rank(layout) > 1 else 1
 
     def same_rows(self, one: Sharded, other: Sharded) -> bool:
         """Whether every rank holds the same places of a dim by both."""

@@ -248,7 +248,8 @@ class Sharder:
             if not self.ranks.asks and not length >= self.ranks.least(length):
                 raise AssertionError(f"{length} rows are too few for {self.ranks.size} ranks in layout {layout}")
             some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
-            asked = {"inputs": [some], "names": "", "program": "", "when": "never"}
+            asked: dict[str, Any] = {"inputs": [some], "names": "", "program": "", "when": "never"}
+            asked["least"] = self.ranks.known(length, layout)
             call = OpCall.to(operators.rows_here.default, length=length, layout=layout, group=self.ranks.group, **asked)
             node = call.insert(self.graph, "rows_here")
             node.meta[PLACEMENT] = node.meta[WHOLE] = None

@@ -10,6 +10,7 @@ from torch.export import export
 
 import ringopt
 from ringopt.ir.nodes import is_tensor, shape_of
+from tests.harness.lengths import run_over
 from tests.harness.translation import validate
 
 HEADS, ROWS, DEPTH = 2, 13, 4
@@ -33,9 +34,9 @@ class Layers(nn.Module):
         return x
 
 
-def given():
-    torch.manual_seed(1)
-    return torch.randn(2, ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+def given(rows=ROWS):
+    torch.manual_seed(rows)
+    return torch.randn(2, rows, WIDTH, dtype=torch.float64, requires_grad=True)
 
 
 def largest(s, q, k, v):
@@ -74,6 +75,8 @@ PAIRS = {
     "a score beside those of keys": lambda s, q, k, v: torch.cat([q @ k.mT, q[..., :1]], -1).softmax(-1)[..., :-1] @ v,
     "padded": lambda s, q, k, v: F.pad(q @ k.mT, (1, 0)).sigmoid()[..., 1:] @ v,
     "the other way round": lambda s, q, k, v: (v.mT @ torch.sigmoid(k @ q.mT)).mT,
+    "a triangle": lambda s, q, k, v: torch.tanh(q @ k.mT).tril() @ v,
+    "a triangle, the other way round": lambda s, q, k, v: (v.mT @ torch.tanh(k @ q.mT).triu(-2)).mT,
     "grouped": lambda s, q, k, v: torch.einsum(
         "bgqk,bkd->bgqd", torch.sigmoid(torch.einsum("bgqd,bkd->bgqk", q, k[:, 0])), v[:, 0]
     ),
@@ -91,6 +94,33 @@ def test_rows_of_the_queries(name, p):
     assert any("are no site: each rank computes the rows of its own queries" in note for note in verdict.report.notes)
     whole = [node for node in verdict.graph.graph.nodes if node.op == "call_function" and is_tensor(node)]
     assert [node for node in whole if shape_of(node)[-2:] == (ROWS, ROWS) and len(shape_of(node)) > 2] == []
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_lengths_that_are_open(p, caplog):
+    """With at least two tokens a rank; fewer compile anew."""
+    model = Layers(PAIRS["the largest only"])
+    found = run_over(model, [(given(rows),) for rows in (20, 13, 2 * p, 5)], p, dynamic=True)
+    served = [report.sharded_fraction > 0.7 for report in found.reports]
+    assert served == [True, False][: p - 1] and "is not drawn" not in caplog.text
+
+
+def through_inductor(layout):
+    """The largest difference from eager at each length, and the share on shards of each graph."""
+    torch._dynamo.reset()
+    before, model = len(ringopt.reports()), Layers(PAIRS["no softmax"])
+    compiled, errors = torch.compile(model, backend="ring", dynamic=True, options={"layout": layout}), []
+    for rows in (12, 17):
+        x = given(rows)
+        (found,), (expected,) = (torch.autograd.grad(run(x).square().sum(), x) for run in (compiled, model))
+        errors.append(float((found - expected).abs().max() / expected.abs().max()))
+    return max(errors), [report.sharded_fraction for report in ringopt.reports()[before:]]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.zoo)])
+def test_inductor_lowers_products_of_rows_of_any_number(ranks, layout):
+    for error, shares in ranks(2, through_inductor, layout, timeout=240):
+        assert error < 1e-10 and len(shares) == 1 and shares[0] > 0.7
 
 
 NONE = {

@@ -24,13 +24,14 @@ from ringopt.sharding.handlers.random import DRAWS
 from ringopt.sharding.handlers.resampling import RESAMPLING
 from ringopt.sharding.handlers.rows import ROWS
 from ringopt.sharding.handlers.sums import SUMS, partial_sums
+from ringopt.sharding.handlers.triangles import TRIANGLES
 from ringopt.sharding.handlers.views import reshaped, without_outer_factor
 from ringopt.sharding.handlers.writes import WRITES
 from ringopt.sharding.sharder import Sharder
 
 HANDLERS: dict[str, Handler] = {
     **SUMS, **ROWS, **JOINS, **NEIGHBOURS, **LOSSES, **EXTREMES, **NORMS, **LAYERS, **DRAWS, **RESAMPLING,
-    **WRITES,
+    **WRITES, **TRIANGLES,
 }  # fmt: skip
 
 
