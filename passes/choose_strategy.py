@@ -34,6 +34,7 @@ from ringopt.recognize.row_pairs import NO_SITE, Pairs, pairs_in
 from ringopt.scans.call import is_scan
 from ringopt.sharding.behind_breaks import worth_cutting
 from ringopt.sharding.grains import with_grains
+from ringopt.sharding.handlers.mixing import mixed_rows, note_of_mixing
 from ringopt.sharding.handlers.pairs import enough_queries
 from ringopt.sharding.latents import note_of_latents, with_latents
 from ringopt.sharding.recurrences.scans import scan_sites
@@ -45,7 +46,7 @@ class ChooseStrategy(Pass):
 
     name = "choose_strategy"
     reads = ("mesh",)
-    writes = ("sites", "scans", "carries", "layouts", "pairs", "weights", "given", "cuts", "notes")
+    writes = ("sites", "scans", "carries", "layouts", "pairs", "weights", "given", "cuts", "mixed", "notes")
 
     shard: Shard = "model"
     strategy: Strategy = "auto"
@@ -70,6 +71,9 @@ class ChooseStrategy(Pass):
         context.cuts = worth_cutting(gm.graph, context.cuts, context.layouts, context.mesh.size)
         if self.shard == "model":
             context.scans = scan_sites(gm.graph, context.mesh, context.layouts, self.strategy, context.carries)
+            if not context.shards and context.mesh.name != ANY:
+                context.mixed = mixed_rows(gm.graph, context.layouts, context.mesh.size)
+                context.notes += note_of_mixing(context.mixed)
         for node, info in sites.items():
             info.notes += [why] if why else []
             call = AttentionCall.of(node)

@@ -38,7 +38,7 @@ class Lower(Pass):
     """Gives every node the local size of its placement, and outputs the strides and aliasing of eager."""
 
     name = "lower"
-    reads = ("sites", "scans", "given", "pairs", "cuts", "left", "drawn")
+    reads = ("sites", "scans", "given", "pairs", "cuts", "mixed", "left", "drawn")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         write_unseen(gm.graph)

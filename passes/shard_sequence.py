@@ -52,7 +52,7 @@ class ShardSequence(Pass):
     """Propagates sharding from attention over the graph, and inserts the communication where placements change."""
 
     name = "shard_sequence"
-    reads = ("mesh", "layouts", "given", "cuts", "pairs", "order", "scans")
+    reads = ("mesh", "layouts", "given", "cuts", "mixed", "pairs", "order", "scans")
     writes = ("sites", "gathers", "notes", "replicated_random", "left", "gathered")
 
     shard: Shard = "model"
@@ -72,7 +72,7 @@ class ShardSequence(Pass):
             handled, worked = frozenset(HANDLERS), worked_on(gm.graph)
             whole = windows(sharder, self.in_windows(context), handled, worked)
             wanted = [*self.demanded(context), *begin_scans(sharder, context.scans), *whole]
-            pairs = spread_pairs(sharder, context.pairs) | dict(context.cuts)
+            pairs = spread_pairs(sharder, context.pairs) | dict(context.cuts) | dict(context.mixed)
             sharder.sources = sources(sharder, wanted, handled | MIXED, worked) | pairs | dict(whole)
             random = self.walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)
@@ -113,7 +113,7 @@ class ShardSequence(Pass):
 
     def demanded(self, context: Context) -> Iterator[Demand]:
         """What the attention sites, and pairs that are none, want to have in rows."""
-        yield from wanted_by(context.pairs.values())
+        yield from (*wanted_by(context.pairs.values()), *context.mixed.items())
         for node in self.sharded_sites(context):
             yield from demands(node, context.sites[node])
 

@@ -53,6 +53,7 @@ class Context:
     weights            by name, what is made of pairs of its rows, and the dims that count them
     given              inputs of which this rank has its rows, and how they are spread
     cuts               inputs that are whole and that an earlier graph had in rows, and how they may be cut again
+    mixed              what operators read that mix a sequence, where a graph has nothing else to shard, and its rows
     left               outputs that stay on their ranks, by place, and how they are spread
     gathered           outputs that are whole, by place, and the rows that they are gathered from
     step               the pass that runs, or ran last
@@ -82,6 +83,7 @@ class Context:
     weights: dict[str, tuple[int, int]] = field(default_factory=dict)
     given: dict[fx.Node, Spread] = field(default_factory=dict)
     cuts: dict[fx.Node, Sharded] = field(default_factory=dict)
+    mixed: dict[fx.Node, Sharded] = field(default_factory=dict)
     left: dict[int, Spread] = field(default_factory=dict)
     gathered: dict[int, Sharded] = field(default_factory=dict)
     step: str = "capture"
@@ -96,7 +98,7 @@ class Context:
     def shards(self) -> bool:
         """Whether something of the graph is to be spread over the ranks."""
         found = (*self.sites.values(), *self.scans.values())
-        return bool(self.given or self.pairs or self.cuts) or any(info.refusal is None for info in found)
+        return bool(self.given or self.pairs or self.cuts or self.mixed) or any(info.refusal is None for info in found)
 
     def sort_sites(self, graph: fx.Graph) -> None:
         """Puts sites into the order of the program."""

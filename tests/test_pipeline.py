@@ -30,7 +30,7 @@ class Touching(Pass):
 
     touch: Callable[[Context], Any]
     name = "touching"
-    reads = ("values", "sites", "scans", "given", "cuts", "pairs")
+    reads = ("values", "sites", "scans", "given", "cuts", "pairs", "mixed")
     writes = ("notes",)
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:

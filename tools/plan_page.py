@@ -27,7 +27,7 @@ def plan_page(plan: Plan, title: str) -> str:
         "links": plan.links,
         "limit": device_of(plan.hardware).memory,
         "points": [
-            {**asdict(one), "sites": None, "exchange": f"{one.strategies}, {one.layout}"} for one in plan.points
+            {**asdict(one), "sites": None, "exchange": plan.exchange(one)} for one in plan.points
         ],
         "longest": [[ranks, length, plan.cap(length)] for ranks, length in plan.longest.items()],
         "sites": list(sites(plan)),

@@ -40,5 +40,6 @@ ELEMENTWISE = frozenset(
 # ---- products and what surrounds them --------------------------------------------------------------------------------
 MATRIX_PRODUCTS = ("matmul", "mm", "bmm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+TRANSFORMS = ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")  # along one dim
 SAFE_SOFTMAXES = ("_safe_softmax",)  # rows that are hidden whole are zeros, not NaN
 SOFTMAXES = ("softmax", "_softmax", *SAFE_SOFTMAXES)

@@ -7,7 +7,7 @@ from math import prod
 import torch
 import torch.fx as fx
 
-from ringopt.dims.op_families import CONVOLUTIONS, PADS, SOFTMAXES
+from ringopt.dims.op_families import CONVOLUTIONS, PADS, SOFTMAXES, TRANSFORMS
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args
 from ringopt.torch_compat.schema import overload_name
@@ -153,7 +153,7 @@ MIXING: dict[str, RuleOf] = {
     **dict.fromkeys(("triu", "tril"), triangle),
     **dict.fromkeys(("sort", "argsort"), but_dim(1, -1)),
     **dict.fromkeys(("topk", "diff"), but_dim(2, -1)),
-    **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), but_dim(2, -1)),
+    **dict.fromkeys(TRANSFORMS, but_dim(2, -1)),
     "glu": glu,
     **dict.fromkeys(PADS, pad),
     **dict.fromkeys(("cosine_similarity", "pairwise_distance"), distance),

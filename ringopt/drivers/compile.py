@@ -291,7 +291,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     sites = [(node, info) for node, info in taken if mesh.size > 1 or gains_alone(node, info)]
     left = any(map(is_scan, made.graph.graph.nodes))  # those that no ranks share
     scans = any(info.refusal is None for info in context.scans.values()) or (mesh.size == 1 and left)
-    if sites or scans or context.given or context.pairs or context.cuts:
+    if sites or scans or context.given or context.pairs or context.cuts or context.mixed:
         return replace(Compiled.of(made, report, context), pairs=snapshot.counterparts(made.graph, context))
     if context.drawn or left:  # nothing is spread, so nothing is compared
         return replace(Compiled.of(made, report, context), program=None)

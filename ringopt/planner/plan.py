@@ -62,7 +62,8 @@ class Point:
 
     @property
     def strategies(self) -> str:
-        return ", ".join(dict.fromkeys(site.strategy for site in self.sites)) or "gather"
+        """Of the attentions, "" without one."""
+        return ", ".join(dict.fromkeys(site.strategy for site in self.sites))
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,6 +85,11 @@ class Plan:
     def sent(self, point: Point) -> str:
         away = f"\n{point.between / max(point.bytes, 1):.0%} off node" if self.network else ""
         return f"{bytes_text(point.bytes)}{away}"
+
+    def exchange(self, point: Point) -> str:
+        """The strategies of the attentions, or that of pairs without one, and the layout."""
+        how = point.strategies or ("gather" if self.traced.pairs else "")
+        return f"{how}, {point.layout}" if how else point.layout
 
     def fitting(self, length: int | None) -> str:
         """The longest length that fits, with what caps it."""
@@ -143,7 +149,7 @@ class Plan:
             table.add_row(
                 *(f"{point.length:,}", f"{point.world_size:,}", bytes_text(point.memory)),
                 *("yes" if point.fits else "no", self.sent(point), counted(point.flops), duration(point.seconds)),
-                *(f"{point.exposed / point.seconds:.0%}", f"{point.strategies}, {point.layout}"),
+                *(f"{point.exposed / point.seconds:.0%}", self.exchange(point)),
             )
         yield table
         for ranks, length in self.longest.items():
@@ -231,8 +237,8 @@ def predicted(
     on_one_node = replace(asked.options, strategy="ring") if hybrid_asked else asked.options
     found = traced(model, args, kwargs, on_one_node, asked.device.name)
     if not found.length:
-        why = "; ".join(found.refused) or "no attention was found"
-        raise OptionError(f"there is nothing to plan, no attention of this model can be sharded: {why}")
+        why = "; ".join(found.refused) or "no attention and no recurrence was found"
+        raise OptionError(f"there is nothing to plan, nothing of this model can be sharded: {why}")
     check_lengths(found, asked.lengths)
     rates, longest = asked.rates(found.dtype), dict[int, int | None]()
     for n, p in sizes:

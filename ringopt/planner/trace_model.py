@@ -93,7 +93,7 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         weights = {node: dims for one in made for node, dims in weights_of(one).items()}
         lengths = [n for site in sites_of(nodes) for n in (site.case.q_length, site.case.kv_length)]
         lengths += [node.meta[WHOLE].shape[dim] for node, dims in weights.items() for dim in dims]
-        length = max(lengths, default=0)
+        length = max(lengths or map(cut_length, nodes), default=0)
         if not length:
             return Traced(0, "", (), tuple(refused), tuple(pairs), False, 0, 0, 0, {}, {})
         parts = [partitioned(graph) for graph in graphs]
@@ -115,9 +115,10 @@ def traced(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: 
         else:
             own += flops
     sites = tuple(sites_of(nodes))
-    training = torch.is_grad_enabled() and any(requires_grad(node.graph)[node] for node in weights)
+    spread = list(weights) if weights or sites else list(filter(is_activation, nodes))
+    training = torch.is_grad_enabled() and any(requires_grad(node.graph)[node] for node in spread)
     training = training or any(site.case.training for site in sites)
-    dtype = sites[0].case.heads.dtype if sites else str(value_of(next(iter(weights))).dtype).removeprefix("torch.")
+    dtype = sites[0].case.heads.dtype if sites else str(value_of(spread[0]).dtype).removeprefix("torch.")
     return Traced(
         length=length,
         dtype=dtype,
@@ -156,6 +157,17 @@ def comes_from_inputs(node: fx.Node) -> bool:
         stack += [x for x in one.all_input_nodes if x not in seen]
         seen.update(one.all_input_nodes)
     return False
+
+
+def is_activation(node: fx.Node) -> bool:
+    """Whether a rank has its rows of a floating value."""
+    return is_tensor(node) and node.meta.get(PLACEMENT) is not None and value_of(node).is_floating_point()
+
+
+def cut_length(node: fx.Node) -> int:
+    """Of a sequence that begins here, where recurrences alone, or prefix sums, say what the sequence is; else 0."""
+    place = node.meta.get(PLACEMENT) if op_name(node) == "scatter" else None
+    return place.length if place is not None else 0
 
 
 def weights_of(made: Compiled) -> dict[fx.Node, tuple[int, int]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch.fx as fx
 
 from ringopt.dims.declared import DeclaredRule
+from ringopt.dims.op_families import TRANSFORMS
 from ringopt.dims.rule import Rule, ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_random, is_tensor, shape_of, tensor_args
@@ -25,12 +26,7 @@ from ringopt.sharding.handlers.views import evenly
 from ringopt.sharding.sharder import Sharder
 
 # Those that nothing else here computes on shards: what they read above the first attention is spread for them.
-MIXED = frozenset(
-    (
-        *("sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin"),
-        *("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"),
-    )
-)
+MIXED = frozenset((*TRANSFORMS, "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin"))
 
 Way = tuple[Sharded, Sequence[Sharded | None]]
 
