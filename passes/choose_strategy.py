@@ -104,7 +104,7 @@ def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) ->
     queries, keys = lengths(node, mesh)
     if min(queries, keys) >= ranks:
         return None
-    if max(queries, keys) >= ranks and strategy == "auto":
+    if max(queries, keys) >= ranks and min(queries, keys) > 0 and strategy == "auto":
         info.whole = "queries" if queries < keys else "keys"
         return None
     few = f"{at_hand(min(queries, keys))} rows for {ranks} ranks"

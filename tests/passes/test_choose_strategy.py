@@ -180,6 +180,13 @@ def test_rows_too_few_to_be_spread_are_on_every_rank(p, biased):
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
+def test_without_keys_there_is_nothing_to_share():
+    """As of a sequence of one token, without its first."""
+    x, y = torch.randn(1, 2, 3, 8, dtype=torch.float64), torch.randn(1, 2, 0, 8, dtype=torch.float64)
+    verdict = validate(2, Cross(), x.requires_grad_(), y.requires_grad_())
+    assert verdict.wrong == "" and verdict.report.sites[0].refusal == "0 rows for 2 ranks: every rank needs a row"
+
+
 def test_a_strategy_that_is_asked_for_takes_rows_on_both_sides():
     x, y = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 64, 8)
     torch._dynamo.reset()
