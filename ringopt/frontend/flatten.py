@@ -27,6 +27,7 @@ from ringopt.ir.memory import is_one_view
 from ringopt.ir.nodes import drops_nothing, is_random, is_write, op_name, value_of, written_args
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
+from ringopt.ops.torch_func import vmapped
 from ringopt.torch_compat.autograd import ENTER_INFERENCE_MODE, EXIT_INFERENCE_MODE, GET_DATA
 from ringopt.torch_compat.fake_tensors import (
     DataDependentOutputException,
@@ -123,7 +124,7 @@ class Flatten(fx.Interpreter):
         if flex.is_flex(target):
             return flex.written_out(*args)
         if isinstance(target, HigherOrderOperator):
-            return self.run_whole(target, args, kwargs)
+            return vmapped(target, args) or self.run_whole(target, args, kwargs)
         if target is GET_DATA:
             return args[0].detach()  # x.data, which the tracer would take for a constant
         if target is ENTER_INFERENCE_MODE:

@@ -3,47 +3,25 @@
     a = _add_batch_dim(x, 0, 1); b = a.sin(); y = _remove_batch_dim(b, 1, 2, 0)     ->     y = torch_func(graph, x)[0]
 
 What happens between the beginning and the end of a transform runs on tensors of its own, so no pass can look at it: it
-is kept whole, as torch.cond is, and what stands around it is sharded.
+is kept whole, as torch.cond is, and what stands around it is sharded. Only a vmap is written out
+(ringopt/ops/torch_func.py).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
 
 from ringopt.frontend import flex
 from ringopt.frontend.flatten import is_inline
-from ringopt.torch_compat.autograd import without_hooks
-from ringopt.torch_compat.schema import HigherOrderOperator
-from ringopt.torch_compat.transforms import (
-    depth_after,
-    is_forward_mode,
-    is_unwrapped,
-    load_tables,
-    undone_after_an_error,
-)
+from ringopt.ops.torch_func import TORCH_FUNC
+from ringopt.torch_compat.transforms import depth_after, is_forward_mode, is_unwrapped
 
 # Begins nothing: it fills tables of torch's, which is done once, where the transforms are run.
 LOADS_A_TABLE = "lazy_load_decompositions"
-
-
-class RunsTransforms(HigherOrderOperator):
-    """`(graph, *operands) -> results`. An error inside ends the transforms that are open."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_func")  # type: ignore[no-untyped-call]
-
-    def __call__(self, graph: fx.GraphModule, *operands: Any) -> Any:
-        load_tables()
-        with without_hooks(), undone_after_an_error():
-            return graph(*operands)
-
-
-TORCH_FUNC = RunsTransforms()
 
 
 def with_transforms_as_calls(gm: fx.GraphModule) -> fx.GraphModule:

@@ -16,12 +16,13 @@ from torch._functorch.predispatch import lazy_load_decompositions as load_tables
 
 from ringopt.torch_compat.schema import is_functorch
 
-__all__ = ["depth_after", "is_forward_mode", "is_unwrapped", "load_tables", "undone_after_an_error"]
+__all__ = ["OF_VMAP", "depth_after", "is_forward_mode", "is_unwrapped", "load_tables", "undone_after_an_error"]
 
 # load_tables(): fills the tables by which vmap writes some operators as others.
 
 # Functions without a result.
 BEGIN = ("_vmap_increment_nesting", "_grad_increment_nesting", "_saved_tensors_hooks_disable")
+OF_VMAP = ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
 END = ("_vmap_decrement_nesting", "_grad_decrement_nesting", "_saved_tensors_hooks_enable")
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch._C._functorch import get_dynamic_layer_stack_depth
 
+from ringopt.torch_compat.schema import is_functorch
 from ringopt.torch_compat.transforms import (
+    OF_VMAP,
     depth_after,
     is_forward_mode,
     is_unwrapped,
@@ -35,6 +37,14 @@ def test_what_begins_ends() -> None:
         seen.add(depth := depth_after(target, depth))
         assert not is_forward_mode(target)
     assert depth == 0 and seen == {0, 1, 2, 3}  # vmap, hooks forbidden, grad
+
+
+def test_functions_of_vmap_are_told_from_those_of_gradients() -> None:
+    def others(function: Any) -> set[str]:
+        names = {target.__name__ for target in targets_of(function) if is_functorch(target)}
+        return names - {*OF_VMAP, "lazy_load_decompositions"}
+
+    assert others(torch.vmap(torch.sin)) == set() and others(torch.func.grad(lambda x: x.sin().sum()))
 
 
 def test_forward_mode_is_told() -> None:

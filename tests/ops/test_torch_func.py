@@ -1,0 +1,122 @@
+"""What stands in a vmap is found and sharded; other transforms, and what a vmap alone does not decide, stay whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ringopt.ir.nodes import op_name
+from tests.harness.lengths import run_over
+from tests.harness.translation import validate
+
+HEADS, ROWS, DEPTH = 2, 13, 4
+WIDTH = HEADS * DEPTH
+
+
+class Layer(nn.Module):
+    """`attend(self, q, k, v)`, each [B, H, S, D]."""
+
+    def __init__(self, attend):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend, self.qkv, self.out = attend, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.members = nn.Parameter(torch.randn(3, DEPTH, DEPTH))
+        self.double()
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (HEADS, DEPTH)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + self.out(self.attend(self, q, k, v).transpose(1, 2).flatten(2))
+
+
+def given(rows=ROWS):
+    torch.manual_seed(rows)
+    return torch.randn(2, rows, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+def causal(q, k, v):
+    """Of one head: q, k, v [S, D]."""
+    hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(1)
+    return (q @ k.mT / 2).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+def windowed(m, q, k, v):
+    """The mask by a function of two places."""
+    places = torch.arange(q.shape[2])
+    over_keys = torch.vmap(lambda i, j: (i >= j) & (i - j < 5), (None, 0))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.vmap(over_keys, (0, None))(places, places))
+
+
+def of_members(m, q, k, v):
+    """Models beside each other, as torch.func has an ensemble."""
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return torch.vmap(lambda w: torch.tanh(y @ w))(m.members).mean(0)
+
+
+WRITTEN_OUT = {
+    "one head": lambda m, q, k, v: torch.vmap(torch.vmap(causal))(q, k, v),
+    "one sequence": lambda m, q, k, v: torch.vmap(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )(q, k, v),
+    "without the gradient of queries": lambda m, q, k, v: torch.vmap(
+        torch.vmap(lambda q, k, v: causal(q.detach(), k, v))
+    )(q, k, v),
+    "a mask": windowed,
+    "members": of_members,
+}
+
+
+def stays(graph):
+    return any(op_name(node) == "torch_func" for node in graph.nodes)
+
+
+@pytest.mark.parametrize("name, p", [(name, 2 + i % 2) for i, name in enumerate(WRITTEN_OUT)])
+def test_written_out(name, p):
+    verdict = validate(p, Layer(WRITTEN_OUT[name]), given())
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0
+    assert [site.refusal for site in verdict.report.sites] == [None] and not stays(verdict.graph.graph)
+
+
+def test_lengths_that_are_open():
+    calls = [(given(rows),) for rows in (12, 17, 9)]
+    (report,) = run_over(Layer(WRITTEN_OUT["one head"]), calls, 2, dynamic=True).reports
+    assert report.sharded_fraction == 1.0
+
+
+def without_gradient(m, q, k, v):
+    def one(q, k, v):
+        with torch.no_grad():
+            scores = q @ k.mT
+        return scores.softmax(-1) @ v
+
+    return torch.vmap(one)(q, k, v)
+
+
+def in_16_bits(m, q, k, v):
+    """A product of one dtype, and of two, that autocast computes in a third."""
+    q, k, v = q.float(), k.float(), v.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.vmap(lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).float())(q, k, v)
+        return y.double() + torch.vmap(lambda y, k, v: ((y @ k.mT) @ v).float())(y.half(), k, v).double()
+
+
+WHOLE = {
+    "a gradient": lambda m, q, k, v: v * torch.vmap(torch.func.grad(lambda x: x.square().mean()))(q),
+    "a region without gradient": without_gradient,
+    "a region of autocast": in_16_bits,
+    "writes": lambda m, q, k, v: torch.vmap(lambda q, v: (q * 2).add_(v))(q, v),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole(name):
+    """The attention behind it is sharded."""
+
+    def attend(m, q, k, v):
+        return F.scaled_dot_product_attention(q, k, WHOLE[name](m, q, k, v), is_causal=True)
+
+    verdict = validate(2, Layer(attend), given())
+    assert verdict.wrong == "" and stays(verdict.graph.graph) and len(verdict.report.sites) == 1
