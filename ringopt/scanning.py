@@ -166,7 +166,7 @@ def traced(step: Step, kinds: Kinds, like: tuple[Tensors, Tensors, Sequence[Tens
     except Exception as error:  # of whatever kind: it is the user's function
         raise OptionError(f"scan: the step cannot be traced: {type(error).__name__}: {first_line(error)}") from error
     if in_complex:
-        raise OptionError("scan: of complex numbers the gradients are not known: rotate their real and imaginary parts")
+        raise OptionError("scan: complex numbers have no gradient: write the step with 2 x 2 rotations of real numbers")
     return text, single
 
 

@@ -79,7 +79,7 @@ REFUSED = {
     "random numbers": lambda s, x: (s + torch.rand_like(x), s),
     "the step cannot be traced": lambda s, x: (s if x.sum() > 0 else -s, s),
     "given 1 carries and returns 2": lambda s, x: ((s, x), s),
-    "rotate their real and imaginary parts": lambda s, x: (s + x, torch.complex(s, x)),
+    "write the step with 2 x 2 rotations": lambda s, x: (s + x, torch.complex(s, x)),
     r"carry 0 is \[3\] float64 before a step and \[3\] float32": lambda s, x: ((s + x).float(), s),
 }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from ringopt.dims.op_families import CONVOLUTIONS, PADS, SLICES, SOFTMAXES, SPLITS, TRANSFORMS
+from ringopt.dims.op_families import CONVOLUTIONS, PADS, RUNNING, SLICES, SOFTMAXES, SPLITS, TRANSFORMS
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.notes import OF_PROGRAM, PARAMETER
@@ -20,8 +20,8 @@ FEATURES_SECOND = frozenset((*CONVOLUTIONS, "convolution", "_convolution"))  # d
 NORMS = frozenset(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"))
 # Entries are left out, added or moved; the dim stays a sequence, or features, as it was.
 KEEPING = frozenset(
-    {*SLICES, *SPLITS, *PADS, *SOFTMAXES, *FEATURES_SECOND, *TRANSFORMS, "cat", "roll", "flip", "dropout", "getitem"}
-    | {"index_select", "cumsum", "cumprod", "logcumsumexp"}
+    {*SLICES, *SPLITS, *PADS, *SOFTMAXES, *FEATURES_SECOND, *RUNNING, *TRANSFORMS, "cumsum"}
+    | {"cat", "roll", "flip", "dropout", "getitem", "index_select"}
 )
 
 

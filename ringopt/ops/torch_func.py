@@ -65,7 +65,7 @@ def vmapped(target: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
 
     try:
         plain = in_own_thread(traced)
-    except (OtherKind, RuntimeError):  # operands of two dtypes, which autocast makes one
+    except OtherDtype:
         return None
     made = [node for node in plain.graph.nodes if node.op == "call_function"]
     if any(is_random(node) or is_write(node) for node in made):
@@ -73,17 +73,24 @@ def vmapped(target: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
     return tuple(fx.Interpreter(plain).run(*operands))
 
 
-class OtherKind(Exception):
-    """A value is of another dtype than Dynamo has traced: autocast is around it."""
+class OtherDtype(Exception):
+    """Autocast is around it: a value is of another dtype than Dynamo has traced, or an operator refuses two dtypes."""
 
 
 class AsTraced(fx.Interpreter):
-    """Raises OtherKind."""
+    """Raises OtherDtype."""
 
     def run_node(self, n: fx.Node) -> Any:
-        value, expected = super().run_node(n), n.meta.get("example_value", n.meta.get("val"))
+        expected = n.meta.get("example_value", n.meta.get("val"))
+        try:
+            value = super().run_node(n)
+        except RuntimeError as error:
+            given = {x.dtype for x in map(self.env.get, n.all_input_nodes) if isinstance(x, Tensor)}
+            if len(given) > 1:
+                raise OtherDtype from error
+            raise
         if isinstance(value, Tensor) and isinstance(expected, Tensor) and value.dtype != expected.dtype:
-            raise OtherKind
+            raise OtherDtype
         return value
 
 

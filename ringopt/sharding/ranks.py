@@ -56,14 +56,6 @@ class Ranks:
         """A sequence of `length` with fewer rows than that is not sharded."""
         return chunks_per_rank(self.layout(length)) * self.size
 
-    def known(self, length: int, layout: str) -> int:
-        """How many rows every rank has at least, whatever an open length is: 2 where that follows, for Inductor (torch
-        2.13) lowers no batched product of rows that may be one; else 1."""
-        if self.asks:
-            return 1
-        several = not is_grained(layout) and statically_known_true(length >= 2 * self.size)
-        return 2 if several or chunks_per_rank(layout) > 1 else 1
-
     def same_rows(self, one: Sharded, other: Sharded) -> bool:
         """Whether every rank holds the same places of a dim by both."""
         sizes = (one.outer, one.length, one.inner, other.outer, other.length, other.inner)
@@ -75,3 +67,9 @@ class Ranks:
         """Of every rank, which of length * inner places it holds."""
         ranges = map(self.laid_out(place.length).ranges, range(self.size))
         return [tuple(range(x.start * place.inner, x.stop * place.inner) for x in of_rank) for of_rank in ranges]
+
+
+def two_rows_each(length: int, layout: str, ranks: int) -> bool:
+    """Whether every rank surely has two rows, whatever an open length is: Inductor (torch 2.13) lowers no batched
+    product of rows that may be one. Units of a layout may be shorter."""
+    return not is_grained(layout) and statically_known_true(length >= 2 * ranks)

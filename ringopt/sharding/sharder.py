@@ -41,7 +41,7 @@ from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, same
 from ringopt.ops import operators
 from ringopt.rules.declare import is_foreign, line_to_write
-from ringopt.sharding.ranks import Ranks
+from ringopt.sharding.ranks import Ranks, two_rows_each
 from ringopt.torch_compat.operators import UNSAFE_VIEW
 from ringopt.torch_compat.schema import schema_of
 
@@ -249,7 +249,7 @@ class Sharder:
                 raise AssertionError(f"{length} rows are too few for {self.ranks.size} ranks in layout {layout}")
             some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
             asked: dict[str, Any] = {"inputs": [some], "names": "", "program": "", "when": "never"}
-            asked["least"] = self.ranks.known(length, layout)
+            asked["least"] = 2 if not self.ranks.asks and two_rows_each(length, layout, self.ranks.size) else 1
             call = OpCall.to(operators.rows_here.default, length=length, layout=layout, group=self.ranks.group, **asked)
             node = call.insert(self.graph, "rows_here")
             node.meta[PLACEMENT] = node.meta[WHOLE] = None

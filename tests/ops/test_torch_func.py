@@ -6,35 +6,12 @@ import math
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from ringopt.ir.nodes import op_name
 from tests.harness.lengths import run_over
 from tests.harness.translation import validate
-
-HEADS, ROWS, DEPTH = 2, 13, 4
-WIDTH = HEADS * DEPTH
-
-
-class Layer(nn.Module):
-    """`attend(self, q, k, v)`, each [B, H, S, D]."""
-
-    def __init__(self, attend):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attend, self.qkv, self.out = attend, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.members = nn.Parameter(torch.randn(3, DEPTH, DEPTH))
-        self.double()
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (HEADS, DEPTH)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return x + self.out(self.attend(self, q, k, v).transpose(1, 2).flatten(2))
-
-
-def given(rows=ROWS):
-    torch.manual_seed(rows)
-    return torch.randn(2, rows, WIDTH, dtype=torch.float64, requires_grad=True)
+from tests.passes.test_pairs import Layers, given
 
 
 def causal(q, k, v):
@@ -53,7 +30,7 @@ def windowed(m, q, k, v):
 def of_members(m, q, k, v):
     """Models beside each other, as torch.func has an ensemble."""
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return torch.vmap(lambda w: torch.tanh(y @ w))(m.members).mean(0)
+    return torch.vmap(lambda w: torch.tanh(y * w))(m.memory).mean(0)
 
 
 WRITTEN_OUT = {
@@ -75,14 +52,14 @@ def stays(graph):
 
 @pytest.mark.parametrize("name, p", [(name, 2 + i % 2) for i, name in enumerate(WRITTEN_OUT)])
 def test_written_out(name, p):
-    verdict = validate(p, Layer(WRITTEN_OUT[name]), given())
+    verdict = validate(p, Layers(WRITTEN_OUT[name]), given())
     assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0
-    assert [site.refusal for site in verdict.report.sites] == [None] and not stays(verdict.graph.graph)
+    assert [site.refusal for site in verdict.report.sites] == [None] * 2 and not stays(verdict.graph.graph)
 
 
 def test_lengths_that_are_open():
     calls = [(given(rows),) for rows in (12, 17, 9)]
-    (report,) = run_over(Layer(WRITTEN_OUT["one head"]), calls, 2, dynamic=True).reports
+    (report,) = run_over(Layers(WRITTEN_OUT["one head"]), calls, 2, dynamic=True).reports
     assert report.sharded_fraction == 1.0
 
 
@@ -118,5 +95,5 @@ def test_whole(name):
     def attend(m, q, k, v):
         return F.scaled_dot_product_attention(q, k, WHOLE[name](m, q, k, v), is_causal=True)
 
-    verdict = validate(2, Layer(attend), given())
-    assert verdict.wrong == "" and stays(verdict.graph.graph) and len(verdict.report.sites) == 1
+    verdict = validate(2, Layers(attend), given())
+    assert verdict.wrong == "" and stays(verdict.graph.graph) and len(verdict.report.sites) == 2

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch.fx as fx
 
 from ringopt.dims.declared import DeclaredRule
-from ringopt.dims.op_families import TRANSFORMS
+from ringopt.dims.op_families import RUNNING, TRANSFORMS
 from ringopt.dims.rule import Rule, ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_random, is_tensor, shape_of, tensor_args
@@ -26,7 +26,7 @@ from ringopt.sharding.handlers.views import evenly
 from ringopt.sharding.sharder import Sharder
 
 # Those that nothing else here computes on shards: what they read above the first attention is spread for them.
-MIXED = frozenset((*TRANSFORMS, "sort", "argsort", "cumprod", "logcumsumexp", "cummax", "cummin"))
+MIXED = frozenset((*RUNNING, *TRANSFORMS, "sort", "argsort", "cummax", "cummin"))
 
 Way = tuple[Sharded, Sequence[Sharded | None]]
 

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
-from ringopt.dims.op_families import TRANSFORMS
+from ringopt.dims.op_families import RUNNING, TRANSFORMS
 from ringopt.dims.origin import is_row, origins
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, value_of
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.sharding.behind_breaks import above_products
 from ringopt.sharding.handlers.demands import worked_on
 
-ALONG = frozenset((*TRANSFORMS, "cumsum", "cumprod", "logcumsumexp"))
+ALONG = frozenset((*RUNNING, *TRANSFORMS, "cumsum"))
 
 
 def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, Sharded]:
@@ -35,8 +35,9 @@ def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, S
         dim = named(node, "dim") % len(shape_of(x))
         place = Sharded(dim, 1, shape_of(x)[dim], 1)
         floating = value_of(x).is_floating_point() or value_of(x).is_complex()
-        enough = place.length >= chunks_per_rank(layouts.of(place.length)) * ranks
-        if floating and enough and any(map(is_row, origins(x, dim))):
+        if not floating or not any(map(is_row, origins(x, dim))):
+            continue
+        if place.length >= chunks_per_rank(layouts.of(place.length)) * ranks:
             found[x] = place
     return found
 
@@ -45,4 +46,4 @@ def note_of_mixing(rows: Mapping[fx.Node, Sharded]) -> list[str]:
     """For the report."""
     users = [user for x in rows for user in x.users if op_name(user) in ALONG]
     what = ", ".join(dict.fromkeys(f"{op_name(user)} ({source_line(user)})" for user in users))
-    return [f"without attention and recurrences, the sequence is what {what} mixes"] if rows else []
+    return [f"no attention and no recurrence was found: tokens are sharded along the dim of {what}"] if rows else []

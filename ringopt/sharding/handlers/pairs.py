@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 
 import torch.fx as fx
 
-from ringopt.context_parallel.geometry.layouts import chunks_per_rank, is_grained
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank
 from ringopt.dims.contraction_rules import PRODUCTS
 from ringopt.dims.op_families import CONVOLUTIONS
 from ringopt.ir.nodes import op_name
@@ -22,18 +22,18 @@ from ringopt.recognize.row_pairs import Pairs
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.grains import inside_chunks
 from ringopt.sharding.handlers.demands import Demand, climb
+from ringopt.sharding.ranks import two_rows_each
 from ringopt.sharding.sharder import Sharder
 
 
 def enough_queries(pairs: Pairs, layouts: Layouts, ranks: int) -> bool:
     """Whether every chunk of the layout has a query. None has of pairs inside of the chunks of a scan, which ranks hold
-    whole. Where the length is open every rank has two, by a guard, for Inductor (torch 2.13) lowers no batched product
-    of rows that may be one; where units of a layout may be shorter that is not known."""
+    whole. Where the length is open every rank has two, by a guard."""
     length, layout = pairs.rows.length, layouts.of(pairs.rows.length)
     if inside_chunks(pairs.queries, pairs.rows, layouts.grains):
         return False
     if is_open(length):
-        return not (is_grained(layout) and chunks_per_rank(layout) == 1) and bool(length >= 2 * ranks)
+        return bool(length >= 2 * ranks) and two_rows_each(length, layout, ranks)
     return length >= chunks_per_rank(layout) * ranks
 
 

@@ -74,7 +74,7 @@ def test_tokens_stay_on_shards(name, p):
     verdict = validate(p, Layers(MIXED[name]), given())
     assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0
     assert [gather.op for gather in verdict.report.gathers] == ["output"]
-    assert any("without attention and recurrences, the sequence is what" in note for note in verdict.report.notes)
+    assert any("tokens are sharded along the dim of" in note for note in verdict.report.notes)
 
 
 def test_lengths_that_are_open():
@@ -111,7 +111,7 @@ def test_fewer_tokens_than_ranks():
 
 def test_an_attention_says_itself_what_the_sequence_is():
     report = validate(2, Layers(attended), given()).report
-    assert report.sharded_fraction > 0.9 and not any("without attention" in note for note in report.notes)
+    assert report.sharded_fraction > 0.9 and not any("along the dim of" in note for note in report.notes)
 
 
 def test_the_report_names_the_line():
