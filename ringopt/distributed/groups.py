@@ -29,6 +29,9 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], list[str]]] = WeakKeyDicti
 _failed: WeakKeyDictionary[Any, dict[tuple[str, float], str]] = WeakKeyDictionary()
 _tries: WeakKeyDictionary[Any, Counter[tuple[str, float]]] = WeakKeyDictionary()
 
+# Messages of meetings that failed: dropped, they would not be sent, and a rank that comes later would wait for them.
+_posted: list[list[tuple[int, Any]]] = []
+
 
 def _default() -> str:
     world: Any = dist.group.WORLD
@@ -74,12 +77,9 @@ def met_group(name: str, ranks: Sequence[int], timeout: float) -> Any:
         await_all(ranks, meeting, timeout)
         return new_group(ranks, timeout)
     except RuntimeError as error:
-        missing = _missing(store, keys)
-        absent = f"ranks {missing} did not come" if missing else first_line(error)
-        ended = isinstance(error, Ended) and bool(missing)
         failed[name, timeout] = (
             f"mesh {name!r} of ranks {list(ranks)} was not made in {time.monotonic() - began:.1f} s: "
-            f"{absent}{f', and {first_line(error)}' if ended else ''}. They died while they compiled, or "
+            f"{_why(error, _missing(store, keys))}. They died while they compiled, or "
             "make other calls; look at their output, and restart the ranks"
         )
         raise RingCommError(failed[name, timeout]) from error
@@ -90,6 +90,15 @@ class Ended(RuntimeError):
 
     def __init__(self, rank: int):
         super().__init__(f"the process of rank {rank} has ended")
+        self.rank = rank
+
+
+def _why(error: RuntimeError, missing: list[int]) -> str:
+    """What kept ranks from meeting. Where one has ended, the others may still be on their way."""
+    if not isinstance(error, Ended):
+        return f"ranks {missing} did not come" if missing else first_line(error)
+    late = [rank for rank in missing if rank != error.rank]
+    return first_line(error) + (f", and ranks {late} had not come by then" if late else "")
 
 
 def await_all(ranks: Sequence[int], meeting: str, timeout: float) -> None:
@@ -104,13 +113,23 @@ def await_all(ranks: Sequence[int], meeting: str, timeout: float) -> None:
     with unset_fake_temporarily():  # a mesh may be made while a graph is traced
         here = torch.zeros(1, dtype=torch.uint8, device="cpu")
         started: list[tuple[int, Any]] = []
-        for post in (dist.irecv, dist.isend):
+        ended: list[RuntimeError] = []
+        for post in (dist.isend, dist.irecv):
             for rank in others:
+                try:
+                    with _ends(rank, end):
+                        started.append((rank, post(here.clone(), rank, tag=tag)))
+                except Ended as error:  # the others still wait for this rank
+                    ended.append(error)
+        try:
+            if ended:
+                raise ended[0]
+            for rank, message in started:
                 with _ends(rank, end):
-                    started.append((rank, post(here.clone(), rank, tag=tag)))
-        for rank, message in started:
-            with _ends(rank, end):
-                message.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+                    message.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        except RuntimeError:
+            _posted.append(started)
+            raise
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from torch import Tensor
 
 import ringopt.backend
 from ringopt.frontend.libraries import teach
+from ringopt.frontend.libraries.operators import define, defined
 from ringopt.ir.nodes import op_name
+from ringopt.rules.declare import Tokenwise
 from tests.harness import stub_libraries as stubs
 from tests.harness.translation import Verdict, validate
 
@@ -250,6 +252,15 @@ def test_heads_that_ranks_cannot_share_evenly_stay_together(p: int) -> None:
     name = "fewer keys than values" if p == 2 else "kda"  # one head of keys; four heads for three ranks
     found = verdict(Layer(CALLS[name]), p, strategy="ulysses", layout="contiguous").report.sites[0].strategy
     assert found == ("heads" if p == 2 else "states")
+
+
+def test_complex_numbers_have_a_gradient() -> None:
+    """mamba-ssm's A may be of them. What has none, indices for one, is not asked for any."""
+    rule = lambda **_given: Tokenwise({"x": 0, "rows": 0}, 0)  # noqa: E731
+    turn = lambda x, y, rows: (x * y.conj() * x)[rows]  # noqa: E731
+    define("turned", "Tensor x, Tensor y, Tensor rows", 1, turn, lambda x, _y, rows: x[rows], rule)
+    x, y = (torch.randn(3, dtype=torch.complex128, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(defined("turned"), (x, y, torch.tensor([2, 0, 2])))
 
 
 def test_what_is_known_of_no_rule_breaks_the_graph_as_before() -> None:
