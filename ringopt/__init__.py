@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ringopt.distributed.traffic import record_traffic
     from ringopt.drivers.convert import convert
     from ringopt.drivers.explain import explain
-    from ringopt.frontend.pt2_archive import load
+    from ringopt.frontend.pt2.archive import load
     from ringopt.functional import attention, shard, unshard
     from ringopt.options import Options, defaults
     from ringopt.planner.plan import Plan, plan
@@ -81,7 +81,7 @@ _HOME = {
     "explain": "ringopt.drivers.explain",
     "from_rows": "ringopt.tensor.from_rows",
     "Plan": "ringopt.planner.plan",
-    "load": "ringopt.frontend.pt2_archive",
+    "load": "ringopt.frontend.pt2.archive",
     "plan": "ringopt.planner.plan",
     "record_traffic": "ringopt.distributed.traffic",
     "reports": "ringopt.backend",

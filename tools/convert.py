@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import_all(arguments.imports)
 
     from ringopt.drivers.convert import convert_program
-    from ringopt.frontend.pt2_archive import load_with_provenance
+    from ringopt.frontend.pt2.archive import load_with_provenance
 
     ranks = arguments.world_size or 1
     with partial_file(target) as file, progress() as bar:
@@ -119,7 +119,7 @@ def _check_ranks(ranks: int | None, verifies: bool) -> None:
 
 
 def _converting(arguments: argparse.Namespace, convert: Any) -> tuple[ExportedProgram, Report]:
-    from ringopt.frontend.pt2_archive import blamed
+    from ringopt.frontend.pt2.archive import blamed
 
     try:
         with blamed(arguments.source, "converted"):
@@ -179,7 +179,7 @@ def save(program: ExportedProgram, file: Path, provenance: str) -> None:
     """Raises OSError."""
     import torch
 
-    from ringopt.frontend.pt2_archive import PROVENANCE
+    from ringopt.frontend.pt2.archive import PROVENANCE
 
     with Outlet(file, "w") as out:
         torch.export.save(program, out, extra_files={PROVENANCE: provenance})

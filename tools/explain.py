@@ -106,7 +106,7 @@ def _report_of_model(arguments: argparse.Namespace) -> Report:
 
 def report_of_file(arguments: argparse.Namespace) -> tuple[str, Report]:
     """The report, and where it comes from if the file has it."""
-    from ringopt.frontend.pt2_archive import blamed, load_with_provenance
+    from ringopt.frontend.pt2.archive import blamed, load_with_provenance
 
     program, made = load_with_provenance(arguments.target, trusted=arguments.trusted)
     if made is not None:
@@ -135,7 +135,7 @@ def _asked(arguments: argparse.Namespace, model: Any, *args: Any, **kwargs: Any)
 def kept(arguments: argparse.Namespace, made: dict[str, Any]) -> tuple[str, Report]:
     """What a converted file holds."""
     import ringopt
-    from ringopt.frontend.pt2_archive import blamed
+    from ringopt.frontend.pt2.archive import blamed
 
     target, by = arguments.target, made["ringopt"]
     if by != ringopt.__version__:

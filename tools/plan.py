@@ -112,7 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def of_program(path: str, trusted: bool) -> Example:
     """The module that a .pt2 file makes, with the inputs that it was exported with."""
-    from ringopt.frontend.pt2_archive import load_with_provenance
+    from ringopt.frontend.pt2.archive import load_with_provenance
 
     program, made = load_with_provenance(path, trusted=trusted)
     if made is not None:

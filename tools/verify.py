@@ -41,7 +41,7 @@ def verify(
     no example inputs, random numbers, values that differ, a rank that fails."""
     import torch
 
-    from ringopt.frontend.pt2_archive import load
+    from ringopt.frontend.pt2.archive import load
     from ringopt.runtime.verify import distances
 
     if before.example_inputs is None:
@@ -242,7 +242,7 @@ def _one_rank(folder: Path, rank: int, p: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from ringopt.frontend.pt2_archive import load
+    from ringopt.frontend.pt2.archive import load
     from ringopt.runtime.verify import GRADIENT, distances
 
     dist.init_process_group("gloo", init_method=f"file://{folder / STORE}", rank=rank, world_size=p)

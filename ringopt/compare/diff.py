@@ -19,7 +19,7 @@ from ringopt.compare.program_files import FileProgram, Unknown, read_program
 from ringopt.compare.program_inputs import Given
 from ringopt.compare.trace_files import TraceProgram, is_trace, views_of_trace
 from ringopt.errors import ProgramError
-from ringopt.frontend.pt2_archive import blamed, load
+from ringopt.frontend.pt2.archive import blamed, load
 from ringopt.torch_compat.fake_tensors import FakeTensor
 
 Program: TypeAlias = ExportedProgram | fx.GraphModule

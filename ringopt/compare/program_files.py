@@ -25,7 +25,7 @@ import sympy
 import torch
 import torch.fx as fx
 
-from ringopt.frontend.pt2_archive import checked, members_of
+from ringopt.frontend.pt2.archive import checked, members_of
 from ringopt.torch_compat.export import DTYPES, LAYOUTS, MEMORY_FORMATS
 from ringopt.torch_compat.symbolic_shapes import FUNCTIONS, ShapeEnv, SymNode
 

@@ -23,7 +23,7 @@ from ringopt.frontend.explicit_autocast import autocast_around
 from ringopt.frontend.flatten import Book, Custom, Flatten, refuse_higher_order
 from ringopt.frontend.flex_block_masks import Claim, claims, erase_tables
 from ringopt.frontend.func_transforms import with_transforms_as_calls
-from ringopt.frontend.higher_order.one_node import with_facts_of_graphs
+from ringopt.frontend.one_node import with_facts_of_graphs
 from ringopt.ir.autograd_function import CustomGradient, GradientArguments, HigherOrder
 from ringopt.ir.checkpoint_regions import Regions
 from ringopt.ir.memory import note_memory

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
-from ringopt.frontend.higher_order.one_node import graphs_of, held, numbers, reason_against
+from ringopt.frontend.one_node import fixed_sizes, graphs_of, held_call, reason_against
 from ringopt.ir.autograd_function import HigherOrder
 from ringopt.ir.checkpoint_regions import Regions, tags
 from ringopt.ir.memory import is_one_view
@@ -191,11 +191,11 @@ class Flatten(fx.Interpreter):
 
     def run_whole(self, operator: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
         """A higher-order operator as one node, which gives tensors of the kinds that Dynamo has found."""
-        call, tensors = held(operator, args, kwargs, self.running)
+        call, tensors = held_call(operator, args, kwargs, self.running)
         expected = flex.example(self.running)
         several = type(expected) if isinstance(expected, (tuple, list)) else None
         like = [
-            torch.empty_strided(*numbers(x), dtype=x.dtype, device=x.device)
+            torch.empty_strided(*fixed_sizes(x), dtype=x.dtype, device=x.device)
             for x in (expected if several else [expected])
         ]
         self.book.customs.append(call)

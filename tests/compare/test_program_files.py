@@ -16,7 +16,7 @@ from ringopt.compare.graph_diff import NodeView
 from ringopt.compare.node_views import views_of
 from ringopt.compare.program_files import Unknown, read_program
 from ringopt.errors import ProgramError
-from ringopt.frontend.pt2_archive import load
+from ringopt.frontend.pt2.archive import load
 
 
 class Many(nn.Module):

@@ -18,7 +18,7 @@ from torch._higher_order_ops.while_loop import while_loop
 import ringopt
 from ringopt.errors import RingMismatchError
 from ringopt.frontend.flex import example
-from ringopt.frontend.higher_order.one_node import reason_against
+from ringopt.frontend.one_node import reason_against
 from ringopt.ir.printer import changes, short
 from ringopt.passes import LINE, UNDERSTAND
 from tests.harness.capturing import after

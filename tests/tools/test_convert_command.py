@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 import ringopt
-from ringopt.frontend.pt2_archive import load_with_provenance
+from ringopt.frontend.pt2.archive import load_with_provenance
 from ringopt.tools.cli import main
 from ringopt.tools.common.command import CommandError
 from ringopt.tools.verify import verify

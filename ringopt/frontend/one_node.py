@@ -64,7 +64,7 @@ def kinds(values: Iterable[Any]) -> str:
     return ", ".join(sorted({type(value).__name__ for value in values}))
 
 
-def held(operator: HigherOrderOperator, args: Any, kwargs: Any, node: fx.Node) -> tuple[HigherOrder, list[Tensor]]:
+def held_call(operator: HigherOrderOperator, args: Any, kwargs: Any, node: fx.Node) -> tuple[HigherOrder, list[Tensor]]:
     """The call that `node` of Dynamo's graph makes, and its tensors. Sizes that are open become numbers: graphs inside
     are of these sizes. Dtypes are those of Dynamo: here nothing is cast yet as autocast has it."""
     tensors: list[Tensor] = []
@@ -88,7 +88,7 @@ def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.
     with unset_fake_temporarily(), mode, torch.no_grad():
         places = [place for place in tree_leaves(call.arguments) if isinstance(place, OperandPlace)]
         given = [
-            torch.empty_strided(*numbers(x), dtype=place.dtype, device=x.device)
+            torch.empty_strided(*fixed_sizes(x), dtype=place.dtype, device=x.device)
             for x, place in zip(tensors, places, strict=True)
         ]
         try:
@@ -108,7 +108,7 @@ def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.
     return replace(call, random=random, strides=[x.stride() for x in given])
 
 
-def numbers(x: Tensor) -> tuple[list[int], list[int]]:
+def fixed_sizes(x: Tensor) -> tuple[list[int], list[int]]:
     """Sizes and strides; open ones are fixed."""
     return list(map(int, x.shape)), list(map(int, x.stride()))
 

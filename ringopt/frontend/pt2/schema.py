@@ -19,8 +19,8 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from ringopt.errors import first_line
-from ringopt.frontend.pt2_expressions import KEY, NoArithmetic, check_guard, check_range, check_size
-from ringopt.frontend.pt2_names import check_operator, check_tree
+from ringopt.frontend.pt2.expressions import KEY, NoArithmetic, check_guard, check_range, check_size
+from ringopt.frontend.pt2.names import check_operator, check_tree
 from ringopt.torch_compat.export import Union, schema
 
 Check: TypeAlias = Callable[[Any], None]

@@ -3,7 +3,7 @@
 A file is data until its program is run. torch would unpickle some members of an archive, load compiled libraries out of
 it, write its names into Python that it compiles, and evaluate its expressions. So before torch sees any of it, members
 are looked at (no pickled code, no libraries, no path that leads out), the JSON is held against the schema of
-torch.export (pt2_schema.py), and all is kept within bounds; `trusted=True` lifts the bounds, and nothing else.
+torch.export (schema.py), and all is kept within bounds; `trusted=True` lifts the bounds, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ringopt.errors import ProgramError, RingError, first_line
-from ringopt.frontend.pt2_schema import Odd, check_payload, check_program
+from ringopt.frontend.pt2.schema import Odd, check_payload, check_program
 from ringopt.torch_compat.export import DTYPES, SCHEMA_VERSION, FileReader
 
 # Where provenance is kept in a file that ringopt wrote.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ringopt.frontend.pt2_expressions import KEY
+from ringopt.frontend.pt2.expressions import KEY
 from ringopt.ops import operators
 from ringopt.torch_compat.export import PRIVATE_FUNCTIONS
 from ringopt.torch_compat.schema import HigherOrderOperator, OpNamespace, OpOverload, OpOverloadPacket

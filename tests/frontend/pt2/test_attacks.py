@@ -16,9 +16,9 @@ import torch
 
 import ringopt
 from ringopt.errors import ProgramError
-from ringopt.frontend import pt2_archive
-from ringopt.frontend.pt2_archive import check_readers
-from ringopt.frontend.pt2_schema import checks_of
+from ringopt.frontend.pt2 import archive
+from ringopt.frontend.pt2.archive import check_readers
+from ringopt.frontend.pt2.schema import checks_of
 from ringopt.tools.cli import main
 from tests.harness.archives import model_of, rewritten, save_small
 
@@ -242,8 +242,8 @@ def test_two_members_of_one_name_are_refused(good: Path, capsys: pytest.CaptureF
 
 def test_an_archive_that_torch_reads_otherwise_is_refused(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = rewritten(good, Path("other.pt2"), at("torch_version", put="9"))
-    reader = pt2_archive.FileReader
-    monkeypatch.setattr(pt2_archive, "FileReader", lambda _path: reader(str(other)))
+    reader = archive.FileReader
+    monkeypatch.setattr(archive, "FileReader", lambda _path: reader(str(other)))
     with pytest.raises(ProgramError, match="two readers of zip archives read it apart"):
         check_readers(good)
 
@@ -256,7 +256,7 @@ def test_bounds_are_told_and_lifted_for_a_trusted_file(good: Path, monkeypatch: 
         ringopt.load(path)
     assert ringopt.diff(good, path, trusted=True).same
     assert main(["diff", str(good), str(path), "--trusted"]) == 0
-    monkeypatch.setattr(pt2_archive, "MOST_JSON", 1000)
+    monkeypatch.setattr(archive, "MOST_JSON", 1000)
     with pytest.raises(ProgramError, match=r"model\.json has .* bytes, over 1,000; if you know"):
         ringopt.load(good)
     ringopt.load(good, trusted=True)
@@ -310,7 +310,7 @@ def test_every_text_of_the_schema_has_a_rule() -> None:
     """A field that a later torch adds holds a name, or files with it are refused."""
     from torch._export.serde import schema
 
-    from ringopt.frontend.pt2_schema import TEXTS
+    from ringopt.frontend.pt2.schema import TEXTS
 
     for kind, field in TEXTS:
         assert field in checks_of(kind), f"{kind.__name__} has no {field}"
@@ -320,6 +320,6 @@ def test_every_text_of_the_schema_has_a_rule() -> None:
 def test_numbers_of_torch_are_known() -> None:
     from torch._export.serde.serialize import _SYM_OPS
 
-    from ringopt.frontend.pt2_names import FUNCTIONS
+    from ringopt.frontend.pt2.names import FUNCTIONS
 
     assert {f"{op.__module__}.{op.__name__}" for op in _SYM_OPS} <= set(FUNCTIONS)
