@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
-from ringopt.frontend.one_node import fixed_sizes, graphs_of, held_call, reason_against
+from ringopt.frontend.one_node import fixed_sizes, graphs_of, held_call, not_sharded, reason_against, refuse_views
 from ringopt.ir.autograd_function import HigherOrder
 from ringopt.ir.checkpoint_regions import Regions, tags
 from ringopt.ir.memory import is_one_view
@@ -191,6 +191,7 @@ class Flatten(fx.Interpreter):
 
     def run_whole(self, operator: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
         """A higher-order operator as one node, which gives tensors of the kinds that Dynamo has found."""
+        refuse_views(self.running, partial(_graph_or_example, self.module))
         call, tensors = held_call(operator, args, kwargs, self.running)
         expected = flex.example(self.running)
         several = type(expected) if isinstance(expected, (tuple, list)) else None
@@ -255,8 +256,8 @@ def refuse_higher_order(gm: fx.GraphModule, inside: bool = False) -> None:
             name = node.target.name()
             why = reason_against(node, partial(_graph_or_example, gm))
             if why is not None or name in HIGHER_ORDER:
-                sentence = HIGHER_ORDER.get(name, f"the higher-order operator {name} is not sharded yet: {why}")
-                raise GraphRefused(Refusal(sentence, node))
+                known = HIGHER_ORDER.get(name)
+                raise GraphRefused(Refusal(known, node) if known else not_sharded(name, str(why), node))
 
 
 def _graph_or_example(gm: fx.GraphModule, value: Any) -> Any:

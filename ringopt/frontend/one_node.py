@@ -46,14 +46,20 @@ def reason_against(node: fx.Node, value: Callable[[Any], Any]) -> str | None:
     others = kinds(leaf for leaf in made if not isinstance(leaf, Tensor))
     if others or not made:
         return f"it returns {others or 'nothing'}, and not only tensors; return tensors from its functions"
-    memory = {storage_key(leaf) for leaf in given if isinstance(leaf, Tensor)}
+    return None
+
+
+def refuse_views(node: fx.Node, value: Callable[[Any], Any]) -> None:
+    """Raises GraphRefused where a call in Dynamo's graph returns the memory of what it is given: a node gives new."""
+    memory = {storage_key(leaf) for leaf in map(value, node.all_input_nodes) if isinstance(leaf, Tensor)}
+    made = tree_leaves(value(node))
     shared = [str(place) for place, leaf in enumerate(made) if storage_key(leaf) in memory]
     if shared:
-        return (
+        why = (
             f"what it returns (number {', '.join(shared)} of {len(made)}) lies in the memory of what it is given; "
             f"return a clone(), or {ELSEWHERE}"
         )
-    return None
+        raise GraphRefused(not_sharded(node.target.name(), why, node))
 
 
 ELSEWHERE = "call it outside of what is compiled (torch.compiler.disable)"
@@ -138,4 +144,9 @@ def graphs_of(traced: fx.GraphModule) -> Iterator[fx.Graph]:
 
 
 def _refused(call: HigherOrder, why: str, node: fx.Node) -> GraphRefused:
-    return GraphRefused(Refusal(f"the higher-order operator {call.__name__} is not sharded yet: {why}", node))
+    return GraphRefused(not_sharded(call.__name__, why, node))
+
+
+def not_sharded(name: str, why: str, node: fx.Node) -> Refusal:
+    """Of a higher-order operator."""
+    return Refusal(f"the higher-order operator {name} is not sharded yet: {why}", node)

@@ -33,6 +33,13 @@ def of_members(m, q, k, v):
     return torch.vmap(lambda w: torch.tanh(y * w))(m.memory).mean(0)
 
 
+def view_written(m, q, k, v):
+    """The keys see it."""
+    k = k + 1
+    torch.vmap(lambda k: k.mT)(k).mul_(0.5)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 WRITTEN_OUT = {
     "one head": lambda m, q, k, v: torch.vmap(torch.vmap(causal))(q, k, v),
     "one sequence": lambda m, q, k, v: torch.vmap(
@@ -42,6 +49,8 @@ WRITTEN_OUT = {
         torch.vmap(lambda q, k, v: causal(q.detach(), k, v))
     )(q, k, v),
     "a mask": windowed,
+    "views": lambda m, q, k, v: (q @ torch.vmap(lambda k: k.mT)(k)).softmax(-1) @ torch.vmap(lambda v: v[:])(v),
+    "a view that is written": view_written,
     "members": of_members,
 }
 

@@ -192,6 +192,7 @@ COLUMNS = (
     Column("", lambda row: row["verdict"], right=False),
     Column("error", error("error")),
     Column("on\nshards", lambda row: "" if row["share"] is None else f"{row['share']:.1%}"),
+    Column("at another\nlength", lambda row: "" if row.get("later") is None else f"{row['later']:.1%}"),
     Column("bytes\na token", lambda row: "" if row["bytes"] is None else f"{row['bytes']:,.0f}"),
     Column("by\nattentions", lambda row: "" if row["by_sites"] is None else f"{row['by_sites']:,.0f}"),
     Column("compile,\ns", lambda row: "" if row["compile"] is None else f"{row['compile']:.0f}"),
@@ -201,8 +202,10 @@ COLUMNS = (
 NOTES = (
     "error: of the loss and every gradient in float64, from one process, relative to the largest entry of each; exact "
     "up to 1e-8.",
-    "on shards: share of the matrix work. bytes a token: sent by a rank in one forward, by all tokens; by attentions "
-    "(and recurrences): the part that their plans name; the rest is what gathers and halos send.",
+    "on shards: share of the matrix work. at another length: of the graphs that a second call compiles, with fewer "
+    "tokens in the same process; its numbers count for the error.",
+    "bytes a token: sent by a rank in one forward, by all tokens; by attentions (and recurrences): the part that their "
+    "plans name; the rest is what gathers and halos send.",
     "the library: whether its own context parallelism takes the model: `supports_context_parallel` of transformers, a "
     "`_cp_plan` of diffusers.",
     "first reason: why the first of what is refused or gathered is, with its line.",
