@@ -216,7 +216,7 @@ def spell(graph: fx.Graph, site: DeclaredSite) -> None:
     with graph.inserting_before(gradient or node):
         q, k, v = (arranged(graph, site, x if gradient is None else source(x)) for x in site.operands)
         mask = site.mask if site.plain else visible(graph, site)
-        grouped = site.sizes(site.operands[0])[1] != site.sizes(site.operands[1])[1]
+        grouped = not same(site.sizes(site.operands[0])[1], site.sizes(site.operands[1])[1])
         given = {"attn_mask": mask, "dropout_p": site.value(site.says.dropout), "is_causal": site.causal and site.plain}
         given |= {"scale": site.value(site.says.scale), "enable_gqa": grouped}
         made = emit(graph, aten.scaled_dot_product_attention.default, (q, k, v), node, given)

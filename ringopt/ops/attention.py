@@ -63,7 +63,7 @@ def attention_reference(
         return dilated.dilated_attention(q, k, v, attn_mask, sinks, seed, *config.plain)[0]  # type: ignore[no-any-return]
     if dropout_p > 0 and seed is None:
         raise ValueError(f"ringopt::attention: dropout_p is {dropout_p}, and there is no seed to draw from")
-    plain, grouped = attn_mask is None and not any(call.mask.terms), q.shape[1] != k.shape[1]
+    plain, grouped = attn_mask is None and not any(call.mask.terms), not same(q.shape[1], k.shape[1])
     causal = pattern == "causal" and same(q.shape[2], k.shape[2])
     if plain and sinks is None and not dropout_p and (pattern == "full" or causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)

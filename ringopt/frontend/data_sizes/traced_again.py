@@ -110,14 +110,15 @@ def teach_sizes() -> None:
 def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> None:
     """To be called first in a marked backend: has Dynamo trace the frame again where `gm`, for several ranks, ends at a
     size."""
-    again, broken = _settings.off(), break_reason(gm)
-    reason = str(getattr(broken, "reason", ""))
+    again, broken, frame = _settings.off(), break_reason(gm), frame_being_compiled()
+    reason, where = str(getattr(broken, "reason", "")), str(getattr(broken, "user_stack", ())[-1:])
     ends = ranks > 1 and not again and reason.startswith((*SIZES_BREAK, NUMBER_BREAK))
-    if ends and tries(frame_being_compiled(), str(broken.user_stack[-1:]), reason.startswith(NUMBER_BREAK)):
+    if ends and tries(frame, where, reason.startswith(NUMBER_BREAK)):
         _settings.on()
         raise TraceOtherwise
-    if again and frame_being_compiled() in _for_numbers and reads_numbers(gm):
-        give_up(frame_being_compiled())
+    in_vain = broken is not None and where == _tried.get(frame)  # it ends there all the same
+    if again and (in_vain or (frame in _for_numbers and reads_numbers(gm))):
+        give_up(frame)
         raise TraceOtherwise
 
 

@@ -160,3 +160,15 @@ def left_to_python(m, x, weights, chosen):
 def test_what_cannot_be_one_graph_breaks_as_ever(ranks):
     for error, reports in ranks(2, on_rank, left_to_python, "aot_eager"):
         assert error < 1e-10 and "ends at a graph break: Dynamic shape operator" in str(reports)
+
+
+def aligned(m, x, weights, chosen):
+    """CTC: torch has no shapes of it for a trace, whatever Dynamo is told of sizes."""
+    targets, lengths = torch.ones(2, 3, dtype=torch.long), torch.full((2,), len(x) // 2)
+    return x * F.ctc_loss(x.view(2, -1, D).log_softmax(-1).transpose(0, 1), targets, lengths, (targets > 0).sum(1))
+
+
+def test_nor_is_it_traced_over_and_over(ranks):
+    for error, reports in ranks(2, on_rank, aligned, "aot_eager"):
+        assert error < 1e-10
+        assert len(reports) <= 6  # of each length what stands before the loss, and what follows
