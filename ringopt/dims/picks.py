@@ -64,15 +64,20 @@ class Wanted(Exception):
         self.node, self.dim = node, dim
 
 
-def tokens_picked(graph: fx.Graph) -> TokensPicked | None:
-    """What `graph`, of one output, is along tokens; None if no proof was found."""
+def tokens_picked(graph: fx.Graph) -> list[TokensPicked]:
+    """What `graph`, of one output, is along tokens: a proof for each dim of the output that they may be (of a mask of
+    [B, S] both), none where there is none."""
     inputs = graph.find_nodes(op="placeholder")
     for node in graph.nodes:
+        proofs = dict[int, TokensPicked]()
         for dim in beginnings(node):
-            found = Reading(graph, inputs).begun(node.args[0] if op_name(node) != "index" else bools(node)[0], dim)
+            mask = node.args[0] if op_name(node) != "index" else bools(node)[0]
+            found = Reading(graph, inputs).begun(mask, dim)
             if found is not None:
-                return found
-    return None
+                proofs.setdefault(found.out, found)
+        if proofs:
+            return list(proofs.values())
+    return []
 
 
 def beginnings(node: fx.Node) -> Sequence[int]:

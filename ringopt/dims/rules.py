@@ -83,10 +83,12 @@ def attention(node: fx.Node) -> Rule | None:
 
 def picked(node: fx.Node) -> Rule | None:
     """As was proved of its body (ringopt/dims/picks.py); of pieces by their counts nothing holds by itself."""
-    along, out, counts = (named(node, name) for name in ("along", "out", "counts"))
-    if out < 0 or counts >= 0:
+    along, outs, counts = (named(node, name) for name in ("along", "out", "counts"))
+    if min(outs) < 0 or counts >= 0:
         return None
-    return Rule(tuple({out: dim} if dim >= 0 else {} for dim in along))
+    operands = len(node.args[0])
+    dims = [dict(zip(outs, along[i::operands], strict=True)) for i in range(operands)]
+    return Rule(tuple({out: dim for out, dim in own.items() if dim >= 0} for own in dims))
 
 
 RULES: dict[str, RuleOf] = {

@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch.fx.node import map_aggregate
 
 from ringopt.torch_compat.operators import ASSERT_SCALAR
-from ringopt.torch_compat.symbolic_shapes import PythonReferenceAnalysis, ShapeEnv, statically_known_true, sympy_interp
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv, computed, statically_known_true
 
 OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -187,7 +187,7 @@ class Written:
         if formula not in self.made:
             for symbol in sorted(formula.free_symbols - self.symbols.keys(), key=str):
                 self.symbols[symbol] = fx.Proxy(source_of(symbol, self.graph, self.inputs))
-            found = sympy_interp(PythonReferenceAnalysis, self.symbols, formula)
+            found = computed(formula, self.symbols)
             self.made[formula] = found.node if isinstance(found, fx.Proxy) else found
         return self.made[formula]
 

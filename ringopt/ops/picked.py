@@ -6,7 +6,8 @@
 
 `body` is the text of a graph (ringopt/scans/body.py), `sizes` tells the shape of the result by those of the operands.
 Outside of it all sizes are plain. `along`, `out` and `counts` are what was proved of it (ringopt/dims/picks.py): on
-some tokens it gives what it gives on all of them, at these tokens. The backward runs the body again.
+some tokens it gives what it gives on all of them, at these tokens. `out` has each dim of the result that these may be
+(-1: none), `along` for each of them that of every operand (-1: it has none). The backward runs the body again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ringopt.ops.tags import ON_HOST
 from ringopt.scans.body import from_text
 from ringopt.torch_compat.autograd import no_autocast, recording
 
-OPERANDS = "Tensor[] operands, str body, str sizes, int[] along, int out, int counts"
+OPERANDS = "Tensor[] operands, str body, str sizes, int[] along, int[] out, int counts"
 
 
 def sizes_text(dtype: torch.dtype, sizes: Sequence[int | tuple[int, int]]) -> str:
@@ -45,7 +46,7 @@ def like_result(operands: Sequence[Tensor], text: str) -> Tensor:
 
 
 @torch.library.custom_op("ringopt::picked", mutates_args=(), tags=ON_HOST, schema=f"({OPERANDS}) -> Tensor")
-def picked(operands: list[Tensor], body: str, sizes: str, along: list[int], out: int, counts: int) -> Tensor:
+def picked(operands: list[Tensor], body: str, sizes: str, along: list[int], out: list[int], counts: int) -> Tensor:
     """What `body` gives. Raises NoBody."""
     with no_autocast():
         (found,) = from_text(body).module(*operands)
@@ -62,7 +63,7 @@ def alone(found: Tensor, operands: Sequence[Tensor]) -> Tensor:
 
 
 @picked.register_fake
-def _(operands: list[Tensor], body: str, sizes: str, along: list[int], out: int, counts: int) -> Tensor:
+def _(operands: list[Tensor], body: str, sizes: str, along: list[int], out: list[int], counts: int) -> Tensor:
     return like_result(operands, sizes)
 
 
@@ -73,7 +74,7 @@ def _(operands: list[Tensor], body: str, sizes: str, along: list[int], out: int,
     schema=f"(Tensor grad, {OPERANDS}, int[] wanted) -> Tensor[]",
 )
 def picked_backward(
-    grad: Tensor, operands: list[Tensor], body: str, sizes: str, along: list[int], out: int, counts: int,
+    grad: Tensor, operands: list[Tensor], body: str, sizes: str, along: list[int], out: list[int], counts: int,
     wanted: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the operands `wanted`, by place."""
@@ -89,7 +90,7 @@ def picked_backward(
 
 @picked_backward.register_fake
 def _(
-    grad: Tensor, operands: list[Tensor], body: str, sizes: str, along: list[int], out: int, counts: int,
+    grad: Tensor, operands: list[Tensor], body: str, sizes: str, along: list[int], out: list[int], counts: int,
     wanted: list[int],
 ) -> list[Tensor]:  # fmt: skip
     return [operands[place].new_empty(operands[place].shape) for place in wanted]

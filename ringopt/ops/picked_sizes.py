@@ -66,6 +66,9 @@ class Evenly(fx.Interpreter):
         if op_name(n) in ("index", "index_put"):
             parts = zip(n.args[1], args[1], strict=True)
             args = (args[0], [place for node, at in parts for place in self.index(node, at)], *args[2:])
+        if op_name(n) == "bincount":
+            weights = args[1] if len(args) > 1 else None
+            return torch.empty(max(1, named(n, "minlength")), dtype=args[0].dtype if weights is None else weights.dtype)
         return n.target(*args, **kwargs)
 
     def index(self, node: Any, at: Tensor | None) -> list[Tensor | None]:

@@ -22,7 +22,7 @@ from ringopt.ir.notes import OF_PROGRAM, PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, formula
 from ringopt.ops import operators
-from ringopt.ops.sized_call import SizedCall
+from ringopt.ops.sized_call import Open, SizedCall
 from ringopt.ops.traffic import ring_plan
 from ringopt.ops.traits import flops_of, sends, sent_bytes
 from ringopt.options import note_of
@@ -232,8 +232,12 @@ def place_of(node: fx.Node) -> str:
 
 
 def matrix_flops(node: fx.Node, figures: Figures) -> int:
-    """2 * multiplications of the products of a node on this rank; 0 for other ops."""
-    return flops_of(node, figures.call(node))
+    """2 * multiplications of the products of a node on this rank; 0 for other ops, and where these products have sizes
+    that nothing foretells (of the numbers that torch.unique finds)."""
+    try:
+        return flops_of(node, figures.call(node))
+    except Open:
+        return 0
 
 
 def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
+import torch.fx as fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
@@ -27,15 +30,14 @@ __all__ = [
     "GuardAsked",
     "GuardOnDataDependentSymNode",
     "PickedSizes",
-    "PythonReferenceAnalysis",
     "ShapeEnv",
     "SymNode",
     "asserted_size",
     "compute_unbacked_bindings",
+    "computed",
     "float_symbol",
     "free_unbacked_symbols",
     "statically_known_true",
-    "sympy_interp",
     "unbacked_size",
     "without_guards",
 ]
@@ -48,11 +50,53 @@ __all__ = [
 # free_unbacked_symbols(value): those in the sizes of a tensor that are known only when the program runs.
 # compute_unbacked_bindings(shape_env, value): where in a value new ones come up, for node.meta["unbacked_bindings"].
 # GuardOnDataDependentSymNode: raised where a decision needs the number of one.
-# sympy_interp(PythonReferenceAnalysis, {symbol: value}, expr): the expression computed with these values, which may be
-#     proxies of a graph.
 
 # The functions that sizes are written in beside sympy's own (FloorDiv, Mod, ...), by name, as they stand in files.
 FUNCTIONS = {name: made for name, made in vars(functions).items() if isinstance(made, type)}
+
+
+class Traceable(PythonReferenceAnalysis):
+    """Also what torch spells for the numbers of sympy or Python alone: quotients, what is rounded, angles."""
+
+    int_truediv = staticmethod(operator.truediv)
+    cos, acos, cosh = (staticmethod(getattr(torch, f"_sym_{name}")) for name in ("cos", "acos", "cosh"))
+    sin, asin, sinh = (staticmethod(getattr(torch, f"_sym_{name}")) for name in ("sin", "asin", "sinh"))
+    tan, atan, tanh = (staticmethod(getattr(torch, f"_sym_{name}")) for name in ("tan", "atan", "tanh"))
+
+    @staticmethod
+    def floor_to_int(x: Any, _dtype: Any = None) -> Any:
+        return _called(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, _dtype: Any = None) -> Any:
+        return _called(math.ceil, x)
+
+    @staticmethod
+    def trunc_to_int(x: Any, _dtype: Any = None) -> Any:
+        return _called(math.trunc, x)
+
+    @staticmethod
+    def round_to_int(x: Any, _dtype: Any = None) -> Any:
+        return _called(round, x)
+
+    @staticmethod
+    def round_decimal(x: Any, digits: Any) -> Any:
+        return _called(round, x, digits)
+
+    @staticmethod
+    def abs(x: Any) -> Any:
+        return _called(operator.abs, x)
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    """Python's own functions want numbers: of a proxy, a node that calls it."""
+    tracer = next((x.tracer for x in args if isinstance(x, fx.Proxy)), None)
+    return tracer.create_proxy("call_function", function, args, {}) if tracer else function(*args)
+
+
+def computed(formula: sympy.Basic, values: dict[sympy.Symbol, Any]) -> Any:
+    """An expression of sizes with these values for its symbols, which may be proxies of a graph."""
+    return sympy_interp(Traceable, values, formula)
 
 
 def float_symbol(number: torch.SymFloat) -> Any:

@@ -1,5 +1,6 @@
 """Floats that change from call to call (a weight that is annealed, a temperature): one graph serves all of them."""
 
+import math
 import operator
 
 import pytest
@@ -143,3 +144,22 @@ def test_numbers_fixed_in_one_program_are_open_in_the_next():
     assert graphs_of(lambda x, number: x * (number * 10**20) * 1e-20, (0.1, 0.3, 0.7)) == 3  # an int of no tensor
     assert graphs_of(lambda x, number: F.scaled_dot_product_attention(x, x, x, scale=number), (0.1, 0.3, 0.7)) == 3
     assert graphs_of(operator.mul, NUMBERS) <= 2  # the first number may be a constant to Dynamo
+
+
+class OfLengths(nn.Module):
+    """Numbers of Python that are made of the length: factors, rotations that slow down, parts of it."""
+
+    def forward(self, x, _number):
+        n = x.shape[1]
+        base = 10.0 * (2.0 * n / 8 - 1) ** (4 / (4 - 2))
+        q = k = x * math.cos(n) * n**-0.5 + torch.arange(n, dtype=x.dtype)[:, None] / base
+        y = F.scaled_dot_product_attention(q[:, None], k[:, None], x[:, None], is_causal=True)[:, 0]
+        return y[:, : math.ceil(n / 3)].sum(1) * math.sqrt(n) + y[:, round(n / 5) :].sum(1) / int(n * 0.7)
+
+
+def test_numbers_that_are_made_of_an_open_length():
+    draw = torch.Generator().manual_seed(1)
+    sizes = (11, 23, 17, 29)
+    calls_of_lengths = [(torch.randn(2, n, 8, generator=draw, dtype=torch.float64), 0) for n in sizes]
+    reports = run_over(OfLengths(), calls_of_lengths, 3).reports
+    assert len(reports) == 2 and [report.refusal for report in reports] == [None, None]

@@ -16,7 +16,7 @@ def called(body, x):
     graph = fx.Graph()
     graph.output((body(graph, graph.placeholder("x")),))
     text = to_text(fx.GraphModule({}, graph), 0, 1, 0)
-    return ops.picked([x], text, sizes_text(x.dtype, list(x.shape)), [0], 0, 0)
+    return ops.picked([x], text, sizes_text(x.dtype, list(x.shape)), [0], [0], 0)
 
 
 def test_what_is_given_and_what_comes_out_share_no_memory():
@@ -47,5 +47,5 @@ def test_what_the_body_does_not_read_has_zeros():
     read, _ = (graph.placeholder(name) for name in "xy")
     graph.output((graph.call_function(aten.sin.default, (read,)),))
     text = to_text(fx.GraphModule({}, graph), 0, 2, 0)
-    ops.picked([x, y], text, sizes_text(x.dtype, list(x.shape)), [0, 0], 0, 0).sum().backward()
+    ops.picked([x, y], text, sizes_text(x.dtype, list(x.shape)), [0, 0], [0], 0).sum().backward()
     assert torch.equal(y.grad, torch.zeros(4, 3)) and torch.equal(x.grad, x.detach().cos())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,15 +16,14 @@ from ringopt.torch_compat.symbolic_shapes import (
     GuardAsked,
     GuardOnDataDependentSymNode,
     PickedSizes,
-    PythonReferenceAnalysis,
     ShapeEnv,
     SymNode,
     asserted_size,
     compute_unbacked_bindings,
+    computed,
     float_symbol,
     free_unbacked_symbols,
     statically_known_true,
-    sympy_interp,
     unbacked_size,
     without_guards,
 )
@@ -91,14 +91,21 @@ def test_where_a_new_size_comes_up_is_told() -> None:
     assert bindings is not None and list(bindings) == [found.shape[0].node.expr]
 
 
-def test_an_expression_is_computed_with_nodes_of_a_graph() -> None:
+def test_an_expression_is_computed_with_numbers_or_nodes_of_a_graph() -> None:
     symbol = sympy.Symbol("s0", integer=True)
-    tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
-    proxy = fx.Proxy(tracer.graph.placeholder("n"), tracer)
-    formula = FUNCTIONS["FloorDiv"](symbol + 1, 2)
-    assert sympy_interp(PythonReferenceAnalysis, {symbol: 6}, formula) == 3
-    found = sympy_interp(PythonReferenceAnalysis, {symbol: proxy}, formula)
-    assert isinstance(found, fx.Proxy) and len(tracer.graph.nodes) == 3
+    make = FUNCTIONS
+    third = make["IntTrueDiv"](symbol, sympy.Integer(3))
+    formulas = {
+        make["FloorDiv"](symbol + 1, 2): 4, third: 7 / 3, make["CeilToInt"](third): 3, make["FloorToInt"](third): 2,
+        make["RoundToInt"](third): 2, make["TruncToInt"](third): 2, make["RoundDecimal"](third, sympy.Integer(1)): 2.3,
+        make["OpaqueUnaryFn_cos"](symbol): math.cos(7), make["FloatPow"](third, sympy.Float(0.5)): math.sqrt(7 / 3),
+        sympy.Abs(symbol - 9): 2,
+    }  # fmt: skip
+    for formula, expected in formulas.items():
+        tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
+        found = computed(formula, {symbol: fx.Proxy(tracer.graph.placeholder("n"), tracer)})
+        tracer.graph.output(found.node)
+        assert fx.GraphModule({}, tracer.graph)(7) == computed(formula, {symbol: 7}) == pytest.approx(expected)
 
 
 def test_the_functions_of_sizes_in_files() -> None:

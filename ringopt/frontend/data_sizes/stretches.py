@@ -302,13 +302,17 @@ def operator_of(graph: fx.Graph, cut: Cut, flat: fx.Graph, result: fx.Node, x: f
         text = to_text(fx.GraphModule({}, body), 0, len(operands), 0)
     except NoBody as problem:
         raise refused(x, problem.refusal.sentence) from problem
-    found = tokens_picked(body) or TokensPicked((-1,) * len(operands), -1)
+    proofs = tokens_picked(body) or [TokensPicked((-1,) * len(operands), -1)]
     shape = [number_of(size) or 0 for size in fake_value(x).shape]
-    tokens = next((i for i, dim in enumerate(found.along) if dim >= 0), 0)
-    sizes = [(tokens, found.along[tokens]) if dim == found.out else size for dim, size in enumerate(shape)]
+    sizes: list[int | tuple[int, int]] = list(shape)
+    for found in proofs:
+        having = [i for i, dim in enumerate(found.along) if dim >= 0]
+        if having:
+            sizes[found.out] = (having[0], found.along[having[0]])
     call = OpCall.to(
         operators.picked.default, operands=operands, body=text, sizes=sizes_text(fake_value(x).dtype, sizes),
-        along=list(found.along), out=found.out, counts=found.counts,
+        along=[dim for found in proofs for dim in found.along], out=[found.out for found in proofs],
+        counts=max(found.counts for found in proofs),
     )  # fmt: skip
     made = call.insert(graph)
     made.meta.update(origin(x))

@@ -223,7 +223,7 @@ class Routing:
 
     def in_pieces(self, node: fx.Node) -> bool:
         """Split by the counts of experts, each piece by its own, and joined (ringopt/dims/picks.py)."""
-        if op_name(node) != "picked" or named(node, "counts") < 0 or named(node, "out"):
+        if op_name(node) != "picked" or named(node, "counts") < 0 or named(node, "out") != [0]:
             return False
         counts, given = node.args[0][named(node, "counts")], list(zip(node.args[0], named(node, "along"), strict=True))
         total = sum_of_marks(counts, self.sort.args[0])

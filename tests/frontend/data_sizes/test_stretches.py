@@ -63,6 +63,16 @@ def boolean_masks(m, x, weights, chosen):
     return out
 
 
+def masks_of_sequences(m, x, weights, chosen):
+    """Of [B, S]: a token may be along either dim."""
+    x, chosen = x.view(2, -1, D), chosen.view(2, -1, CHOSEN)
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        mine = (chosen == number).any(-1)
+        out[mine] = out[mine] + expert(x[mine])
+    return out.view(-1, D)
+
+
 def in_pieces(m, x, weights, chosen, mixed=False, wrong=False):
     zeros = torch.zeros([x.shape[0], EXPERTS], dtype=x.dtype)
     counts = zeros.scatter(1, chosen.flip(1) if wrong else chosen, 1).long().sum(0)
@@ -90,7 +100,10 @@ def batch(rows=ROWS):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous"), (4, "contiguous")])
-@pytest.mark.parametrize("go", [written_in_place, masks_by_expert, boolean_masks, in_pieces, pieces_put_back])
+@pytest.mark.parametrize(
+    "go",
+    [written_in_place, masks_by_expert, boolean_masks, masks_of_sequences, in_pieces, pieces_put_back],
+)
 def test_each_rank_works_on_its_own_tokens(go, p, layout):
     verdict = validate(p, Experts(go).double(), batch(), layout=layout)
     assert not verdict.wrong
@@ -149,6 +162,19 @@ def test_dynamo_does_not_break_there(ranks, go, inner_backend):
     for error, reports in ranks(2, on_rank, go, inner_backend):
         assert error < 1e-10
         assert [share for share, _ in reports] == [1, 1] and "graph break" not in str(reports)
+
+
+def unforetold(m, x, weights, chosen):
+    """As many as there are different ones, or the largest of them says."""
+    numbers = chosen[:, 0]
+    _, which, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
+    often = counts[which] + torch.bincount(numbers, minlength=2)[numbers]
+    return x * often[:, None] + torch.masked_select(weights, chosen > 1).mean()
+
+
+def test_beside_numbers_that_nothing_foretells_attention_is_sharded(ranks):
+    for error, reports in ranks(2, on_rank, unforetold, "aot_eager"):
+        assert error < 1e-10 and [share for share, _ in reports] == [1, 1]
 
 
 def left_to_python(m, x, weights, chosen):

@@ -171,7 +171,9 @@ def _widened_ring(inner: str) -> Callable[..., Any]:
     @keeps_associative_scans
     def ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         widen(gm)
-        return ringopt.backend.ring(gm, inputs, options={"inner_backend": inner, "on_refusal": "ignore"})
+        # What a model draws with a seed of its own (Reformer's buckets) is then what one process draws.
+        options = {"inner_backend": inner, "on_refusal": "ignore", "random": "torch"}
+        return ringopt.backend.ring(gm, inputs, options=options)
 
     return ring
 
