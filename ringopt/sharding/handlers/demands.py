@@ -4,14 +4,15 @@
     q = linear(x)                      # attended over, so its rows are wanted
 
 Demands climb over ops that work token by token (ringopt/sharding/sharder.py). Above one that mixes rows in a way this
-package knows, the values would be computed whole, on every rank. So before the walk the demands of all sites are
-followed further up, past such ops: an operand of one is a source, and is spread as soon as it is there; the handlers
-then find it sharded. What is read whole all the same is computed whole as if nothing had been cut.
+package knows, the values would be computed whole, on every rank. So before the walk the demands of all sites, and of
+what later meets the rows that they give (a branch beside attention), are followed further up, past such ops: an operand
+of one is a source, and is spread as soon as it is there; the handlers then find it sharded. What is read whole all the
+same is computed whole as if nothing had been cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -25,6 +26,7 @@ from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import LIKE, NEW, is_aten, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import divides, is_open
+from ringopt.ops import operators
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.handlers.joins import JOINS
 from ringopt.sharding.handlers.patches import are_patches, patches
@@ -42,7 +44,8 @@ def sources(
 ) -> dict[fx.Node, Sharded]:
     """How to spread the values that ops among `handled` read on their way to what is demanded. Only what there is work
     above (`worked`), or in the op: to cut an input in order to slice it would send what every rank has."""
-    pending, seen, found = list(demands), set[fx.Node](), dict[fx.Node, Sharded]()
+    demands = list(demands)
+    pending, seen, found = [*joined(sharder, demands), *demands], set[fx.Node](), dict[fx.Node, Sharded]()
     while pending:
         node, place = pending.pop()
         if node in seen or node not in worked or node.op != "call_function":
@@ -62,9 +65,30 @@ def sources(
             continue
         for operand, at in above(sharder, node, place, handled):
             if op_name(node) in WORK or operand in worked:
-                found[operand] = at
+                found.setdefault(operand, at)
                 pending.append((operand, at))
     return found
+
+
+def joined(sharder: Sharder, demands: Sequence[Demand]) -> Iterator[Demand]:
+    """What meets the rows that attention gives token by token, as a convolution beside it does: its rows are wanted as
+    well."""
+    rows = {y: place for q, place in demands for y in q.users if is_attention(y) and y.args[0] is q}
+    for node in next(iter(rows)).graph.nodes if rows else ():
+        rule, operands = rule_of(node), list(tensor_args(node))
+        if node in rows or rule is None or len(rule.operands) != len(operands):
+            continue
+        for i, x in enumerate(operands):
+            out = rule.push(i, rows[x]) if x in rows else None
+            wanted = rule.pull(out) if out is not None else None
+            if out is not None and wanted is not None and sharder.consistent(rule, wanted, out):
+                rows[node] = out
+                yield from ((y, at) for y, at in zip(operands, wanted, strict=True) if at is not None and y not in rows)
+                break
+
+
+def is_attention(node: fx.Node) -> bool:
+    return bool(node.target is operators.attention.default)
 
 
 def worked_on(graph: fx.Graph) -> set[fx.Node]:

@@ -61,6 +61,26 @@ def test_before_the_first_attention(name):
     check(Before(SEQUENCES[name]), x, torch.randint(0, 40, (2, N)), p=p, layout=layout)
 
 
+class Beside(Before):
+    """The layer and the step beside attention, whose rows meet theirs."""
+
+    def forward(self, x, ids):
+        y = self.model.attention(x + self.model.table(ids))
+        return y + F.silu(self.step(self, F.relu(self.model.linear(x))))
+
+
+BESIDE = ("convolution", "two convolutions and a skip", "shift", "cumsum", "norm over the sequence")
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_attention(name):
+    torch.manual_seed(0)
+    p, layout = case(BESIDE, name)
+    x = torch.randn(2, N, D, dtype=torch.float64, requires_grad=True)
+    check(Beside(SEQUENCES[name]), x, torch.randint(0, 9, (2, N)), p=p, layout=layout)
+
+
+
 class Pictures(nn.Module):
     """A convolution over a picture, a step, attention over all places, a convolution over the picture again."""
 
