@@ -236,6 +236,11 @@ PRODUCTS: dict[str, RuleOf] = {
     "cdist": cdist,
 }
 
+def is_batched_product(node: fx.Node) -> bool:
+    """Whether it multiplies matrices, one of each operand for each element of a batch."""
+    return op_name(node) in PRODUCTS and sum(len(shape_of(x)) > 2 for x in tensor_args(node)) > 1
+
+
 LOOK_UPS: dict[str, RuleOf] = {
     "embedding": embedding,
     "index": index,

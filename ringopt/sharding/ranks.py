@@ -56,6 +56,13 @@ class Ranks:
         """A sequence of `length` with fewer rows than that is not sharded."""
         return chunks_per_rank(self.layout(length)) * self.size
 
+    def serves(self, length: int, layout: str, batched: bool) -> bool:
+        """Whether an open `length` stays open: beside `batched` products only where every rank has two rows, by a
+        guard. A shorter one is compiled for itself."""
+        if batched and is_open(length) and not is_grained(layout) and not length >= 2 * self.size:
+            int(length)
+        return is_open(length)
+
     def same_rows(self, one: Sharded, other: Sharded) -> bool:
         """Whether every rank holds the same places of a dim by both."""
         sizes = (one.outer, one.length, one.inner, other.outer, other.length, other.inner)

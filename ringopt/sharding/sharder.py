@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import OpCall
+from ringopt.dims.contraction_rules import is_batched_product
 from ringopt.dims.declared import DeclaredRule, why_whole
 from ringopt.dims.rule import Rule, ViewRule
 from ringopt.dims.rules import rule_of
@@ -64,6 +65,7 @@ class Sharder:
         self.ranks = ranks
         self.graph = fx.Graph()
         self.carries = requires_grad(graph)
+        self.batched = any(map(is_batched_product, graph.nodes))
         self.values: dict[fx.Node, fx.Node] = {}
         self.placements: dict[fx.Node, Sharded | None] = {}
         self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
@@ -241,7 +243,7 @@ class Sharder:
         """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open. `layout`:
         if not its own."""
         layout = layout or self.ranks.layout(length)
-        if not self.ranks.asks and not is_open(length):
+        if not self.ranks.asks and not self.ranks.serves(length, layout, self.batched):
             return self.ranks.rows_here(length, layout)
         key = (formula(length), layout)
         if key not in self.asked:

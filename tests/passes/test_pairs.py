@@ -105,10 +105,15 @@ def test_lengths_that_are_open(p, caplog):
     assert served == [True, False][: p - 1] and "is not drawn" not in caplog.text
 
 
-def through_inductor(layout):
+def beside_attention(s, q, k, v):
+    """Linear attention without a mask (Katharopoulos et al. 2020)."""
+    return F.scaled_dot_product_attention(q, k, v) + q @ (k.mT @ v)
+
+
+def through_inductor(name, layout):
     """The largest difference from eager at each length, and the share on shards of each graph."""
     torch._dynamo.reset()
-    before, model = len(ringopt.reports()), Layers(PAIRS["no softmax"])
+    before, model = len(ringopt.reports()), Layers({**PAIRS, "a state beside attention": beside_attention}[name])
     compiled, errors = torch.compile(model, backend="ring", dynamic=True, options={"layout": layout}), []
     for rows in (12, 17):
         x = given(rows)
@@ -117,9 +122,16 @@ def through_inductor(layout):
     return max(errors), [report.sharded_fraction for report in ringopt.reports()[before:]]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.zoo)])
-def test_inductor_lowers_products_of_rows_of_any_number(ranks, layout):
-    for error, shares in ranks(2, through_inductor, layout, timeout=240):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("no softmax", "contiguous"),
+        pytest.param("no softmax", "zigzag", marks=pytest.mark.zoo),
+        ("a state beside attention", "contiguous"),
+    ],
+)
+def test_inductor_lowers_products_of_rows_of_any_number(ranks, name, layout):
+    for error, shares in ranks(2, through_inductor, name, layout, timeout=240):
         assert error < 1e-10 and len(shares) == 1 and shares[0] > 0.7
 
 

@@ -88,6 +88,7 @@ def joined(sharder: Sharder, demands: Sequence[Demand]) -> Iterator[Demand]:
 
 
 def is_attention(node: fx.Node) -> bool:
+    """Whether it was recognized as one."""
     return bool(node.target is operators.attention.default)
 
 
