@@ -28,11 +28,12 @@ KEEPING = frozenset(
 @dataclass(frozen=True)
 class Origin:
     """The end of the way up: `kind` is "features", "parameter", "input" or "unknown"; `last`: the last dim of it, which
-    in floating tensors holds features as a rule."""
+    in floating tensors holds features as a rule; `place`: the dim, of parameters and inputs."""
 
     kind: str
     node: fx.Node
     last: bool = False
+    place: Sharded | None = None
 
 
 def origins(node: fx.Node, dim: int) -> set[Origin]:
@@ -58,7 +59,7 @@ def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.No
     last = place.dim == rank - 1
     if node.op in ("placeholder", "get_attr"):
         kind = "parameter" if node.meta.get(PARAMETER) else "input"
-        return Origin(kind, node, last), []
+        return Origin(kind, node, last, place), []
     made = (
         (name in ("linear", "embedding") and last)
         or (name in FEATURES_SECOND and place.dim == 1)

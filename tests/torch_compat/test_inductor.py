@@ -33,6 +33,27 @@ def test_a_graph_is_compiled_with_settings_in_the_place_of_generated_code() -> N
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize(
+    ("x", "transposed"),
+    [
+        (torch.empty(2, 3, 4), False),
+        (torch.empty(2, 4, 3).mT, True),
+        (torch.empty(2, 4, 1).mT, False),  # a dim of one element is anywhere
+        (torch.empty(2, 3, 9)[..., :4], False),  # a view with gaps, whose strides follow from what it views
+        (torch.empty(2, 9, 3)[:, :4].mT, False),
+    ],
+)
+def test_what_is_transposed_in_memory(x: torch.Tensor, transposed: bool) -> None:
+    assert inductor.is_transposed(x.shape, x.stride()) == transposed
+
+
+def test_dims_in_an_order() -> None:
+    x = torch.randn(2, 3, 4)
+    found = inductor.in_order(x, [0, 2, 1])
+    assert torch.equal(found, x) and found.stride() == torch.empty(2, 4, 3).mT.stride()
+    torch.library.opcheck(torch.ops.ringopt_inductor.in_order.default, (found, [0, 2, 1]))
+
+
 def test_a_mode_stands_for_settings() -> None:
     assert inductor.list_mode_options("max-autotune")["max_autotune"] is True
 

@@ -1,25 +1,29 @@
 """Where a graph without attention and recurrences begins: at operators that mix the tokens of a whole sequence.
 
     h = linear(x);  y = cumsum(h, 1)   ->   x_rows = scatter(x);  h = linear(x_rows);  y = prefix_sum(h)
+    k, v = linear(x), ...;  k.mT @ v   ->   x_rows = scatter(x);  all_reduce(k_rows.mT @ v_rows)
 
 Prefix sums (linear attention as a cumsum, minGRU in logarithms) and Fourier transforms (long convolutions, state spaces
 as kernels, FNet) say which dim is the sequence. How they are computed on shards their handlers say (halo.py,
-by_columns.py).
+by_columns.py). So do batched products that sum over rows of an input (linear attention without a mask, attention among
+channels): the input is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
+from ringopt.dims.contraction_rules import is_batched_product
 from ringopt.dims.op_families import RUNNING, TRANSFORMS
 from ringopt.dims.origin import is_row, origins
-from ringopt.ir.nodes import named, op_name, shape_of, source_line, value_of
+from ringopt.dims.rules import rule_of
+from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.ir.placement import Layouts, Sharded
-from ringopt.sharding.behind_breaks import above_products
-from ringopt.sharding.handlers.demands import worked_on
+from ringopt.sharding.behind_breaks import above_products, worth_cutting
+from ringopt.sharding.handlers.demands import Demand, worked_on
 
 ALONG = frozenset((*RUNNING, *TRANSFORMS, "cumsum"))
 
@@ -28,6 +32,10 @@ def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, S
     """What such operators read, and how it may be spread: what products have made, or are made of."""
     found: dict[fx.Node, Sharded] = {}
     near = worked_on(graph) | above_products(graph)
+
+    def enough(place: Sharded) -> bool:
+        return place.length >= chunks_per_rank(layouts.of(place.length)) * ranks
+
     for node in graph.nodes:
         if op_name(node) not in ALONG or node not in near:
             continue
@@ -37,13 +45,27 @@ def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, S
         floating = value_of(x).is_floating_point() or value_of(x).is_complex()
         if not floating or not any(map(is_row, origins(x, dim))):
             continue
-        if place.length >= chunks_per_rank(layouts.of(place.length)) * ranks:
+        if enough(place):
             found[x] = place
-    return found
+    summed = dict(demand for node in graph.nodes if is_batched_product(node) for demand in summed_rows(node))
+    cuts = worth_cutting(graph, summed, layouts, ranks)
+    return found | {x: place for x, place in cuts.items() if enough(place)}
+
+
+def summed_rows(node: fx.Node) -> Iterator[Demand]:
+    """The inputs of a graph whose rows a product of two activations made of them sums over."""
+    rule, operands = rule_of(node), list(tensor_args(node))
+    if rule is None or len(operands) != 2 or len(rule.summed) != 2:
+        return
+    for dims in zip(*rule.summed, strict=True):
+        left, right = (set(filter(is_row, origins(x, dim))) for x, dim in zip(operands, dims, strict=True))
+        yield from ((origin.node, origin.place) for origin in left & right if origin.place is not None)
 
 
 def note_of_mixing(rows: Mapping[fx.Node, Sharded]) -> list[str]:
     """For the report."""
     users = [user for x in rows for user in x.users if op_name(user) in ALONG]
-    what = ", ".join(dict.fromkeys(f"{op_name(user)} ({source_line(user)})" for user in users))
-    return [f"no attention and no recurrence was found: tokens are sharded along the dim of {what}"] if rows else []
+    what = [f"{op_name(user)} ({source_line(user)})" for user in users]
+    what += [f"{x.name}, over whose rows products sum" for x in rows if x.op == "placeholder"]
+    where = ", ".join(dict.fromkeys(what))
+    return [f"no attention and no recurrence was found: tokens are sharded along the dim of {where}"] if rows else []
