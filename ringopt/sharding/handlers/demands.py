@@ -19,6 +19,7 @@ from math import prod
 
 import torch.fx as fx
 
+from ringopt.calls import AttentionCall
 from ringopt.dims.contraction_rules import PRODUCTS
 from ringopt.dims.op_families import CONVOLUTIONS
 from ringopt.dims.rule import ViewRule
@@ -73,7 +74,7 @@ def sources(
 def joined(sharder: Sharder, demands: Sequence[Demand]) -> Iterator[Demand]:
     """What meets the rows that attention gives token by token, as a convolution beside it does: its rows are wanted as
     well."""
-    rows = {y: place for q, place in demands for y in q.users if is_attention(y) and y.args[0] is q}
+    rows = {y: place for q, place in demands for y in q.users if is_attention_of(q, y)}
     for node in next(iter(rows)).graph.nodes if rows else ():
         rule, operands = rule_of(node), list(tensor_args(node))
         if node in rows or rule is None or len(rule.operands) != len(operands):
@@ -87,9 +88,9 @@ def joined(sharder: Sharder, demands: Sequence[Demand]) -> Iterator[Demand]:
                 break
 
 
-def is_attention(node: fx.Node) -> bool:
-    """Whether it was recognized as one."""
-    return bool(node.target is operators.attention.default)
+def is_attention_of(q: fx.Node, node: fx.Node) -> bool:
+    """Whether `node` is an attention whose queries are `q`."""
+    return node.target is operators.attention.default and AttentionCall.of(node).q is q
 
 
 def worked_on(graph: fx.Graph) -> set[fx.Node]:
