@@ -63,7 +63,7 @@ def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> 
         memory=memory(graph, figures),
         bytes_sent=sent_by(graph, figures),
         refusal=refusal,
-        notes=(*context.notes, *([outside] if outside else [])),
+        notes=(*context.notes, *([outside] if outside else []), *uncounted_work(graph, figures)),
         matrix_flops=flops,
         heaviest=max(whole, key=whole.__getitem__, default=""),
         modules=module_figures(graph, context, figures),
@@ -238,6 +238,17 @@ def matrix_flops(node: fx.Node, figures: Figures) -> int:
         return flops_of(node, figures.call(node))
     except Open:
         return 0
+
+
+def uncounted_work(graph: fx.Graph, figures: Figures) -> list[str]:
+    """Of which nodes the share of matrix work leaves products out."""
+    found = []
+    for node in graph.nodes:
+        try:
+            flops_of(node, figures.call(node))
+        except Open as error:
+            found.append(f"the matrix work of {place_of(node)} is not counted: its sizes follow from {error}")
+    return list(dict.fromkeys(found))
 
 
 def memory(graph: fx.Graph, figures: Figures) -> dict[str, int]:

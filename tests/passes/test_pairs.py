@@ -140,7 +140,7 @@ def test_inductor_lowers_products_of_rows_of_any_number(ranks, name, layout):
 
 NONE = {
     "a memory": lambda s, q, k, v: (q @ s.memory.T).softmax(-1) @ s.memory,
-    "flags of places": lambda s, q, k, v: q * (k @ k.new_ones(DEPTH, 1)),
+    "sums of features": lambda s, q, k, v: q * (k @ k.new_ones(DEPTH, 1)),
 }
 
 

@@ -94,14 +94,14 @@ def _fewer_tokens(model: nn.Module, inputs: dict[str, Any]) -> list[dict[str, An
     it."""
     length = inputs["input_ids"].shape[-1] if "input_ids" in inputs else 0
     kept = length * 3 // 4 - 1
+    if kept < 1:
+        return []
     cut = {name: value[:, :kept].contiguous() if _is_along(value, length) else value for name, value in inputs.items()}
     try:
-        found = [cut] if kept > 0 else []
-        for call in found:
-            _numbers(model, call)
-    except Exception:
+        _numbers(model, cut)
+    except Exception:  # of the program itself: a length that it asks for
         return []
-    return found
+    return [cut]
 
 
 def _is_along(value: Any, length: int) -> bool:
