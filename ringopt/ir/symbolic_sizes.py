@@ -146,7 +146,8 @@ def into_arguments(graph: fx.Graph) -> None:
 
 
 def into_nodes(graph: fx.Graph) -> None:
-    """The inverse of `into_arguments`: nodes compute each symbolic size from sizes of the inputs."""
+    """The inverse of `into_arguments`: nodes compute each symbolic size from sizes of the inputs, which come first."""
+    inputs_first(graph)
     written = Written(graph)
 
     def node_of(size: Any) -> Any:
@@ -157,6 +158,14 @@ def into_nodes(graph: fx.Graph) -> None:
             if node.op != "placeholder":
                 node.args, node.kwargs = map_aggregate(node.args, node_of), map_aggregate(node.kwargs, node_of)
     written.give_values()
+
+
+def inputs_first(graph: fx.Graph) -> None:
+    """Moves the inputs before all else: one of them may be cut into rows before the next one."""
+    other = next((node for node in graph.nodes if node.op != "placeholder"), None)
+    for node in graph.find_nodes(op="placeholder"):
+        if other is not None and other < node:
+            other.prepend(node)
 
 
 def behind_inputs(graph: fx.Graph) -> fx.Node:

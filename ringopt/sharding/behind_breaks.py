@@ -3,7 +3,8 @@
     def resumed(y): return linear(y)   ->   linear(scatter(y, n))
 
 An input that is whole is cut where products read it, or what is made of it; what reads all of it has it as it came. A
-graph without products would gain nothing, and gather what it returns.
+graph without products would gain nothing, and gather what it returns. Nor is a cache of keys cut, to which attention
+adds new ones: the ranks would exchange rows to make it longer, and gather it to return it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ringopt.ir.memory import line
 from ringopt.ir.nodes import named, op_name, outputs_of
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ops import operators
 
 WEIGHTY = frozenset((*PRODUCTS, *CONVOLUTIONS))
 
@@ -30,7 +32,7 @@ def worth_cutting(
     """Of inputs that may be cut, those that are to be."""
     if not cuts:
         return {}
-    kept, worked = memory_of_program(graph), above_products(graph)
+    kept, worked = memory_of_program(graph) | caches(graph), above_products(graph)
     enough = {at: at_hand(at.length) >= chunks_per_rank(layouts.of(at.length)) * ranks for at in cuts.values()}
     return {node: at for node, at in cuts.items() if node not in kept and node in worked and enough[at]}
 
@@ -39,6 +41,14 @@ def memory_of_program(graph: fx.Graph) -> set[fx.Node]:
     """Inputs that the program writes to, or that it returns, or views of them."""
     written = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     return {named(node, "self") for node in written} | {base for out in outputs_of(graph) for base in line(out)}
+
+
+def caches(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs that a graph with attention only makes longer (`cat([past, k], 2)`)."""
+    if not graph.find_nodes(op="call_function", target=operators.attention.default):
+        return set()
+    inputs = graph.find_nodes(op="placeholder")
+    return {node for node in inputs if node.users and all(op_name(user) == "cat" for user in node.users)}
 
 
 def above_products(graph: fx.Graph) -> set[fx.Node]:

@@ -138,3 +138,44 @@ def callee_on_rank():
 def test_a_caller_goes_on_in_the_graph_of_what_it_called(ranks):
     for error, shares in ranks(2, callee_on_rank):
         assert error < 1e-5 and shares == [1.0, 1.0]
+
+
+class Cached(Broken):
+    """Attention over all tokens so far: each layer adds the keys of the new ones to those that it gave before."""
+
+    def forward(self, x, caches):
+        grown = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            q, *new = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in layer(x).chunk(3, -1))
+            k, v = (torch.cat(pair, 2) for pair in zip(cache, new, strict=True)) if cache else new
+            causal = {"is_causal": q.shape[2] > 1}
+            y = F.scaled_dot_product_attention(q, k, v, **causal).transpose(1, 2).flatten(2)
+            x = x + F.linear(y, layer.weight[:WIDTH])
+            grown.append((k, v))
+        return x, grown
+
+
+def decoded(compiled):
+    """Of a prompt of 13 tokens and three more, one at a time."""
+    found, caches = [], [(), ()]
+    with torch.no_grad():
+        for x in (data().detach(), *data().detach()[:, :3].split(1, 1)):
+            x, caches = compiled(x, caches)
+            found += [x, *(each for pair in caches for each in pair)]
+    return found
+
+
+def cached_on_rank():
+    torch._dynamo.reset()
+    before = len(ringopt.reports())
+    found = decoded(torch.compile(Cached(), backend="ring", options={"inner_backend": "aot_eager"}))
+    return found, ringopt.reports()[before:]
+
+
+def test_a_cache_that_an_earlier_graph_gave_grows_whole(ranks):
+    expected = decoded(Cached())
+    for found, (prompt, *tokens) in ranks(2, cached_on_rank):
+        assert all(torch.allclose(each, value, atol=1e-6) for each, value in zip(found, expected, strict=True))
+        assert prompt.gathers and tokens
+        for report in tokens:  # one of 14 tokens, and one of any number
+            assert report.refusal is None and not report.gathers and report.sites[0].refusal is None
