@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,29 +16,24 @@ from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.distributed.lookup import mesh_of, process_mesh
 from ringopt.distributed.mesh import Mesh
+from ringopt.drivers.compiled import Compiled
 from ringopt.drivers.counterparts import Snapshot
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
 from ringopt.errors import RefusedError, first_line
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.data_sizes.stretches import has_picks, without_picks
-from ringopt.frontend.dtensors.local_graph import DTensorBoundary, has_dtensors, meshes_of_dtensors
+from ringopt.frontend.dtensors.local_graph import has_dtensors, meshes_of_dtensors
 from ringopt.frontend.dtensors.other_meshes import why_not_across
 from ringopt.frontend.dynamic_shapes import OpenSizes, shape_env_of, specialize, with_sizes_at_hand
 from ringopt.frontend.flatten import has_custom
-from ringopt.frontend.flex_block_masks import Claim
 from ringopt.frontend.open_floats import floats_as_tensors
-from ringopt.ir.canonical_order import Program
 from ringopt.ir.io_order import Order, Reordered
-from ringopt.ir.nodes import draws, is_parameter, readable_name, requires_grad, shape_of, value_of
-from ringopt.ir.notes import OF_PROGRAM
-from ringopt.ir.placement import Sharded, Spread
+from ringopt.ir.nodes import draws, readable_name, requires_grad, shape_of, value_of
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.site import SiteInfo
-from ringopt.ir.symbolic_sizes import SymbolPlaces, formula, plain
 from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger, once, summary_logger
-from ringopt.overlap.async_collectives import Budget
 from ringopt.passes import UNDERSTAND, chosen_line, switched_off
 from ringopt.pipeline import Callback, Context, Pass, Pipeline
 from ringopt.report import Report
@@ -46,8 +41,7 @@ from ringopt.reporting.dump import Dump
 from ringopt.reporting.figures import report_of, with_place
 from ringopt.rules.plugins import load_rules
 from ringopt.runtime.crossing import note_of_cuts, rows_of_earlier
-from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program, examples
-from ringopt.runtime.verify_nodes import Counterparts
+from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
 from ringopt.scans.call import is_scan
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.symbolic_shapes import GuardAsked, without_guards
@@ -64,91 +58,6 @@ ALIKE = frozenset(("capture", *(step.name for step in UNDERSTAND)))
 
 # In which launchers say how many processes there are: torchrun and others; mpirun; MPI by PMI; a step of srun.
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What becomes of a graph. Inputs and outputs are numbered by position.
-
-    graph         to be compiled in its place; None where the graph itself is best, and all but the report is empty
-    report        what was done and why
-    drawn         what is drawn by position, by the names of canonicalize, in the order of its seeds
-    draws_random  what draws random numbers that must be the same on every rank
-    program       the text that the ranks compare
-    order         the canonical one of inputs and outputs, which a partitioner and autograd follow
-    given         inputs of which it takes this rank's rows
-    left          outputs that are to be lazy, their sizes as formulas of symbols
-    symbols       where a call has these
-    gathered      outputs that are whole, and the rows that they are gathered from
-    local         outputs that are this rank's rows
-    batch         inputs that are no parameters, buffers or attributes of the model
-    relied_on     inputs whose numbers were read
-    claims        what was taken for granted of block tables among the inputs
-    averaged      inputs of whose gradients the mean is left to a wrapper
-    weights       by name, what is made of pairs of rows and is no site, and the dims that count them
-    budget        what may be started early
-    sites         by name, the attentions, those that were refused too
-    pairs         which node is which of the program, where each is to be verified
-    around        what stands around it where the program has DTensors
-    """
-
-    graph: fx.GraphModule | None
-    report: Report
-    drawn: Sequence[str] = ()
-    draws_random: Sequence[str] = ()
-    program: Program | None = None
-    order: Order | None = None
-    given: Mapping[int, Spread] = field(default_factory=dict)
-    left: Mapping[int, Spread] = field(default_factory=dict)
-    symbols: SymbolPlaces = field(default_factory=SymbolPlaces)
-    gathered: Mapping[int, Sharded] = field(default_factory=dict)
-    local: Mapping[int, Spread] = field(default_factory=dict)
-    batch: Sequence[int] = ()
-    relied_on: Sequence[int] = ()
-    claims: Sequence[Claim] = ()
-    averaged: Sequence[int] = ()
-    weights: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    budget: Budget = field(default_factory=Budget)
-    sites: Mapping[str, SiteInfo] = field(default_factory=dict)
-    pairs: Counterparts | None = None
-    around: DTensorBoundary = field(default_factory=DTensorBoundary)
-
-    def examples(self, inputs: Sequence[Any]) -> list[Any]:
-        """What the graph is compiled for, where Dynamo's has these inputs."""
-        return examples(self.around.entering(inputs), self.given)
-
-    @classmethod
-    def of(cls, made: Captured, report: Report, context: Context) -> Compiled:
-        """Of a graph behind all passes."""
-        options, inputs = context.options, list(enumerate(context.inputs))
-        symbols = SymbolPlaces.of([value_of(node) for node in context.inputs])
-        return cls(
-            made.graph,
-            report,
-            drawn=context.drawn,
-            draws_random=context.replicated_random,
-            program=context.program,
-            order=context.canonical,
-            given={i: context.given[node] for i, node in inputs if node in context.given},
-            left={i: in_symbols(how, symbols) for i, how in context.left.items()} if options.outputs == "lazy" else {},
-            symbols=symbols,
-            gathered=context.gathered,
-            local=context.left if options.outputs == "local" else {},
-            batch=[i for i, node in inputs if not (is_parameter(node) or node.meta.get(OF_PROGRAM))],
-            relied_on=[i for i, node in inputs if node in context.relied_on],
-            claims=made.claims,
-            averaged=[] if options.sync_gradients else [i for i, node in inputs if is_parameter(node)],
-            weights=context.weights,
-            budget=context.budget or Budget(),
-            sites={node.name: info for node, info in context.sites.items()},
-            around=made.around,
-        )
-
-
-def in_symbols(how: Spread, symbols: SymbolPlaces) -> Spread:
-    """With formulas that a call can work out; where it cannot, of the sizes at hand, so that others compile anew."""
-    known = how.with_sizes(lambda size: formula(plain(size)))
-    return known if all(map(symbols.cover, known.sizes)) else how.with_sizes(int)
 
 
 def mesh_for(options: Options, inputs: Sequence[Any]) -> Mesh:

@@ -30,7 +30,8 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from ringopt.calls import OpCall
 from ringopt.distributed.mesh import ANY, Mesh, PretendedMesh
 from ringopt.drivers.announce import log_report, raise_or_warn
-from ringopt.drivers.compile import Compiled, line_of_passes
+from ringopt.drivers.compile import line_of_passes
+from ringopt.drivers.compiled import Compiled
 from ringopt.errors import ProgramError
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.dynamic_shapes import sizes_of

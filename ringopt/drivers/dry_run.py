@@ -12,7 +12,8 @@ import torch
 import torch.fx as fx
 
 from ringopt.distributed.mesh import Mesh
-from ringopt.drivers.compile import Compiled, transform
+from ringopt.drivers.compile import transform
+from ringopt.drivers.compiled import Compiled
 from ringopt.drivers.teach_dynamo import teach_dynamo
 from ringopt.errors import RingError
 from ringopt.frontend.data_sizes.assertions import take_assertions

@@ -17,7 +17,7 @@ from ringopt.cost.choose import Case
 from ringopt.cost.dilated import DilatedCase
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import PretendedMesh
-from ringopt.drivers.compile import Compiled
+from ringopt.drivers.compiled import Compiled
 from ringopt.drivers.dry_run import DryRun, errors_of_passes
 from ringopt.ir.nodes import is_parameter, is_tensor, module_path, named, op_name, requires_grad, shape_of, value_of
 from ringopt.ir.notes import OF_PROGRAM, PLACEMENT, WHOLE

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import ringopt
 from ringopt.distributed.lookup import mesh_of
-from ringopt.drivers.compile import Compiled, transform
+from ringopt.drivers.compile import transform
+from ringopt.drivers.compiled import Compiled
 from ringopt.ir.nodes import is_random, op_name
 from ringopt.options import Options
 from tests.harness.threads import run_on_threads
