@@ -16,6 +16,7 @@ from ringopt.calls import AttentionCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.distributed.lookup import mesh_of, process_mesh
 from ringopt.distributed.mesh import Mesh
+from ringopt.drivers.any_sizes import is_much_whole, may_be_fixed, saves_work
 from ringopt.drivers.compiled import Compiled
 from ringopt.drivers.counterparts import Snapshot
 from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
@@ -38,7 +39,7 @@ from ringopt.passes import UNDERSTAND, chosen_line, switched_off
 from ringopt.pipeline import Callback, Context, Pass, Pipeline
 from ringopt.report import Report
 from ringopt.reporting.dump import Dump
-from ringopt.reporting.figures import report_of, with_place
+from ringopt.reporting.figures import MatrixWork, report_of, with_place
 from ringopt.rules.plugins import load_rules
 from ringopt.runtime.crossing import note_of_cuts, rows_of_earlier
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
@@ -108,7 +109,14 @@ def transform(
             return for_these_sizes(made, why)
     if isinstance(made, Failure):
         return Compiled(None, refused(made.refusal, options, mesh, Dump(options, mesh.rank)))
-    return made
+    if anew or not may_be_fixed(gm, example_inputs, mesh) or not is_much_whole(made.work, mesh.size):
+        return made
+    fixed = attempted(gm, with_sizes_at_hand(example_inputs), options, mesh, anew=True)
+    if isinstance(fixed, Failure) or not saves_work(fixed.work, made.work, mesh.size):
+        return made
+    specialize(gm)
+    fixed = attempted(gm, example_inputs, options, mesh)
+    return made if isinstance(fixed, Failure) else for_these_sizes(fixed, "for any, more of it would be done whole")
 
 
 def for_these_sizes(made: Compiled, why: str) -> Compiled:
@@ -194,17 +202,17 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     if mesh.size > 1:
         context.notes += break_after(gm, context.gathers, len(context.left) if options.outputs == "lazy" else 0)
         context.notes += [*note_of_cuts(context.cuts), *([mesh.remark] if mesh.remark else [])]
-    report = report_of(made.graph.graph, context)
+    report, work = report_of(made.graph.graph, context), MatrixWork.of(made.graph.graph, mesh.size)
     dump.done(report, made.graph)
     taken = ((node, info) for node, info in context.sites.items() if info.refusal is None)
     sites = [(node, info) for node, info in taken if mesh.size > 1 or gains_alone(node, info)]
     left = any(map(is_scan, made.graph.graph.nodes))  # those that no ranks share
     scans = any(info.refusal is None for info in context.scans.values()) or (mesh.size == 1 and left)
     if sites or scans or context.given or context.pairs or context.cuts or context.mixed:
-        return replace(Compiled.of(made, report, context), pairs=snapshot.counterparts(made.graph, context))
+        return replace(Compiled.of(made, report, context), pairs=snapshot.counterparts(made.graph, context), work=work)
     if context.drawn or left:  # nothing is spread, so nothing is compared
-        return replace(Compiled.of(made, report, context), program=None)
-    return Compiled(None, report)
+        return replace(Compiled.of(made, report, context), program=None, work=work)
+    return Compiled(None, report, work=work)
 
 
 def refuse_other_meshes(gm: fx.GraphModule, mesh: Mesh) -> None:

@@ -21,6 +21,7 @@ from ringopt.ir.symbolic_sizes import SymbolPlaces, formula, plain
 from ringopt.overlap.async_collectives import Budget
 from ringopt.pipeline import Context
 from ringopt.report import Report
+from ringopt.reporting.figures import MatrixWork
 from ringopt.runtime.graph_boundary import examples
 from ringopt.runtime.verify_nodes import Counterparts
 
@@ -49,6 +50,7 @@ class Compiled:
     sites         by name, the attentions, those that were refused too
     pairs         which node is which of the program, where each is to be verified
     around        what stands around it where the program has DTensors
+    work          its matrix work; None of a graph that was refused
     """
 
     graph: fx.GraphModule | None
@@ -71,6 +73,7 @@ class Compiled:
     sites: Mapping[str, SiteInfo] = field(default_factory=dict)
     pairs: Counterparts | None = None
     around: DTensorBoundary = field(default_factory=DTensorBoundary)
+    work: MatrixWork | None = None
 
     def examples(self, inputs: Sequence[Any]) -> list[Any]:
         """What the graph is compiled for, where Dynamo's has these inputs."""

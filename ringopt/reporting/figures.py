@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from ringopt.compare.node_facts import ATTENTION, SPREAD, qualified
 from ringopt.compare.node_views import module_of
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.context_parallel.geometry.rows import count
-from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.ir.nodes import arguments_of, is_tensor, module_path, op_name, outputs_of, source_line, value_of
 from ringopt.ir.notes import OF_PROGRAM, PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
@@ -198,6 +199,25 @@ def with_place(refused: Refusal) -> str:
 def sent_by(graph: fx.Graph, figures: Figures) -> int:
     """Bytes that this rank sends in one forward."""
     return sum(sent_bytes(figures.call(node)) for node in graph.nodes if sends(node))
+
+
+@dataclass(frozen=True)
+class MatrixWork:
+    """Matrix FLOPs: `whole` are those that every rank does, `total` all of the program's, as rank 0 counts them, so
+    that all ranks decide alike by them."""
+
+    whole: int
+    total: int
+
+    @classmethod
+    def of(cls, graph: fx.Graph, ranks: int) -> MatrixWork:
+        sharded, whole = matrix_work(graph, Figures(graph, PretendedMesh(0, ranks)))
+        return cls(sum(whole.values()), sharded + sum(whole.values()))
+
+    def per_rank(self, ranks: int, whole: int | None = None) -> float:
+        """What a rank does, if it does `whole` with the others, and its part of the rest."""
+        whole = self.whole if whole is None else whole
+        return whole + (self.total - whole) / ranks
 
 
 def matrix_work(graph: fx.Graph, figures: Figures) -> tuple[int, Counter[str]]:

@@ -59,6 +59,7 @@ __all__ = [
     "is_compiled",
     "is_continuation",
     "leave_graphs_whole_in_ddp",
+    "opens_sizes_that_change",
     "patched",
     "real_object",
     "recompile_limit",
@@ -235,6 +236,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def recompile_limit() -> int:
     """How many times Dynamo compiles one frame."""
     return int(config.recompile_limit)
+
+
+def opens_sizes_that_change() -> bool:
+    """Whether Dynamo leaves a size open because calls had others, and not because it was told to (dynamic=True)."""
+    return bool(config.automatic_dynamic_shapes and config.assume_static_by_default)
 
 
 def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], ordered: Callable[[fx.GraphModule], None]) -> Any:

@@ -90,6 +90,19 @@ def test_which_tensors_vmap_runs_over() -> None:
     assert over == [(True, False)]
 
 
+def test_who_has_opened_a_size() -> None:
+    told = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        told.append(dynamo.opens_sizes_that_change())
+        return gm.forward
+
+    for dynamic in (None, True, False):
+        torch._dynamo.reset()
+        torch.compile(torch.sin, backend=backend, dynamic=dynamic)(torch.ones(3))
+    assert told == [True, False, False]
+
+
 def test_settings_and_their_end() -> None:
     limit = dynamo.recompile_limit()
     with dynamo.patched(recompile_limit=limit + 3, automatic_dynamic_shapes=False):

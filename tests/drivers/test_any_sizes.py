@@ -1,0 +1,67 @@
+"""A graph for any sizes that leaves work whole is made for the sizes at hand, as long as few sizes come."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ringopt.drivers.any_sizes import is_much_whole, saves_work
+from ringopt.reporting.figures import MatrixWork
+from tests.harness.lengths import run_over
+
+SAID = "compiled for these sizes only: for any, more of it would be done whole"
+
+
+class Picture(nn.Module):
+    """Attention over all pixels, then a convolution: rows of pixels are shared where h is a number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(4, 12, dtype=torch.float64)
+        self.conv = nn.Conv2d(4, 32, 5, padding=2, dtype=torch.float64)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 2)).transpose(1, 2) for t in self.qkv(x.flatten(2).mT).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(2, 3)
+        return self.conv(y.reshape(x.shape))
+
+
+def pictures(*sizes: int) -> list[tuple[torch.Tensor]]:
+    return [(torch.randn(2, 4, n, n, dtype=torch.float64),) for n in sizes]
+
+
+def test_pictures_of_few_sizes_have_a_graph_each():
+    reports = run_over(Picture(), pictures(6, 8, 10, 8), 2).reports
+    assert [report.sharded_fraction for report in reports] == [1.0, 1.0, 1.0]
+    assert [SAID in report.notes for report in reports] == [False, True, True]
+
+
+@pytest.mark.zoo
+def test_of_many_sizes_the_last_graph_serves_all():
+    reports = run_over(Picture(), pictures(6, 8, 10, 12, 14, 16, 18), 2).reports
+    assert [report.sharded_fraction for report in reports[:4]] == [1.0] * 4
+    assert len(reports) == 5 and reports[4].sharded_fraction < 1
+    assert any(note.startswith("serves any size 2 of x") for note in reports[4].notes)
+
+
+def test_sizes_that_the_program_opens_stay_open():
+    marked = pictures(8, 10)
+    for (x,) in marked:
+        torch._dynamo.mark_dynamic(x, 2)
+    (x,), (y,) = pictures(6, 8)  # of which the second is compiled anew: it wants a gradient
+    opened = [(x,), (y.requires_grad_(),)]
+    told = run_over(Picture(), opened, 2, dynamic=True), run_over(Picture(), [*pictures(6), *marked], 2)
+    assert [len(found.reports) for found in told] == [2, 2]
+    for report in (told[0].reports[-1], told[1].reports[-1]):
+        assert report.sharded_fraction < 1 and any("serves any size" in note for note in report.notes)
+
+
+def test_work_is_weighed_by_rank():
+    assert not is_much_whole(MatrixWork(whole=10, total=100), 2)  # 55 a rank, 50 at best
+    assert is_much_whole(MatrixWork(whole=10, total=100), 8)  # 21 and 12.5
+    assert is_much_whole(None, 2)
+    assert saves_work(MatrixWork(whole=0, total=99), MatrixWork(whole=50, total=100), 2)
+    assert not saves_work(MatrixWork(whole=45, total=99), MatrixWork(whole=50, total=100), 2)
+    assert not saves_work(None, MatrixWork(whole=50, total=100), 2)
+    assert saves_work(MatrixWork(whole=0, total=99), None, 2)
