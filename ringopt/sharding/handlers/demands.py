@@ -31,6 +31,7 @@ from ringopt.ops import operators
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.handlers.joins import JOINS
 from ringopt.sharding.handlers.patches import are_patches, patches
+from ringopt.sharding.handlers.slots import slots
 from ringopt.sharding.sharder import Sharder
 from ringopt.torch_compat.symbolic_shapes import statically_known_true
 
@@ -44,9 +45,10 @@ def sources(
     sharder: Sharder, demands: Iterable[Demand], handled: frozenset[str], worked: set[fx.Node]
 ) -> dict[fx.Node, Sharded]:
     """How to spread the values that ops among `handled` read on their way to what is demanded. Only what there is work
-    above (`worked`), or in the op: to cut an input in order to slice it would send what every rank has."""
+    above (`worked`), or in the op: to cut an input in order to slice it would send what every rank has. Sums over all
+    tokens that layers work on are such values too (slots.py)."""
     demands = list(demands)
-    pending, seen, found = [*joined(sharder, demands), *demands], set[fx.Node](), dict[fx.Node, Sharded]()
+    pending, seen, found = [*joined(sharder, demands), *demands], set[fx.Node](), slots(sharder, worked)
     while pending:
         node, place = pending.pop()
         if node in seen or node not in worked or node.op != "call_function":
