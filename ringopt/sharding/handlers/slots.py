@@ -85,4 +85,5 @@ def pushed(sharder: Sharder, node: fx.Node, x: fx.Node, place: Sharded) -> Shard
 
 
 def flops(node: fx.Node) -> int:
+    """Of a product, at the sizes at hand; 0 of what is none."""
     return product(node, SizedCall.of(node, 1, 0, number=at_hand)) if op_name(node) in PRODUCTS else 0
