@@ -29,6 +29,7 @@ from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import divides, is_open
 from ringopt.ops import operators
 from ringopt.sharding.emit import enough_rows
+from ringopt.sharding.handlers.branches import branches
 from ringopt.sharding.handlers.joins import JOINS
 from ringopt.sharding.handlers.patches import are_patches, patches
 from ringopt.sharding.handlers.slots import slots
@@ -46,11 +47,13 @@ def sources(
 ) -> dict[fx.Node, Sharded]:
     """How to spread the values that ops among `handled` read on their way to what is demanded. Only what there is work
     above (`worked`), or in the op: to cut an input in order to slice it would send what every rank has. Sums over all
-    tokens that layers work on are such values too (slots.py)."""
-    demands = list(demands)
+    tokens that layers work on are such values too (slots.py), and inputs that much else is made of (branches.py)."""
+    demands, bases = list(demands), dict[fx.Node, Sharded]()
     pending, seen, found = [*joined(sharder, demands), *demands], set[fx.Node](), slots(sharder, worked)
     while pending:
         node, place = pending.pop()
+        if node not in worked:
+            bases.setdefault(node, place)
         if node in seen or node not in worked or node.op != "call_function":
             continue
         seen.add(node)
@@ -70,7 +73,8 @@ def sources(
             if op_name(node) in WORK or operand in worked:
                 found.setdefault(operand, at)
                 pending.append((operand, at))
-    return found
+    sites = [user for node, _ in demands for user in node.users if not is_aten(user)]
+    return branches(sharder, bases, sites, seen) | found
 
 
 def joined(sharder: Sharder, demands: Sequence[Demand]) -> Iterator[Demand]:
