@@ -53,7 +53,7 @@ def nearest(model, x):
     """Each token reads the four others that are most like it: the keys are gathered, and made in rows before."""
     q, k, v = model.beside(x).chunk(3, -1)
     best, place = (q @ k.mT).topk(4, -1)
-    return (best.softmax(-1)[..., None] * torch.stack([row[at] for row, at in zip(v, place)])).sum(2)
+    return (best.softmax(-1)[..., None] * torch.stack([row[at] for row, at in zip(v, place, strict=True)])).sum(2)
 
 
 def given(rows=ROWS):
