@@ -343,6 +343,13 @@ class Reading:
         self.has_all(x, dim % len(shape_of(x)))
         return Rows(dim % len(shape_of(x)), state.pick)
 
+    def loss(self, node: fx.Node) -> State:
+        """Of each token, where it is not reduced."""
+        first, target, *rest = (self.states[x] for x in tensor_args(node))
+        if named(node, "reduction") or first != target or any(rest) or first is None or first.dim or first.numbers:
+            raise Mixed
+        return first
+
     # ---- pieces of rows that are sorted ------------------------------------------------------------------------------
     def split(self, node: fx.Node) -> State:
         """Each piece has its own tokens."""
@@ -381,6 +388,8 @@ SPECIAL = {
     "where": "search", "nonzero": "search", "nonzero_numpy": "search", "getitem": "piece", "unbind": "column",
     "select": "column", "sym_size": "size", "index": "index", "index_put": "put", "index_add": "add",
     "index_copy": "add", "index_select": "select", "cat": "cat",
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss"), "loss"),
+    **dict.fromkeys(("huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"), "loss"),
 }  # fmt: skip
 
 

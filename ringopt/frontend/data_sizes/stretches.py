@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ringopt.calls import OpCall
 from ringopt.dims.picks import TokensPicked, tokens_picked
+from ringopt.frontend.data_sizes.by_token import fake_value, sum_by_token
 from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
@@ -50,11 +51,6 @@ from ringopt.torch_compat.tracing import tracing
 OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def fake_value(node: fx.Node) -> Any:
-    """The fake value in Dynamo's graph."""
-    return node.meta.get("example_value")
-
-
 def is_unknown(value: Any) -> bool:
     """Whether a size, or a number, is known only when the program runs."""
     return any(is_open(leaf) and free_unbacked_symbols(leaf) for leaf in tree_leaves(value))
@@ -79,6 +75,7 @@ def without_picks(gm: fx.GraphModule) -> fx.GraphModule:
         return gm
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    sum_by_token(graph, is_picked)
     made = fx.GraphModule(gm, graph)
     order = {node: place for place, node in enumerate(graph.nodes)}
     found = [sorted(members, key=lambda node: order[node]) for members in stretches(graph)]

@@ -116,7 +116,7 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> None:
     if ends and tries(frame, where, reason.startswith(NUMBER_BREAK)):
         _settings.on()
         raise TraceOtherwise
-    in_vain = broken is not None and where == _tried.get(frame)  # it ends there all the same
+    in_vain = getattr(broken, "graph_break", False) and where == _tried.get(frame)  # it ends there all the same
     if again and (in_vain or (frame in _for_numbers and reads_numbers(gm))):
         give_up(frame)
         raise TraceOtherwise

@@ -1,0 +1,234 @@
+"""Sums over picked tokens, as sums over all.
+
+    loss = cross_entropy(head(y[mask]), t[mask])
+        ->
+    part = cross_entropy(head(y[mask]), t[mask], reduction="none")
+    loss = zeros(mask.shape).index_put(mask, part).sum() / ...      # as many as count
+
+A value that is put back where its token was has tokens itself, so each rank makes those of its own (stretches.py). What
+is summed then has the sizes of the mask, 0 for tokens that were not picked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringopt.ir.nodes import origin, written_by_name
+
+SUMS = frozenset(("sum", "mean"))
+BY_CLASS = (F.cross_entropy, F.nll_loss)
+LOSSES = (
+    *BY_CLASS, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)  # fmt: skip
+
+
+def sum_by_token(graph: fx.Graph, is_picked: Callable[[fx.Node], bool]) -> None:
+    """Rewrites Dynamo's `graph`. `is_picked`: whether a node has a size that nothing foretells."""
+    one_mask(graph)
+    sums = [summed for node in graph.nodes if (summed := Summed.of(node, graph, is_picked)) is not None]
+    later = behind(graph, {summed.node for summed in sums}, is_picked) if sums else None
+    if later is None:
+        return
+    for summed in sums:
+        summed.put_back()
+    place = next(node for node in reversed(graph.nodes) if works_on_picked(node, is_picked))
+    for summed in sums:
+        place = summed.add_up(place)
+    for node in later:
+        if node < place:
+            place.append(node)
+            place = node
+
+
+def behind(
+    graph: fx.Graph, sums: set[fx.Node], is_picked: Callable[[fx.Node], bool]
+) -> list[fx.Node] | None:
+    """What is made of `sums`, all of which may stand behind all that works on picked tokens; None where it may not."""
+    found = dict.fromkeys(sums)
+    for node in graph.nodes:
+        if node in sums or found.keys().isdisjoint(node.all_input_nodes) or node.op == "output":
+            continue
+        if works_on_picked(node, is_picked) or written_by_name(node):
+            return None
+        found[node] = None
+    return [node for node in found if node not in sums]
+
+
+def works_on_picked(node: fx.Node, is_picked: Callable[[fx.Node], bool]) -> bool:
+    """Whether it has such a size, or an operand of it has."""
+    return is_picked(node) or any(map(is_picked, node.all_input_nodes))
+
+
+def reduction_of(node: fx.Node) -> str | None:
+    """"sum" or "mean", where all elements of what it is given are added up; None of anything else."""
+    if node.target in LOSSES:
+        given = bound(node)
+        old = given["size_average"] is not None or given["reduce"] is not None
+        return given["reduction"] if given["reduction"] in SUMS and not old else None
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    plain = node.op in ("call_method", "call_function") and len(node.args) == 1 and not node.kwargs
+    return name if plain and name in SUMS and isinstance(node.args[0], fx.Node) else None
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a loss by name, with its defaults."""
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    return {"size_average": None, "reduce": None, **given.arguments}
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """What has rows: of a loss its input and target."""
+    return [x for x in node.args[:2] if isinstance(x, fx.Node)] if node.target in LOSSES else list(node.args[:1])
+
+
+def fake_value(node: fx.Node) -> Any:
+    """The fake value in Dynamo's graph."""
+    return node.meta.get("example_value")
+
+
+def mask_at(node: fx.Node) -> fx.Node | None:
+    """The mask by which `node` picks tokens, or looks for their numbers."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.target is operator.getitem and isinstance(fake_value(node), Tensor):
+        at = node.args[1][0] if isinstance(node.args[1], tuple) and len(node.args[1]) == 1 else node.args[1]
+        return at if isinstance(at, fx.Node) and is_mask(at) else None
+    if name in ("nonzero", "where") and len(node.args) == 1 and is_mask(node.args[0]):
+        return node.args[0]
+    return None
+
+
+def is_mask(node: Any) -> bool:
+    """Whether it is a tensor of bools."""
+    return isinstance(node, fx.Node) and isinstance(fake_value(node), Tensor) and fake_value(node).dtype == torch.bool
+
+
+def is_class(target: fx.Node) -> bool:
+    """Whether the target of a loss is numbers of classes, and not the probability of each."""
+    return not fake_value(target).is_floating_point()
+
+
+def masks_of(node: fx.Node) -> set[fx.Node]:
+    """Those by which what it reads is picked."""
+    found, pending, seen = set[fx.Node](), list(tensors_of(node)), set[fx.Node]()
+    while pending:
+        x = pending.pop()
+        if x not in seen:
+            seen.add(x)
+            mask = mask_at(x)
+            found |= {mask} if mask is not None else set()
+            pending += x.all_input_nodes if mask is None else []
+    return found
+
+
+def one_mask(graph: fx.Graph) -> None:
+    """A mask that is spelled twice (`h[t != -100]`, `t[t != -100]`) is one."""
+    first = dict[object, fx.Node]()
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_mask(node) or node.kwargs:
+            continue
+        if not written(graph, node.all_input_nodes):
+            known = first.setdefault((node.target, node.args), node)
+            if known is not node:
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
+
+
+def written(graph: fx.Graph, nodes: Any) -> bool:
+    """Whether one of `nodes` is written to in place."""
+    changed = {x for node in graph.nodes for x in written_by_name(node)}
+    return not changed.isdisjoint(nodes)
+
+
+class Summed:
+    """One sum over tokens that `mask` picks; `tokens` and `counts`: what is added up, and what a mean divides by, with
+    the sizes of the mask."""
+
+    def __init__(self, node: fx.Node, mask: fx.Node, reduction: str):
+        self.node, self.mask, self.reduction = node, mask, reduction
+        self.tokens: fx.Node | None = None
+        self.counts: fx.Node | None = None
+        self.each = 1  # numbers that a token has in a mean
+
+    @classmethod
+    def of(cls, node: fx.Node, graph: fx.Graph, is_picked: Callable[[fx.Node], bool]) -> Summed | None:
+        """The sum that `node` is; None where it is none, or its tokens are picked by several masks."""
+        reduction = reduction_of(node)
+        if reduction is None or is_picked(node) or not all(map(is_picked, tensors_of(node))):
+            return None
+        masks = masks_of(node)
+        return cls(node, masks.pop(), reduction) if len(masks) == 1 and not written(graph, masks) else None
+
+    def put_back(self) -> None:
+        """What is picked, in the place of the sum."""
+        with self.node.graph.inserting_before(self.node):
+            part = self.part()
+            self.each = prod(fake_value(part).shape[1:])
+            if fake_value(part).dim() > 1:
+                part = self.emit("call_method", "sum", (self.emit("call_method", "flatten", (part, 1)), 1))
+            self.tokens = self.in_place(part)
+            if self.reduction == "mean" and self.node.target in BY_CLASS and is_class(tensors_of(self.node)[1]):
+                self.counts = self.in_place(self.weights(fake_value(part).dtype))
+
+    def add_up(self, place: fx.Node) -> fx.Node:
+        """The sum, behind `place`; returns its last node."""
+        graph = self.node.graph
+        with graph.inserting_after(place):
+            end = graph.call_function(operator.pos, (0,))
+        with graph.inserting_before(end):
+            result = self.emit("call_method", "sum", (self.tokens,))
+            if self.reduction == "mean":
+                count = self.emit("call_method", "sum", (self.counts or self.mask,))
+                if self.each != 1:
+                    count = self.emit("call_function", operator.mul, (count, self.each))
+                result = self.emit("call_function", operator.truediv, (result, count))
+            result = self.emit("call_method", "to", (result, fake_value(self.node).dtype))
+        self.node.replace_all_uses_with(result)
+        graph.erase_node(end)
+        graph.erase_node(self.node)
+        return result
+
+    def part(self) -> fx.Node:
+        """What is to be added up, of each picked token; 16 bits as float32, in which torch adds them."""
+        x = tensors_of(self.node)[0]
+        if fake_value(x).dtype in (torch.float16, torch.bfloat16):
+            x = self.emit("call_method", "float", (x,))
+        if self.node.target not in LOSSES:
+            return x
+        given = {name: value for name, value in bound(self.node).items() if name not in ("size_average", "reduce")}
+        return self.emit("call_function", self.node.target, (), {**given, "input": x, "reduction": "none"})
+
+    def in_place(self, part: fx.Node) -> fx.Node:
+        zeros = self.emit("call_function", torch.zeros_like, (self.mask,), {"dtype": fake_value(part).dtype})
+        return self.emit("call_method", "index_put", (zeros, (self.mask,), part))
+
+    def weights(self, dtype: torch.dtype) -> fx.Node:
+        """Of the classes of the picked tokens; 0 where they are ignored."""
+        given = bound(self.node)
+        target = given["target"]
+        kept = self.emit("call_function", operator.ne, (target, given["ignore_index"]))
+        counted = self.emit("call_method", "to", (kept, dtype))
+        if given["weight"] is None:
+            return counted
+        within = self.emit("call_method", "clamp", (target,), {"min": 0})
+        weights = self.emit("call_function", operator.getitem, (given["weight"], within))
+        return self.emit("call_function", operator.mul, (counted, weights))
+
+    def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        made = self.node.graph.create_node(op, target, args, kwargs or {})
+        values, named = fx.map_arg((args, kwargs or {}), fake_value)
+        with fake_value(self.mask).fake_mode:
+            called = getattr(values[0], target) if op == "call_method" else target
+            value = called(*values[op == "call_method" :], **named)
+        made.meta.update(origin(self.node), example_value=value)
+        return made
