@@ -1,13 +1,14 @@
 """Whether a graph for any sizes is better than one for those at hand.
 
 Dynamo makes a graph for the sizes of the first call, and one for any sizes when a second call has others. Most programs
-are sharded alike by both. Of some the second has more that every rank does whole: a picture whose rows and columns are
-tokens has h * w of them, which are shared by rows where h is a number. Few sizes are worth a graph each.
+are sharded alike by both. Of some the second has more that every rank does whole, or gathers more: a picture whose rows
+and columns are tokens has h * w of them, which are shared by rows where h is a number. Few sizes are worth a graph each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.fx as fx
@@ -36,12 +37,13 @@ def may_be_fixed(gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: Mesh) 
 
 def is_much_whole(work: MatrixWork | None, ranks: int) -> bool:
     """Whether a rank would do much less if all of it were shared; so may be one that was refused for any sizes."""
-    return work is None or work.per_rank(ranks, whole=0) < WORTH * work.per_rank(ranks)
+    return work is None or work.total / ranks < WORTH * work.per_rank(ranks)
 
 
 def saves_work(fixed: MatrixWork | None, work: MatrixWork | None, ranks: int) -> bool:
-    """Whether the graph for the sizes at hand has less work a rank than that for any, by what every rank does whole."""
+    """Whether the graph for the sizes at hand has less work a rank than that for any, by what every rank does whole and
+    what is gathered."""
     if fixed is None:
         return False
     work = work or MatrixWork(fixed.total, fixed.total)
-    return work.per_rank(ranks, fixed.whole) < WORTH * work.per_rank(ranks)
+    return replace(fixed, total=work.total).per_rank(ranks) < WORTH * work.per_rank(ranks)

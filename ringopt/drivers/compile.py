@@ -116,7 +116,7 @@ def transform(
         return made
     specialize(gm)
     fixed = attempted(gm, example_inputs, options, mesh)
-    return made if isinstance(fixed, Failure) else for_these_sizes(fixed, "for any, more of it would be done whole")
+    return made if isinstance(fixed, Failure) else for_these_sizes(fixed, "for any, every rank would have more of it whole")
 
 
 def for_these_sizes(made: Compiled, why: str) -> Compiled:
@@ -202,7 +202,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     if mesh.size > 1:
         context.notes += break_after(gm, context.gathers, len(context.left) if options.outputs == "lazy" else 0)
         context.notes += [*note_of_cuts(context.cuts), *([mesh.remark] if mesh.remark else [])]
-    report, work = report_of(made.graph.graph, context), MatrixWork.of(made.graph.graph, mesh.size)
+    report, work = report_of(made.graph.graph, context), MatrixWork.of(made.graph.graph, mesh.size, context.gathers)
     dump.done(report, made.graph)
     taken = ((node, info) for node, info in context.sites.items() if info.refusal is None)
     sites = [(node, info) for node, info in taken if mesh.size > 1 or gains_alone(node, info)]

@@ -30,11 +30,13 @@ from ringopt.options import note_of
 from ringopt.output.drawn import MaskPicture, ModuleFigures
 from ringopt.output.printable import logger
 from ringopt.pipeline import Context
-from ringopt.report import Output, Report, Site
+from ringopt.report import Gather, Output, Report, Site
 from ringopt.rules.declare import declaration_of, is_foreign
 from ringopt.torch_compat.tensors import storage_key
 
 log = logger(__name__)
+
+FLOPS_PER_BYTE = 100  # of a product while a byte is sent: few, so that gathers do not count for more than they take
 
 
 def report_of(graph: fx.Graph, context: Context, refusal: str | None = None) -> Report:
@@ -203,21 +205,23 @@ def sent_by(graph: fx.Graph, figures: Figures) -> int:
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """Matrix FLOPs: `whole` are those that every rank does, `total` all of the program's, as rank 0 counts them, so
-    that all ranks decide alike by them."""
+    """Matrix FLOPs: `whole` are those that every rank does, `total` all of the program's, as rank 0 counts them;
+    `gathered`: bytes of what is made whole on the way. All ranks decide alike by these numbers."""
 
     whole: int
     total: int
+    gathered: int = 0
 
     @classmethod
-    def of(cls, graph: fx.Graph, ranks: int) -> MatrixWork:
+    def of(cls, graph: fx.Graph, ranks: int, gathers: Iterable[Gather]) -> MatrixWork:
         sharded, whole = matrix_work(graph, Figures(graph, PretendedMesh(0, ranks)))
-        return cls(sum(whole.values()), sharded + sum(whole.values()))
+        gathered = sum(gather.bytes for gather in gathers if gather.op != "output")
+        return cls(sum(whole.values()), sharded + sum(whole.values()), gathered)
 
-    def per_rank(self, ranks: int, whole: int | None = None) -> float:
-        """What a rank does, if it does `whole` with the others, and its part of the rest."""
-        whole = self.whole if whole is None else whole
-        return whole + (self.total - whole) / ranks
+    def per_rank(self, ranks: int) -> float:
+        """FLOPs of a rank: those that it does with the others, its part of the rest, and as many as it could do while
+        the gathers send."""
+        return self.whole + (self.total - self.whole) / ranks + FLOPS_PER_BYTE * self.gathered
 
 
 def matrix_work(graph: fx.Graph, figures: Figures) -> tuple[int, Counter[str]]:

@@ -1,5 +1,7 @@
 """A graph for any sizes that leaves work whole is made for the sizes at hand, as long as few sizes come."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn as nn
@@ -9,7 +11,7 @@ from ringopt.drivers.any_sizes import is_much_whole, saves_work
 from ringopt.reporting.figures import MatrixWork
 from tests.harness.lengths import run_over
 
-SAID = "compiled for these sizes only: for any, more of it would be done whole"
+SAID = "compiled for these sizes only: for any, every rank would have more of it whole"
 
 
 class Picture(nn.Module):
@@ -65,3 +67,28 @@ def test_work_is_weighed_by_rank():
     assert not saves_work(MatrixWork(whole=45, total=99), MatrixWork(whole=50, total=100), 2)
     assert not saves_work(None, MatrixWork(whole=50, total=100), 2)
     assert saves_work(MatrixWork(whole=0, total=99), None, 2)
+
+
+def test_what_is_gathered_counts_as_work():
+    work, gathers = MatrixWork(whole=0, total=100), replace(MatrixWork(whole=0, total=100), gathered=1)
+    assert is_much_whole(gathers, 2) and not is_much_whole(work, 2)
+    assert saves_work(work, gathers, 2) and not saves_work(gathers, gathers, 2)
+
+
+class Pairs(nn.Module):
+    """Products along columns of pairs of tokens, attention along rows and columns (Jumper et al. 2021): of known sizes
+    there is an all-to-all between them."""
+
+    def forward(self, x):
+        pairs = x[:, :, None] + x[:, None]
+        pairs = pairs + torch.einsum("bikc,bjkc->bijc", pairs.sigmoid(), pairs)
+        pairs = pairs + torch.einsum("bkic,bkjc->bijc", pairs.sigmoid(), pairs)
+        for _ in range(2):
+            pairs = (pairs + F.scaled_dot_product_attention(pairs, pairs, pairs)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x) + pairs.mean(2)
+
+
+def test_pairs_of_tokens_are_turned_and_not_gathered():
+    calls = [(torch.randn(2, n, 4, dtype=torch.float64),) for n in (6, 9, 12)]
+    reports = run_over(Pairs(), calls, 2).reports
+    assert [[gather.op for gather in report.gathers] for report in reports] == [["einsum", "output"]] * 3
