@@ -116,7 +116,8 @@ def transform(
         return made
     specialize(gm)
     fixed = attempted(gm, example_inputs, options, mesh)
-    return made if isinstance(fixed, Failure) else for_these_sizes(fixed, "for any, every rank would have more of it whole")
+    why = "for any, every rank would have more of it whole"
+    return made if isinstance(fixed, Failure) else for_these_sizes(fixed, why)
 
 
 def for_these_sizes(made: Compiled, why: str) -> Compiled:
