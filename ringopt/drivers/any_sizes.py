@@ -2,8 +2,8 @@
 
 Dynamo makes a graph for the sizes of the first call, and one for any sizes when a second call has others. Most programs
 are sharded alike by both. Of some the second has more that every rank does whole, or gathers more: a picture whose rows
-and columns are tokens has h * w of them, which are shared by rows where h is a number. A few
-sizes are worth a graph each.
+and columns are tokens has h * w of them, which are shared by rows where h is a number. A few sizes are worth a graph
+each.
 """
 
 from __future__ import annotations
