@@ -23,6 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.ir.nodes import origin, written_by_name
+from ringopt.ir.symbolic_sizes import formula
+from ringopt.torch_compat.pytree import tree_leaves
+from ringopt.torch_compat.symbolic_shapes import free_unbacked_symbols
 
 SUMS = frozenset(("sum", "mean"))
 BY_CLASS = (F.cross_entropy, F.nll_loss)
@@ -34,8 +37,9 @@ LOSSES = (
 
 def sum_by_token(graph: fx.Graph, is_picked: Callable[[fx.Node], bool]) -> None:
     """Rewrites Dynamo's `graph`. `is_picked`: whether a node has a size that nothing foretells."""
-    one_mask(graph)
-    sums = [summed for node in graph.nodes if (summed := Summed.of(node, graph, is_picked)) is not None]
+    written = {x for node in graph.nodes for x in written_by_name(node)}
+    one_mask(graph, written)
+    sums = [summed for node in graph.nodes if (summed := Summed.of(node, written, is_picked)) is not None]
     later = behind(graph, {summed.node for summed in sums}, is_picked) if sums else None
     if later is None:
         return
@@ -50,13 +54,11 @@ def sum_by_token(graph: fx.Graph, is_picked: Callable[[fx.Node], bool]) -> None:
             place = node
 
 
-def behind(
-    graph: fx.Graph, sums: set[fx.Node], is_picked: Callable[[fx.Node], bool]
-) -> list[fx.Node] | None:
+def behind(graph: fx.Graph, sums: set[fx.Node], is_picked: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
     """What is made of `sums`, all of which may stand behind all that works on picked tokens; None where it may not."""
     found = dict.fromkeys(sums)
     for node in graph.nodes:
-        if node in sums or found.keys().isdisjoint(node.all_input_nodes) or node.op == "output":
+        if found.keys().isdisjoint(node.all_input_nodes) or node.op == "output":
             continue
         if works_on_picked(node, is_picked) or written_by_name(node):
             return None
@@ -73,8 +75,9 @@ def reduction_of(node: fx.Node) -> str | None:
     """"sum" or "mean", where all elements of what it is given are added up; None of anything else."""
     if node.target in LOSSES:
         given = bound(node)
-        old = given["size_average"] is not None or given["reduce"] is not None
-        return given["reduction"] if given["reduction"] in SUMS and not old else None
+        others = ["size_average", "reduce", *(["weight"] if node.target not in BY_CLASS else [])]
+        plain = all(given.get(name) is None for name in others)
+        return given["reduction"] if given["reduction"] in SUMS and plain else None
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     plain = node.op in ("call_method", "call_function") and len(node.args) == 1 and not node.kwargs
     return name if plain and name in SUMS and isinstance(node.args[0], fx.Node) else None
@@ -84,7 +87,7 @@ def bound(node: fx.Node) -> dict[str, Any]:
     """The arguments of a loss by name, with its defaults."""
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     given.apply_defaults()
-    return {"size_average": None, "reduce": None, **given.arguments}
+    return dict(given.arguments)
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
@@ -118,36 +121,35 @@ def is_class(target: fx.Node) -> bool:
     return not fake_value(target).is_floating_point()
 
 
-def masks_of(node: fx.Node) -> set[fx.Node]:
-    """Those by which what it reads is picked."""
-    found, pending, seen = set[fx.Node](), list(tensors_of(node)), set[fx.Node]()
+def picks_of(node: fx.Node) -> list[fx.Node]:
+    """What of that which it reads is picked by masks, or says where they are true."""
+    found, pending, seen = list[fx.Node](), list(tensors_of(node)), set[fx.Node]()
     while pending:
         x = pending.pop()
         if x not in seen:
             seen.add(x)
-            mask = mask_at(x)
-            found |= {mask} if mask is not None else set()
-            pending += x.all_input_nodes if mask is None else []
+            picks = mask_at(x) is not None
+            found += [x] if picks else []
+            pending += x.all_input_nodes if not picks else []
     return found
 
 
-def one_mask(graph: fx.Graph) -> None:
+def count_of(pick: fx.Node) -> Any:
+    """As a symbol, how many tokens it has: the first size of it, or of its elements."""
+    return next(formula(x.shape[0]) for x in tree_leaves(fake_value(pick)) if isinstance(x, Tensor))
+
+
+def one_mask(graph: fx.Graph, written: set[fx.Node]) -> None:
     """A mask that is spelled twice (`h[t != -100]`, `t[t != -100]`) is one."""
     first = dict[object, fx.Node]()
     for node in list(graph.nodes):
         if node.op != "call_function" or not is_mask(node) or node.kwargs:
             continue
-        if not written(graph, node.all_input_nodes):
-            known = first.setdefault((node.target, node.args), node)
+        if written.isdisjoint((node, *node.all_input_nodes)):
+            known = first.setdefault((node.target, repr(node.args)), node)
             if known is not node:
                 node.replace_all_uses_with(known)
                 graph.erase_node(node)
-
-
-def written(graph: fx.Graph, nodes: Any) -> bool:
-    """Whether one of `nodes` is written to in place."""
-    changed = {x for node in graph.nodes for x in written_by_name(node)}
-    return not changed.isdisjoint(nodes)
 
 
 class Summed:
@@ -161,24 +163,30 @@ class Summed:
         self.each = 1  # numbers that a token has in a mean
 
     @classmethod
-    def of(cls, node: fx.Node, graph: fx.Graph, is_picked: Callable[[fx.Node], bool]) -> Summed | None:
-        """The sum that `node` is; None where it is none, or its tokens are picked by several masks."""
+    def of(cls, node: fx.Node, written: set[fx.Node], is_picked: Callable[[fx.Node], bool]) -> Summed | None:
+        """The sum that `node` is; None where it is none, or adds up what is not one row for each token of a mask."""
         reduction = reduction_of(node)
         if reduction is None or is_picked(node) or not all(map(is_picked, tensors_of(node))):
             return None
-        masks = masks_of(node)
-        return cls(node, masks.pop(), reduction) if len(masks) == 1 and not written(graph, masks) else None
+        x, picks = tensors_of(node)[0], picks_of(node)
+        masks, rows = {mask_at(pick) for pick in picks}, set(map(count_of, picks))
+        first, *others = fake_value(x).shape or [None]
+        if any(map(free_unbacked_symbols, others)) or (node.target in BY_CLASS and not others):
+            return None
+        (mask,) = masks if len(masks) == 1 else (None,)
+        if mask is None or mask in written or is_picked(mask) or first is None or formula(first) not in rows:
+            return None
+        return cls(node, mask, reduction)
 
     def put_back(self) -> None:
         """What is picked, in the place of the sum."""
         with self.node.graph.inserting_before(self.node):
             part = self.part()
-            self.each = prod(fake_value(part).shape[1:])
-            if fake_value(part).dim() > 1:
-                part = self.emit("call_method", "sum", (self.emit("call_method", "flatten", (part, 1)), 1))
             self.tokens = self.in_place(part)
             if self.reduction == "mean" and self.node.target in BY_CLASS and is_class(tensors_of(self.node)[1]):
                 self.counts = self.in_place(self.weights(fake_value(part).dtype))
+            else:
+                self.each = prod(map(int, fake_value(part).shape[1:]))
 
     def add_up(self, place: fx.Node) -> fx.Node:
         """The sum, behind `place`; returns its last node."""
@@ -209,7 +217,12 @@ class Summed:
         return self.emit("call_function", self.node.target, (), {**given, "input": x, "reduction": "none"})
 
     def in_place(self, part: fx.Node) -> fx.Node:
-        zeros = self.emit("call_function", torch.zeros_like, (self.mask,), {"dtype": fake_value(part).dtype})
+        """One number for each token, with the sizes of the mask."""
+        if fake_value(part).dim() > 1:
+            part = self.emit("call_method", "sum", (self.emit("call_method", "flatten", (part, 1)), 1))
+        dtype = fake_value(part).dtype
+        zeros = self.emit("call_function", torch.zeros_like, (self.mask,), {"dtype": dtype})
+        part = self.emit("call_method", "to", (part, dtype))  # which autocast may change
         return self.emit("call_method", "index_put", (zeros, (self.mask,), part))
 
     def weights(self, dtype: torch.dtype) -> fx.Node:

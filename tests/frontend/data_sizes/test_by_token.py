@@ -55,7 +55,7 @@ def shifted(m, y, labels):
 
 def distilled(m, y, labels):
     """Several of the same tokens; all their numbers count."""
-    some = labels != IGNORED
+    some = (labels != IGNORED)[:, :]
     student, teacher = m.head(y[some]).log_softmax(-1), m.head(y[some].detach() * 2).softmax(-1)
     divergence = (teacher * (teacher.log() - student)).sum(-1).mean()
     close = F.mse_loss(m.head(y)[some], teacher) + F.binary_cross_entropy_with_logits(m.head(y[some]), teacher)
@@ -94,13 +94,27 @@ def read_in_between(m, y, labels):
     return (y * m.head(y[some]).mean())[some].sum()
 
 
+def one_of_another(m, y, labels):
+    some = labels != IGNORED
+    weight = y.detach()[some].mean().sigmoid()
+    return F.binary_cross_entropy_with_logits(y[some], y[some].detach().sigmoid(), pos_weight=weight)
+
+
+def of_other_rows(m, y, labels):
+    """What is added up has no row, or several, for each token."""
+    some = (labels != IGNORED)[:, 1:]
+    kept = y[:, 1:][some]
+    alike = (kept @ kept.mT).mean()
+    return kept.view(-1).square().mean() + kept.mT.abs().mean() + alike + kept[kept[:, 0] > 0].sum()
+
+
 def written_mask(m, y, labels):
     some = labels != IGNORED
     some[:, 0] = True
     return m.head(y[some]).mean() + some.sum()
 
 
-@pytest.mark.parametrize("loss", [read_in_between, written_mask])
+@pytest.mark.parametrize("loss", [read_in_between, one_of_another, of_other_rows, written_mask])
 def test_what_is_no_sum_by_token_is_as_exact(loss):
     assert validate(2, Model(loss).double(), *batch()).wrong == ""
 
