@@ -33,10 +33,9 @@ def slots(sharder: Sharder, worked: set[fx.Node]) -> dict[fx.Node, Sharded]:
     sums = [node for node in worked if is_sum(node, worked)]
     least, found = LEAST_PART * sum(map(flops, worked if sums else ())), dict[fx.Node, Sharded]()
     for node in sums:
-        ways = [(work_on(sharder, node, at, worked), at_hand(at.length), at) for at in rows_of(sharder, node)]
-        work, _, place = max(ways, key=lambda way: way[:2], default=(0, 0, None))
-        if place is not None and work > least:
-            found[node] = place
+        ways = [at for at in rows_of(sharder, node) if layers_work_on(sharder, node, at, worked, least)]
+        if ways:
+            found[node] = max(ways, key=lambda at: at_hand(at.length))  # so that ranks have about equally many
     return found
 
 
@@ -55,23 +54,25 @@ def rows_of(sharder: Sharder, node: fx.Node) -> list[Sharded]:
     return [Sharded(dim, 1, size, 1) for dim, size in sizes if at_hand(size) >= sharder.ranks.least(size)]
 
 
-def work_on(sharder: Sharder, node: fx.Node, place: Sharded, worked: set[fx.Node]) -> int:
-    """FLOPs of the products with weights that work on rows `place` of `node` alone; 0 where they are no layers, or
-    attention reads them, which demands its rows itself."""
+def layers_work_on(sharder: Sharder, node: fx.Node, place: Sharded, worked: set[fx.Node], least: float) -> bool:
+    """Whether products with weights, of more than `least` FLOPs, work on rows `place` of `node` alone, which no
+    attention demands."""
     rows, pending, count, work = {node: place}, [node], 0, 0
     while pending:
         x = pending.pop()
         for user in x.users:
             if user.target is operators.attention.default:
-                return 0
+                return False
             out = pushed(sharder, user, x, rows[x]) if user not in rows else None
             if out is None:
                 continue
             if op_name(user) in PRODUCTS and any(other not in worked for other in tensor_args(user)):
                 count, work = count + 1, work + flops(user)
+            if count >= LAYERS and work > least:
+                return True
             rows[user] = out
             pending.append(user)
-    return work if count >= LAYERS else 0
+    return False
 
 
 def pushed(sharder: Sharder, node: fx.Node, x: fx.Node, place: Sharded) -> Sharded | None:
