@@ -19,7 +19,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.any_sizes import is_much_whole, may_be_fixed, saves_work
 from ringopt.drivers.compiled import Compiled
 from ringopt.drivers.counterparts import Snapshot
-from ringopt.drivers.failing import Failure, agreed, failure_of, is_passed_on
+from ringopt.drivers.failing import Failure, agreed, all_want, failure_of, is_passed_on
 from ringopt.errors import RefusedError, first_line
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.data_sizes.stretches import has_picks, without_picks
@@ -109,10 +109,23 @@ def transform(
             return for_these_sizes(made, why)
     if isinstance(made, Failure):
         return Compiled(None, refused(made.refusal, options, mesh, Dump(options, mesh.rank)))
-    if anew or not may_be_fixed(gm, example_inputs, mesh) or not is_much_whole(made.work, mesh.size):
+    if anew or not may_be_fixed(gm, example_inputs, mesh):
+        return made
+    return best_sizes(gm, example_inputs, options, mesh, made)
+
+
+def best_sizes(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mesh: Mesh, made: Compiled
+) -> Compiled:
+    """`made`, which is for any sizes, or a graph for those at hand, where that leaves much less whole: of the ranks all
+    have the same. (What is not spread, a rank may compile by itself.)"""
+    much = is_much_whole(made.work, mesh.size)
+    if not (much if made.program is None else all_want(mesh, much)):
         return made
     fixed = attempted(gm, with_sizes_at_hand(example_inputs), options, mesh, anew=True)
-    if isinstance(fixed, Failure) or not saves_work(fixed.work, made.work, mesh.size):
+    if isinstance(fixed, Failure) or fixed.program is None:
+        return made
+    if not all_want(mesh, saves_work(fixed.work, made.work, mesh.size)):
         return made
     specialize(gm)
     fixed = attempted(gm, example_inputs, options, mesh)

@@ -75,6 +75,11 @@ def agreed(mesh: Mesh, mine: Failure | None) -> Failure | None:
     return mine or _failure_elsewhere(kinds)
 
 
+def all_want(mesh: Mesh, wanted: bool) -> bool:
+    """Whether each rank of `mesh` wants it, all of which come here, or none."""
+    return agreed(mesh, None if wanted else Failure("not wanted", foreseen=True)) is None
+
+
 def _failure_elsewhere(kinds: Sequence[int]) -> Failure | None:
     failed = [rank for rank, kind in enumerate(kinds) if kind]
     if not failed:

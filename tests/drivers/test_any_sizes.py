@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+import ringopt
+from ringopt.drivers import compile as compile_driver
 from ringopt.drivers.any_sizes import is_much_whole, saves_work
 from ringopt.reporting.figures import MatrixWork
 from tests.harness.lengths import run_over
@@ -30,6 +33,7 @@ class Picture(nn.Module):
 
 
 def pictures(*sizes: int) -> list[tuple[torch.Tensor]]:
+    torch.manual_seed(1)
     return [(torch.randn(2, 4, n, n, dtype=torch.float64),) for n in sizes]
 
 
@@ -67,6 +71,26 @@ def test_work_is_weighed_by_rank():
     assert not saves_work(MatrixWork(whole=45, total=99), MatrixWork(whole=50, total=100), 2)
     assert not saves_work(None, MatrixWork(whole=50, total=100), 2)
     assert saves_work(MatrixWork(whole=0, total=99), None, 2)
+
+
+def on_rank(name):
+    """Where rank 1 is of another opinion in `name`."""
+    torch._dynamo.reset()
+    model, before, kept = Picture(), len(ringopt.reports()), getattr(compile_driver, name)
+    if dist.get_rank() == 1:
+        setattr(compile_driver, name, lambda *given: False)
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    try:
+        wrong = [float((compiled(x) - model(x)).detach().abs().max()) for (x,) in pictures(6, 8, 10)]
+    finally:
+        setattr(compile_driver, name, kept)
+    return max(wrong), [SAID in report.notes for report in ringopt.reports()[before:]]
+
+
+@pytest.mark.parametrize("name", ["is_much_whole", "saves_work"])
+def test_ranks_decide_alike(ranks, name):
+    for wrong, fixed in ranks(2, on_rank, name):
+        assert wrong < 1e-10 and fixed == [False, False]
 
 
 def test_what_is_gathered_counts_as_work():
