@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.frontend.data_sizes.by_token import fake_value
-from ringopt.frontend.data_sizes.stretches import OPEN
+from ringopt.frontend.data_sizes.fake_values import OPEN, fake_value
 from ringopt.ir.nodes import origin
 from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringopt.frontend.data_sizes.fake_values import fake_value, is_picked, memory
 from ringopt.ir.nodes import origin, written_by_name
 from ringopt.ir.symbolic_sizes import formula
 from ringopt.torch_compat.pytree import tree_leaves
@@ -29,23 +29,24 @@ from ringopt.torch_compat.symbolic_shapes import free_unbacked_symbols
 
 SUMS = frozenset(("sum", "mean"))
 BY_CLASS = (F.cross_entropy, F.nll_loss)
+COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 LOSSES = (
     *BY_CLASS, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
 )  # fmt: skip
 
 
-def sum_by_token(graph: fx.Graph, is_picked: Callable[[fx.Node], bool]) -> None:
-    """Rewrites Dynamo's `graph`. `is_picked`: whether a node has a size that nothing foretells."""
-    written = {x for node in graph.nodes for x in written_by_name(node)}
+def sum_by_token(graph: fx.Graph) -> None:
+    """Rewrites Dynamo's `graph`."""
+    written = {memory(x) for node in graph.nodes for x in written_by_name(node)} - {None}
     one_mask(graph, written)
-    sums = [summed for node in graph.nodes if (summed := Summed.of(node, written, is_picked)) is not None]
-    later = behind(graph, {summed.node for summed in sums}, is_picked) if sums else None
+    sums = [summed for node in graph.nodes if (summed := Summed.of(node, written)) is not None]
+    later = behind(graph, {summed.node for summed in sums}, written) if sums else None
     if later is None:
         return
     for summed in sums:
         summed.put_back()
-    place = next(node for node in reversed(graph.nodes) if works_on_picked(node, is_picked))
+    place = next(node for node in reversed(graph.nodes) if works_on_picked(node))
     for summed in sums:
         place = summed.add_up(place)
     for node in later:
@@ -54,20 +55,21 @@ def sum_by_token(graph: fx.Graph, is_picked: Callable[[fx.Node], bool]) -> None:
             place = node
 
 
-def behind(graph: fx.Graph, sums: set[fx.Node], is_picked: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
-    """What is made of `sums`, all of which may stand behind all that works on picked tokens; None where it may not."""
+def behind(graph: fx.Graph, sums: set[fx.Node], written: set[Any]) -> list[fx.Node] | None:
+    """What is made of `sums`, all of which may stand behind all that works on picked tokens; None where it may not, as
+    where it reads what is `written` in place."""
     found = dict.fromkeys(sums)
     for node in graph.nodes:
         if found.keys().isdisjoint(node.all_input_nodes) or node.op == "output":
             continue
-        if works_on_picked(node, is_picked) or written_by_name(node):
+        if works_on_picked(node) or not written.isdisjoint(map(memory, node.all_input_nodes)):
             return None
         found[node] = None
     return [node for node in found if node not in sums]
 
 
-def works_on_picked(node: fx.Node, is_picked: Callable[[fx.Node], bool]) -> bool:
-    """Whether it has such a size, or an operand of it has."""
+def works_on_picked(node: fx.Node) -> bool:
+    """Whether it has a size that nothing foretells, or an operand of it has."""
     return is_picked(node) or any(map(is_picked, node.all_input_nodes))
 
 
@@ -92,12 +94,8 @@ def bound(node: fx.Node) -> dict[str, Any]:
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
     """What has rows: of a loss its input and target."""
-    return [x for x in node.args[:2] if isinstance(x, fx.Node)] if node.target in LOSSES else list(node.args[:1])
-
-
-def fake_value(node: fx.Node) -> Any:
-    """The fake value in Dynamo's graph."""
-    return node.meta.get("example_value")
+    given = [bound(node)[name] for name in ("input", "target")] if node.target in LOSSES else node.args[:1]
+    return [x for x in given if isinstance(x, fx.Node)]
 
 
 def mask_at(node: fx.Node) -> fx.Node | None:
@@ -139,13 +137,13 @@ def count_of(pick: fx.Node) -> Any:
     return next(formula(x.shape[0]) for x in tree_leaves(fake_value(pick)) if isinstance(x, Tensor))
 
 
-def one_mask(graph: fx.Graph, written: set[fx.Node]) -> None:
+def one_mask(graph: fx.Graph, written: set[Any]) -> None:
     """A mask that is spelled twice (`h[t != -100]`, `t[t != -100]`) is one."""
     first = dict[object, fx.Node]()
     for node in list(graph.nodes):
-        if node.op != "call_function" or not is_mask(node) or node.kwargs:
+        if node.target not in COMPARISONS or not is_mask(node) or node.kwargs:
             continue
-        if written.isdisjoint((node, *node.all_input_nodes)):
+        if written.isdisjoint(map(memory, (node, *node.all_input_nodes))):
             known = first.setdefault((node.target, repr(node.args)), node)
             if known is not node:
                 node.replace_all_uses_with(known)
@@ -163,7 +161,7 @@ class Summed:
         self.each = 1  # numbers that a token has in a mean
 
     @classmethod
-    def of(cls, node: fx.Node, written: set[fx.Node], is_picked: Callable[[fx.Node], bool]) -> Summed | None:
+    def of(cls, node: fx.Node, written: set[Any]) -> Summed | None:
         """The sum that `node` is; None where it is none, or adds up what is not one row for each token of a mask."""
         reduction = reduction_of(node)
         if reduction is None or is_picked(node) or not all(map(is_picked, tensors_of(node))):
@@ -174,7 +172,7 @@ class Summed:
         if any(map(free_unbacked_symbols, others)) or (node.target in BY_CLASS and not others):
             return None
         (mask,) = masks if len(masks) == 1 else (None,)
-        if mask is None or mask in written or is_picked(mask) or first is None or formula(first) not in rows:
+        if mask is None or memory(mask) in written or is_picked(mask) or first is None or formula(first) not in rows:
             return None
         return cls(node, mask, reduction)
 

@@ -24,7 +24,16 @@ from torch import Tensor
 
 from ringopt.calls import OpCall
 from ringopt.dims.picks import TokensPicked, tokens_picked
-from ringopt.frontend.data_sizes.by_token import fake_value, sum_by_token
+from ringopt.frontend.data_sizes.by_token import sum_by_token
+from ringopt.frontend.data_sizes.fake_values import (
+    OPEN,
+    fake_value,
+    is_picked,
+    is_unknown,
+    is_unknown_number,
+    known_size,
+    memory,
+)
 from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
@@ -38,30 +47,12 @@ from ringopt.ops.picked import sizes_text
 from ringopt.scans.body import NoBody, to_text
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.operators import ASSERT_SCALAR
-from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     PickedSizes,
-    asserted_size,
-    free_unbacked_symbols,
 )
-from ringopt.torch_compat.tensors import storage_key, version_of
+from ringopt.torch_compat.tensors import version_of
 from ringopt.torch_compat.tracing import tracing
-
-OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def is_unknown(value: Any) -> bool:
-    """Whether a size, or a number, is known only when the program runs."""
-    return any(is_open(leaf) and free_unbacked_symbols(leaf) for leaf in tree_leaves(value))
-
-
-def is_open(leaf: Any) -> bool:
-    """Whether a number is a symbol, or a tensor may have one in its sizes or strides."""
-    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-        return True
-    numbers = (*leaf.shape, *leaf.stride(), leaf.storage_offset()) if isinstance(leaf, Tensor) else (leaf,)
-    return any(isinstance(number, OPEN) for number in numbers)
 
 
 def has_picks(gm: fx.GraphModule) -> bool:
@@ -75,7 +66,7 @@ def without_picks(gm: fx.GraphModule) -> fx.GraphModule:
         return gm
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    sum_by_token(graph, is_picked)
+    sum_by_token(graph)
     made = fx.GraphModule(gm, graph)
     order = {node: place for place, node in enumerate(graph.nodes)}
     found = [sorted(members, key=lambda node: order[node]) for members in stretches(graph)]
@@ -137,28 +128,6 @@ class Groups:
     @property
     def all(self) -> list[set[fx.Node]]:
         return list({id(each): each for each in self.of.values()}.values())
-
-
-def number_of(size: Any) -> int | None:
-    """A size, None where it is not known and follows from no other."""
-    return asserted_size(size) if is_unknown(size) else int(size)
-
-
-def is_picked(node: fx.Node) -> bool:
-    """Whether it is a tensor (or several) of a size that is not known."""
-    leaves = tree_leaves(fake_value(node))
-    return any(isinstance(x, Tensor) and any(number_of(size) is None for size in x.shape) for x in leaves)
-
-
-def is_unknown_number(node: fx.Node) -> bool:
-    """Whether it is a number that is not known."""
-    return isinstance(fake_value(node), OPEN) and is_unknown(fake_value(node))
-
-
-def memory(node: fx.Node) -> Any:
-    """Of a tensor; None of anything else."""
-    value = fake_value(node)
-    return storage_key(value) if isinstance(value, Tensor) else None
 
 
 def between(graph: fx.Graph, members: set[fx.Node]) -> set[fx.Node]:
@@ -300,7 +269,7 @@ def operator_of(graph: fx.Graph, cut: Cut, flat: fx.Graph, result: fx.Node, x: f
     except NoBody as problem:
         raise refused(x, problem.refusal.sentence) from problem
     proofs = tokens_picked(body) or [TokensPicked((-1,) * len(operands), -1)]
-    shape = [number_of(size) or 0 for size in fake_value(x).shape]
+    shape = [known_size(size) or 0 for size in fake_value(x).shape]
     sizes: list[int | tuple[int, int]] = list(shape)
     for found in proofs:
         having = [i for i, dim in enumerate(found.along) if dim >= 0]
@@ -343,7 +312,7 @@ def traced(gm: fx.GraphModule, cut: Cut, mode: RealStrides) -> fx.Graph:
 
 def empty_like(x: Tensor) -> Tensor:
     """Of the sizes at hand, which are numbers."""
-    sizes, strides = ([number_of(size) or 0 for size in sizes] for sizes in (x.shape, x.stride()))
+    sizes, strides = ([known_size(size) or 0 for size in sizes] for sizes in (x.shape, x.stride()))
     return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
 
 

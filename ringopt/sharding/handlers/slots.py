@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch.fx as fx
 
 from ringopt.dims.contraction_rules import PRODUCTS
-from ringopt.dims.rule import Rule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
@@ -78,7 +77,7 @@ def layers_work_on(sharder: Sharder, node: fx.Node, place: Sharded, worked: set[
 def pushed(sharder: Sharder, node: fx.Node, x: fx.Node, place: Sharded) -> Sharded | None:
     """The rows of `node` that are made of rows `place` of `x`, token by token."""
     rule, operands = rule_of(node), list(tensor_args(node))
-    if not isinstance(rule, Rule) or len(rule.operands) != len(operands):
+    if rule is None or len(rule.operands) != len(operands):
         return None
     out = rule.push(operands.index(x), place)
     wanted = rule.pull(out) if out is not None else None

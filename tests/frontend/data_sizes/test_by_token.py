@@ -34,7 +34,8 @@ def of_classes(m, y, labels):
 
 def weighed(m, y, labels):
     some = labels != IGNORED
-    return F.cross_entropy(m.head(y[some]), labels[some], m.weight, ignore_index=3, label_smoothing=0.1)
+    smooth = {"ignore_index": 3, "label_smoothing": 0.1}
+    return F.cross_entropy(input=m.head(y[some]), target=labels[some], weight=m.weight, **smooth)
 
 
 def of_flat(m, y, labels):
@@ -114,7 +115,16 @@ def written_mask(m, y, labels):
     return m.head(y[some]).mean() + some.sum()
 
 
-@pytest.mark.parametrize("loss", [read_in_between, one_of_another, of_other_rows, written_mask])
+def written_through_views(m, y, labels):
+    """Of one spelling two masks, and two values of what is added to the first loss."""
+    labels, more = labels.clone(), torch.ones(1, dtype=y.dtype)
+    first = y[labels != IGNORED].mean() + more
+    labels.view(-1)[:5] = IGNORED
+    more.view(1).add_(1)
+    return (first + y[labels != IGNORED].sum() + more + F.mse_loss(input=y, target=y.detach() * 2)).sum()
+
+
+@pytest.mark.parametrize("loss", [written_through_views, read_in_between, one_of_another, of_other_rows, written_mask])
 def test_what_is_no_sum_by_token_is_as_exact(loss):
     assert validate(2, Model(loss).double(), *batch()).wrong == ""
 
