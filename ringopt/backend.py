@@ -20,6 +20,7 @@ from ringopt.drivers.compile import Run, in_order, mesh_for, transform, warn_of_
 from ringopt.drivers.reference import reference
 from ringopt.drivers.teach_dynamo import teach_dynamo
 from ringopt.frontend.data_sizes.assertions import Asserted, take_assertions
+from ringopt.frontend.data_sizes.gradients import gradients_where_taken, take_conditions
 from ringopt.frontend.data_sizes.traced_again import (
     on_ranks,
     trace_with_breaks,
@@ -81,7 +82,7 @@ def ring(
     chosen = with_defaults(options)
     mesh = mesh_for(chosen, example_inputs)
     asserted = take_assertions(gm)
-    trace_with_sizes(gm, mesh.size)
+    conditions = take_conditions(gm, trace_with_sizes(gm, mesh.size))
     names = [readable_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]
     called = [node.target for node in gm.graph.nodes if node.op.startswith("call")]
     operators = dict(Counter(getattr(target, "__name__", str(target)) for target in called))
@@ -128,7 +129,7 @@ def ring(
         return run, made.relied_on, made.claims
 
     watched = Watched(make, example_inputs)
-    run = watched if watched.seen else watched.run
+    run = gradients_where_taken(watched if watched.seen else watched.run, conditions)
     return Asserted(run, asserted) if asserted else run
 
 

@@ -112,12 +112,12 @@ class EndedAt(Exception):
 class Settings:
     """Some of torch._dynamo.config, for frames that are traced once more: where `wanted(backends, code, error)` says so
     of an error that ended a trace, or a backend has turned them on. Where that fails, in whatever way, `failed` is
-    called with the code, and the frame is traced a third time, without them."""
+    called with the code, and the frame is traced a third time: with them once more where it says so, or without."""
 
     def __init__(
         self,
         wanted: Callable[[Iterator[Any], CodeType, Exception], bool],
-        failed: Callable[[CodeType], None],
+        failed: Callable[[CodeType], bool],
         **settings: Any,
     ):
         self.wanted, self.failed, self.settings = wanted, failed, settings
@@ -130,6 +130,10 @@ class Settings:
         if trace is not None and not self.installed:
             self.installed = True
             convert_frame.trace_frame = wraps(trace)(partial(self.traced, trace))
+
+    @property
+    def are_on(self) -> bool:
+        return bool(self.before)
 
     def on(self) -> None:
         self.before = {name: getattr(config, name) for name in self.settings}
@@ -156,7 +160,8 @@ class Settings:
             given = list(args)
             ended = isinstance(error, EndedAt)
             if self.off():
-                self.failed(code)
+                if self.failed(code):
+                    self.on()
             elif self.wanted(wrapped_in(next(filter(callable, given), None)), code, error):
                 self.on()
             elif ended:

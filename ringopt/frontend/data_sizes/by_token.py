@@ -21,8 +21,8 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringopt.frontend.data_sizes.fake_values import fake_value, is_picked, memory
-from ringopt.ir.nodes import origin, written_by_name
+from ringopt.frontend.data_sizes.fake_values import fake_value, is_picked, made_like, memory
+from ringopt.ir.nodes import written_by_name
 from ringopt.ir.symbolic_sizes import formula
 from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.symbolic_shapes import free_unbacked_symbols
@@ -192,13 +192,13 @@ class Summed:
         with graph.inserting_after(place):
             end = graph.call_function(operator.pos, (0,))
         with graph.inserting_before(end):
-            result = self.emit("call_method", "sum", (self.tokens,))
+            result = self.emit("sum", self.tokens)
             if self.reduction == "mean":
-                count = self.emit("call_method", "sum", (self.counts or self.mask,))
+                count = self.emit("sum", self.counts or self.mask)
                 if self.each != 1:
-                    count = self.emit("call_function", operator.mul, (count, self.each))
-                result = self.emit("call_function", operator.truediv, (result, count))
-            result = self.emit("call_method", "to", (result, fake_value(self.node).dtype))
+                    count = self.emit(operator.mul, count, self.each)
+                result = self.emit(operator.truediv, result, count)
+            result = self.emit("to", result, fake_value(self.node).dtype)
         self.node.replace_all_uses_with(result)
         graph.erase_node(end)
         graph.erase_node(self.node)
@@ -208,38 +208,32 @@ class Summed:
         """What is to be added up, of each picked token; 16 bits as float32, in which torch adds them."""
         x = tensors_of(self.node)[0]
         if fake_value(x).dtype in (torch.float16, torch.bfloat16):
-            x = self.emit("call_method", "float", (x,))
+            x = self.emit("float", x)
         if self.node.target not in LOSSES:
             return x
         given = {name: value for name, value in bound(self.node).items() if name not in ("size_average", "reduce")}
-        return self.emit("call_function", self.node.target, (), {**given, "input": x, "reduction": "none"})
+        return self.emit(self.node.target, **{**given, "input": x, "reduction": "none"})
 
     def in_place(self, part: fx.Node) -> fx.Node:
         """One number for each token, with the sizes of the mask."""
         if fake_value(part).dim() > 1:
-            part = self.emit("call_method", "sum", (self.emit("call_method", "flatten", (part, 1)), 1))
+            part = self.emit("sum", self.emit("flatten", part, 1), 1)
         dtype = fake_value(part).dtype
-        zeros = self.emit("call_function", torch.zeros_like, (self.mask,), {"dtype": dtype})
-        part = self.emit("call_method", "to", (part, dtype))  # which autocast may change
-        return self.emit("call_method", "index_put", (zeros, (self.mask,), part))
+        zeros = self.emit(torch.zeros_like, self.mask, dtype=dtype)
+        part = self.emit("to", part, dtype)  # which autocast may change
+        return self.emit("index_put", zeros, (self.mask,), part)
 
     def weights(self, dtype: torch.dtype) -> fx.Node:
         """Of the classes of the picked tokens; 0 where they are ignored."""
         given = bound(self.node)
         target = given["target"]
-        kept = self.emit("call_function", operator.ne, (target, given["ignore_index"]))
-        counted = self.emit("call_method", "to", (kept, dtype))
+        kept = self.emit(operator.ne, target, given["ignore_index"])
+        counted = self.emit("to", kept, dtype)
         if given["weight"] is None:
             return counted
-        within = self.emit("call_method", "clamp", (target,), {"min": 0})
-        weights = self.emit("call_function", operator.getitem, (given["weight"], within))
-        return self.emit("call_function", operator.mul, (counted, weights))
+        within = self.emit("clamp", target, min=0)
+        weights = self.emit(operator.getitem, given["weight"], within)
+        return self.emit(operator.mul, counted, weights)
 
-    def emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        made = self.node.graph.create_node(op, target, args, kwargs or {})
-        values, named = fx.map_arg((args, kwargs or {}), fake_value)
-        with fake_value(self.mask).fake_mode:
-            called = getattr(values[0], target) if op == "call_method" else target
-            value = called(*values[op == "call_method" :], **named)
-        made.meta.update(origin(self.node), example_value=value)
-        return made
+    def emit(self, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+        return made_like(self.node, target, *args, **kwargs)

@@ -8,6 +8,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.ir.nodes import origin
+from ringopt.torch_compat.dynamo import is_batchedtensor
+from ringopt.torch_compat.fake_tensors import FakeTensor
 from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.symbolic_shapes import asserted_size, free_unbacked_symbols
 from ringopt.torch_compat.tensors import storage_key
@@ -50,6 +53,19 @@ def is_unknown_number(node: fx.Node) -> bool:
 
 
 def memory(node: fx.Node) -> Any:
-    """Of a tensor; None of anything else."""
+    """Of a tensor; None of anything else, and where a transform such as vmap has wrapped it."""
     value = fake_value(node)
-    return storage_key(value) if isinstance(value, Tensor) else None
+    return storage_key(value) if isinstance(value, Tensor) and not is_batchedtensor(value) else None
+
+
+def made_like(node: fx.Node, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call, with its fake value, where the graph of `node` inserts, and as if `node` had stood there: of a function,
+    or of the method that a string names."""
+    values, named = fx.map_arg((args, kwargs), fake_value)
+    called = getattr(values[0], target) if isinstance(target, str) else target
+    fake = next(x for x in tree_leaves((values, named)) if isinstance(x, FakeTensor))
+    with fake.fake_mode:
+        value = called(*values[isinstance(target, str) :], **named)
+    made = node.graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
+    made.meta.update(origin(node), example_value=value)
+    return made

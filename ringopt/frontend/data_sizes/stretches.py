@@ -177,7 +177,8 @@ class Cut:
         node = self.members[0]
         while node is not self.members[-1]:
             node = node.next
-            if node not in inside and any(x in self.read or memory(x) in keys for x in node.all_input_nodes):
+            reads = any(x in self.read or memory(x) in keys for x in node.all_input_nodes)
+            if node not in inside and reads and not is_check(node):
                 raise refused(node, "what it writes to is read in between")
 
     @property

@@ -3,16 +3,18 @@
     sizes = counts.tolist()      Dynamo ends its graph here, and what follows is graphs of their own, or none
     rows = where(mask)[0]
     assert lengths.max().item() <= n
+    if mask.any(): ...
 
 For backends that ask for it Dynamo traces a function that breaks so once more, with such sizes as symbols, for which
-it has settings. What is made of them is taken out of the graph again (stretches.py, assertions.py). What no graph comes
-of is traced as before: a third time, with its breaks. So is what reads a single number for more than an assertion: what
-follows would have sizes that nobody knows, where behind a break they are as known as any.
+it has settings, and with branches as if they were taken. What is made of them is taken out of the graph again
+(stretches.py, assertions.py, predication.py). Branches that are no such thing are left, and the rest is tried without
+them. What no graph comes of is traced as before: with its breaks. So is what reads a single number for more than an
+assertion: what follows would have sizes that nobody knows, where behind a break they are as known as any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,6 +24,12 @@ import torch.fx as fx
 
 from ringopt.errors import first_line
 from ringopt.frontend.data_sizes.assertions import reads_numbers
+from ringopt.frontend.data_sizes.predication import (
+    NotPredicable,
+    Predicated,
+    looked_for,
+    predicated,
+)
 from ringopt.frontend.data_sizes.stretches import has_picks
 from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import (
@@ -34,16 +42,25 @@ from ringopt.torch_compat.dynamo import (
     frame_being_compiled,
     goes_on_behind_breaks,
 )
+from ringopt.torch_compat.dynamo_branches import (
+    JUMP_BREAK,
+    branches_and_loops,
+    places_taken,
+    takes_branches,
+)
 
 log = logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "sizes_are_traced"
+MOST_TURNS = 1024  # of loops over what data decide, in one graph: each takes some 0.1 s to trace and compile
 
 # By function, the lines (or errors) at which it breaks and has to, and the one that is tried.
 _with_breaks = WeakKeyDictionary[CodeType, set[str]]()
 _tried = WeakKeyDictionary[CodeType, str]()
 _for_numbers = WeakSet[CodeType]()  # those of them that are tried for a number
+_for_branches = WeakSet[CodeType]()  # and for a branch
+_not_taken = WeakKeyDictionary[CodeType, set[int]]()  # branches and loops that are traced as ever, by code
 
 
 def traces_sizes(when: Callable[[], bool]) -> Callable[[F], F]:
@@ -85,41 +102,75 @@ def ended_by_size(backends: Iterator[Any], frame: CodeType, error: Exception) ->
     while cause is not None:
         words, cause = words + str(cause), cause.__cause__ or cause.__context__  # type: ignore[assignment]
     what = str(error.reason.user_stack[-1:]) if isinstance(error, EndedAt) else words
-    size = any(reason in words for reason in SIZES_BREAK)
-    return (size or NUMBER_BREAK in words) and tries(frame, what, not size)
+    found = next((reason for reason in (*SIZES_BREAK, *JUMP_BREAK, NUMBER_BREAK) if reason in words), None)
+    return found is not None and tries(frame, what, found)
 
 
-def tries(frame: CodeType, what: str, number: bool) -> bool:
+def tries(frame: CodeType, what: str, reason: str) -> bool:
     """Whether it was not tried in vain before; from now on it is what is tried."""
     if what in _with_breaks.get(frame, ()):
         return False
     _tried[frame] = what
-    (_for_numbers.add if number else _for_numbers.discard)(frame)
+    for kind, reasons in ((_for_numbers, (NUMBER_BREAK,)), (_for_branches, JUMP_BREAK)):
+        (kind.add if reason in reasons else kind.discard)(frame)
     return True
 
 
-_settings = Settings(ended_by_size, give_up, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+def fails(frame: CodeType) -> bool:
+    """Of a trace that no graph comes of; whether it is tried once more, without the branches that it took."""
+    if not leaves(places_taken()) or frame in _for_branches:
+        give_up(frame)
+        return False
+    return True
+
+
+def leaves(places: Iterable[tuple[CodeType, int]]) -> bool:
+    """From now on these branches and loops are traced as ever; whether there are any."""
+    found = list(places)
+    for code, place in found:
+        _not_taken.setdefault(code, set()).add(place)
+    return bool(found)
+
+
+def takes(code: CodeType, place: int) -> bool:
+    """Whether a branch or a loop is traced as if it were taken."""
+    return _settings.are_on and place not in _not_taken.get(code, ())
+
+
+_settings = Settings(ended_by_size, fails, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
 
 
 def teach_sizes() -> None:
     """Has Dynamo do so, for all marked backends."""
     _settings.install()
+    takes_branches(takes, looked_for, MOST_TURNS)
     goes_on_behind_breaks(takes_sizes, say_that_breaks_end)
 
 
-def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> None:
+def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> list[Predicated]:
     """To be called first in a marked backend: has Dynamo trace the frame again where `gm`, for several ranks, ends at a
-    size."""
+    size. Returns the branches that it has, of which `gm` is changed."""
     again, broken, frame = _settings.off(), break_reason(gm), frame_being_compiled()
+    branches, loops = branches_and_loops()
     reason, where = str(getattr(broken, "reason", "")), str(getattr(broken, "user_stack", ())[-1:])
-    ends = ranks > 1 and not again and reason.startswith((*SIZES_BREAK, NUMBER_BREAK))
-    if ends and tries(frame, where, reason.startswith(NUMBER_BREAK)):
+    kind = next((kind for kind in (*SIZES_BREAK, *JUMP_BREAK, NUMBER_BREAK) if reason.startswith(kind)), None)
+    if ranks > 1 and not again and kind is not None and tries(frame, where, kind):
         _settings.on()
         raise TraceOtherwise
     in_vain = getattr(broken, "graph_break", False) and where == _tried.get(frame)  # it ends there all the same
+    try:
+        found = predicated(gm, branches, loops) if not in_vain else []
+    except NotPredicable as problem:
+        log.info("%s (line %d): %s", frame.co_name, frame.co_firstlineno, problem)
+        if frame not in _for_branches and leaves(problem.places):
+            _settings.on()
+        else:
+            give_up(frame)
+        raise TraceOtherwise from problem
     if again and (in_vain or (frame in _for_numbers and reads_numbers(gm))):
         give_up(frame)
         raise TraceOtherwise
+    return found
 
 
 def trace_with_breaks(gm: fx.GraphModule) -> None:

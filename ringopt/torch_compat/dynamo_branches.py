@@ -1,0 +1,354 @@
+"""Branches and loops that data decide, where Dynamo would end its graph, traced as if each were taken: for a caller
+that makes that the same program (frontend/data_sizes/predication.py)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import wraps
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.misc import NewGlobalVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+__all__ = ["JUMP_BREAK", "Branch", "RowLoop", "branches_and_loops", "decides", "places_taken", "takes_branches"]
+
+JUMP_BREAK = ("Data-dependent branching", "generic_jump")  # how Dynamo's reasons begin where it ends a graph at one
+
+
+@dataclass(eq=False)
+class RowLoop:
+    """Over the places where the tensor `over`, of one dim, is not 0: turn k was traced with the number k, for all of
+    its `turns` elements. `items`: Dynamo's variables for them. `place`: the code, and where in it the loop is."""
+
+    over: fx.Node
+    turns: int
+    place: tuple[CodeType, int]
+    items: list[Any] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Branch:
+    """What was traced of a branch, or of a turn of a loop: its `nodes`, in order. It is taken where the tensor or
+    number `condition` has the truth `when`, or where the loop has a row that is the number `when`; and where the branch
+    is taken `within` which it stands.
+
+    ended: whether the program goes on behind it where it goes on without it.
+    changes: which names and objects of Python are others behind it, "" for none; tensors of local names are `carried`
+        instead, each before and behind it."""
+
+    condition: fx.Node | RowLoop
+    when: bool | int
+    place: tuple[CodeType, int]
+    within: Branch | None
+    nodes: list[fx.Node] = field(default_factory=list)
+    ended: bool = False
+    changes: str = ""
+    carried: list[tuple[fx.Node | None, fx.Node]] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """Of one graph: all loops and branches, and those of which the end was not reached yet, the innermost last."""
+
+    loops: list[RowLoop] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    open: list[Begun] = field(default_factory=list)
+
+
+_traces = WeakKeyDictionary[Any, Trace]()
+_latest = Trace()
+
+
+def branches_and_loops() -> tuple[list[Branch], list[RowLoop]]:
+    """Of the graph that a backend was given."""
+    trace = trace_of(InstructionTranslator.current_tx())
+    places_taken()
+    return trace.branches, trace.loops
+
+
+def places_taken() -> set[tuple[CodeType, int]]:
+    """Where the latest trace took a branch or a loop, if no graph came of it; at the second call there are none."""
+    global _latest
+    found = {branch.place for branch in _latest.branches} | {loop.place for loop in _latest.loops}
+    _latest = Trace()
+    return found
+
+
+def decides(condition: Any) -> None:
+    """Stands in the graph for a branch or a loop, so that Dynamo keeps what decides."""
+
+
+def trace_of(tx: Any) -> Trace:
+    """Of the graph that a translator of Dynamo's works on."""
+    global _latest
+    if tx.output.root_tracer not in _traces:
+        _latest = _traces[tx.output.root_tracer] = Trace()
+    return _traces[tx.output.root_tracer]
+
+
+def takes_branches(when: Callable[[CodeType, int], bool], over: Callable[[fx.Node], fx.Node | None], most: int) -> None:
+    """From here on Dynamo does so, where `when(code, place)`. `over(node)`: the tensor of one dim, and known length, of
+    which a tensor has the places that are not 0; None where that is not known. `most`: turns of loops in one graph."""
+    kind: Any = TensorVariable
+    base: Any = InstructionTranslatorBase
+    unpack, step = kind.unpack_var_sequence, base.step
+
+    @wraps(unpack)
+    def unpacked(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        node, place = self.as_proxy().node, (tx.f_code, tx.current_instruction.offset)
+        found = over(node) if when(*place) and not args and not kwargs else None
+        turns = found.meta["example_value"].shape[0] if found is not None else most
+        if found is None or turns + sum(loop.turns for loop in trace_of(tx).loops) > most:
+            return unpack(self, tx, *args, **kwargs)
+        return rows_of(tx, RowLoop(found, turns, place), len(node.meta["example_value"].shape) == 1)
+
+    @wraps(step)
+    def stepped(self: Any) -> Any:
+        if self.instruction_pointer is not None:
+            instruction = self.instructions[self.instruction_pointer]
+            if when(self.f_code, instruction.offset):
+                before(self, instruction)
+        return step(self)
+
+    kind.unpack_var_sequence, base.step = unpacked, stepped
+
+
+def rows_of(tx: Any, loop: RowLoop, numbers: bool) -> list[Any]:
+    """A tensor for each place, whose value Dynamo knows: without dims where they are `numbers`, or of one element."""
+    make = VariableTracker.build(tx, torch.tensor)
+    for turn in range(loop.turns):
+        loop.items.append(make.call_function(tx, [VariableTracker.build(tx, turn if numbers else [turn])], {}))
+    tx.output.create_proxy("call_function", decides, (fx.Proxy(loop.over, tx.output.current_tracer),), {})
+    trace_of(tx).loops.append(loop)
+    return list(loop.items)
+
+
+# ---- one instruction -------------------------------------------------------------------------------------------------
+def before(tx: Any, instruction: Any) -> None:
+    """What is to be known, or done, before `instruction` is traced."""
+    trace = trace_of(tx)
+    while trace.open and trace.open[-1].ends_at(tx, instruction):
+        trace.open.pop().end()
+    if not tx.stack:
+        return
+    if instruction.opname == "FOR_ITER":
+        loop, turn = loop_at(trace, tx.stack[-1])
+        if loop is not None and turn < loop.turns:
+            trace.open.append(Begun(trace, tx, Branch(loop, turn, loop.place, innermost(trace)), [instruction]))
+    elif jumps_by_truth(instruction) and following(tx, instruction).opname not in ASSERTION:
+        known, place = known_truth(tx.stack[-1].realize()), (tx.f_code, instruction.offset)
+        again = any(begun.tx is tx and begun.branch.place == place for begun in trace.open)  # of a loop without a bound
+        if known is None and not again and (condition := unknown_truth(tx.stack[-1].realize())) is not None:
+            known, ends = way_to_go(tx, instruction)
+            tx.output.create_proxy("call_function", decides, (tx.stack[-1].as_proxy(),), {})
+            trace.open.append(Begun(trace, tx, Branch(condition, known, place, innermost(trace)), ends))
+        if known is not None:
+            tx.stack[-1] = VariableTracker.build(tx, known)
+
+
+ASSERTION = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # Dynamo keeps assertions
+
+
+def jumps_by_truth(instruction: Any) -> bool:
+    """Whether it goes one of two ways."""
+    name = str(instruction.opname)
+    return "JUMP" in name and name.endswith(("IF_TRUE", "IF_FALSE"))
+
+
+def following(tx: Any, instruction: Any) -> Any:
+    """The next one, as the program is written."""
+    return tx.instructions[tx.indexof[instruction] + 1]
+
+
+def behind_jumps(tx: Any, instruction: Any) -> Any:
+    """The first instruction that does something."""
+    while instruction.opname == "NOP" or (instruction.opname.startswith("JUMP_") and "IF" not in instruction.opname):
+        instruction = following(tx, instruction) if instruction.opname == "NOP" else instruction.target
+    return instruction
+
+
+def way_to_go(tx: Any, jump: Any) -> tuple[bool, list[Any]]:
+    """Which truth leads to a branch, and the instructions at which it has ended: those of the other way, which does
+    nothing if this is the end of both."""
+    on, jumped = following(tx, jump), jump.target
+    truth = jump.opname.endswith("IF_TRUE")
+    if behind_jumps(tx, on) is not on:  # if ...: continue
+        return truth, [on, behind_jumps(tx, on)]
+    return not truth, [jumped, behind_jumps(tx, jumped)]
+
+
+def loop_at(trace: Trace, iterator: Any) -> tuple[RowLoop | None, int]:
+    """The loop whose rows an iterator gives, and which comes next."""
+    items = vars(iterator.realize()).get("items")
+    for loop in trace.loops:
+        if isinstance(items, list) and items and items[0] is loop.items[0]:
+            return loop, iterator.index
+    return None, 0
+
+
+def innermost(trace: Trace) -> Branch | None:
+    """The branch in which the trace is."""
+    return trace.open[-1].branch if trace.open else None
+
+
+def known_truth(value: Any) -> bool | None:
+    """Of a tensor whose value Dynamo knows, or that is made of an element of an arange."""
+    found = known_value(value.as_proxy().node) if isinstance(value, TensorVariable) else None
+    return None if found is None else bool(found)
+
+
+def known_value(node: Any) -> Any:
+    """The number that a tensor has; None where that is not known."""
+    if not isinstance(node, fx.Node):
+        return node
+    constant = getattr(node.meta.get("example_value"), "constant", None)
+    if constant is not None:
+        return constant
+    operands = [*node.args, None, None][:2]
+    if node.target is operator.getitem and operands[1] == 0 and getattr(operands[0], "target", None) is torch.arange:
+        numbers = operands[0].args
+        return 0 if len(numbers) == 1 else numbers[0] if isinstance(numbers[0], int) else None
+    known = [known_value(operand) for operand in operands] if node.target in COMPARISONS and not node.kwargs else [None]
+    return None if None in known else node.target(*known)
+
+
+COMPARISONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
+
+
+def unknown_truth(value: Any) -> fx.Node | None:
+    """The node of a tensor, or of a number that data decide."""
+    number = isinstance(value, SymNodeVariable) and bool(free_unbacked_symbols(value.sym_num))
+    return value.as_proxy().node if number or isinstance(value, TensorVariable) else None
+
+
+# ---- one branch ------------------------------------------------------------------------------------------------------
+class Begun:
+    """A branch of which the trace is not at its end, where one of the instructions `ends` of the frame `tx` comes."""
+
+    def __init__(self, trace: Trace, tx: Any, branch: Branch, ends: list[Any]):
+        self.tx, self.branch, self.ends = tx, branch, ends
+        self.graph = tx.output.graph
+        self.last = next(reversed(self.graph.nodes), None)
+        self.before = State(tx, live_at(tx.instructions, ends[-1]))
+        trace.branches.append(branch)
+
+    def ends_at(self, tx: Any, instruction: Any) -> bool:
+        return tx is self.tx and any(instruction is end for end in self.ends)
+
+    def end(self) -> None:
+        """Takes what was traced since it began."""
+        branch, behind = self.branch, State(self.tx, set(self.before.names))
+        branch.ended = self.tx.output.graph is self.graph
+        node = self.last.next if self.last is not None else self.graph._root.next
+        while node.op != "root":
+            branch.nodes.append(node)
+            node = node.next
+        branch.carried, branch.changes = self.before.other_in(behind)
+
+
+class State:
+    """What a program has in Python: the local `names` that are read later, and what lists and attributes hold."""
+
+    def __init__(self, tx: Any, live: set[str]):
+        self.names = {name: value for name, value in tx.symbolic_locals.items() if name in live}
+        self.held: dict[int, tuple[Any, Any]] = {}
+        found = list[Any]()
+        roots = (*tx.symbolic_locals.values(), *tx.stack[:-1], *tx.output.side_effects.id_to_variable.values())
+        VariableTracker.visit(found.append, list(roots))
+        for value in found:
+            self.held[id(value)] = (value, contents(value))
+        self.attributes = {
+            var: {name: id(value) for name, value in found.items()}
+            for var, found in tx.output.side_effects.store_attr_mutations.items()
+        }
+
+    def other_in(self, later: State) -> tuple[list[tuple[fx.Node | None, fx.Node]], str]:
+        """The tensors of names that are others there, and what else is."""
+        carried, changes = list[tuple[fx.Node | None, fx.Node]](), list[str]()
+        for name in {*self.names, *later.names}:
+            one, other = (node_or_value(each.names.get(name)) for each in (self, later))
+            if one is not other and one != other:
+                (carried.append((one, other)) if isinstance(other, fx.Node) else changes.append(name))
+        for key, (value, content) in later.held.items():
+            known = self.held.get(key)
+            kind = getattr(value, "mutation_type", None)
+            if known[1] != content if known is not None else getattr(kind, "is_modified", False):
+                changes.append(f"a {type(value).__name__.removesuffix('Variable').lower()}")
+        for var, attributes in later.attributes.items():
+            new = isinstance(var.mutation_type, AttributeMutationNew) and not isinstance(var, NewGlobalVariable)
+            if self.attributes.get(var, attributes if new else {}) != attributes:
+                changes += [name for name in attributes][:1] or ["an attribute"]
+        return carried, ", ".join(changes)
+
+
+def node_or_value(variable: Any) -> Any:
+    """The node of a tensor; what stands for the value of anything else, which is equal for equal constants."""
+    if variable is None:
+        return None
+    variable = variable.unwrap() if hasattr(variable, "unwrap") else variable
+    if isinstance(variable, (TensorVariable, SymNodeVariable)):
+        return variable.as_proxy().node
+    return repr(variable.as_python_constant()) if variable.is_python_constant() else id(variable)
+
+
+def contents(variable: Any) -> Any:
+    """Of a list, a dict or an iterator: which objects, and how far; None of anything else."""
+    items = vars(variable).get("items")
+    pairs = [*items, *items.values()] if isinstance(items, dict) else items
+    modified = isinstance(kind := variable.mutation_type, ValueMutationExisting) and kind.is_modified
+    held = tuple(map(id, pairs)) if isinstance(pairs, (list, tuple)) else None
+    return held, vars(variable).get("index"), modified
+
+
+def live_at(instructions: list[Any], instruction: Any) -> set[str]:
+    """The local names that are read from `instruction` on before they are set, where nothing is raised."""
+    place = {each: number for number, each in enumerate(instructions)}
+    live: list[set[str]] = [set() for _ in instructions]
+    grows = True
+    while grows:
+        grows = False
+        for number in reversed(range(len(instructions))):
+            each = instructions[number]
+            later = set[str]()
+            for next_place in places_after(each, number, place):
+                later |= live[next_place] if next_place < len(live) else set()
+            found = {*names_read(each), *(later - set(names_set(each)))}
+            if found != live[number]:
+                live[number], grows = found, True
+    return live[place[instruction]]
+
+
+def places_after(instruction: Any, number: int, place: dict[Any, int]) -> Iterator[int]:
+    """The numbers of those that may run next."""
+    if instruction.opcode not in TERMINAL_OPCODES:
+        yield number + 1
+    if instruction.opcode in JUMP_OPCODES and instruction.target is not None:
+        yield place[instruction.target]
+
+
+def names_of(instruction: Any) -> list[str]:
+    """The local names in it."""
+    local = instruction.opcode in HASLOCAL or instruction.opcode in HASFREE
+    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    return [name for name in names if isinstance(name, str)] if local else []
+
+
+def names_read(instruction: Any) -> list[str]:
+    """Some that are set there too, where one instruction does both."""
+    return names_of(instruction) if "LOAD" in instruction.opname or "DELETE" in instruction.opname else []
+
+
+def names_set(instruction: Any) -> list[str]:
+    """Those whose value before is not read."""
+    name = instruction.opname
+    return names_of(instruction) if "STORE" in name and "LOAD" not in name else []

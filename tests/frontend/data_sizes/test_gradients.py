@@ -1,0 +1,72 @@
+"""Parameters that no branch used have no gradient, as in eager, and are not decayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ringopt.drivers.teach_dynamo import teach_dynamo
+from ringopt.frontend.data_sizes.gradients import gradients_where_taken, take_conditions
+from ringopt.frontend.data_sizes.traced_again import trace_with_sizes, traces_sizes
+
+
+class Chosen(nn.Module):
+    """An expert for positive rows, one for others, and a weight that both use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])
+        self.shared = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2 + 0 * self.experts[0].bias
+        for number, expert in enumerate(self.experts):
+            row = torch.where((x[:, 0] > 0) == bool(number))[0]
+            if len(row) > 0:
+                y.index_add_(0, row, expert(x[row]) * self.shared)
+        return y
+
+
+def gated(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
+    return gradients_where_taken(gm, take_conditions(gm, trace_with_sizes(gm, 2)))
+
+
+def gradients(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    run(x).sum().backward()
+    found = [p.grad.clone() if p.grad is not None else None for p in model.parameters()]
+    return found
+
+
+def test_they_are_none_where_no_branch_was_taken_that_uses_them() -> None:
+    teach_dynamo()
+    torch._dynamo.reset()
+    model, alike = Chosen(), Chosen()
+    run = torch.compile(model, backend=traces_sizes(lambda: True)(gated))
+    some = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    for x in (some, -some, some):  # the second finds gradients of the first
+        for each, expected in zip(gradients(run, model, x), gradients(alike, alike, x), strict=True):
+            assert (each is None) == (expected is None)
+            assert each is None or torch.equal(each, expected)
+    none = [name for name, p in Chosen().named_parameters()]
+    assert none == ["shared", "experts.0.weight", "experts.0.bias", "experts.1.weight", "experts.1.bias"]
+
+
+def test_an_optimizer_leaves_them_alone() -> None:
+    teach_dynamo()
+    torch._dynamo.reset()
+    model, alike = Chosen(), Chosen()
+    run = torch.compile(model, backend=traces_sizes(lambda: True)(gated))
+    for program, parameters in ((run, model), (alike, alike)):
+        optimizer = torch.optim.AdamW(parameters.parameters(), lr=0.1, weight_decay=0.5)
+        program(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.experts[0].weight, Chosen().experts[0].weight)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), alike.parameters(), strict=True))
+
+
+def test_nothing_is_read_where_nothing_is_to_be_none() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    assert take_conditions(graph, []) == {} and gradients_where_taken(graph, {}) is graph

@@ -1,0 +1,374 @@
+"""Branches that data decide, as mixtures of experts have them, in one graph: what one that is not taken picks has no
+rows, and what would be felt all the same is left to a graph break."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import ringopt
+from ringopt.drivers.teach_dynamo import teach_dynamo
+from ringopt.frontend.data_sizes.traced_again import trace_with_sizes, traces_sizes
+from tests.frontend.data_sizes.test_stretches import EXPERTS, D, Experts, batch
+from tests.harness.models import difference, run
+
+
+# ---- the spellings that people write, on ranks ---------------------------------------------------------------------
+def over_those_hit(m, x, weights, chosen):
+    """transformers 4: modules by a number that is a tensor."""
+    out, mask = torch.zeros_like(x), F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        nth, row = torch.where(mask[number].squeeze(0))
+        out.index_add_(0, row, m.experts[number](x[None, row].reshape(-1, D)) * weights[row, nth, None])
+    return out
+
+
+def with_one_class_more(m, x, weights, chosen):
+    """As GPT-OSS: a class that stands for no expert, weights of all experts in one tensor, no gradient of masks."""
+    rates, out = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, weights), torch.zeros_like(x)
+    with torch.no_grad():
+        mask = F.one_hot(chosen, EXPERTS + 1).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for number in hit[:]:
+        number = number[0]
+        if number == EXPERTS:
+            continue
+        with torch.no_grad():
+            _, row = torch.where(mask[number])
+        out.index_add_(0, row, (x[row] @ m.weight[number]).relu() * rates[row, number, None])
+    return out
+
+
+def by_plain_numbers(m, x, weights, chosen):
+    """As LongCat: an expert may be the identity."""
+    out, mask = torch.zeros_like(x), F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    for which in torch.greater(mask.sum((-1, -2)), 0).nonzero(as_tuple=False):
+        number = int(which.item())
+        nth, row = torch.where(mask[number].squeeze(0))
+        if row.numel() == 0:
+            continue
+        y = x[row] if number == 1 else F.linear(x[row], m.weight[number])
+        out.index_add_(0, row, y * weights[row, nth, None])
+    return out
+
+
+def unless_empty(m, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        row, nth = torch.where(chosen == number)
+        if row.numel() == 0:
+            continue
+        out[row] += weights[row, nth, None] * expert(x[row])
+    return out
+
+
+def where_any(m, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        mine = (chosen == number).any(-1)
+        if mine.any():
+            out[mine] += expert(x[mine]) * weights[mine].sum(-1, keepdim=True)
+    return out
+
+
+def not_in_place(m, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        row, nth = torch.where(chosen == number)
+        if len(row) > 0:
+            out = out.index_add(0, row, expert(x[row]) * weights[row, nth, None])
+    return out
+
+
+def by_a_count(m, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        mine = chosen == number
+        if mine.sum().item() == 0:
+            continue
+        row, nth = torch.where(mine)
+        out.index_add_(0, row, expert(x[row]) * weights[row, nth, None])
+    return out
+
+
+def one_in_another(m, x, weights, chosen):
+    out = torch.zeros_like(x)
+    if (chosen == 0).any():
+        for number in range(2):
+            mine = (chosen == number).any(-1)
+            if mine.any():
+                out[mine] += m.experts[number](x[mine]) * weights[mine].sum(-1, keepdim=True)
+    if (weights > 2).any():
+        out[chosen[:, 0] == 1] += 1
+        for number in (chosen == 1).any(0).nonzero(as_tuple=True)[0]:
+            row = torch.where(chosen[:, number] == 1)[0]
+            out.index_add_(0, row, x[row])
+    return out
+
+
+SPELLINGS = [
+    over_those_hit, with_one_class_more, by_plain_numbers, unless_empty, where_any, not_in_place, by_a_count,
+    one_in_another,
+]  # fmt: skip
+
+
+def on_rank(go):
+    """Two lengths, the second of which opens it; loss and all gradients, of which those of an expert without tokens are
+    None. What ringopt says of the graphs."""
+    torch._dynamo.reset()
+    model, before = Experts(go).double(), len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    wrong = [difference(run(compiled, model, {"x": batch(n)}), run(model, model, {"x": batch(n)})) for n in (13, 10)]
+    return max(wrong), [report.sharded_fraction for report in ringopt.reports()[before:]]
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("go", SPELLINGS)
+def test_each_rank_works_on_its_own_tokens_in_one_graph(ranks, go, p):
+    for error, shares in ranks(p, on_rank, go):
+        assert error < 1e-10
+        assert shares == [1, 1]
+
+
+# ---- the graph -------------------------------------------------------------------------------------------------------
+def traced(program, x, caplog):
+    """The graph that comes of it, or None, after its values were compared with those of eager; and what was refused."""
+    graphs = []
+
+    @traces_sizes(lambda: True)
+    def backend(gm, _inputs):
+        trace_with_sizes(gm, 2)
+        graphs.append(gm)
+        return gm
+
+    teach_dynamo()
+    torch._dynamo.reset()
+    with caplog.at_level(logging.INFO, logger="ringopt"):
+        compiled = torch.compile(program, backend=backend)
+        for values in (x, -x, x.abs(), torch.zeros_like(x)):
+            assert torch.equal(compiled(values), program(values))
+    return graphs, caplog.text
+
+
+def adds_where_positive(x):
+    y = torch.zeros_like(x)
+    for number in (x.sum(1) > 0).nonzero():
+        row = torch.where(x[number].squeeze(0) > 0)[0]
+        y.index_add_(0, row, x[row] * 2)
+    return y
+
+
+def test_what_a_turn_picks_has_no_rows_where_it_is_not_taken(caplog):
+    (graph,), _ = traced(adds_where_positive, torch.randn(2, 2), caplog)
+    lines = [line.partition(";")[0].strip() for line in graph.code.splitlines()]
+    begin = lines.index("y = torch.zeros_like(l_x_)")
+    assert lines[begin : begin + 9] == [
+        "y = torch.zeros_like(l_x_)",
+        "sum_1 = l_x_.sum(1)",
+        "gt = sum_1 > 0",
+        "getitem_8 = gt[0]",
+        "getitem = l_x_[slice(0, 1, None)]",
+        "squeeze = getitem.squeeze(0)",
+        "gt_1 = squeeze > 0",
+        "logical_and = torch.logical_and(gt_1, getitem_8)",
+        "where = torch.where(logical_and)",
+    ]
+
+
+# ---- what is felt where a branch is not taken ------------------------------------------------------------------------
+def counts(x):
+    count = 0
+    for row in range(2):
+        if (x[row] > 0).any():
+            count += 1
+    return x * count
+
+
+def collects(x):
+    found = [x]
+    for row in range(2):
+        if (x[row] > 0).any():
+            found.append(x[row : row + 1])
+    return torch.cat(found)
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        if (x > 1).any():
+            self.calls = self.calls + 1
+        return x * 2
+
+
+def adds_one(x):
+    y = torch.zeros_like(x)
+    if (x > 1).any():
+        y = y + 1
+    return y
+
+
+def writes_all(x):
+    y = torch.zeros_like(x)
+    if (x > 1).any():
+        y.add_(1)
+    return y
+
+
+def writes_other_rows(x):
+    y = torch.zeros_like(x)
+    if (x > 1).any():
+        y[torch.tensor([0])] += 1
+    return y
+
+
+def writes_through_a_view(x):
+    y = torch.zeros_like(x)
+    rows = y.view(-1)
+    if (x > 1).any():
+        F.relu(rows.sub_(1), inplace=True)
+    return y
+
+
+def returns(x):
+    if (x > 1).any():
+        return x + 1
+    return x
+
+
+def other_in_both(x):
+    if (x > 1).any():
+        x = x * 2
+        y = x + 1
+    else:
+        y = x - 1
+    return y
+
+
+def leaves_a_loop(x):
+    y = torch.zeros_like(x)
+    for number in (x.sum(1) > 0).nonzero():
+        row = torch.where(x[number].squeeze(0) > -9)[0]
+        y.index_add_(0, row, x[row])
+        break
+    return y
+
+
+def numbers_its_turns(x):
+    y = torch.zeros_like(x)
+    for turn, number in enumerate((x.sum(1) > 0).nonzero()):
+        row = torch.where(x[number].squeeze(0) > 0)[0]
+        y.index_add_(0, row, x[row] + turn)
+    return y
+
+
+def lists_them(x):
+    return x * len([number for number in (x.sum(1) > 0).nonzero()])
+
+
+def reads_them_apart(x):
+    found = list((x.sum(1) > 0).nonzero())
+    return x * len(found)
+
+
+def largest_of_none(x):
+    y = torch.zeros_like(x)
+    mine = x[:, 0] > 0
+    if mine.any():
+        y[mine] += x[mine] / x[mine].max()
+    return y
+
+
+def reads_a_row_behind(x):
+    last = x[:1]
+    for row in range(2):
+        if (x[row] > 0).any():
+            last = x[row : row + 1]
+    return x + last
+
+
+def swaps(x):
+    y, z = torch.zeros_like(x), torch.ones_like(x)
+    mine = x[:, 0] > 0
+    if mine.any():
+        y, z = z.index_add(0, torch.where(mine)[0], x[mine]), y
+    return y - 2 * z
+
+
+def until_small(x):
+    while x.abs().max() > 0.1:
+        x = x / 2
+    return x
+
+
+def another_mode(x):
+    x = x.detach().requires_grad_()
+    if (x > 1).any():
+        torch.set_grad_enabled(False)
+    y = x * 2
+    graph = float(y.requires_grad)
+    torch.set_grad_enabled(True)
+    return y.detach() * graph
+
+
+@pytest.mark.parametrize(
+    "program, why",
+    [
+        (counts, "behind it Python differs: count"),
+        (collects, "behind it Python differs: a list"),
+        (Remembers(), "behind it Python differs: calls"),
+        (adds_one, "a tensor is another behind it"),
+        (writes_all, "add writes to what is read behind it"),
+        (writes_other_rows, "setitem writes to what is read behind it"),
+        (writes_through_a_view, "sub writes to what is read behind it"),
+        (returns, "behind it Python differs: the program ends otherwise"),
+        (other_in_both, "behind it Python differs: the program ends otherwise"),
+        (leaves_a_loop, "the loop is left, or its rows are read otherwise"),
+        (numbers_its_turns, "behind it Python differs: start"),
+        (lists_them, "behind it Python differs: a listiterator, a list"),
+        (reads_them_apart, "the loop is left, or its rows are read otherwise"),
+        (largest_of_none, "max fails without rows"),
+        (reads_a_row_behind, "a tensor is another behind it"),
+        (swaps, "a tensor is another behind it"),
+        (until_small, "the program ends otherwise"),
+        (another_mode, "a mode is another behind it"),
+    ],
+)
+def test_what_is_felt_all_the_same_breaks_the_graph_as_ever(program, why, caplog):
+    _, said = traced(program, torch.tensor([[0.5, 2.0], [-1.0, -3.0]]), caplog)
+    assert why in said
+
+
+def test_the_rest_is_traced_without_the_branch(caplog):
+    """Dynamo ends the graph there, and not where the sizes are."""
+
+    def program(x):
+        y = torch.zeros_like(x)
+        y.index_add_(0, torch.where(x[:, 0] > 0)[0], x[x[:, 0] > 0])
+        if (x > 1).any():
+            y = y + 1
+        return y
+
+    graphs, said = traced(program, torch.tensor([[0.5, 2.0], [-1.0, -3.0]]), caplog)
+    assert "a tensor is another behind it" in said
+    assert any(node.target == torch.where for node in graphs[0].graph.nodes)
+
+
+def test_a_branch_that_is_decided_by_an_element_of_an_arange_is_decided(caplog):
+    """As in Qwen3-Next of transformers 4."""
+
+    def program(x):
+        places = torch.arange(0, x.shape[0])
+        if places[0] > 0 or torch.all(x == 1):
+            x = x + 1
+        return x
+
+    _, said = traced(lambda x: x * 2 if torch.arange(0, len(x))[0] > 0 else x, torch.randn(2, 2), caplog)
+    assert not said
+    traced(program, torch.randn(2, 2), caplog)
