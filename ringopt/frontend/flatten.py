@@ -23,7 +23,7 @@ from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.frontend.one_node import fixed_sizes, graphs_of, held_call, not_sharded, reason_against, refuse_views
 from ringopt.ir.autograd_function import HigherOrder
-from ringopt.ir.checkpoint_regions import Regions, tags
+from ringopt.ir.checkpoint_regions import CHECKPOINTED, Regions, tags
 from ringopt.ir.memory import is_one_view
 from ringopt.ir.nodes import drops_nothing
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -136,18 +136,26 @@ class Flatten(fx.Interpreter):
         return super().call_method(target, args, kwargs)
 
     def tag(self) -> None:
-        """What is traced from here to the end of this node is of the region."""
-        if self.region is not None:
-            torch.fx.traceback.get_current_meta().update(tags(self.region))
+        """What is traced from here to the end of this node is of its region."""
+        if (region := self.region_here()) is not None:
+            torch.fx.traceback.get_current_meta().update(tags(region))
+
+    def region_here(self) -> int | None:
+        """Of the node that runs. Raises GraphRefused."""
+        call = self.running.meta.get(CHECKPOINTED)
+        region = self.book.regions.entered(call, self.region) if call is not None else self.region
+        if isinstance(region, Refusal):
+            raise GraphRefused(region)
+        return region
 
     def run_inline(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`args` are those of the context, then the region's graph, then the graph's."""
         if name == CUSTOM:
             return self.run_custom(kwargs["non_differentiable_idx"], kwargs.get("dirty_idx", ()), *args)
         at = next(k for k, value in enumerate(args) if isinstance(value, fx.GraphModule))
-        gm, operands, region = args[at], args[at + 1 :], self.region
+        gm, operands, region = args[at], args[at + 1 :], self.region_here()
         if name == CHECKPOINT:
-            entered = self.book.regions.enter(gm.meta.get("_checkpoint_context_fn"), self.region)
+            entered = self.book.regions.enter(gm.meta.get("_checkpoint_context_fn"), region)
             if isinstance(entered, Refusal):
                 raise GraphRefused(entered)
             region = entered
@@ -172,7 +180,7 @@ class Flatten(fx.Interpreter):
         detached = [x.detach() if isinstance(x, Tensor) else x for x in operands]
         detached = [x.clone() if place in written else x for place, x in enumerate(detached)]
         versions = [version_of(x) for x in given]
-        outputs, saved = Flatten(forward, self.book, self.region).run(*detached)
+        outputs, saved = Flatten(forward, self.book, self.region_here()).run(*detached)
         if versions != [version_of(x) for x in given]:
             raise GraphRefused(Refusal("a custom autograd.Function writes to its input without saying so (mark_dirty)"))
         outputs = list(outputs)

@@ -23,6 +23,7 @@ from ringopt.torch_compat.autograd import CachingTorchDispatchMode
 from ringopt.torch_compat.tensors import TorchDispatchMode
 
 Contexts = Callable[[], tuple[Any, Any]]
+CHECKPOINTED = "checkpointed"  # in the meta of a node of Dynamo's graph: the WrittenOut whose body it was in
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,27 @@ class Region:
     policy: TorchDispatchMode | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class WrittenOut:
+    """A call of `checkpoint` whose body stands in line in Dynamo's graph already, `within` that of another."""
+
+    contexts: Contexts | None
+    within: WrittenOut | None
+
+
 @dataclass
 class Regions:
     """The regions of one graph, in the order in which they are entered."""
 
     made: dict[int, Region] = field(default_factory=dict)
+    written_out: dict[WrittenOut, int | Refusal] = field(default_factory=dict)
+
+    def entered(self, call: WrittenOut, around: int | None) -> int | Refusal:
+        """The number of the region that `call` is, in a graph inside `around`."""
+        if call not in self.written_out:
+            outer = self.entered(call.within, around) if call.within is not None else around
+            self.written_out[call] = outer if isinstance(outer, Refusal) else self.enter(call.contexts, outer)
+        return self.written_out[call]
 
     def enter(self, contexts: Contexts | None, around: int | None) -> int | Refusal:
         """The number of a new region inside `around`. `contexts` is the `context_fn` of its checkpoint."""

@@ -18,7 +18,8 @@ from ringopt.torch_compat import inductor
 from ringopt.torch_compat.schema import OpOverload, schema_of
 from ringopt.torch_compat.tracing import TracingContext
 
-ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id")
+# "checkpointed": see ir/checkpoint_regions.py.
+ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", "checkpointed")
 
 
 # Of these an operator is known by its name alone: what ringopt's is called no operator of torch is.

@@ -28,11 +28,13 @@ JUMP_BREAK = ("Data-dependent branching", "generic_jump")  # how Dynamo's reason
 @dataclass(eq=False)
 class RowLoop:
     """Over the places where the tensor `over`, of one dim, is not 0: turn k was traced with the number k, for all of
-    its `turns` elements. `items`: Dynamo's variables for them. `place`: the code, and where in it the loop is."""
+    its `turns` elements. `rows` are the tensors that have these numbers, `items` Dynamo's variables for them. `place`:
+    the code, and where in it the loop is."""
 
     over: fx.Node
     turns: int
     place: tuple[CodeType, int]
+    rows: list[fx.Node] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
 
 
@@ -128,6 +130,7 @@ def rows_of(tx: Any, loop: RowLoop, numbers: bool) -> list[Any]:
     make = VariableTracker.build(tx, torch.tensor)
     for turn in range(loop.turns):
         loop.items.append(make.call_function(tx, [VariableTracker.build(tx, turn if numbers else [turn])], {}))
+    loop.rows = [item.as_proxy().node for item in loop.items]
     tx.output.create_proxy("call_function", decides, (fx.Proxy(loop.over, tx.output.current_tracer),), {})
     trace_of(tx).loops.append(loop)
     return list(loop.items)

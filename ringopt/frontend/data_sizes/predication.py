@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -68,8 +68,15 @@ def name_of(node: fx.Node) -> str:
     return name if name.endswith("__") else name.removesuffix("_")
 
 
-def predicated(gm: fx.GraphModule, branches: Sequence[Branch], loops: Sequence[RowLoop]) -> list[Predicated]:
-    """The branches in Dynamo's graph, which is changed. Raises NotPredicable."""
+def predicated(
+    gm: fx.GraphModule, branches: Sequence[Branch], loops: Sequence[RowLoop], now: Callable[[fx.Node], fx.Node]
+) -> list[Predicated]:
+    """The branches in Dynamo's graph, which is changed; `now` says which of its nodes stands for one that was traced.
+    Raises NotPredicable."""
+    for branch in branches:
+        stand_for(branch, now)
+    for loop in loops:
+        loop.over, loop.rows = now(loop.over), [now(row) for row in loop.rows]
     for node in gm.graph.find_nodes(op="call_function", target=decides):
         gm.graph.erase_node(node)
     found, owner, alive = dict[Branch, Predicated](), dict[fx.Node, Predicated](), set(gm.graph.nodes)
@@ -230,6 +237,14 @@ class Predicated:
         return any(formula(size) in self.empty for x in tensors for size in x.shape)
 
 
+def stand_for(branch: Branch, now: Callable[[fx.Node], fx.Node]) -> None:
+    """Has it speak of the nodes that are in the graph."""
+    branch.nodes = [now(node) for node in branch.nodes]
+    branch.carried = [(now(old) if old is not None else None, now(new)) for old, new in branch.carried]
+    if isinstance(branch.condition, fx.Node):
+        branch.condition = now(branch.condition)
+
+
 def all_between(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """And the assertions that Dynamo inserted later."""
     found = list(nodes[:1])
@@ -280,8 +295,8 @@ def looked_for(rows: fx.Node) -> fx.Node | None:
 def know_numbers(loop: RowLoop, alive: set[fx.Node]) -> None:
     """Writes the number of a turn in the place of the tensor that has it, where that picks one row."""
     graph = loop.over.graph
-    for turn, variable in enumerate(loop.items):
-        pending = [variable.as_proxy().node]
+    for turn, row in enumerate(loop.rows):
+        pending = [row]
         while pending:
             item = pending.pop()
             for user in list(item.users):
@@ -295,7 +310,7 @@ def know_numbers(loop: RowLoop, alive: set[fx.Node]) -> None:
                 if is_check(user):
                     erase_with_users(graph, user)
             drop([rows, *rows.users], alive)
-    drop((variable.as_proxy().node for variable in loop.items), alive)
+    drop(loop.rows, alive)
 
 
 def with_number(index: Any, item: fx.Node, turn: int) -> Any:

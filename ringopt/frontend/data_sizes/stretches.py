@@ -39,6 +39,7 @@ from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
 from ringopt.frontend.plain_spelling import spell_plainly
+from ringopt.ir.checkpoint_regions import CHECKPOINTED
 from ringopt.ir.nodes import eliminate_dead_code, origin, outputs_of, written_by_name
 from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -190,6 +191,7 @@ class Cut:
             value[x].meta.update(example_value=fake_value(x))
         for node in self.members:
             value[node] = made.node_copy(node, lambda x: value[x] if x in value else int(fake_value(x)))
+            value[node].meta.pop(CHECKPOINTED, None)  # the operator is of the region
         made.output(tuple(value[x] for x in (*self.read, *self.written)))
         return made
 

@@ -24,6 +24,7 @@ import torch.fx as fx
 
 from ringopt.errors import first_line
 from ringopt.frontend.data_sizes.assertions import reads_numbers
+from ringopt.frontend.data_sizes.checkpoints import write_out
 from ringopt.frontend.data_sizes.predication import (
     NotPredicable,
     Predicated,
@@ -158,8 +159,9 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> list[Predicated]:
         _settings.on()
         raise TraceOtherwise
     in_vain = getattr(broken, "graph_break", False) and where == _tried.get(frame)  # it ends there all the same
+    now = write_out(gm) if again else None
     try:
-        found = predicated(gm, branches, loops) if not in_vain else []
+        found = predicated(gm, branches, loops, now) if now is not None and not in_vain else []
     except NotPredicable as problem:
         log.info("%s (line %d): %s", frame.co_name, frame.co_firstlineno, problem)
         if frame not in _for_branches and leaves(problem.places):
