@@ -16,6 +16,7 @@ from torch import fx
 from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.misc import NewGlobalVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -122,7 +123,15 @@ def takes_branches(when: Callable[[CodeType, int], bool], over: Callable[[fx.Nod
                 before(self, instruction)
         return step(self)
 
-    kind.unpack_var_sequence, base.step = unpacked, stepped
+    function: Any = BuiltinVariable
+    index = function.call_index
+
+    @wraps(index)
+    def indexed(self: Any, tx: Any, number: Any) -> Any:  # before torch 2.13 the value of no tensor
+        known = known_value(number.as_proxy().node) if isinstance(number, TensorVariable) else None
+        return index(self, tx, number) if known is None else VariableTracker.build(tx, int(known))
+
+    kind.unpack_var_sequence, base.step, function.call_index = unpacked, stepped, indexed
 
 
 def rows_of(tx: Any, loop: RowLoop, numbers: bool) -> list[Any]:
@@ -241,7 +250,7 @@ class Begun:
     def __init__(self, trace: Trace, tx: Any, branch: Branch, ends: list[Any]):
         self.tx, self.branch, self.ends = tx, branch, ends
         self.graph = tx.output.graph
-        self.last = next(reversed(self.graph.nodes), None)
+        self.last = next(iter(reversed(self.graph.nodes)), None)
         self.before = State(tx, live_at(tx.instructions, ends[-1]))
         trace.branches.append(branch)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from ringopt.torch_compat import dynamo
@@ -35,7 +36,8 @@ def over(rows: torch.fx.Node) -> torch.fx.Node | None:
 
 @pytest.fixture(autouse=True)
 def taught(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for kind, name in ((TensorVariable, "unpack_var_sequence"), (InstructionTranslatorBase, "step")):
+    translator = InstructionTranslatorBase
+    for kind, name in ((TensorVariable, "unpack_var_sequence"), (translator, "step"), (BuiltinVariable, "call_index")):
         monkeypatch.setattr(kind, name, getattr(kind, name))
     takes_branches(here, over, MOST)
     torch._dynamo.reset()
@@ -89,7 +91,7 @@ def test_a_loop_over_rows_that_are_found_has_a_turn_for_each_place() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
         for number in (x > 0).nonzero():
-            y[int(number)] += [1.0, 2.0, 3.0][int(number)]
+            y[int(number)] += [1.0, 2.0, 3.0][number]
         return y
 
     graph = trace(program, torch.ones(3))

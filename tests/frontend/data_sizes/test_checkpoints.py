@@ -49,25 +49,25 @@ class Layers(nn.Module):
 
 
 def on_rank(go, through):
-    """The error at two lengths, the shares, and the bytes other than weights that are kept for the backward of the
-    first."""
+    """The error, the shares, and the bytes other than weights that are kept for the backward."""
     torch._dynamo.reset()
     model, before, kept = Layers(go, through).double(), len(ringopt.reports()), []
     compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
-    wrong = [difference(run(compiled, model, {"x": batch(n)}), run(model, model, {"x": batch(n)})) for n in (13, 10)]
+    wrong = difference(run(compiled, model, {"x": batch()}), run(model, model, {"x": batch()}))
     weights = {p.data_ptr() for p in model.parameters()}
     keep = lambda x: kept.append(x.nbytes if x.data_ptr() not in weights else 0) or x  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        compiled(batch(13))
-    return max(wrong), [report.sharded_fraction for report in ringopt.reports()[before:]], sum(kept)
+        compiled(batch())
+    return wrong, [report.sharded_fraction for report in ringopt.reports()[before:]], sum(kept)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("go", [written_in_place, over_those_hit])
 def test_each_rank_works_on_its_own_tokens_and_keeps_little(ranks, go):
     bytes_of = {}
     for through in (as_it_is, whole, one_in_another, but_for_products):
         for error, shares, kept in ranks(2, on_rank, go, through):
-            assert error < 1e-10 and shares == [1, 1]
+            assert error < 1e-10 and shares == [1]
             bytes_of[through] = kept
     assert bytes_of[whole] < 0.5 * bytes_of[as_it_is]
     assert bytes_of[one_in_another] <= bytes_of[whole]
