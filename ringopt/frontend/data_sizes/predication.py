@@ -79,10 +79,10 @@ def predicated(
         loop.over, loop.rows = now(loop.over), [now(row) for row in loop.rows]
     for node in gm.graph.find_nodes(op="call_function", target=decides):
         gm.graph.erase_node(node)
-    found, owner, alive = dict[Branch, Predicated](), dict[fx.Node, Predicated](), set(gm.graph.nodes)
+    found, program = dict[Branch, Predicated](), Program(gm.graph)
     for branch in branches:
-        found[branch] = Predicated(branch, found[branch.within] if branch.within else None, alive, owner)
-        owner.update(dict.fromkeys(found[branch].nodes, found[branch]))
+        found[branch] = Predicated(branch, found[branch.within] if branch.within else None, program)
+        program.owner.update(dict.fromkeys(found[branch].nodes, found[branch]))
     failed = dict[tuple[CodeType, int], str]()
     for loop in loops:
         if [branch.when for branch in branches if branch.condition is loop] != list(range(loop.turns)):
@@ -106,16 +106,25 @@ def predicated(
     return list(found.values())
 
 
+class Program:
+    """What is known of all nodes of a graph: those that it had before it was changed (`alive`), the innermost branch of
+    each that is in any (`owner`), how many have each memory, which memory is written, and who finds rows, by how many
+    there are."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph, self.alive, self.owner = graph, set(graph.nodes), dict[fx.Node, Predicated]()
+        self.memories = Counter(map(memory, graph.nodes))
+        self.written = {memory(x) for node in graph.nodes for x in written_by_name(node)} - {None}
+        self.finders = {size: node for node in graph.nodes if sought_in(node) is not None for size in lengths(node)}
+
+
 class Predicated:
     """A branch: its `nodes`, `truth`, the tensor that says whether it is taken (None where it has no nodes), and
-    `empty`, the sizes that are 0 where it is not. `alive`: all nodes of the program; `owner`: the innermost branch of
-    each that is in any."""
+    `empty`, the sizes that are 0 where it is not."""
 
-    def __init__(
-        self, branch: Branch, within: Predicated | None, alive: set[fx.Node], owner: dict[fx.Node, Predicated]
-    ):
-        self.branch, self.within, self.alive, self.owner = branch, within, alive, owner
-        self.nodes = all_between([node for node in branch.nodes if node in alive])
+    def __init__(self, branch: Branch, within: Predicated | None, program: Program):
+        self.branch, self.within, self.program, self.owner = branch, within, program, program.owner
+        self.nodes = all_between([node for node in branch.nodes if node in program.alive])
         self.inside = set(self.nodes)
         self.truth: fx.Node | None = None
         self.empty = set[Any]()
@@ -126,7 +135,7 @@ class Predicated:
         """Picks nothing there. Raises NotPredicable."""
         if not self.branch.ended or self.branch.changes:
             raise NotPredicable(f"behind it Python differs: {self.branch.changes or 'the program ends otherwise'}")
-        if any(node.graph is not next(iter(self.alive)).graph for node in self.branch.nodes):
+        if any(node.graph is not self.program.graph for node in self.branch.nodes):
             raise NotPredicable("it is in a subgraph")
         if not self.nodes:
             return
@@ -138,13 +147,14 @@ class Predicated:
                 continue
             if (mask := sought_in(node)) is not None:
                 node.replace_input_with(mask, self.with_truth(mask, node))
-                self.empty |= set(lengths(node))
+                self.empty |= {size for size in lengths(node) if isinstance(size, sympy.Symbol)}
             elif is_mask(mask := index_of(node)):
                 node.replace_input_with(mask, self.with_truth(mask, node))
 
     def with_truth(self, mask: fx.Node, user: fx.Node) -> fx.Node:
         """Its elements, those that are true where the branch is taken."""
         if mask not in self.masked:
+            self.refuse_written(mask)
             with user.graph.inserting_before(user):
                 plain = mask if is_mask(mask) else made_like(user, operator.ne, mask, 0)
                 self.masked[mask] = made_like(user, torch.logical_and, plain, self.truth)
@@ -160,17 +170,29 @@ class Predicated:
         """Without the branches around."""
         condition: Any = self.branch.condition
         if isinstance(condition, RowLoop):
+            self.refuse_written(condition.over)
             row = made_like(first, operator.getitem, condition.over, int(self.branch.when))
             return row if is_mask(row) else made_like(first, operator.ne, row, 0)
         if not isinstance(fake_value(condition), Tensor):
             if (mask := self.mask_of_size(condition)) is not None:
+                self.refuse_written(mask)
                 return made_like(first, torch.any, mask)
+            self.refuse_written(condition)
             condition = as_tensor(condition, first)
         if not isinstance(condition, fx.Node) or holds_number(condition):
             raise NotPredicable("what decides is a number that is not known")
+        self.refuse_written(condition)
         truth = condition if is_mask(condition) else made_like(first, operator.ne, condition, 0)
         truth = made_like(first, "reshape", truth, ()) if fake_value(truth).dim() else truth
         return truth if self.branch.when else made_like(first, torch.logical_not, truth)
+
+    def refuse_written(self, decides: fx.Node) -> None:
+        """Raises NotPredicable where a tensor, or one that a number is read from, may have other values when it is read
+        here than the program had."""
+        for x in decides.all_input_nodes if holds_number(decides) else ():
+            self.refuse_written(x)
+        if memory(decides) in self.program.written:
+            raise NotPredicable(f"{decides.name} is written in place")
 
     def mask_of_size(self, condition: fx.Node) -> fx.Node | None:
         """The mask of which a condition asks whether it has any row; the number of rows is `empty` from here on."""
@@ -181,27 +203,31 @@ class Predicated:
         truth = sympy.true if self.branch.when else sympy.false
         if len(symbols) != 1 or asked.xreplace({symbols[0]: some}) != truth or asked.subs(symbols[0], 0) != ~truth:
             return None
-        mask = next((sought_in(node) for node in self.alive if sought_in(node) and symbols[0] in lengths(node)), None)
-        self.empty |= set(symbols) if mask is not None else set()
-        return mask
+        finder = self.program.finders.get(symbols[0])
+        self.empty |= set(symbols) if finder is not None else set()
+        return sought_in(finder) if finder is not None else None
 
     # ---- that nothing is felt then ----
     def check(self) -> None:
         """Raises NotPredicable."""
-        behind = {node for node in self.alive - self.inside if not is_check(node)}
-        made = {memory(node) for node in self.nodes} - {memory(node) for node in behind}
+        inside = Counter(map(memory, self.nodes))
+        made = {key for key, number in inside.items() if number == self.program.memories[key]}
         if any(self.without_rows(new) is not old for old, new in self.branch.carried):
             raise NotPredicable("a tensor is another behind it")
         carried = {new for _, new in self.branch.carried}
         for node in self.nodes:
             if self.owner[node] is self:
                 self.check_node(node, made)
-            felt = [user for user in node.users if user in behind]
+            felt = any(self.is_behind(user) for user in node.users)
             if felt and node not in carried and not is_unknown_number(node) and self.owner[node] is self:
                 raise NotPredicable(f"{node.name} is read behind it")
         modes = Counter(name_of(node) for node in self.nodes)
         if modes["_enter_autocast"] != modes["_exit_autocast"] or modes["_set_grad_enabled"] % 2:
             raise NotPredicable("a mode is another behind it")
+
+    def is_behind(self, user: fx.Node) -> bool:
+        """Whether the program reads there what the branch has made."""
+        return user in self.program.alive and user not in self.inside and not is_check(user)
 
     def check_node(self, node: fx.Node, made: set[Any]) -> None:
         """Raises NotPredicable where it writes to what is not `made` here, or has no result without rows."""

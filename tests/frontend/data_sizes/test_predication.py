@@ -308,6 +308,34 @@ def until_small(x):
     return x
 
 
+def forgets_what_was_hit(x):
+    y, positive = torch.zeros_like(x), x.sum(1) > 0
+    hit = positive.nonzero()
+    positive.logical_not_()
+    for number in hit:
+        row = torch.where(x[number].squeeze(0) > -9)[0]
+        y.index_add_(0, row, x[row])
+    return y
+
+
+def counts_again(x):
+    y, found = torch.zeros_like(x), (x > 0).sum()
+    some = found.item() > 0
+    found.zero_()
+    if some:
+        y.index_add_(0, torch.where(x[:, 0] > 0)[0], x[x[:, 0] > 0])
+    return y
+
+
+def writes_its_mask(x):
+    y, mine = torch.zeros_like(x), x[:, 0] > 0
+    if (x > 1).any():
+        y[mine] += x[mine]
+        mine.logical_not_()
+        y[mine] -= x[mine]
+    return y
+
+
 def another_mode(x):
     x = x.detach().requires_grad_()
     if (x > 1).any():
@@ -338,6 +366,9 @@ def another_mode(x):
         (reads_a_row_behind, "a tensor is another behind it"),
         (swaps, "a tensor is another behind it"),
         (until_small, "the program ends otherwise"),
+        (forgets_what_was_hit, "positive is written in place"),
+        (counts_again, "found is written in place"),
+        (writes_its_mask, "mine is written in place"),
         (another_mode, "a mode is another behind it"),
     ],
 )
