@@ -232,7 +232,7 @@ class Predicated:
     def check_node(self, node: fx.Node, made: set[Any]) -> None:
         """Raises NotPredicable where it writes to what is not `made` here, or has no result without rows."""
         name = name_of(node)
-        if isinstance(node.target, HigherOrderOperator) or is_mutable(node):
+        if isinstance(node.target, HigherOrderOperator) or is_mutable(node) or writes_to_several(node):
             raise NotPredicable(f"{name} is not known here")
         written = [x for x in written_by_name(node) if memory(x) not in made]
         alias = memory(node) is not None and memory(node) not in made and name not in VIEWS
@@ -269,6 +269,12 @@ def stand_for(branch: Branch, now: Callable[[fx.Node], fx.Node]) -> None:
     branch.carried = [(now(old) if old is not None else None, now(new)) for old, new in branch.carried]
     if isinstance(branch.condition, fx.Node):
         branch.condition = now(branch.condition)
+
+
+def writes_to_several(node: fx.Node) -> bool:
+    """Whether it writes in place, as its name says, to other than one tensor (`_foreach_add_`)."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__") and not written_by_name(node)
 
 
 def all_between(nodes: Sequence[fx.Node]) -> list[fx.Node]:

@@ -229,6 +229,13 @@ def writes_other_rows(x):
     return y
 
 
+def writes_several(x):
+    y = torch.zeros_like(x)
+    if (x > 1).any():
+        torch._foreach_add_([y], 1.0)
+    return y
+
+
 def writes_through_a_view(x):
     y = torch.zeros_like(x)
     rows = y.view(-1)
@@ -355,6 +362,7 @@ def another_mode(x):
         (adds_one, "a tensor is another behind it"),
         (writes_all, "add writes to what is read behind it"),
         (writes_other_rows, "setitem writes to what is read behind it"),
+        (writes_several, "_foreach_add is not known here"),
         (writes_through_a_view, "sub writes to what is read behind it"),
         (returns, "behind it Python differs: the program ends otherwise"),
         (other_in_both, "behind it Python differs: the program ends otherwise"),
