@@ -23,9 +23,10 @@ from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.frontend.one_node import fixed_sizes, graphs_of, held_call, not_sharded, reason_against, refuse_views
 from ringopt.ir.autograd_function import HigherOrder
-from ringopt.ir.checkpoint_regions import CHECKPOINTED, Regions, tags
+from ringopt.ir.checkpoint_regions import Regions, tags
 from ringopt.ir.memory import is_one_view
 from ringopt.ir.nodes import drops_nothing
+from ringopt.ir.notes import CHECKPOINTED
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
 from ringopt.ops.torch_func import vmapped

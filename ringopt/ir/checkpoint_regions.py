@@ -23,7 +23,6 @@ from ringopt.torch_compat.autograd import CachingTorchDispatchMode
 from ringopt.torch_compat.tensors import TorchDispatchMode
 
 Contexts = Callable[[], tuple[Any, Any]]
-CHECKPOINTED = "checkpointed"  # in the meta of a node of Dynamo's graph: the WrittenOut whose body it was in
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ import torch
 import torch.fx as fx
 
 from ringopt.ir.autograd_function import HigherOrder
-from ringopt.ir.notes import PARAMETER
+from ringopt.ir.notes import CHECKPOINTED, PARAMETER
 from ringopt.ir.symbolic_sizes import plain
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.schema import OpOverload, schema_of
 from ringopt.torch_compat.tracing import TracingContext
 
-# "checkpointed": see ir/checkpoint_regions.py.
-ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", "checkpointed")
+ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", CHECKPOINTED)
 
 
 # Of these an operator is known by its name alone: what ringopt's is called no operator of torch is.
@@ -244,12 +243,20 @@ def written_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def called_name(node: fx.Node) -> str:
+    """Of the function or method that a node of Dynamo's graph calls; "" for other nodes."""
+    return node.target if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function or method writes to its operand, as far as its name says."""
+    return name in ("setitem", "iadd", "isub", "imul", "itruediv") or (name.endswith("_") and "__" not in name)
+
+
 def written_by_name(node: fx.Node) -> list[fx.Node]:
     """The operand that a call in Dynamo's graph writes to in place, as far as its name says."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name in ("setitem", "iadd", "isub", "imul", "itruediv") or (name.endswith("_") and "__" not in name)
     first = node.args[0] if node.args else None
-    return [first] if in_place and isinstance(first, fx.Node) else []
+    return [first] if is_in_place(called_name(node)) and isinstance(first, fx.Node) else []
 
 
 def descendants(start: fx.Node, end: fx.Node) -> set[fx.Node]:

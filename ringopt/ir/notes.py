@@ -18,6 +18,8 @@
     NAMED          what a node is to be called in the finished graph
     SPELLED        of scaled_dot_product_attention: the operator of another library in whose place it stands
     RULED          of an operator of another library: its rule, and the shapes that it was held against
+    CHECKPOINTED   of a node of Dynamo's graph: the call of `checkpoint` in whose body it was (WrittenOut)
+    WHY_LEFT       of Dynamo's graph: why a branch or a loop of its function is no part of it
 """
 
 INPUT = "input"
@@ -39,3 +41,5 @@ WHOLE = "whole"
 NAMED = "named"
 SPELLED = "spelled"
 RULED = "ruled"
+CHECKPOINTED = "checkpointed"
+WHY_LEFT = "why_left"

@@ -17,7 +17,7 @@ import torch.fx as fx
 from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import is_tensor, shape_of
-from ringopt.ir.notes import CONTENT, PARAMETER
+from ringopt.ir.notes import CONTENT, PARAMETER, WHY_LEFT
 from ringopt.ir.placement import Spread, same_rows
 from ringopt.ir.symbolic_sizes import SymbolPlaces, at_hand
 from ringopt.pipeline import Context
@@ -130,4 +130,5 @@ def break_after(gm: fx.GraphModule, gathers: Sequence[Gather], lazy: int) -> tup
     size = bytes_text(sum(gather.bytes for gather in over))
     crossing = [f"{len(over)} values cross it whole, gathered: {size}"] if over else []
     crossing += [f"{lazy} cross it in rows, gathered if they are read there"] if lazy else []
-    return (f"ends at a graph break: {why}{where}; {', '.join(crossing) or 'nothing is gathered for it'}",)
+    left = f"; {gm.meta[WHY_LEFT]}" if gm.meta.get(WHY_LEFT) else ""
+    return (f"ends at a graph break: {why}{where}{left}; {', '.join(crossing) or 'nothing is gathered for it'}",)

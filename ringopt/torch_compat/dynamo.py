@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +33,7 @@ from torch._higher_order_ops.scan import scan as SCAN
 __all__ = [
     "ASSOCIATIVE_SCAN",
     "AUTOGRAD_FUNCTION",
+    "COMPARISONS",
     "NUMBER_BREAK",
     "SCAN",
     "SIZES_BREAK",
@@ -91,6 +93,8 @@ SIZES_BREAK = ("Data dependent operator", "Dynamic shape operator")
 NUMBER_BREAK = "Unsupported Tensor.item() call"
 
 
+# As it writes a < b and its like, of tensors and of numbers.
+COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 AUTOGRAD_FUNCTION = torch.ops.higher_order.autograd_function_apply
 SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 

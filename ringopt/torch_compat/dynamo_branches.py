@@ -21,6 +21,8 @@ from torch._dynamo.variables.misc import NewGlobalVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ringopt.torch_compat.dynamo import COMPARISONS
+
 __all__ = ["JUMP_BREAK", "Branch", "RowLoop", "branches_and_loops", "decides", "places_taken", "takes_branches"]
 
 JUMP_BREAK = ("Data-dependent branching", "generic_jump")  # how Dynamo's reasons begin where it ends a graph at one
@@ -99,9 +101,15 @@ def trace_of(tx: Any) -> Trace:
     return _traces[tx.output.root_tracer]
 
 
-def takes_branches(when: Callable[[CodeType, int], bool], over: Callable[[fx.Node], fx.Node | None], most: int) -> None:
+def takes_branches(
+    when: Callable[[CodeType, int], bool],
+    over: Callable[[fx.Node], fx.Node | None],
+    most: int,
+    left: Callable[[CodeType], None],
+) -> None:
     """From here on Dynamo does so, where `when(code, place)`. `over(node)`: the tensor of one dim, and known length, of
-    which a tensor has the places that are not 0; None where that is not known. `most`: turns of loops in one graph."""
+    which a tensor has the places that are not 0; None where that is not known. `most`: turns of loops in one
+    graph; `left(frame)` is called where a frame has more."""
     kind: Any = TensorVariable
     base: Any = InstructionTranslatorBase
     unpack, step = kind.unpack_var_sequence, base.step
@@ -110,8 +118,11 @@ def takes_branches(when: Callable[[CodeType, int], bool], over: Callable[[fx.Nod
     def unpacked(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         node, place = self.as_proxy().node, (tx.f_code, tx.current_instruction.offset)
         found = over(node) if when(*place) and not args and not kwargs else None
-        turns = found.meta["example_value"].shape[0] if found is not None else most
-        if found is None or turns + sum(loop.turns for loop in trace_of(tx).loops) > most:
+        if found is None:
+            return unpack(self, tx, *args, **kwargs)
+        turns = found.meta["example_value"].shape[0]
+        if turns + sum(loop.turns for loop in trace_of(tx).loops) > most:
+            left(tx.output.root_tx.f_code)
             return unpack(self, tx, *args, **kwargs)
         return rows_of(tx, RowLoop(found, turns, place), len(node.meta["example_value"].shape) == 1)
 
@@ -232,9 +243,6 @@ def known_value(node: Any) -> Any:
         return 0 if len(numbers) == 1 else numbers[0] if isinstance(numbers[0], int) else None
     known = [known_value(operand) for operand in operands] if node.target in COMPARISONS and not node.kwargs else [None]
     return None if None in known else node.target(*known)
-
-
-COMPARISONS = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
 
 
 def unknown_truth(value: Any) -> fx.Node | None:

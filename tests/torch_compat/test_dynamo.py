@@ -42,6 +42,13 @@ def test_a_module_knows_that_it_was_compiled_in_place() -> None:
     assert dynamo.is_compiled(module)
 
 
+def test_comparisons_are_written_as_python_calls_them() -> None:
+    targets: list[Any] = []
+    look = looking(lambda gm: targets.extend(node.target for node in gm.graph.nodes if node.op == "call_function"))
+    torch.compile(lambda x: (x < 1, x >= 2, x == 3, x + 1), backend=look)(torch.ones(2))
+    assert [target in dynamo.COMPARISONS for target in targets] == [True, True, True, False]
+
+
 def test_graphs_stay_whole_in_ddp() -> None:
     with dynamo.patched(optimize_ddp=True):
         dynamo.leave_graphs_whole_in_ddp()

@@ -23,6 +23,7 @@ from ringopt.torch_compat.dynamo_branches import (
 )
 
 MOST = 4
+too_long: list[CodeType] = []
 found: list[tuple[list[Branch], list[RowLoop]]] = []
 
 
@@ -39,9 +40,10 @@ def taught(monkeypatch: pytest.MonkeyPatch) -> Any:
     translator = InstructionTranslatorBase
     for kind, name in ((TensorVariable, "unpack_var_sequence"), (translator, "step"), (BuiltinVariable, "call_index")):
         monkeypatch.setattr(kind, name, getattr(kind, name))
-    takes_branches(here, over, MOST)
+    takes_branches(here, over, MOST, too_long.append)
     torch._dynamo.reset()
     found.clear()
+    too_long.clear()
     with dynamo.patched(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         yield
 
@@ -112,6 +114,7 @@ def test_loops_of_too_many_turns_are_left() -> None:
     assert len(found[-1][0]) == MOST
     with pytest.raises(dynamo.TorchDynamoException):
         trace(program, torch.ones(MOST + 1))
+    assert {code.co_name for code in too_long} == {"program"}
 
 
 def test_what_is_another_object_behind_it_is_told() -> None:

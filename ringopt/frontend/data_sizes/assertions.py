@@ -19,11 +19,11 @@ import torch.fx as fx
 
 from ringopt.frontend.data_sizes.fake_values import OPEN, fake_value
 from ringopt.ir.nodes import origin
+from ringopt.torch_compat.dynamo import COMPARISONS
 from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
 
 MEANT_ALIKE = (  # of a number and of the tensor that it is the element of
-    operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne, operator.add, operator.sub,
-    operator.mul,
+    *COMPARISONS, operator.add, operator.sub, operator.mul,
 )  # fmt: skip
 UNNAMED = "an assertion of the program"
 

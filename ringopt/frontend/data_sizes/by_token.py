@@ -22,14 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.frontend.data_sizes.fake_values import fake_value, is_picked, made_like, memory
-from ringopt.ir.nodes import written_by_name
+from ringopt.ir.nodes import called_name, written_by_name
 from ringopt.ir.symbolic_sizes import formula
+from ringopt.torch_compat.dynamo import COMPARISONS
 from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.symbolic_shapes import free_unbacked_symbols
 
 SUMS = frozenset(("sum", "mean"))
 BY_CLASS = (F.cross_entropy, F.nll_loss)
-COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+FINDS = ("nonzero", "where")  # which elements are not 0, where they are given one tensor
 LOSSES = (
     *BY_CLASS, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
@@ -80,7 +81,7 @@ def reduction_of(node: fx.Node) -> str | None:
         others = ["size_average", "reduce", *(["weight"] if node.target not in BY_CLASS else [])]
         plain = all(given.get(name) is None for name in others)
         return given["reduction"] if given["reduction"] in SUMS and plain else None
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = called_name(node)
     plain = node.op in ("call_method", "call_function") and len(node.args) == 1 and not node.kwargs
     return name if plain and name in SUMS and isinstance(node.args[0], fx.Node) else None
 
@@ -100,11 +101,10 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 def mask_at(node: fx.Node) -> fx.Node | None:
     """The mask by which `node` picks tokens, or looks for their numbers."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     if node.target is operator.getitem and isinstance(fake_value(node), Tensor):
         at = node.args[1][0] if isinstance(node.args[1], tuple) and len(node.args[1]) == 1 else node.args[1]
         return at if isinstance(at, fx.Node) and is_mask(at) else None
-    if name in ("nonzero", "where") and len(node.args) == 1 and is_mask(node.args[0]):
+    if called_name(node) in FINDS and len(node.args) == 1 and is_mask(node.args[0]):
         return node.args[0]
     return None
 

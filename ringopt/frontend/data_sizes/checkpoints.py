@@ -15,7 +15,8 @@ import torch.fx as fx
 
 from ringopt.frontend.data_sizes.fake_values import fake_value, is_unknown
 from ringopt.frontend.flatten import CHECKPOINT, is_inline
-from ringopt.ir.checkpoint_regions import CHECKPOINTED, WrittenOut
+from ringopt.ir.checkpoint_regions import WrittenOut
+from ringopt.ir.notes import CHECKPOINTED
 
 
 def write_out(gm: fx.GraphModule) -> Callable[[fx.Node], fx.Node]:

@@ -26,7 +26,7 @@ from sympy.logic.boolalg import Boolean
 from torch import Tensor
 
 from ringopt.frontend.data_sizes.assertions import as_tensor, holds_number
-from ringopt.frontend.data_sizes.by_token import is_mask, mask_at
+from ringopt.frontend.data_sizes.by_token import FINDS, is_mask, mask_at
 from ringopt.frontend.data_sizes.fake_values import (
     fake_value,
     is_unknown_number,
@@ -34,13 +34,12 @@ from ringopt.frontend.data_sizes.fake_values import (
     memory,
 )
 from ringopt.frontend.data_sizes.stretches import erase_with_users, is_check
-from ringopt.ir.nodes import written_by_name
+from ringopt.ir.nodes import called_name, is_in_place, written_by_name
 from ringopt.ir.symbolic_sizes import formula
 from ringopt.torch_compat.dynamo_branches import Branch, RowLoop, decides
 from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.schema import HigherOrderOperator, schema_or_none
 
-FINDS = ("nonzero", "where")
 # What adds or writes rows, and which operand says where.
 ROWS_AT = {"index_add": 2, "index_copy": 2, "index_put": 1, "scatter_add": 2, "scatter": 2, "setitem": 1}
 VIEWS = frozenset((
@@ -64,7 +63,7 @@ class NotPredicable(Exception):
 
 def name_of(node: fx.Node) -> str:
     """Of what it calls, without the mark of an operator in place."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = called_name(node)
     return name if name.endswith("__") else name.removesuffix("_")
 
 
@@ -86,7 +85,7 @@ def predicated(
     failed = dict[tuple[CodeType, int], str]()
     for loop in loops:
         if [branch.when for branch in branches if branch.condition is loop] != list(range(loop.turns)):
-            failed[loop.place] = "the loop is left, or its rows are read otherwise"
+            failed[loop.place] = "the loop ends early, or its rows are not read one by one"
     for step in (Predicated.mask_rows, Predicated.check):
         for each in found.values():
             if each.branch.place not in failed:
@@ -134,9 +133,10 @@ class Predicated:
     def mask_rows(self) -> None:
         """Picks nothing there. Raises NotPredicable."""
         if not self.branch.ended or self.branch.changes:
-            raise NotPredicable(f"behind it Python differs: {self.branch.changes or 'the program ends otherwise'}")
+            other = f"changes what Python holds: {self.branch.changes}"
+            raise NotPredicable(other if self.branch.ended else "does not go on where the program goes on without it")
         if any(node.graph is not self.program.graph for node in self.branch.nodes):
-            raise NotPredicable("it is in a subgraph")
+            raise NotPredicable("is in the graph of a higher-order operator")
         if not self.nodes:
             return
         self.empty |= self.within.empty if self.within is not None else set()
@@ -180,7 +180,7 @@ class Predicated:
             self.refuse_written(condition)
             condition = as_tensor(condition, first)
         if not isinstance(condition, fx.Node) or holds_number(condition):
-            raise NotPredicable("what decides is a number that is not known")
+            raise NotPredicable("has a condition on a number that is read from data")
         self.refuse_written(condition)
         truth = condition if is_mask(condition) else made_like(first, operator.ne, condition, 0)
         truth = made_like(first, "reshape", truth, ()) if fake_value(truth).dim() else truth
@@ -192,7 +192,7 @@ class Predicated:
         for x in decides.all_input_nodes if holds_number(decides) else ():
             self.refuse_written(x)
         if memory(decides) in self.program.written:
-            raise NotPredicable(f"{decides.name} is written in place")
+            raise NotPredicable(f"has a condition or a mask that is written in place: {decides.name}")
 
     def mask_of_size(self, condition: fx.Node) -> fx.Node | None:
         """The mask of which a condition asks whether it has any row; the number of rows is `empty` from here on."""
@@ -213,17 +213,17 @@ class Predicated:
         inside = Counter(map(memory, self.nodes))
         made = {key for key, number in inside.items() if number == self.program.memories[key]}
         if any(self.without_rows(new) is not old for old, new in self.branch.carried):
-            raise NotPredicable("a tensor is another behind it")
+            raise NotPredicable("has a name stand for another tensor after it")
         carried = {new for _, new in self.branch.carried}
         for node in self.nodes:
             if self.owner[node] is self:
                 self.check_node(node, made)
             felt = any(self.is_behind(user) for user in node.users)
             if felt and node not in carried and not is_unknown_number(node) and self.owner[node] is self:
-                raise NotPredicable(f"{node.name} is read behind it")
+                raise NotPredicable(f"makes {node.name}, which is read after it")
         modes = Counter(name_of(node) for node in self.nodes)
         if modes["_enter_autocast"] != modes["_exit_autocast"] or modes["_set_grad_enabled"] % 2:
-            raise NotPredicable("a mode is another behind it")
+            raise NotPredicable("changes autocast or grad mode")
 
     def is_behind(self, user: fx.Node) -> bool:
         """Whether the program reads there what the branch has made."""
@@ -233,14 +233,14 @@ class Predicated:
         """Raises NotPredicable where it writes to what is not `made` here, or has no result without rows."""
         name = name_of(node)
         if isinstance(node.target, HigherOrderOperator) or is_mutable(node) or writes_to_several(node):
-            raise NotPredicable(f"{name} is not known here")
+            raise NotPredicable(f"calls {name}, of which it is not known what it writes")
         written = [x for x in written_by_name(node) if memory(x) not in made]
         alias = memory(node) is not None and memory(node) not in made and name not in VIEWS
         if (written or alias) and not self.adds_nothing(node):
-            raise NotPredicable(f"{name} writes to what is read behind it")
+            raise NotPredicable(f"writes to a tensor from before it, other than to rows that it picks: {name}")
         reduced = any(map(self.is_empty, node.all_input_nodes)) and not self.is_empty(node)
         if name in FAILS_WITHOUT_ROWS and (reduced or name.endswith("norm")):
-            raise NotPredicable(f"{name} fails without rows")
+            raise NotPredicable(f"calls {name}, which has no result without rows")
 
     def without_rows(self, node: fx.Node) -> fx.Node:
         """The node whose value `node` has where the branch is not taken."""
@@ -273,8 +273,7 @@ def stand_for(branch: Branch, now: Callable[[fx.Node], fx.Node]) -> None:
 
 def writes_to_several(node: fx.Node) -> bool:
     """Whether it writes in place, as its name says, to other than one tensor (`_foreach_add_`)."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__") and not written_by_name(node)
+    return is_in_place(called_name(node)) and not written_by_name(node)
 
 
 def all_between(nodes: Sequence[fx.Node]) -> list[fx.Node]:

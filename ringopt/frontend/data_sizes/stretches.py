@@ -39,8 +39,8 @@ from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
 from ringopt.frontend.plain_spelling import spell_plainly
-from ringopt.ir.checkpoint_regions import CHECKPOINTED
 from ringopt.ir.nodes import eliminate_dead_code, origin, outputs_of, written_by_name
+from ringopt.ir.notes import CHECKPOINTED
 from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators

@@ -32,6 +32,7 @@ from ringopt.frontend.data_sizes.predication import (
     predicated,
 )
 from ringopt.frontend.data_sizes.stretches import has_picks
+from ringopt.ir.notes import WHY_LEFT
 from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import (
     NUMBER_BREAK,
@@ -61,6 +62,7 @@ _with_breaks = WeakKeyDictionary[CodeType, set[str]]()
 _tried = WeakKeyDictionary[CodeType, str]()
 _for_numbers = WeakSet[CodeType]()  # those of them that are tried for a number
 _for_branches = WeakSet[CodeType]()  # and for a branch
+_why_left = WeakKeyDictionary[CodeType, str]()  # of frames, branches or loops in which are left
 _not_taken = WeakKeyDictionary[CodeType, set[int]]()  # branches and loops that are traced as ever, by code
 
 
@@ -133,6 +135,11 @@ def leaves(places: Iterable[tuple[CodeType, int]]) -> bool:
     return bool(found)
 
 
+def leaves_long_loops(frame: CodeType) -> None:
+    """Of a frame whose loops are too many turns to be traced."""
+    _why_left[frame] = f"loops over what data decide have more than {MOST_TURNS} turns"
+
+
 def takes(code: CodeType, place: int) -> bool:
     """Whether a branch or a loop is traced as if it were taken."""
     return _settings.are_on and place not in _not_taken.get(code, ())
@@ -144,7 +151,7 @@ _settings = Settings(ended_by_size, fails, capture_scalar_outputs=True, capture_
 def teach_sizes() -> None:
     """Has Dynamo do so, for all marked backends."""
     _settings.install()
-    takes_branches(takes, looked_for, MOST_TURNS)
+    takes_branches(takes, looked_for, MOST_TURNS, leaves_long_loops)
     goes_on_behind_breaks(takes_sizes, say_that_breaks_end)
 
 
@@ -153,6 +160,7 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> list[Predicated]:
     size. Returns the branches that it has, of which `gm` is changed."""
     again, broken, frame = _settings.off(), break_reason(gm), frame_being_compiled()
     branches, loops = branches_and_loops()
+    gm.meta[WHY_LEFT] = _why_left.get(frame)
     reason, where = str(getattr(broken, "reason", "")), str(getattr(broken, "user_stack", ())[-1:])
     kind = next((kind for kind in (*SIZES_BREAK, *JUMP_BREAK, NUMBER_BREAK) if reason.startswith(kind)), None)
     if ranks > 1 and not again and kind is not None and tries(frame, where, kind):
@@ -163,7 +171,8 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> list[Predicated]:
     try:
         found = predicated(gm, branches, loops, now) if now is not None and not in_vain else []
     except NotPredicable as problem:
-        log.info("%s (line %d): %s", frame.co_name, frame.co_firstlineno, problem)
+        _why_left[frame] = f"a branch {problem}"
+        log.info("%s (line %d) keeps a graph break: %s", frame.co_name, frame.co_firstlineno, _why_left[frame])
         if frame not in _for_branches and leaves(problem.places):
             _settings.on()
         else:
