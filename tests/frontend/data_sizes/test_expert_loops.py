@@ -120,7 +120,7 @@ def on_rank(go):
     return max(wrong), [report.sharded_fraction for report in ringopt.reports()[before:]]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("go", SPELLINGS)
 def test_each_rank_works_on_its_own_tokens_in_one_graph(ranks, go, p):
