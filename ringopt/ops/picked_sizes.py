@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.dims.op_families import SPLITS
-from ringopt.dims.picks import ITEMS, is_search, sized_by
+from ringopt.dims.searches import ITEMS, is_search, sized_by
 from ringopt.ir.nodes import named, op_name
 from ringopt.ops.sized_call import Open
 from ringopt.scans.body import from_text
