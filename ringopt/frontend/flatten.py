@@ -31,6 +31,7 @@ from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ops import operators
 from ringopt.ops.torch_func import vmapped
 from ringopt.torch_compat.autograd import ENTER_INFERENCE_MODE, EXIT_INFERENCE_MODE, GET_DATA
+from ringopt.torch_compat.operators import GIVES_MEMORY
 from ringopt.torch_compat.schema import HigherOrderOperator
 from ringopt.torch_compat.tensors import storage_key, version_of
 
@@ -231,7 +232,10 @@ def drops_none(input: Any, p: float = 0.5, training: bool = True, inplace: bool 
 
 # Whether it returns its operand as that was: of dropout the tracer would have a copy, of `x.data = x.data` a write.
 DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
-UNCHANGED: dict[Any, Callable[..., bool]] = {**dict.fromkeys(DROPOUTS, drops_none), Tensor.set_: is_one_view}
+UNCHANGED: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys(DROPOUTS, drops_none),
+    **dict.fromkeys(GIVES_MEMORY.values(), is_one_view),
+}
 
 
 def written_by(forward: fx.GraphModule, dirty: Sequence[int], operands: Sequence[Any]) -> dict[int, Tensor]:

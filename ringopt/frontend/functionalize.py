@@ -36,6 +36,7 @@ from ringopt.ir.notes import STANDS_FOR, UNSEEN, VIEW_OF, WRITTEN
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.returning import returning
 from ringopt.ir.symbolic_sizes import place_of, same
+from ringopt.torch_compat.operators import GIVES_MEMORY
 from ringopt.torch_compat.tensors import storage_key
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ class Functional:
 
     def write(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """The functional form of one mutable op, pasted into the base of its target."""
-        if op_name(node) == "set_":
+        if op_name(node) in GIVES_MEMORY:
             raise Unwritable(f"{node.target} gives a tensor the memory of another one", node)
         target = self.written(self.only_target(node))
         root = self.root(target)

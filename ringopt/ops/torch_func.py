@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringopt.ir.nodes import is_random, is_write
 from ringopt.scans.trace import in_own_thread
@@ -61,7 +62,8 @@ def vmapped(target: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
         with mode:
             given = [x.detach() if isinstance(x, Tensor) else x for x in operands]
             run = partial(TORCH_FUNC, AsTraced(graph).run)
-            return make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
+            with sdpa_kernel(SDPBackend.MATH):  # for other backends have no rule of vmap on CPUs (torch 2.14)
+                return make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*given)
 
     try:
         plain = in_own_thread(traced)

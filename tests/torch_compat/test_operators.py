@@ -10,6 +10,7 @@ from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.operators import (
     ASSERT_SCALAR,
     ASSERT_TENSOR,
+    GIVES_MEMORY,
     KERNEL_ORDERED_NORMS,
     SAFE_SOFTMAX,
     TO_COPY,
@@ -51,6 +52,17 @@ graphs: list[torch.fx.Graph] = []
 def kept(gm: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
     graphs.append(gm.graph)
     return gm
+
+
+def test_other_data_are_other_memory() -> None:
+    layer = torch.nn.Linear(2, 2)
+
+    def halved(x: Tensor) -> Tensor:
+        layer.weight.data = layer.weight.data * 0.5
+        return x
+
+    torch.compile(halved, backend=kept)(torch.ones(2))
+    assert sum(node.target in GIVES_MEMORY.values() for node in graphs[-1].nodes) == 1
 
 
 def test_a_softmax_of_nothing_is_zero() -> None:

@@ -184,7 +184,8 @@ def _numbers(model: Any, inputs: dict[str, Any]) -> list[Tensor | None]:
     found = model(**inputs)
     loss: Any = getattr(found, "loss", None)
     if loss is None:
-        parts = tree_leaves(found[0] if isinstance(found, tuple) else dict(found))
+        found = found[0] if isinstance(found, tuple) else found
+        parts = tree_leaves(found if isinstance(found, Tensor) else dict(found))
         loss = sum(part.square().mean() for part in parts if isinstance(part, Tensor) and part.requires_grad)
     loss.backward()
     return [loss.detach(), *(None if p.grad is None else p.grad.detach().clone() for p in model.parameters())]
