@@ -196,12 +196,19 @@ class Reading:
         if state is None or state.column is None:
             return None
         if op_name(node) == "unbind":
-            if len(node.args) < 2 or node.args[1] != 1:
+            if named(node, "dim") % 2 != 1:
                 raise Mixed
             return state
-        if op_name(node) == "select" and node.args[1] != 1:
+        if op_name(node) == "select" and named(node, "dim") % 2 != 1:
             raise Mixed
         return Rows(0, state.pick, numbers=node.args[-1] == state.column)
+
+    def vector(self, node: fx.Node) -> State:
+        """The only column of nonzero(mask) as a vector."""
+        state = self.states[node.args[0]]
+        if state is None or state.column is None or len(shape_of(node)) != 1 or shape_of(node.args[0])[1] != 1:
+            return None
+        return Rows(0, state.pick, numbers=True)
 
     def size(self, node: fx.Node) -> State:
         """How many tokens there are: for shapes only, which follow from what has them."""
@@ -353,7 +360,7 @@ class Reading:
 SPECIAL = {
     "where": "search", "nonzero": "search", "nonzero_numpy": "search", "getitem": "piece", "unbind": "column",
     "select": "column", "sym_size": "size", "index": "index", "index_put": "put", "index_add": "add",
-    "index_copy": "add", "index_select": "select", "cat": "cat",
+    "index_copy": "add", "index_select": "select", "cat": "cat", **dict.fromkeys(RESHAPES, "vector"),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss"), "loss"),
     **dict.fromkeys(("huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"), "loss"),
 }  # fmt: skip

@@ -7,7 +7,7 @@
 Dynamo captures such sizes as symbols that nothing bounds, where it is told to. What begins with one and ends where
 sizes are known again is a stretch; it is traced, made functional, and stands in the graph as one node
 (ringopt/ops/picked.py), so that no pass meets a size that it cannot know. ringopt/dims/picks.py proves which of them
-work token by token; others run whole.
+work token by token; others run whole. Where picked tokens attend to each other all tokens do, masked (in_place.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ringopt.frontend.data_sizes.fake_values import (
     known_size,
     memory,
 )
+from ringopt.frontend.data_sizes.in_place import in_place
 from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
@@ -233,8 +234,9 @@ def shut_up(gm: fx.GraphModule, members: Sequence[fx.Node]) -> None:
     with graph.inserting_after(cut.members[-1]):
         anchor = graph.call_function(torch.zeros, (0,))
     with graph.inserting_before(anchor):
+        values = in_place(flat, cut.given, members[-1])
         for place, x in enumerate((*cut.read, *cut.written)):
-            made = operator_of(graph, cut, flat, results[place], x)
+            made = values[place] if values is not None else operator_of(graph, cut, flat, results[place], x)
             if place < len(cut.read):
                 x.replace_all_uses_with(made, delete_user_cb=lambda user: user not in set(cut.members))
             else:

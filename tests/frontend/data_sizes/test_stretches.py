@@ -94,6 +94,14 @@ def pieces_put_back(m, x, weights, chosen):
     return (y.view(-1, CHOSEN, D) * weights.unsqueeze(-1)).sum(1)
 
 
+def columns_of_numbers(m, x, weights, chosen):
+    """What `nonzero` finds, as a vector (as tokens that are no padding are found), and in columns."""
+    row = (chosen[:, 0] != 1).nonzero().flatten()
+    out = torch.zeros_like(x).index_put((row,), m.experts[0](x[row]))
+    row, nth = (chosen == 2).nonzero().unbind(-1)
+    return out.index_add(0, row, m.experts[2](x[row]) * weights[row, nth, None])
+
+
 def batch(rows=ROWS):
     return torch.randn(2, rows, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
 
@@ -102,7 +110,10 @@ def batch(rows=ROWS):
 @pytest.mark.parametrize("p, layout", [(2, "zigzag"), (3, "contiguous"), (4, "contiguous")])
 @pytest.mark.parametrize(
     "go",
-    [written_in_place, masks_by_expert, boolean_masks, masks_of_sequences, in_pieces, pieces_put_back],
+    [
+        *(written_in_place, masks_by_expert, boolean_masks, masks_of_sequences, in_pieces, pieces_put_back),
+        columns_of_numbers,
+    ],
 )
 def test_each_rank_works_on_its_own_tokens(go, p, layout):
     verdict = validate(p, Experts(go).double(), batch(), layout=layout)
