@@ -15,6 +15,7 @@ from ringopt.ir.nodes import emit, is_aten, is_undropped, named, op_name, origin
 from ringopt.ir.notes import STANDS_FOR, VIEW_OF
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import is_open
+from ringopt.torch_compat.fake_tensors import enable_python_dispatcher
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -32,6 +33,7 @@ def spell_plainly(graph: fx.Graph) -> None:
     fill_where_masked(graph)
     join_what_has_entries(graph)
     count_in_memory(graph)
+    transform_by_dims(graph)
 
 
 def rename_synonyms(graph: fx.Graph) -> None:
@@ -207,6 +209,40 @@ def join_what_has_entries(graph: fx.Graph) -> None:
                 joined = emit(graph, aten.clone.default, kept, node, {"memory_format": torch.contiguous_format})
         if value_of(joined).stride() == value_of(node).stride():
             node.replace_all_uses_with(joined)
+            graph.erase_node(node)
+
+
+# Of a Fourier transform along several dims: that of all dims but the last, and that of the last.
+OF_DIMS = {
+    several: (others, last)
+    for kind, others, last in (
+        ("fft", aten.fft_fft.default, aten.fft_fft.default),
+        ("ifft", aten.fft_ifft.default, aten.fft_ifft.default),
+        ("rfft", aten.fft_fft.default, aten.fft_rfft.default),
+        ("irfft", aten.fft_ifft.default, aten.fft_irfft.default),
+    )
+    for several in (getattr(aten, f"fft_{kind}2").default, getattr(aten, f"fft_{kind}n").default)
+}
+
+
+def transform_by_dims(graph: fx.Graph) -> None:
+    """A Fourier transform along tokens and channels as one along each: the ranks share the channels of the first."""
+    for node in [node for node in graph.nodes if node.target in OF_DIMS]:
+        x, rank = node.args[0], len(shape_of(node))
+        sizes, dims, norm = named(node, "s"), named(node, "dim"), named(node, "norm")
+        dims = range(rank - len(sizes or shape_of(x)), rank) if dims is None else dims
+        each = list(zip(dims, sizes or [None] * len(dims), strict=True))
+        others, last = OF_DIMS[node.target]
+        steps = [*((others, *pair) for pair in each[:-1]), (last, *each[-1])]
+        with graph.inserting_before(node), enable_python_dispatcher():
+            for target, dim, size in steps[::-1] if last is aten.fft_rfft.default else steps:
+                x = emit(graph, target, (x, None if size == -1 else size, dim, norm), node)
+            order = order_of(value_of(node).stride())  # in memory, which a view may ask for
+            x = emit(graph, aten.permute.default, (x, order), node)
+            x = emit(graph, aten.clone.default, (x,), node, {"memory_format": torch.contiguous_format})
+            x = emit(graph, aten.permute.default, (x, [order.index(dim) for dim in range(rank)]), node)
+        if value_of(x).stride() == value_of(node).stride():
+            node.replace_all_uses_with(x)
             graph.erase_node(node)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ringopt.dims.op_families import SYNONYMS
+from ringopt.dims.op_families import SYNONYMS, TRANSFORMS
 from ringopt.frontend.plain_spelling import plain_name, rename_synonyms
 from ringopt.ir.nodes import DROPOUTS, op_name
 from ringopt.passes.normalize import Normalize
@@ -90,6 +90,25 @@ def test_atleast_of_several_is_one_call_each():
     gm, _ = after([Normalize()], Several(), *given)
     assert "atleast_2d" in ops(captured) and not [name for name in ops(gm) if name.startswith("atleast")]
     assert_same(gm, captured, gm.meta["inputs"])
+
+
+SEVERAL_DIMS = {
+    "all dims": lambda x: torch.fft.fftn(x),
+    "as many as sizes": lambda x: torch.fft.ifftn(x, s=(-1, 6), norm="ortho"),
+    "of real numbers": lambda x: torch.fft.rfftn(x, dim=(0, 2), norm="forward"),
+    "to real numbers": lambda x: torch.fft.irfft2(torch.complex(x, x), dim=(0, 1), s=(5, 7)),
+    "transposed": lambda x: torch.fft.fft2(x.mT, dim=(-1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_DIMS)
+def test_a_transform_of_several_dims_is_one_of_each(name):
+    module, x = SEVERAL_DIMS[name], X.double()
+    gm, _ = after([Normalize()], module, x)
+    transforms = [op for op in ops(gm) if op.startswith("fft_")]
+    assert len(transforms) > 1 and set(transforms) <= set(TRANSFORMS)
+    (found,), expected = gm(*gm.meta["inputs"]), module(x)
+    assert found.stride() == expected.stride() and torch.allclose(found, expected)
 
 
 def test_arguments_keep_their_meaning():

@@ -87,7 +87,7 @@ LOCAL = {
 MIXING = {
     "rolled": lambda m, x: x.roll(3),
     "product of all": lambda m, x: x * x.prod(),
-    "fft": lambda m, x: torch.fft.fftn(x).real,
+    "renormed": lambda m, x: torch.renorm(x, 2, 0, 0.5),
 }
 
 

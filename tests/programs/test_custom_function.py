@@ -49,13 +49,13 @@ def test_a_gradient_that_is_not_linear_is_taken_once():
     """Of a value that is used in rows and whole: both uses are of one call."""
     verdict = validate(2, Model(OTHERS["clipped twice"]).double(), data())
     assert len(custom_gradients(verdict.graph.graph)) == 2
-    assert {gather.op for gather in verdict.report.gathers} == {"fft_fftn"}
+    assert {gather.op for gather in verdict.report.gathers} == {"renorm"}
 
 
 def test_what_the_backward_gathers_is_told():
     verdict = validate(2, Model(OTHERS["ordered"], ("after",)).double(), data())
     (note,) = verdict.report.notes
-    assert "the backward of a custom autograd.Function (custom_functions.py" in note and "for fft_fftn" in note
+    assert "the backward of a custom autograd.Function (custom_functions.py" in note and "for renorm" in note
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,12 @@ def state(q, k, v):
     return q @ (k.mT @ v) / (q * k.sum(1, keepdim=True)).sum(-1, keepdim=True)
 
 
+def spectrum(q, k, v):
+    """FNet (Lee-Thorp et al. 2021), AFNO (Guibas et al. 2021): tokens and channels in one transform."""
+    made = torch.fft.rfft2(q * v, dim=(1, 2), norm="ortho")
+    return torch.fft.fft2(k).real / 9 + torch.fft.irfft2(made * made.abs(), s=q.shape[1:], dim=(1, 2), norm="ortho")
+
+
 MIXED = {
     "a state of all tokens": state,
     "channels that attend to channels": lambda q, k, v: ((q.mT @ k).softmax(-1) @ v.mT).mT,
@@ -74,6 +80,7 @@ MIXED = {
     "linear attention": linear_attention,
     "minGRU": min_gru,
     "a long convolution": long_convolution,
+    "transforms of both dims": spectrum,
     "behind a short convolution": convolved,
     "products of decays": lambda q, k, v: torch.sigmoid(k).cumprod(1) * v + q,
 }
@@ -87,12 +94,12 @@ def test_tokens_stay_on_shards(name, p):
     assert any("tokens are sharded along the dim of" in note for note in verdict.report.notes)
 
 
-@pytest.mark.parametrize("mix", [min_gru, state])
+@pytest.mark.parametrize("mix", [min_gru, state, spectrum])
 def test_lengths_that_are_open(mix):
     calls = [(given(rows),) for rows in (20, 13, 4)]
     reports = run_over(Layers(mix), calls, 3, dynamic=True).reports
     # (Beside batched products, fewer than two tokens a rank are compiled for themselves.)
-    assert [report.sharded_fraction for report in reports] == [1.0] * (1 if mix is min_gru else 2)
+    assert [report.sharded_fraction for report in reports] == [1.0] * (2 if mix is state else 1)
 
 
 def positions(q, k, v):
