@@ -49,8 +49,6 @@ FINITE = (  # of rows that are finite, with finite gradients
     *RESHAPES, *COPIES, *CASTS, *PERMUTATIONS, "expand", "unsqueeze", "select", "add", "sub", "mul", "neg",
     "relu", "gelu", "silu", "sigmoid", "tanh", "linear", "matmul", "bmm", "mm", "addmm", "layer_norm", "rms_norm",
 )  # fmt: skip
-
-
 DECIDE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}  # what data decide
 
 
@@ -122,12 +120,12 @@ class InPlace:
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Raises NotInPlace for what gives numbers or sizes of its own, and where other sizes do not fit."""
-        values, named = fx.map_arg((args, kwargs), fake_value)
+        values, named_values = fx.map_arg((args, kwargs), fake_value)
         if DECIDE & set(getattr(target, "tags", ())):
             raise NotInPlace
         try:
             with self.mode:
-                value = target(*values, **named)
+                value = target(*values, **named_values)
         except RuntimeError as error:
             raise NotInPlace from error
         made = self.member.graph.call_function(target, args, kwargs)
@@ -296,6 +294,8 @@ class InPlace:
         alike = self.states[k] == self.states[v] == {dim: keys} and not set(self.states[q]) - {dim}
         if keys is None or not alike or given["attn_mask"] is not None or given["dropout_p"]:
             raise NotInPlace
+        if isinstance(given["scale"], fx.Node):  # a number that may follow from how many tokens there are
+            raise NotInPlace
         seen = self.emit(aten.unsqueeze.default, self.mask_of(keys), 0)
         if given["is_causal"]:  # the order is what it was
             if queries != keys:
@@ -350,7 +350,7 @@ class InPlace:
                 raise NotInPlace
             self.counts.add(node)
         if any(self.states[x] for x in node.all_input_nodes):
-            if op_name(node) not in FINITE:
+            if op_name(node) not in FINITE or arguments_of(node).get("eps") == 0:
                 raise NotInPlace
             self.states[node] = self.by_rule(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)

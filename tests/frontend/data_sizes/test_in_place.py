@@ -131,6 +131,19 @@ def not_all(m, x, words, picked):
     return F.scaled_dot_product_attention(q, k, v)[:, :, : x.shape[1]], x
 
 
+def normed(m, x, words, picked):
+    """A row of zeros is divided by 0."""
+    some = F.rms_norm(words[:, picked], (D,), eps=0.0)
+    q, k, v = m.heads(torch.cat([x, some], 1))
+    return F.scaled_dot_product_attention(q, k, v)[:, :, : x.shape[1]], x
+
+
+def by_their_number(m, x, words, picked):
+    where = picked.nonzero().flatten()
+    q, k, v = m.heads(torch.cat([x, words[:, where]], 1))
+    return F.scaled_dot_product_attention(q * len(where), k, v)[:, :, : x.shape[1]], x
+
+
 def different(m, x, words, picked):
     """Other sizes that data decide, which no trace may meet twice."""
     values = torch.unique(words[:, picked].detach().round())
@@ -145,7 +158,7 @@ def a_part(m, x, words, picked):
     return y[:, :, -x.shape[1] :] + y[:, :, :1], x
 
 
-@pytest.mark.parametrize("go", [logarithms, mixed, not_all, different, a_part])
+@pytest.mark.parametrize("go", [logarithms, normed, mixed, not_all, by_their_number, different, a_part])
 def test_what_is_not_known_to_be_the_same_is_left(go):
     x, picked = batch()
     picked[1, 3] = True
