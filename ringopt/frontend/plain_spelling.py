@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from ringopt.dims.op_families import SYNONYMS
 from ringopt.frontend.functionalize import instead
-from ringopt.ir.memory import order_of
+from ringopt.ir.memory import laying_out, order_of
 from ringopt.ir.nodes import emit, is_aten, is_undropped, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.ir.notes import STANDS_FOR, VIEW_OF
 from ringopt.ir.refusal import GraphRefused, Refusal
@@ -237,10 +237,8 @@ def transform_by_dims(graph: fx.Graph) -> None:
         with graph.inserting_before(node), enable_python_dispatcher():
             for target, dim, size in steps[::-1] if last is aten.fft_rfft.default else steps:
                 x = emit(graph, target, (x, None if size == -1 else size, dim, norm), node)
-            order = order_of(value_of(node).stride())  # in memory, which a view may ask for
-            x = emit(graph, aten.permute.default, (x, order), node)
-            x = emit(graph, aten.clone.default, (x,), node, {"memory_format": torch.contiguous_format})
-            x = emit(graph, aten.permute.default, (x, [order.index(dim) for dim in range(rank)]), node)
+            for target, args in laying_out(value_of(node).stride()):  # for views that are made of it
+                x = emit(graph, target, (x, *args), node)
         if value_of(x).stride() == value_of(node).stride():
             node.replace_all_uses_with(x)
             graph.erase_node(node)

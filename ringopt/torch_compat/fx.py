@@ -48,6 +48,8 @@ _DETACHES = (torch.Tensor.detach, torch.detach, aten.detach, aten.detach.default
 
 
 class _DetachIsWritten(TorchFunctionMode):
+    """Has the last node of the graph that is traced be `detach` where it is called."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in _DETACHES and (mode := get_proxy_mode()) is not None:

@@ -53,7 +53,7 @@ DECIDE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}  # wh
 
 
 class NotInPlace(Exception):
-    """An operator of the stretch has no such form."""
+    """An operator of the stretch has no such form; its words say which."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +72,23 @@ States = dict[int, Parts]  # by dim; dims without tokens that were picked have n
 
 def in_place(flat: fx.Graph, given: Sequence[fx.Node], member: fx.Node) -> list[fx.Node] | None:
     """What the stretch `flat`, of which `member` is a node in its graph, makes of the nodes `given`: nodes where that
-    graph inserts now. None where no picked tokens attend, or another form is not known to be the same."""
+    graph inserts now. None where nothing attends. Raises NotInPlace."""
     if not any(op_name(node) == ATTENTION for node in flat.nodes):
         return None
-    run, results = InPlace(member, given), outputs_of(flat)
-    try:
-        for node in flat.nodes:
+    run = InPlace(member, given)
+    for node in flat.nodes:
+        try:
             run.add(node)
-        if any(result.op == "placeholder" for result in results):
-            raise NotInPlace
-    except (NotInPlace, GuardOnDataDependentSymNode):
-        for made in reversed(run.made):
-            member.graph.erase_node(made)
-        return None
-    return [run.values[result] for result in results]
+        except (NotInPlace, GuardOnDataDependentSymNode) as problem:
+            raise NotInPlace(f"{op_name(node)} is not known to do the same where tokens are masked") from problem
+    return [run.values[result] for result in outputs_of(flat)]
 
 
 class InPlace:
     """Of each node of a flat graph the value in the other graph, and which of its dims have picked tokens."""
 
     def __init__(self, member: fx.Node, given: Sequence[fx.Node]) -> None:
-        self.member, self.given, self.made = member, list(given), list[fx.Node]()
+        self.member, self.given = member, list(given)
         self.mode = fake_value(given[0]).fake_mode
         self.values: dict[fx.Node, Any] = {}
         self.states: dict[fx.Node, States] = {}
@@ -108,7 +104,7 @@ class InPlace:
         elif node.op == "call_function":
             getattr(self, f"of_{op_name(node)}", self.of_others)(node)
             self.check(node)
-        elif node.op != "output":
+        elif node.op != "output" or any(result.op == "placeholder" for result in node.all_input_nodes):
             raise NotInPlace
 
     def check(self, node: fx.Node) -> None:
@@ -120,17 +116,16 @@ class InPlace:
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Raises NotInPlace for what gives numbers or sizes of its own, and where other sizes do not fit."""
-        values, named_values = fx.map_arg((args, kwargs), fake_value)
+        values, others = fx.map_arg((args, kwargs), fake_value)
         if DECIDE & set(getattr(target, "tags", ())):
             raise NotInPlace
         try:
             with self.mode:
-                value = target(*values, **named_values)
+                value = target(*values, **others)
         except RuntimeError as error:
             raise NotInPlace from error
         made = self.member.graph.call_function(target, args, kwargs)
         made.meta.update(origin(self.member), example_value=value)
-        self.made.append(made)
         return made
 
     def spread(self, mask: fx.Node, dim: int, rank: int) -> fx.Node:
@@ -303,9 +298,9 @@ class InPlace:
             square = [self.size(k, dim)] * 2
             before = self.emit(aten.ones.default, square, dtype=torch.bool, device=fake_value(seen).device)
             seen = self.emit(aten.logical_and.default, self.emit(aten.tril.default, before), seen)
-        named = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
+        others = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
         values = [self.values[x] for x in (q, k, v)]
-        self.values[node] = self.emit(aten.scaled_dot_product_attention.default, *values, seen, **named)
+        self.values[node] = self.emit(aten.scaled_dot_product_attention.default, *values, seen, **others)
         self.states[node] = {} if queries is None else {dim: queries}
 
     # ---- sizes that are known again ----------------------------------------------------------------------------------

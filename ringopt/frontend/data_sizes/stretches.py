@@ -34,7 +34,7 @@ from ringopt.frontend.data_sizes.fake_values import (
     known_size,
     memory,
 )
-from ringopt.frontend.data_sizes.in_place import in_place
+from ringopt.frontend.data_sizes.in_place import NotInPlace, in_place
 from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
@@ -234,7 +234,10 @@ def shut_up(gm: fx.GraphModule, members: Sequence[fx.Node]) -> None:
     with graph.inserting_after(cut.members[-1]):
         anchor = graph.call_function(torch.zeros, (0,))
     with graph.inserting_before(anchor):
-        values = in_place(flat, cut.given, members[-1])
+        try:
+            values = in_place(flat, cut.given, members[-1])
+        except NotInPlace as problem:
+            raise refused(members[0], f"as many tokens attend to others: {problem}") from problem
         for place, x in enumerate((*cut.read, *cut.written)):
             made = values[place] if values is not None else operator_of(graph, cut, flat, results[place], x)
             if place < len(cut.read):
